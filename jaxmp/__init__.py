@@ -1,0 +1,39 @@
+"""jaxmp: mixed-precision training for JAX, with float32 masters, loss scaling and any optax optimizer."""
+
+from importlib import metadata as _metadata
+
+from jaxmp import casting as casting
+from jaxmp import linen as linen
+from jaxmp import nnx as nnx
+from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
+from jaxmp.clip import count_zeros as count_zeros
+from jaxmp.clip import global_norm as global_norm
+from jaxmp.grads import value_and_grad as value_and_grad
+from jaxmp.master import keep_master_params as keep_master_params
+from jaxmp.policy import Policy as Policy
+from jaxmp.policy import get_policy as get_policy
+from jaxmp.policy import weight_decay_mask as weight_decay_mask
+from jaxmp.reduce import reduce_gradients as reduce_gradients
+from jaxmp.scaling import DynamicLossScale as DynamicLossScale
+from jaxmp.scaling import NoOpLossScale as NoOpLossScale
+from jaxmp.scaling import StaticLossScale as StaticLossScale
+from jaxmp.shared import shared_loss_scale as shared_loss_scale
+from jaxmp.state import LossScaleState as LossScaleState
+from jaxmp.state import MasterState as MasterState
+from jaxmp.state import UnscaleState as UnscaleState
+from jaxmp.state import get_loss_scale as get_loss_scale
+from jaxmp.state import get_master_params as get_master_params
+from jaxmp.state import get_metrics as get_metrics
+from jaxmp.state import keep_if_skipped as keep_if_skipped
+from jaxmp.sync import all_finite as all_finite
+from jaxmp.transform import apply_gradients as apply_gradients
+from jaxmp.transform import mixed_precision as mixed_precision
+from jaxmp.transform import wrap_state as wrap_state
+from jaxmp.unscale import TrainingStuck as TrainingStuck
+from jaxmp.unscale import check_progress as check_progress
+from jaxmp.unscale import unscale_and_skip as unscale_and_skip
+
+try:
+    __version__ = _metadata.version("jaxmp")
+except _metadata.PackageNotFoundError:  # used from a source tree that was never installed
+    __version__ = "0+unknown"

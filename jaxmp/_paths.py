@@ -1,0 +1,106 @@
+"""Names for the leaves of a pytree, as a user would write them: `decoder/layer_norm/scale`.
+
+Rules of a policy and messages of errors speak of the same paths. A box around an array (flax's `nn.Partitioned`,
+an `nnx.Variable`) adds nothing to the path.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core import meta
+
+
+def path_str(path: Iterable[Any]) -> str:
+    """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`.
+
+    Example:
+      >>> tree = {"dense": {"kernel": 1.0}, "stack": [2.0]}
+      >>> [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+      ['dense/kernel', 'stack/0']
+    """
+    names = []
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
+            continue  # the content of a box
+        for attribute in ("key", "name", "idx"):
+            if hasattr(key, attribute):
+                names.append(str(getattr(key, attribute)))
+                break
+        else:
+            names.append(str(key))
+    return "/".join(names) or "<root>"
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    """Whether `path` fits one of the shell-style `patterns`, upper and lower case alike.
+
+    Example:
+      >>> matches("block_0/LayerNorm_1/scale", ("*norm*",))
+      True
+      >>> matches("block_0/Dense_0/kernel", ("*norm*", "*bias"))
+      False
+    """
+    lowered = path.lower()
+    return any(fnmatch.fnmatchcase(lowered, pattern.lower()) for pattern in patterns)
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is a container that flax puts around one array to carry metadata."""
+    return isinstance(x, meta.AxisMetadata | nnx.Variable)
+
+
+def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """`(path, leaf or whole box)` of each entry of `tree`, and the structure that puts them back together.
+
+    Example:
+      >>> leaves, treedef = boxed_leaves({"b": 1, "a": 2})
+      >>> leaves
+      [('a', 2), ('b', 1)]
+      >>> jax.tree.unflatten(treedef, [x for _, x in leaves])
+      {'a': 2, 'b': 1}
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
+    return [(path_str(path), x) for path, x in found], treedef
+
+
+def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`jax.tree.map` whose function also gets the path: `f("a/b", leaf, *leaves_of_rest)`.
+
+    Example:
+      >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
+      {'a': {'b': 'a/b=1'}}
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, x, *xs: f(path_str(path), x, *xs), tree, *rest, is_leaf=is_leaf)
+
+
+def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
+    """Raises a ValueError that names the first path in which two trees differ.
+
+    Example:
+      >>> check_same_structure({"a": 1}, {"a": 2}, "grads", "params")
+      >>> check_same_structure({"a": 1}, {"b": 2}, "grads", "params")
+      Traceback (most recent call last):
+        ...
+      ValueError: grads and params must have the same tree structure; a is in grads only. ...
+    """
+    if jax.tree.structure(got) == jax.tree.structure(expected):
+        return
+    got_paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
+    expected_paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    only_got = [path for path in got_paths if path not in set(expected_paths)]
+    only_expected = [path for path in expected_paths if path not in set(got_paths)]
+    if only_got:
+        difference = f"{only_got[0]} is in {got_name} only"
+    elif only_expected:
+        difference = f"{only_expected[0]} is in {expected_name} only"
+    elif got_paths == expected_paths:
+        return  # the same leaves in other containers (boxes, FrozenDict): tree.map says what does not fit
+    else:
+        difference = "the same paths come in another order"
+    raise ValueError(
+        f"{got_name} and {expected_name} must have the same tree structure; {difference}. "
+        f"Pass the tree that jaxmp.value_and_grad returned for these very params."
+    )

@@ -1,0 +1,169 @@
+"""Casts: the roundings of mixed precision, made so that they really happen.
+
+A cast to a narrow dtype and back is how one asks "what would this value be in float16?". XLA for GPUs deletes such a
+pair inside one program (`xla_allow_excess_precision`), and with it the answer: `f32(f16(master)) - f32(p)` becomes
+`master - p`. `round_to` rounds by arithmetic that no simplifier may remove.
+
+With q(x) = 2^(max(e(x), e_min) - m), the spacing of a dtype's grid round x (e(x): exponent of x, e_min: smallest
+normal exponent, m: bits of mantissa),
+
+    round_to(x) = q(x) * nearest_even(x / q(x))
+
+All three steps are exact in float32: q is a power of two made from the bits of x. Subnormals of the narrow dtype come
+out right because the spacing stops shrinking at e_min (`lax.reduce_precision` flushes those of float16 to zero).
+
+Casts of *state* saturate: a float32 master of 70000 becomes 65504 in float16, never inf.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+_ArrayLike = (jax.Array, np.ndarray, np.generic)
+
+
+def is_float(x: Any) -> bool:
+    """Whether `x` is an array (or an abstract one) of floats of 16 bits or more.
+
+    8-bit floats mean nothing without their scale, so nothing here touches them.
+
+    Example:
+      >>> is_float(jnp.ones(2)), is_float(jnp.arange(2)), is_float(2.0), is_float(jax.random.key(0))
+      (True, False, False, False)
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.dtype(dtype).itemsize >= 2
+
+
+def is_low_precision(dtype: Any) -> bool:
+    """Whether `dtype` is a float of 16 bits, one whose params need a float32 master.
+
+    Example:
+      >>> is_low_precision(jnp.bfloat16), is_low_precision(jnp.float32)
+      (True, False)
+    """
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
+    """`x` in `dtype` if it is a float array (or `jax.ShapeDtypeStruct`) of 16 bits or more, else `x` itself.
+
+    Args:
+      x: any leaf.
+      dtype: a float dtype.
+      saturate: whether values beyond the range of `dtype` become its largest finite value, not inf.
+
+    Example:
+      >>> x = jnp.float32(70000.0)
+      >>> float(cast_float(x, jnp.float16)), float(cast_float(x, jnp.float16, saturate=True))
+      (inf, 65504.0)
+    """
+    if not is_float(x) or x.dtype == dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.dtype(dtype))
+    return saturating_cast(x, dtype) if saturate else jnp.asarray(x).astype(dtype)
+
+
+def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
+    """`tree` with every float leaf of 16 bits or more in `dtype`; all else is left alone.
+
+    Example:
+      >>> cast_floats({"w": jnp.ones(2, jnp.float16), "n": 3}, jnp.float32)
+      {'n': 3, 'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda x: cast_float(x, dtype), tree)
+
+
+def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """`x` in `dtype`, with values beyond its range (inf too) at its largest finite value; NaN stays NaN.
+
+    Args:
+      x: floats of any shape.
+      dtype: the narrow float dtype.
+
+    Returns:
+      An array of `dtype`, rounded to nearest even.
+
+    Example:
+      >>> saturating_cast(jnp.array([1e6, -jnp.inf, 0.5]), jnp.float16).tolist()
+      [65504.0, -65504.0, 0.5]
+    """
+    x = jnp.asarray(x)
+    if jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
+        return x.astype(dtype)
+    limit = np.asarray(jnp.finfo(dtype).max, x.dtype)  # exact: every narrow value is a value of the wider dtype
+    return jnp.clip(x, -limit, limit).astype(dtype)
+
+
+def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """float32 `x`, rounded to the values that `dtype` can hold, still in float32; the rounding survives XLA.
+
+    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend. See the module's docstring.
+
+    Args:
+      x: float32 of any shape.
+      dtype: float16, bfloat16, an 8-bit float, or float32 (which returns `x`).
+
+    Returns:
+      float32 of the same shape. NaN stays NaN; inf and what lies beyond the range becomes the largest finite value.
+
+    Raises:
+      TypeError: `x` is not float32.
+
+    Example:
+      >>> round_to(jnp.array([0.1, 2.0**-24, 70000.0]), jnp.float16).tolist()
+      [0.0999755859375, 5.960464477539063e-08, 65504.0]
+    """
+    x = jnp.asarray(x)
+    if x.dtype != jnp.float32:
+        raise TypeError(f"round_to rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32) first.")
+    info = jnp.finfo(dtype)
+    if info.bits >= 32:
+        return x
+    limit = np.float32(info.max)
+    x = jnp.clip(x, -limit, limit)
+    if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    exponent = jnp.maximum(_power_of_two_below(x), np.float32(info.smallest_normal))
+    spacing = exponent * np.float32(2.0**-info.nmant)
+    per_spacing = _inverse_of_power_of_two(spacing)
+    return lax.round(x * per_spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+
+
+def _power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
+
+
+def _inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
+
+
+def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
+    """1 / scale in float32, from the bits where `scale` is a power of two (GPUs divide approximately).
+
+    Args:
+      scale: float32, positive.
+
+    Returns:
+      float32: exact for powers of two from 2^-126 to 2^126, the rounded quotient otherwise.
+
+    Example:
+      >>> float(reciprocal(jnp.float32(65536.0))) == 2.0**-16
+      True
+    """
+    scale = jnp.asarray(scale, jnp.float32)
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    exponent = bits >> 23  # the sign is 0
+    is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
+    return jnp.where(is_power_of_two, _inverse_of_power_of_two(scale), 1.0 / scale)

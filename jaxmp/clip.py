@@ -1,0 +1,166 @@
+"""Norms of gradients: clip by them, count zeros, as Megatron-LM does.
+
+Put these inside `mixed_precision`, where gradients are unscaled and float32:
+
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adamw(1e-3)), "fp16")
+
+Megatron's rule differs from optax's in three ways that show in traces: the coefficient is max_norm / (norm + 1e-6), so
+that a norm of exactly max_norm is still scaled by 0.999999; it is applied only where it is strictly below 1; and a
+norm that overflows float32 on finite gradients gives a step of zeros, not a skip.
+
+With model parallelism each device holds a part of the params. The norm is then combined over those axes, and a leaf
+that every shard holds (`replicated`: biases, norms) counts once.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp import casting, sync
+from jaxmp.state import GlobalNormState, ZeroCountState
+
+_EPSILON = 1e-6  # Megatron-LM's
+
+
+def clip_by_global_norm(
+    max_norm: float | Float[Array, ""], *, axis_name: sync.AxisName = None, replicated: PyTree | None = None, ord: float = 2
+) -> optax.GradientTransformation:
+    """An optax part that scales all gradients down if their global norm is too large; Megatron-LM's rule.
+
+        g <- g * c  if c < 1,  c = max_norm / (norm + 1e-6)
+
+    Args:
+      max_norm: >= 0, in the units of the gradients. The number 0 switches the part off: nothing is computed.
+      axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: there,
+        reduce gradients first. Not needed under plain jit.
+      replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
+        along `axis_name` holds in full.
+      ord: order of the norm: 2, any number > 0, or `math.inf`.
+
+    Returns:
+      A transform with `GlobalNormState(grad_norm)`, which `get_metrics` shows: the norm before clipping.
+
+    Raises:
+      ValueError: a negative `max_norm`, an axis that is not bound.
+
+    Example:
+      >>> tx = clip_by_global_norm(1.0)
+      >>> grads, opt_state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> [round(float(g), 5) for g in grads], float(opt_state.grad_norm)
+      ([0.6, 0.8], 5.0)
+
+    References:
+      Megatron-LM, megatron/core/optimizer/clip_grads.py.
+    """
+    is_number = isinstance(max_norm, (int, float))
+    if is_number and not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0 (0 is off); got {max_norm}")
+    if is_number and max_norm == 0:
+        return optax.identity()
+
+    def init_fn(params: PyTree) -> GlobalNormState:
+        del params
+        return GlobalNormState(jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: GlobalNormState, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
+        del state, params
+        norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
+        coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
+        factor = jnp.where(coefficient < 1.0, coefficient, 1.0)
+        clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
+        return clipped, GlobalNormState(norm)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def global_norm(
+    tree: PyTree, *, axis_name: sync.AxisName = None, replicated: PyTree | None = None, ord: float = 2
+) -> Float[Array, ""]:
+    """The norm of all float leaves of `tree` as one vector: (sum_i |x_i|^ord)^(1/ord), in float32.
+
+    Args:
+      tree: pytree of arrays.
+      axis_name: model-parallel axes over which leaves are split.
+      replicated: which leaves every shard holds in full, as for `clip_by_global_norm`.
+      ord: order of the norm; `math.inf` is the largest magnitude.
+
+    Returns:
+      float32[].
+
+    Example:
+      >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.float16)}))
+      5.0
+    """
+    if not ord > 0:
+        raise ValueError(f"the order of a norm must be > 0; got {ord}")
+    power = _largest if ord == math.inf else lambda x: _power_sum(x, ord)
+    merge = max_of if ord == math.inf else sum
+    split, whole = _by_shard(tree, replicated, power)
+    axes = sync.named_axes(axis_name)
+    total = merge(split, start=jnp.zeros((), jnp.float32))
+    total = sync.max_over(total, axes) if ord == math.inf else sync.sum_over(total, axes)
+    total = merge(whole, start=total)
+    return total if ord == math.inf else jnp.sqrt(total) if ord == 2 else total ** (1.0 / ord)
+
+
+def count_zeros(*, axis_name: sync.AxisName = None, replicated: PyTree | None = None) -> optax.GradientTransformation:
+    """An optax part that counts exact zeros among the gradients and passes them on; Megatron-LM counts after clipping.
+
+    Many zeros in float16 mean gradients below its range: raise the loss scale.
+
+    Args:
+      axis_name: model-parallel axes, as for `clip_by_global_norm`.
+      replicated: leaves that every shard holds in full.
+
+    Returns:
+      A transform with `ZeroCountState(zero_grads)`, which `get_metrics` shows; float32, exact up to 2^24.
+
+    Example:
+      >>> tx = count_zeros()
+      >>> _, opt_state = tx.update(jnp.array([0.0, 1.0, -0.0]), tx.init(jnp.zeros(3)))
+      >>> float(opt_state.zero_grads)
+      2.0
+    """
+
+    def init_fn(params: PyTree) -> ZeroCountState:
+        del params
+        return ZeroCountState(jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: ZeroCountState, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
+        del state, params
+        split, whole = _by_shard(updates, replicated, lambda x: jnp.sum(x == 0).astype(jnp.float32))
+        start = jnp.zeros((), jnp.float32)
+        return updates, ZeroCountState(sum(whole, start=sync.sum_over(sum(split, start=start), sync.named_axes(axis_name))))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest of `values` and `start`; NaN wins."""
+    for value in values:
+        start = jnp.maximum(start, value)
+    return start
+
+
+def _power_sum(x: Array, ord: float) -> Float[Array, ""]:
+    x = x.astype(jnp.float32)
+    return jnp.sum(x * x) if ord == 2 else jnp.sum(jnp.abs(x) ** ord)
+
+
+def _largest(x: Array) -> Float[Array, ""]:
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+
+
+def _by_shard(tree: PyTree, replicated: Any, f: Any) -> tuple[list[Any], list[Any]]:
+    """`f` of each float leaf: of those that are split over shards, and of those that every shard holds."""
+    mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
+    flags = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree)
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for held, x in zip(jax.tree.leaves(flags), jax.tree.leaves(tree), strict=True):
+        if casting.is_float(x):
+            parts[bool(held)].append(f(x))
+    return parts

@@ -1,0 +1,263 @@
+"""Gradients of a scaled loss, and their accumulation over microbatches.
+
+`value_and_grad` is `jax.value_and_grad` with three differences:
+
+1.  The loss is multiplied by the scale in float32, just inside the function that is differentiated; what comes back is
+    the loss before that multiplication, never one that was scaled and divided again.
+2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh, in
+    float16; so the params are first cast to *varying* over the bound axes. Reduce them yourself (`jax.lax.pmean`, or
+    `jaxmp.reduce_gradients` in the chain).
+3.  With `accumulate=k` the batch is cut into k microbatches, walked by `lax.scan`, and their gradients summed in
+    float32: L = (1/k) sum_i L_i, each scaled by S/k before it is differentiated, as Megatron-LM does. The window has
+    one scale and one decision.
+
+The gradients stay scaled: whoever unscales them (`unscale_and_skip`) must do so with the scale that scaled them, which
+is why it reads the very `opt_state` that is passed here.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp import _paths, _versions, casting, state, sync
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    accumulate: int = 1,
+    accumulate_argnums: int | Sequence[int] | None = None,
+    axis_name: sync.AxisName = "auto",
+) -> Callable[..., Any]:
+    """A function that returns the loss and its *scaled* gradients; use it where `jax.value_and_grad` stood.
+
+    Args:
+      fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. Return the loss in float32.
+      argnums: which positional arguments to differentiate with respect to.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      accumulate: k, the number of microbatches, >= 1.
+      accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
+        arrays are cut along the leading axis, which k must divide; PRNG keys are split into k; scalars are repeated,
+        and so are keyword arguments. Name the batch where other trees are passed, such as batch_stats.
+      axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
+        names. (Leave out a tensor-parallel axis over which autodiff should sum.)
+
+    Returns:
+      A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
+      `shared_loss_scale`, giving `(loss, grads)` or `((loss, aux), grads)`:
+      loss: float32[], not scaled, this device's; the mean over the microbatches.
+      grads: like the arguments in `argnums`, times the loss scale, in the params' dtypes; float32 with `accumulate` > 1.
+      aux: with `accumulate` > 1, stacked along a new leading axis [k].
+
+    Raises:
+      TypeError: params that are no floats, named by path; a loss that is no scalar of a float dtype.
+      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; unbound axis names.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> policy = jaxmp.get_policy("fp16")
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+      >>> params32 = {"w": jnp.array([2.0])}
+      >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean((params["w"] * x).astype(jnp.float32))
+      >>> loss, grads = value_and_grad(loss_fn)(params, jnp.ones(4, jnp.float16), opt_state=opt_state)
+      >>> float(loss), grads["w"].dtype.name
+      (2.0, 'float16')
+    """
+    k = check_accumulate(accumulate)
+    single = isinstance(argnums, int)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, opt_state: Any, **kwargs: Any) -> Any:
+        diff_argnums = resolve_argnums(argnums, len(args), "argnums")
+        diff = tuple(args[i] for i in diff_argnums)
+        rest = {i: x for i, x in enumerate(args) if i not in diff_argnums}
+        batch_argnums = tuple(rest) if accumulate_argnums is None else resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+        if set(batch_argnums) & set(diff_argnums):
+            raise ValueError(f"accumulate_argnums {batch_argnums} must not name what is differentiated, argnums {diff_argnums}")
+        batches = split_microbatches({i: rest.pop(i) for i in batch_argnums}, k) if k > 1 else None
+
+        def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
+            positional = dict(rest) | dict(zip(diff_argnums, diff, strict=True)) | (batch or {})
+            out = fun(*(positional[i] for i in range(len(args))), **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            return loss, aux, carry
+
+        loss, aux, _, grads = scaled_value_and_grad(loss_fn, diff, (), batches, opt_state, k=k, axis_name=axis_name)
+        return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
+
+    return wrapped
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
+    params: PyTree,
+    carry: PyTree,
+    batches: PyTree,
+    opt_state: Any,
+    *,
+    k: int,
+    axis_name: sync.AxisName,
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    """The core under `value_and_grad` and its nnx bridge, which threads mutable state through the microbatches.
+
+    Args:
+      loss_fn: `(params, carry, microbatch) -> (loss, aux, new carry)`.
+      params: what to differentiate with respect to.
+      carry: state handed from microbatch to microbatch.
+      batches: None with k = 1, else a tree with leading axis k.
+      opt_state: holds the loss scale.
+      k: number of microbatches.
+      axis_name: see `value_and_grad`.
+
+    Returns:
+      `(loss float32[], aux, carry, scaled grads)`.
+    """
+    if not state.has_loss_scale(opt_state):
+        raise ValueError(
+            "opt_state holds no loss scale, so the gradients would not be unscaled by what scaled them. Pass the state of "
+            "jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of jaxmp.shared_loss_scale."
+        )
+    _check_differentiable(params)
+    loss_scale = state.get_loss_scale(opt_state)
+    axes = _axes_to_vary(axis_name)
+    params = jax.tree.map(lambda x: _versions.cast_to_varying(x, axes), params)
+    step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
+
+    def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
+        loss, aux, carry = loss_fn(params, carry, batch)
+        loss = _checked_loss(loss)
+        with jax.named_scope("jaxmp.scale_loss"):
+            return loss * step_scale, (loss, aux, carry)
+
+    differentiate = jax.grad(scaled_loss, has_aux=True)
+    if k == 1:
+        grads, (loss, aux, carry) = differentiate(params, carry, batches)
+        return loss, aux, carry, grads
+
+    def body(accumulated: Any, batch: PyTree) -> Any:
+        sums, carry = accumulated
+        grads, (loss, aux, carry) = differentiate(params, carry, batch)
+        with jax.named_scope("jaxmp.accumulate"):
+            sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+        return (sums, carry), (loss, aux)
+
+    zeros = jax.tree.map(_zeros_like_float32, params)
+    (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
+    return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, grads
+
+
+def split_microbatches(tree: PyTree, k: int) -> PyTree:
+    """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
+
+    Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
+
+    Args:
+      tree: pytree of arrays [n, ...], keys and scalars.
+      k: number of microbatches; divides n.
+
+    Returns:
+      The same structure with arrays [k, n/k, ...], keys [k] and scalars [k].
+
+    Raises:
+      ValueError: k does not divide a leading axis, or leading axes differ: named by path.
+
+    Example:
+      >>> split = split_microbatches({"x": jnp.arange(6.0), "key": jax.random.key(0), "t": 0.5}, 3)
+      >>> {name: leaf.shape for name, leaf in split.items()}
+      {'key': (3,), 't': (3,), 'x': (3, 2)}
+    """
+    sizes: dict[str, int] = {}
+
+    def split(path: str, x: Any) -> Any:
+        if _is_key(x):
+            return jax.random.split(x, k)
+        if jnp.ndim(x) == 0:
+            return jnp.broadcast_to(jnp.asarray(x), (k,))
+        sizes[path] = x.shape[0]
+        if x.shape[0] % k:
+            raise ValueError(
+                f"accumulate={k} must divide the leading axis of the batch; got {tuple(x.shape)} at argument {path}. "
+                f"{_HOW_TO_NAME_THE_BATCH}"
+            )
+        return x.reshape(k, x.shape[0] // k, *x.shape[1:])
+
+    out = _paths.map_with_path(split, tree)
+    if len(set(sizes.values())) > 1:
+        (first, n), (other, m) = next(
+            ((a, b) for a, b in zip(sizes.items(), list(sizes.items())[1:], strict=False) if a[1] != b[1])
+        )
+        raise ValueError(
+            f"all parts of a batch must have the same leading axis; got {n} at argument {first} and {m} at argument {other}. "
+            f"{_HOW_TO_NAME_THE_BATCH}"
+        )
+    return out
+
+
+_HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
+
+
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.ndim(x) == 0
+    return dtype == jnp.uint32 and jnp.shape(x) == (2,)
+
+
+def _zeros_like_float32(x: Array) -> Array:
+    zeros = jnp.zeros(jnp.shape(x), jnp.float32)
+    return _versions.cast_to_varying(zeros, tuple(_versions.varying_axes(x)))
+
+
+def _axes_to_vary(axis_name: sync.AxisName) -> tuple[str, ...]:
+    return _versions.manual_axes() if axis_name == "auto" else sync.named_axes(axis_name)
+
+
+def check_accumulate(accumulate: int) -> int:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of microbatches >= 1; got {accumulate!r}")
+    return int(accumulate)
+
+
+def resolve_argnums(argnums: int | Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in wanted:
+        if not -n <= i < n:
+            raise ValueError(f"{name} must name positional arguments; got {i} for a call with {n} of them")
+    return tuple(i % n for i in wanted)
+
+
+def _check_differentiable(params: PyTree) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not casting.is_float(jnp.asarray(x) if isinstance(x, (int, float, complex)) else x):
+            raise TypeError(
+                f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at argument "
+                f"{_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
+            )
+
+
+def _checked_loss(loss: Any) -> Float[Array, ""]:
+    if jnp.ndim(loss) != 0 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            f"the loss must be a float scalar; got {jnp.result_type(loss)}{list(jnp.shape(loss))}. Reduce it with "
+            f"jnp.mean, and return (loss, aux) only with has_aux=True."
+        )
+    if jnp.result_type(loss) == jnp.float16:
+        warnings.warn(
+            "the loss is float16, so the loss scale has to pass through float16 on the way back: scales above 65504 become "
+            "inf. Compute it in float32, for instance from logits.astype(jnp.float32).",
+            stacklevel=2,
+        )
+    return jnp.asarray(loss).astype(jnp.float32)

@@ -1,0 +1,87 @@
+"""flax.linen: a TrainState whose step goes through `jaxmp.apply_gradients`.
+
+flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
+the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
+"""
+
+import inspect
+from typing import Any, Self
+
+import jax
+import jmp
+import optax
+from flax.training import train_state
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp import policy as policy_lib
+from jaxmp import state, transform
+
+
+class TrainState(train_state.TrainState):
+    """flax's TrainState for a `mixed_precision` optimizer.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp, jaxmp
+      >>> model = nn.Dense(2, dtype=jnp.float16)
+      >>> params32 = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+      >>> train_state = TrainState.create(
+      ...     apply_fn=model.apply, params=params32, tx=jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), policy="fp16")
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+      >>> loss, grads = jaxmp.value_and_grad(loss_fn)(train_state.params, jnp.ones((4, 3)), opt_state=train_state.opt_state)
+      >>> train_state = train_state.apply_gradients(grads=grads)
+      >>> train_state.params["kernel"].dtype.name, int(train_state.step)
+      ('float16', 1)
+    """
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Any,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        policy: str | jmp.Policy | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """As flax's; with `policy`, `params` may be float32: masters start from them, and the model gets the cast ones.
+
+        Args:
+          apply_fn: the model's `apply`.
+          params: float32 params (with `policy`), or params as the policy of `tx` casts them.
+          tx: the optimizer.
+          policy: the policy that `tx` was made with.
+          **kwargs: fields of subclasses, such as `batch_stats`.
+        """
+        cast = params if policy is None else policy_lib.get_policy(policy).cast_to_param(params)
+        return cls(
+            step=jax.numpy.zeros((), jax.numpy.int32), apply_fn=apply_fn, params=cast, tx=tx, opt_state=tx.init(params), **kwargs
+        )
+
+    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
+        """One step. On a skip everything stays but the loss scale and the skip counters.
+
+        Args:
+          grads: scaled gradients, reduced over devices.
+          **kwargs: fields of this state are replaced (`batch_stats=new_stats`), unless the step is skipped; anything
+            else goes to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
+
+        Returns:
+          The next state.
+        """
+        fields = {name: value for name, value in kwargs.items() if name in inspect.signature(type(self)).parameters}
+        extra = {name: value for name, value in kwargs.items() if name not in fields}
+        params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
+        fields["step"] = fields.get("step", self.step + 1)
+        old = {name: getattr(self, name) for name in fields}
+        return self.replace(params=params, opt_state=opt_state, **state.keep_if_skipped(opt_state, fields, old))
+
+    @property
+    def loss_scale(self) -> Float[Array, ""]:
+        """float32[], the scale of the next loss."""
+        return state.get_loss_scale(self.opt_state)
+
+    @property
+    def metrics(self) -> dict[str, Array]:
+        """`jaxmp.get_metrics` of this state."""
+        return state.get_metrics(self.opt_state)

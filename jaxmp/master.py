@@ -1,0 +1,154 @@
+"""Master params: the optimizer works on float32, the model holds the rounded copy.
+
+A 16-bit weight of 1.0 cannot move by 1e-4: the next bfloat16 is 1.0078. So the optimizer keeps a float32 *master* of
+each 16-bit param, moves that, and hands the model its rounding:
+
+    m' = m + inner.update(g, s, m)          p' = round(m')
+
+A float32 param is its own master: no copy, the same inner transform. A frozen param (its update is always zero) has
+none. The inner optimizer is initialized from float32 as well, so its moments are float32 whatever the model holds.
+
+optax's interface hands over an *update* that is added to the params. For a 16-bit param that update is
+f32(round(m')) - f32(p), in float32: `optax.apply_updates` adds in float32 and lands on round(m') exactly (unless a
+weight shrinks 4000-fold within one step; the next step repairs that). `jaxmp.apply_gradients` skips this detour.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxmp import _frozen, _paths, casting
+from jaxmp.policy import Policy, get_policy
+from jaxmp.state import MasterState
+from jaxmp.unscale import as_transformation
+
+
+def keep_master_params(
+    inner: optax.GradientTransformation, policy: str | jmp.Policy
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it updates float32 masters of 16-bit params; see the module's docstring.
+
+    Args:
+      inner: any optax transform.
+      policy: which params have 16 bits: `param_dtype`, less what `keep_fp32` names.
+
+    Returns:
+      A transform with `MasterState`. Its `init(params)` takes the params in float32 (best: masters then keep the
+      initial values in full) or as the policy casts them; `update(grads, state, params)` takes float32 gradients and
+      the params as the policy casts them.
+
+    Raises:
+      TypeError: params that are no floats and not frozen, named by path.
+      ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params.
+
+    Example:
+      >>> tx = keep_master_params(optax.sgd(1.0), "bf16")
+      >>> params32 = {"w": jnp.array([1.0])}
+      >>> opt_state, params = tx.init(params32), get_policy("bf16").cast_to_param(params32)
+      >>> for _ in range(4):  # each step is too small for bfloat16, together they are not
+      ...     updates, opt_state = tx.update({"w": jnp.array([-0.002])}, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params["w"][0]), round(float(opt_state.master_params["w"][0]), 4)
+      (1.0078125, 1.008)
+    """
+    policy = get_policy(policy)
+    inner = optax.with_extra_args_support(as_transformation(inner))
+
+    def init_fn(params: PyTree) -> MasterState:
+        full = casting.cast_floats(params, jnp.float32)
+        masters = _make_masters(inner, policy, params, full)
+        return MasterState(masters, inner.init(_view(full, masters)))
+
+    def update_fn(
+        updates: PyTree, state: MasterState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, MasterState]:
+        if params is None:
+            raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
+        _paths.check_same_structure(updates, params, "grads", "params")
+        _check_dtypes(policy, params, state.master_params)
+        moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
+        with jax.named_scope("jaxmp.update_masters"):
+            units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
+            masters = treedef.flatten_up_to(state.master_params)
+            pairs = [_step(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(moves), strict=True)]
+        new_updates = treedef.unflatten([update for update, _ in pairs])
+        return new_updates, MasterState(treedef.unflatten([master for _, master in pairs]), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def model_param(master: PyTree, dtype: Any) -> PyTree:
+    """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`.
+
+    Example:
+      >>> model_param(jnp.array([0.5, 1e6]), jnp.float16).tolist()
+      [0.5, 65504.0]
+    """
+    return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+
+
+def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:
+    units, treedef = _paths.boxed_leaves(params)
+    full_units = treedef.flatten_up_to(full)
+    frozen = _frozen.frozen_leaves(inner, full) if len(jax.tree.leaves(params)) == len(units) else [False] * len(units)
+    masters = []
+    for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
+        for x in jax.tree.leaves(unit):
+            if not is_frozen and not casting.is_float(x):
+                raise TypeError(
+                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep such "
+                    f"leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
+                )
+        needs_master = casting.is_low_precision(policy.param_dtype_of(path)) and not is_frozen
+        masters.append(jax.tree.map(_own_copy, full_unit) if needs_master else optax.MaskedNode())
+    return treedef.unflatten(masters)
+
+
+def _own_copy(x: Any) -> Any:
+    """`x` in a buffer of its own: a master that shared the caller's params would be freed with them by donation."""
+    return jnp.array(x, copy=True) if isinstance(x, jax.Array | np.ndarray) else x
+
+
+def _view(params: PyTree, masters: PyTree) -> PyTree:
+    """The params as the inner optimizer sees them: the master where there is one."""
+    units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
+    pairs = zip(units, treedef.flatten_up_to(masters), strict=True)
+    return treedef.unflatten([p if isinstance(m, optax.MaskedNode) else m for p, m in pairs])
+
+
+def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
+    """(update of the param, new master) of one leaf or box."""
+    if isinstance(master, optax.MaskedNode):
+        return move, master
+    new_master = jax.tree.map(_moved, master, move)
+    return jax.tree.map(_update_to, param, new_master), new_master
+
+
+def _moved(master: Array, move: Array) -> Array:
+    moved = master + move.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(moved), moved, master)
+
+
+def _update_to(param: Array, master: Array) -> Array:
+    """What to add to `param` in float32 to land on its rounded master; -0.0 where it is there already."""
+    update = casting.round_to(master, param.dtype) - param.astype(jnp.float32)
+    return jnp.where(update == 0, -0.0, update)
+
+
+def _check_dtypes(policy: Policy, params: PyTree, masters: PyTree) -> None:
+    units, treedef = _paths.boxed_leaves(params)
+    for (path, unit), master in zip(units, treedef.flatten_up_to(masters), strict=True):
+        if isinstance(master, optax.MaskedNode):
+            continue
+        expected = policy.param_dtype_of(path)
+        for x in jax.tree.leaves(unit):
+            if x.dtype != expected:
+                raise ValueError(
+                    f"params at update must be as the policy stores them; got {x.dtype} at {path}, expected {expected}. "
+                    f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32)."
+                )

@@ -1,0 +1,136 @@
+"""flax.nnx: gradients of a scaled loss of a module with state, and steps that can be taken back.
+
+`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works as it is; `cast_to_param` gives the module its
+16-bit params after the optimizer was made from float32. What nnx adds is state that moves in the forward pass: the
+statistics of BatchNorm and the counts of Dropout's keys. `value_and_grad` threads them through the microbatches and
+writes them back into the module; `restore_if_skipped` takes the statistics of a skipped step back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jmp
+from flax import nnx
+from jaxtyping import PyTree
+
+from jaxmp import grads as grads_lib
+from jaxmp import policy as policy_lib
+from jaxmp import state, sync
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    accumulate_argnums: Any = None,
+    axis_name: sync.AxisName = "auto",
+) -> Callable[..., Any]:
+    """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
+
+    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as `nnx.value_and_grad` does
+    it; with `accumulate=k` it passes through the k microbatches in turn.
+
+    Args:
+      fun: the loss; its first argument is the module.
+      wrt: filter of the variables to differentiate with respect to; the one given to `nnx.Optimizer`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      accumulate: number of microbatches.
+      accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
+      axis_name: see `jaxmp.value_and_grad`.
+
+    Returns:
+      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)` giving `(loss, grads)` or
+      `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param)
+      >>> cast_to_param(model, "bf16")
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      >>> _ = optimizer.update(model, grads)
+      >>> model.kernel[...].dtype.name
+      'bfloat16'
+    """
+    k = grads_lib.check_accumulate(accumulate)
+
+    @functools.wraps(fun)
+    def wrapped(model: nnx.Module, *args: Any, opt_state: Any, **kwargs: Any) -> Any:
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+        whole = dict(enumerate(args, start=1))
+        chosen = tuple(whole) if accumulate_argnums is None else grads_lib.resolve_argnums(accumulate_argnums, len(args) + 1, "accumulate_argnums")
+        batches = grads_lib.split_microbatches({i: whole.pop(i) for i in chosen}, k) if k > 1 else None
+
+        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
+            merged = nnx.merge(graphdef, params, rest, copy=True)
+            positional = whole | (batch or {})
+            out = fun(merged, *(positional[i] for i in range(1, len(args) + 1)), **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            return loss, aux, nnx.split(merged, wrt, ...)[2]
+
+        loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
+            loss_fn, params, rest, batches, opt_state, k=k, axis_name=axis_name
+        )
+        nnx.update(model, rest)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
+    """Casts the params of `model` in place, as `policy` stores them; call it after `nnx.Optimizer` was made.
+
+    Args:
+      model: the module, with float32 params.
+      policy: the policy of the optimizer.
+      wrt: filter of the params.
+
+    Example:
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> cast_to_param(model, "fp16")
+      >>> model.bias[...].dtype.name
+      'float16'
+    """
+    nnx.update(model, policy_lib.get_policy(policy).cast_to_param(nnx.state(model, wrt)))
+
+
+def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
+    """The values of variables as they are now, for `restore_if_skipped`.
+
+    Args:
+      model: the module.
+      *filters: which variables; default: `nnx.BatchStat`.
+
+    Returns:
+      An `nnx.State` that does not follow the module.
+
+    Example:
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> sorted(snapshot(model))
+      ['mean', 'var']
+    """
+    return jax.tree.map(lambda x: x, nnx.state(model, filters[0] if len(filters) == 1 else filters or nnx.BatchStat))
+
+
+def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> None:
+    """Puts the values of `before` back into `model` if the last update was skipped.
+
+        before = jaxmp.nnx.snapshot(model)
+        loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, batch, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+
+    Args:
+      opt_state: `optimizer.opt_state`, after the update.
+      model: the module.
+      before: what `snapshot` returned before the forward pass.
+    """
+    paths = {path for path, _ in nnx.to_flat_state(before)}
+    now = nnx.state(model, lambda path, _: tuple(path) in paths)
+    nnx.update(model, state.keep_if_skipped(opt_state, now, before))

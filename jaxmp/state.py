@@ -1,0 +1,324 @@
+"""What a chain keeps in `opt_state`, and how to look at it.
+
+State is plain arrays in NamedTuples, nothing else: no objects with behaviour, no Python numbers. So checkpoints,
+`flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
+they do for any optimizer. The look-ups below find their state wherever it lies: inside `optax.chain`, a flax
+TrainState's `opt_state`, or an `nnx.Optimizer`'s.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxmp import _paths, casting, scaling
+
+
+class LossScaleState(NamedTuple):
+    """The moving part of a loss scale of ours.
+
+    Attributes:
+      loss_scale: float32[], the scale that the next loss is multiplied by.
+      growth_count: int32[], good steps since the last overflow or growth; 0 for a static scale.
+      hysteresis_left: int32[], overflows until the scale falls; 0 for a static scale.
+    """
+
+    loss_scale: Float[Array, ""]
+    growth_count: Int[Array, ""]
+    hysteresis_left: Int[Array, ""]
+
+
+class CustomLossScaleState(NamedTuple):
+    """The moving part of a user's own loss-scale object.
+
+    Attributes:
+      loss_scale: float32[].
+      scaler_leaves: the pytree leaves of the object.
+    """
+
+    loss_scale: Float[Array, ""]
+    scaler_leaves: tuple[Array, ...]
+
+
+class UnscaleState(NamedTuple):
+    """State of `unscale_and_skip`.
+
+    Attributes:
+      scaling: a `LossScaleState`, or a `CustomLossScaleState`.
+      skipped: bool[], whether the last step was skipped.
+      skipped_steps: int32[], skipped steps so far.
+      consecutive_skips: int32[], skipped steps since the last one that was taken.
+      pinned_overflows: int32[], overflows in a row that found the scale at its floor already.
+      unscaled_fp16: bool[], whether float16 params are trained without a loss scale.
+      saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value because
+        their master lies beyond it; where params are split over devices, of the device that has most.
+      guarded: state of the wrapped transform.
+    """
+
+    scaling: LossScaleState | CustomLossScaleState
+    skipped: Bool[Array, ""]
+    skipped_steps: Int[Array, ""]
+    consecutive_skips: Int[Array, ""]
+    pinned_overflows: Int[Array, ""]
+    unscaled_fp16: Bool[Array, ""]
+    saturated_params: Float[Array, ""]
+    guarded: Any
+
+
+class MasterState(NamedTuple):
+    """State of `keep_master_params`.
+
+    Attributes:
+      master_params: the tree of the params with a float32 master where the param has 16 bits, and `optax.MaskedNode()`
+        where it needs none (float32 params, frozen params).
+      master_inner: state of the wrapped optimizer, made from float32 params.
+    """
+
+    master_params: PyTree
+    master_inner: Any
+
+
+class GlobalNormState(NamedTuple):
+    """State of `clip_by_global_norm`: grad_norm is float32[], the norm before clipping, of the last step taken."""
+
+    grad_norm: Float[Array, ""]
+
+
+class ZeroCountState(NamedTuple):
+    """State of `count_zeros`: zero_grads is float32[], exact zeros among the gradients of the last step taken."""
+
+    zero_grads: Float[Array, ""]
+
+
+class SharedLossScaleState(NamedTuple):
+    """State of `shared_loss_scale`: one scale, and whether every optimizer so far in this step had finite gradients.
+
+    Attributes:
+      scaling: a `LossScaleState`, or a `CustomLossScaleState`.
+      all_grads_finite: bool[].
+    """
+
+    scaling: LossScaleState | CustomLossScaleState
+    all_grads_finite: Bool[Array, ""]
+
+
+def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
+    """The arrays of a loss-scale object, as kept in `opt_state`.
+
+    Example:
+      >>> scaling_state(scaling.StaticLossScale(8.0)).loss_scale
+      Array(8., dtype=float32)
+    """
+    loss_scale = jnp.asarray(scaler.loss_scale, jnp.float32)
+    if isinstance(scaler, scaling.DynamicLossScale):
+        return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
+    if isinstance(scaler, scaling.StaticLossScale | scaling.NoOpLossScale):
+        return LossScaleState(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
+
+
+def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
+    """The loss-scale object whose rule is `template`'s and whose arrays are `state`'s.
+
+    Example:
+      >>> scaler = scaling.StaticLossScale(8.0)
+      >>> scaler_of(scaler, scaling_state(scaler))
+      StaticLossScale(8.0)
+    """
+    if isinstance(state, CustomLossScaleState):
+        leaves: Any = state.scaler_leaves
+    elif isinstance(template, scaling.DynamicLossScale):
+        leaves = state
+    else:
+        leaves = (state.loss_scale,) if isinstance(template, scaling.StaticLossScale) else ()
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def find(opt_state: Any, kind: type) -> list[Any]:
+    """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are taken off."""
+    pure = nnx.as_pure(opt_state)
+    return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+
+
+def has_loss_scale(opt_state: Any) -> bool:
+    """Whether there is a loss scale in `opt_state`."""
+    return bool(_scalings(opt_state))
+
+
+def _scalings(opt_state: Any) -> list[Any]:
+    return find(opt_state, LossScaleState) or find(opt_state, CustomLossScaleState)
+
+
+def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
+    """The scale that the next loss is to be multiplied by.
+
+    Args:
+      opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
+
+    Returns:
+      float32[]; 1.0 where there is no loss scale.
+
+    Raises:
+      ValueError: several loss scales, as two `mixed_precision` in one `optax.multi_transform` make.
+
+    Example:
+      >>> tx = optax.sgd(0.1)
+      >>> float(get_loss_scale(tx.init(jnp.ones(2))))
+      1.0
+    """
+    found = _scalings(opt_state)
+    if len(found) > 1:
+        raise ValueError(
+            f"one loss has one scale, but opt_state holds {len(found)} loss scales. Put one mixed_precision round the whole "
+            f"optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with jaxmp.shared_loss_scale."
+        )
+    return found[0].loss_scale if found else jnp.ones((), jnp.float32)
+
+
+def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
+    """The params in float32: the master where there is one, the param itself where it is float32 already.
+
+    Args:
+      opt_state: state that `mixed_precision` made for `params`.
+      params: the model's params. A frozen 16-bit leaf has no master and is cast.
+
+    Returns:
+      The tree of `params`, float leaves in float32.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+      >>> params32 = {"w": jnp.array([1.001])}
+      >>> get_master_params(tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32))
+      {'w': Array([1.001], dtype=float32)}
+    """
+
+
+    def in_float32(param: Any, master: Any) -> Any:  # each may be boxed
+        if master is None:
+            return casting.cast_floats(param, jnp.float32)
+        return jax.tree.unflatten(jax.tree.structure(param), jax.tree.leaves(master))
+
+    return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=_paths.is_box)
+
+
+def masters_of(opt_state: Any, params: PyTree) -> PyTree:
+    """The tree of `params` with each leaf's master, or None where it has none; a box counts as one leaf."""
+    units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
+    found: list[Any] = [None] * len(units)
+    for state in find(opt_state, MasterState):
+        for i, master in enumerate(treedef.flatten_up_to(state.master_params)):
+            if not isinstance(master, optax.MaskedNode):
+                found[i] = master
+    return jax.tree.unflatten(treedef, found)
+
+
+def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
+    """How many masters in `opt_state` lie beyond the range of their float16 param, as this device sees it.
+
+    It looks at the masters that come into a step, not at those that leave it: that costs no pass over memory.
+
+    Example:
+      >>> masters = MasterState({"w": jnp.array([1.0, 70000.0])}, ())
+      >>> float(count_saturated(masters, {"w": jnp.array([1.0, 65504.0], jnp.float16)}))
+      1.0
+    """
+    count = jnp.zeros((), jnp.float32)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(masters_of(opt_state, params), is_leaf=lambda x: x is None), strict=True)
+    for param, master in pairs:
+        if master is not None and param.dtype == jnp.float16:  # bfloat16 has the range of float32
+            count += jnp.sum(jnp.abs(master) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
+    return count
+
+
+def get_metrics(opt_state: Any) -> dict[str, Array]:
+    """What a step did, as a flat dict of scalars with the same keys for every chain; NaN where not computed.
+
+    Args:
+      opt_state: state after `update`, of any optimizer.
+
+    Returns:
+      loss_scale: the scale that the *next* step will use; 1.0 where there is none.
+      skipped: bool, whether this step was skipped.
+      skipped_steps, consecutive_skips: counts.
+      growth_count, hysteresis_left: of the loss scale; see `DynamicLossScale`.
+      pinned_overflows: overflows in a row that found the scale at its floor; see `check_progress`.
+      unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
+      saturated_params: float16 weights that stood at 65504 in this step because their master lies beyond.
+      grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
+      zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
+
+    Example:
+      >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
+      >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
+      (1.0, False, nan)
+    """
+    nan = jnp.full((), jnp.nan, jnp.float32)
+    unscale = next(iter(find(opt_state, UnscaleState)), None)
+    scale = next(iter(_scalings(opt_state)), None)
+    norm = next(iter(find(opt_state, GlobalNormState)), None)
+    zeros = next(iter(find(opt_state, ZeroCountState)), None)
+    return {
+        "loss_scale": jnp.ones((), jnp.float32) if scale is None else scale.loss_scale,
+        "skipped": jnp.zeros((), bool) if unscale is None else unscale.skipped,
+        "skipped_steps": nan if unscale is None else unscale.skipped_steps,
+        "consecutive_skips": nan if unscale is None else unscale.consecutive_skips,
+        "growth_count": getattr(scale, "growth_count", nan),
+        "hysteresis_left": getattr(scale, "hysteresis_left", nan),
+        "pinned_overflows": nan if unscale is None else unscale.pinned_overflows,
+        "unscaled_fp16": jnp.zeros((), bool) if unscale is None else unscale.unscaled_fp16,
+        "saturated_params": nan if unscale is None else unscale.saturated_params,
+        "grad_norm": nan if norm is None else norm.grad_norm,
+        "zero_grads": nan if zeros is None else zeros.zero_grads,
+    }
+
+
+def was_skipped(opt_state: Any) -> Bool[Array, ""]:
+    """Whether the last update was skipped; False for an optimizer that never skips."""
+    states = find(opt_state, UnscaleState)
+    return states[0].skipped if states else jnp.zeros((), bool)
+
+
+def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
+    """`old` if the last update was skipped, else `new`: for what lives outside of the optimizer.
+
+    A forward pass that overflows leaves inf in the statistics of BatchNorm, and counters and averages should not move
+    with a step that did not happen.
+
+    Args:
+      opt_state: state *after* the update.
+      new: tree of arrays, as the step would leave it (batch_stats, an EMA, a step counter).
+      old: the same tree before the step.
+
+    Returns:
+      A tree with the structure and dtypes of `old`, bit for bit one of the two.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+      >>> params = jnp.ones(2)
+      >>> _, opt_state = tx.update(jnp.array([jnp.inf, 0.0]), tx.init(params), params)
+      >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
+      {'ema': Array([1.], dtype=float32)}
+    """
+    return select(was_skipped(opt_state), old, new)
+
+
+def select(predicate: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
+    """`on_true` or `on_false`, leaf by leaf and bit for bit, in the dtypes of `on_true`; never a multiplication.
+
+    Example:
+      >>> select(jnp.array(False), {"a": jnp.ones(1)}, {"a": jnp.array([jnp.inf])})
+      {'a': Array([inf], dtype=float32)}
+    """
+
+    def pick(a: Any, b: Any) -> Any:
+        b = jnp.asarray(b)
+        a = jnp.asarray(a)
+        return jnp.where(predicate, a, b if a.dtype == b.dtype else b.astype(a.dtype))
+
+    return jax.tree.map(pick, on_true, on_false)

@@ -1,0 +1,262 @@
+"""Unscale the gradients, look for overflow, and take back a step that must not happen.
+
+    g      = f32(scaled grads) / S                      with the S that scaled them
+    finite = no inf or NaN in g, on any device          one float32 MAX over the bound axes
+    u, s'  = inner.update(g, s, params)
+    u      = u  if the step is taken, else -0.0         p + (-0.0) is p, bit for bit; p + 0.0 would lose the sign of -0.0
+    s'     = s' if the step is taken, else s            selected, never multiplied: 0 * NaN is NaN
+    S'     = adjust(S, finite)                          moves on a skip too; nothing else does
+
+The inner transform always runs and its result is selected, so that there is no branch on the device and no wait for it
+on the host. The scale moves after it was used, never before (DeepSpeed and mpx unscale with the new one).
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp import _paths, casting, scaling, state, sync
+from jaxmp.policy import Policy
+
+SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
+
+
+def unscale_and_skip(
+    inner: optax.GradientTransformation,
+    loss_scale: Any = None,
+    *,
+    axis_name: sync.AxisName = "auto",
+    skip_nonfinite: bool = True,
+    skip_if: SkipIf | None = None,
+    policy: Policy | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it sees unscaled float32 gradients and no step with a non-finite one is taken.
+
+    See the module's docstring for the equations. A step that is skipped leaves params, the state of `inner` and its
+    counts as they were, bit for bit; the loss scale and the skip counters move.
+
+    Beyond that, an element of the state or of the update that `inner` itself makes non-finite from finite gradients
+    (a second moment that overflows float32, say) keeps its old value: non-finite values never enter state.
+
+    Args:
+      inner: any optax transform. It is handed `grads_finite` (bool[], whether the step is taken), `loss_scale` and
+        `next_loss_scale` (float32[]) as extra arguments.
+      loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
+      axis_name: axes over which devices agree; `"auto"`: every axis that pmap or shard_map binds.
+      skip_nonfinite: whether a step with non-finite gradients is skipped. False looks at nothing, as Megatron-LM does
+        for bfloat16 without a scaler: one NaN then reaches the params.
+      skip_if: a reason of your own: `(grads, metrics) -> bool[]` with the unscaled gradients of this device and
+        `get_metrics` of the state before the step. True on any device skips the step on all. It does not lower the
+        loss scale, which only overflow does.
+      policy: only to report float16 params without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+
+    Returns:
+      A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
+      scaled gradients. `loss_scale` and `grads_finite`, where given, stand in for its own: it then unscales with that
+      scale, trusts that flag without looking or communicating, and leaves its own scale alone (see
+      `shared_loss_scale`).
+
+    Raises:
+      ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      TypeError: `loss_scale` is none of the above; gradients that are no floats, named by path.
+
+    Example:
+      >>> tx = unscale_and_skip(optax.sgd(1.0), 4.0)
+      >>> params = jnp.array([1.0])
+      >>> updates, opt_state = tx.update(jnp.array([8.0], jnp.float16), tx.init(params), params)
+      >>> updates
+      Array([-2.], dtype=float32)
+      >>> updates, opt_state = tx.update(jnp.array([jnp.inf], jnp.float16), opt_state, params)
+      >>> updates, int(opt_state.skipped_steps)
+      (Array([-0.], dtype=float32), 1)
+    """
+    template = scaling.as_loss_scale(loss_scale)
+    scales = not isinstance(template, scaling.NoOpLossScale)
+    if not skip_nonfinite and not isinstance(template, scaling.NoOpLossScale | scaling.StaticLossScale):
+        raise ValueError(
+            "a dynamic loss scale finds its value by overflowing, so its overflows must be skipped; got skip_nonfinite=False. "
+            "Use a static loss_scale (a number) or none, or leave skip_nonfinite=True."
+        )
+    unscaled_fp16 = policy is not None and policy.param_dtype == jnp.float16 and not scales
+    if unscaled_fp16:
+        warnings.warn(
+            "float16 params without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at \"auto\" for a "
+            "DynamicLossScale, or use the policy \"bf16\", which needs none. get_metrics names this as unscaled_fp16.",
+            stacklevel=3,
+        )
+    guarded = optax.with_extra_args_support(as_transformation(inner))
+
+    def init_fn(params: PyTree) -> state.UnscaleState:
+        zero = jnp.zeros((), jnp.int32)
+        return state.UnscaleState(
+            scaling=state.scaling_state(template),
+            skipped=jnp.zeros((), bool),
+            skipped_steps=zero,
+            consecutive_skips=zero,
+            pinned_overflows=zero,
+            unscaled_fp16=jnp.asarray(unscaled_fp16),
+            saturated_params=jnp.zeros((), jnp.float32),
+            guarded=jax.tree.map(_strongly_typed, guarded.init(params)),
+        )
+
+    def update_fn(
+        updates: PyTree,
+        opt_state: state.UnscaleState,
+        params: PyTree | None = None,
+        *,
+        loss_scale: Float[Array, ""] | None = None,
+        grads_finite: Bool[Array, ""] | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, state.UnscaleState]:
+        _check_gradients(updates)
+        scaler = state.scaler_of(template, opt_state.scaling)
+        with jax.named_scope("jaxmp.unscale"):
+            grads = scaler.unscale(updates) if loss_scale is None else scaling.unscale(updates, loss_scale)
+        with jax.named_scope("jaxmp.check_finite"):
+            finite, taken, saturated = decide(grads, opt_state, params, grads_finite)
+        own_scale_moves = loss_scale is None
+        next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
+        next_scaling = state.scaling_state(next_scaler)
+        with jax.named_scope("jaxmp.optimizer"):
+            new_updates, new_guarded = guarded.update(
+                grads,
+                opt_state.guarded,
+                params,
+                grads_finite=taken,
+                loss_scale=opt_state.scaling.loss_scale if own_scale_moves else loss_scale,
+                next_loss_scale=next_scaling.loss_scale if own_scale_moves else loss_scale,
+                **extra_args,
+            )
+        with jax.named_scope("jaxmp.keep_or_skip"):
+            skipped = ~taken
+            pinned = scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
+            return jax.tree.map(lambda u: _finite_or(taken, u, -0.0), new_updates), state.UnscaleState(
+                scaling=jax.tree.map(_in_dtype_of, next_scaling, opt_state.scaling),
+                skipped=skipped,
+                skipped_steps=_count(opt_state.skipped_steps, skipped),
+                consecutive_skips=jnp.where(skipped, _count(opt_state.consecutive_skips, skipped), 0),
+                pinned_overflows=jnp.where(finite, 0, _count(opt_state.pinned_overflows, pinned)),
+                unscaled_fp16=opt_state.unscaled_fp16,
+                saturated_params=saturated,
+                guarded=jax.tree.map(lambda new, old: _finite_or(taken, new, old), new_guarded, opt_state.guarded),
+            )
+
+    def decide(grads: PyTree, opt_state: state.UnscaleState, params: PyTree, known_finite: Any) -> tuple[Array, Array, Array]:
+        """(all finite, step is taken, saturated params), the same on every device: at most one MAX."""
+        must_look = known_finite is None and (skip_nonfinite or scales)
+        overflows = sync.any_nonfinite(grads) if must_look else jnp.zeros((), bool)
+        unwanted = jnp.zeros((), bool) if skip_if is None else jnp.asarray(skip_if(grads, state.get_metrics(opt_state)), bool)
+        saturated = jnp.zeros((), jnp.float32) if params is None else state.count_saturated(opt_state, params)
+        axes = sync.bound_axes(axis_name)
+        if must_look or skip_if is not None:
+            overflows, unwanted, saturated = sync.largest_on_any_device([overflows, unwanted, saturated], axes)
+        finite = overflows == 0 if known_finite is None else jnp.asarray(known_finite, bool)
+        return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformation:
+    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one.
+
+    Example:
+      >>> isinstance(as_transformation(optax.MultiSteps(optax.sgd(0.1), 2)), optax.GradientTransformation)
+      True
+    """
+    if isinstance(inner, optax.GradientTransformation):
+        return inner
+    if hasattr(inner, "gradient_transformation"):
+        return inner.gradient_transformation()
+    raise TypeError(
+        f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
+    )
+
+
+class TrainingStuck(RuntimeError):
+    """A run that skips every step: raised by `check_progress`."""
+
+
+def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinned_overflows: int | None = None) -> None:
+    """Stops a run that only skips, and reports a loss scale stuck at its floor. Called on the host, every n steps.
+
+    A compiled step cannot raise, so the step counts and this looks. It waits for the step to end.
+
+    Args:
+      opt_state: state after an update; also one replicated by pmap.
+      max_consecutive_skips: k; k skipped steps in a row raise.
+      max_pinned_overflows: overflows in a row at the floor of the scale that raise; None only warns of them (DeepSpeed
+        raises at the first).
+
+    Raises:
+      TrainingStuck: as above. Nothing is lost: params, masters and moments are those before the first skip.
+
+    Warns:
+      UserWarning: an overflow found the loss scale at its floor.
+
+    Example:
+      >>> check_progress(unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
+    """
+    metrics = {name: np.max(np.asarray(x)) for name, x in state.get_metrics(opt_state).items()}
+    pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
+    if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
+        raise TrainingStuck(
+            f"the loss scale must stay above its floor; it overflowed {int(pinned)} times in a row at {metrics['loss_scale']}. "
+            f"{_WHAT_TO_DO}"
+        )
+    if skips >= max_consecutive_skips:
+        raise TrainingStuck(
+            f"a run must not skip {max_consecutive_skips} steps in a row; it skipped {int(skips)}, with the loss scale at "
+            f"{metrics['loss_scale']}. {_WHAT_TO_DO}"
+        )
+    if pinned > 0:
+        warnings.warn(
+            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: {int(pinned)} overflows in a row could not lower "
+            f"it. {_WHAT_TO_DO}",
+            stacklevel=2,
+        )
+
+
+_WHAT_TO_DO = (
+    "Gradients are not finite whatever the scale: look for NaN in the data and the loss, lower the learning rate, keep "
+    'norms and softmax in float32 (keep_fp32=), or use the policy "bf16". Params and optimizer state are those of the '
+    "last step taken."
+)
+
+
+def _check_gradients(grads: PyTree) -> None:
+    for path, g in jax.tree_util.tree_leaves_with_path(grads):
+        if not casting.is_float(g):
+            raise TypeError(
+                f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at {_paths.path_str(path)}. "
+                f"Differentiate float params only, and freeze others with optax.masked or outside of the tree."
+            )
+
+
+def _strongly_typed(x: Any) -> Any:
+    """`x` without jax's weak type, which the first update would change: a recompilation."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    new = jnp.asarray(new)
+    return new if new.dtype == old.dtype and not new.weak_type else jax.lax.convert_element_type(new, old.dtype)
+
+
+def _finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
+    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces."""
+    new = jnp.asarray(new)
+    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
+    new = _in_dtype_of(new, old)
+    if jnp.issubdtype(new.dtype, jnp.inexact):
+        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
+    return jnp.where(taken, new, old)
+
+
+def _count(count: Array, happened: Bool[Array, ""]) -> Array:
+    return jnp.where(happened, optax.safe_increment(count), count)
