@@ -15,7 +15,13 @@ import optax
 from jaxtyping import PyTree
 
 _KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "copy_p", "squeeze", "transpose"}
-_ALL_ZERO = {"select_n": 1, "concatenate": 0, "add": 0, "sub": 0, "add_any": 0}  # from which operand on all must be zero
+_ALL_ZERO = {
+    "select_n": 1,
+    "concatenate": 0,
+    "add": 0,
+    "sub": 0,
+    "add_any": 0,
+}  # from which operand on all must be zero
 
 
 def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
@@ -29,7 +35,8 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
       A list of bools.
 
     Example:
-      >>> tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, {"a": "train", "b": "freeze"})
+      >>> labels = {"a": "train", "b": "freeze"}
+      >>> tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, labels)
       >>> frozen_leaves(optax.with_extra_args_support(tx), {"a": np.ones(2), "b": np.ones(2)})
       [False, True]
     """
@@ -74,7 +81,9 @@ def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
     if "branches" in eqn.params:  # cond: zero in every branch
         branches = [_zero_outputs(b.jaxpr, b.consts, operands[1:]) for b in eqn.params["branches"]]
         return [all(results) for results in zip(*branches, strict=True)]
-    called = eqn.params.get("jaxpr") if eqn.primitive.name in ("pjit", "jit", "closed_call", "remat", "checkpoint") else None
+    called = (
+        eqn.params.get("jaxpr") if eqn.primitive.name in ("pjit", "jit", "closed_call", "remat", "checkpoint") else None
+    )
     if called is None:
         return [False] * len(eqn.outvars)
     return _zero_outputs(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)

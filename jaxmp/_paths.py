@@ -73,7 +73,9 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callabl
       >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
       {'a': {'b': 'a/b=1'}}
     """
-    return jax.tree_util.tree_map_with_path(lambda path, x, *xs: f(path_str(path), x, *xs), tree, *rest, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x, *xs: f(path_str(path), x, *xs), tree, *rest, is_leaf=is_leaf
+    )
 
 
 def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str) -> None:

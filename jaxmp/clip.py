@@ -2,7 +2,8 @@
 
 Put these inside `mixed_precision`, where gradients are unscaled and float32:
 
-    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adamw(1e-3)), "fp16")
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adamw(1e-3))
+    tx = jaxmp.mixed_precision(inner, "fp16")
 
 Megatron's rule differs from optax's in three ways that show in traces: the coefficient is max_norm / (norm + 1e-6), so
 that a norm of exactly max_norm is still scaled by 0.999999; it is applied only where it is strictly below 1; and a
@@ -27,7 +28,11 @@ _EPSILON = 1e-6  # Megatron-LM's
 
 
 def clip_by_global_norm(
-    max_norm: float | Float[Array, ""], *, axis_name: sync.AxisName = None, replicated: PyTree | None = None, ord: float = 2
+    max_norm: float | Float[Array, ""],
+    *,
+    axis_name: sync.AxisName = None,
+    replicated: PyTree | None = None,
+    ord: float = 2,
 ) -> optax.GradientTransformation:
     """An optax part that scales all gradients down if their global norm is too large; Megatron-LM's rule.
 
@@ -66,7 +71,7 @@ def clip_by_global_norm(
         del params
         return GlobalNormState(jnp.zeros((), jnp.float32))
 
-    def update_fn(updates: PyTree, state: GlobalNormState, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
         del state, params
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
         coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
@@ -130,11 +135,13 @@ def count_zeros(*, axis_name: sync.AxisName = None, replicated: PyTree | None = 
         del params
         return ZeroCountState(jnp.zeros((), jnp.float32))
 
-    def update_fn(updates: PyTree, state: ZeroCountState, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
         del state, params
         split, whole = _by_shard(updates, replicated, lambda x: jnp.sum(x == 0).astype(jnp.float32))
         start = jnp.zeros((), jnp.float32)
-        return updates, ZeroCountState(sum(whole, start=sync.sum_over(sum(split, start=start), sync.named_axes(axis_name))))
+        return updates, ZeroCountState(
+            sum(whole, start=sync.sum_over(sum(split, start=start), sync.named_axes(axis_name)))
+        )
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -55,7 +55,8 @@ def value_and_grad(
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
       `shared_loss_scale`, giving `(loss, grads)` or `((loss, aux), grads)`:
       loss: float32[], not scaled, this device's; the mean over the microbatches.
-      grads: like the arguments in `argnums`, times the loss scale, in the params' dtypes; float32 with `accumulate` > 1.
+      grads: like the arguments in `argnums`, times the loss scale; in the params' dtypes, or float32 with
+        `accumulate` > 1.
       aux: with `accumulate` > 1, stacked along a new leading axis [k].
 
     Raises:
@@ -82,9 +83,15 @@ def value_and_grad(
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
         rest = {i: x for i, x in enumerate(args) if i not in diff_argnums}
-        batch_argnums = tuple(rest) if accumulate_argnums is None else resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+        batch_argnums = (
+            tuple(rest)
+            if accumulate_argnums is None
+            else resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+        )
         if set(batch_argnums) & set(diff_argnums):
-            raise ValueError(f"accumulate_argnums {batch_argnums} must not name what is differentiated, argnums {diff_argnums}")
+            raise ValueError(
+                f"accumulate_argnums {batch_argnums} must not name what is differentiated, argnums {diff_argnums}"
+            )
         batches = split_microbatches({i: rest.pop(i) for i in batch_argnums}, k) if k > 1 else None
 
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
@@ -125,7 +132,7 @@ def scaled_value_and_grad(
     """
     if not state.has_loss_scale(opt_state):
         raise ValueError(
-            "opt_state holds no loss scale, so the gradients would not be unscaled by what scaled them. Pass the state of "
+            "opt_state must hold the loss scale that the update unscales with; it holds none. Pass the state of "
             "jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of jaxmp.shared_loss_scale."
         )
     _check_differentiable(params)
@@ -198,8 +205,8 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
             ((a, b) for a, b in zip(sizes.items(), list(sizes.items())[1:], strict=False) if a[1] != b[1])
         )
         raise ValueError(
-            f"all parts of a batch must have the same leading axis; got {n} at argument {first} and {m} at argument {other}. "
-            f"{_HOW_TO_NAME_THE_BATCH}"
+            f"all parts of a batch must have the same leading axis; got {n} at argument {first} and {m} at argument "
+            f"{other}. {_HOW_TO_NAME_THE_BATCH}"
         )
     return out
 
@@ -226,12 +233,14 @@ def _axes_to_vary(axis_name: sync.AxisName) -> tuple[str, ...]:
 
 
 def check_accumulate(accumulate: int) -> int:
+    """`accumulate` as an int >= 1, or a ValueError."""
     if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
         raise ValueError(f"accumulate must be a number of microbatches >= 1; got {accumulate!r}")
     return int(accumulate)
 
 
 def resolve_argnums(argnums: int | Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    """`argnums` as non-negative positions among `n` positional arguments, or a ValueError that calls it `name`."""
     wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for i in wanted:
         if not -n <= i < n:
@@ -243,8 +252,8 @@ def _check_differentiable(params: PyTree) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not casting.is_float(jnp.asarray(x) if isinstance(x, (int, float, complex)) else x):
             raise TypeError(
-                f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at argument "
-                f"{_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
+                f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
+                f"argument {_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
             )
 
 
@@ -256,8 +265,8 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
         )
     if jnp.result_type(loss) == jnp.float16:
         warnings.warn(
-            "the loss is float16, so the loss scale has to pass through float16 on the way back: scales above 65504 become "
-            "inf. Compute it in float32, for instance from logits.astype(jnp.float32).",
+            "the loss is float16, so the loss scale has to pass through float16 on the way back: scales above 65504 "
+            "become inf. Compute it in float32, for instance from logits.astype(jnp.float32).",
             stacklevel=2,
         )
     return jnp.asarray(loss).astype(jnp.float32)

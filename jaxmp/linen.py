@@ -13,8 +13,7 @@ import optax
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import policy as policy_lib
-from jaxmp import state, transform
+from jaxmp import policy as policy_lib, state, transform
 
 
 class TrainState(train_state.TrainState):
@@ -28,7 +27,8 @@ class TrainState(train_state.TrainState):
       ...     apply_fn=model.apply, params=params32, tx=jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), policy="fp16")
       >>> def loss_fn(params, x):
       ...     return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
-      >>> loss, grads = jaxmp.value_and_grad(loss_fn)(train_state.params, jnp.ones((4, 3)), opt_state=train_state.opt_state)
+      >>> x = jnp.ones((4, 3))
+      >>> loss, grads = jaxmp.value_and_grad(loss_fn)(train_state.params, x, opt_state=train_state.opt_state)
       >>> train_state = train_state.apply_gradients(grads=grads)
       >>> train_state.params["kernel"].dtype.name, int(train_state.step)
       ('float16', 1)
@@ -55,7 +55,12 @@ class TrainState(train_state.TrainState):
         """
         cast = params if policy is None else policy_lib.get_policy(policy).cast_to_param(params)
         return cls(
-            step=jax.numpy.zeros((), jax.numpy.int32), apply_fn=apply_fn, params=cast, tx=tx, opt_state=tx.init(params), **kwargs
+            step=jax.numpy.zeros((), jax.numpy.int32),
+            apply_fn=apply_fn,
+            params=cast,
+            tx=tx,
+            opt_state=tx.init(params),
+            **kwargs,
         )
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:

@@ -65,7 +65,7 @@ def keep_master_params(
         return MasterState(masters, inner.init(_view(full, masters)))
 
     def update_fn(
-        updates: PyTree, state: MasterState, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         if params is None:
             raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
@@ -101,8 +101,8 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
-                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep such "
-                    f"leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
+                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep "
+                    f"such leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
                 )
         needs_master = casting.is_low_precision(policy.param_dtype_of(path)) and not is_frozen
         masters.append(jax.tree.map(_own_copy, full_unit) if needs_master else optax.MaskedNode())
@@ -149,6 +149,6 @@ def _check_dtypes(policy: Policy, params: PyTree, masters: PyTree) -> None:
         for x in jax.tree.leaves(unit):
             if x.dtype != expected:
                 raise ValueError(
-                    f"params at update must be as the policy stores them; got {x.dtype} at {path}, expected {expected}. "
+                    f"params at update must be as the policy stores them; got {x.dtype} at {path}, not {expected}. "
                     f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32)."
                 )

@@ -15,9 +15,7 @@ import jmp
 from flax import nnx
 from jaxtyping import PyTree
 
-from jaxmp import grads as grads_lib
-from jaxmp import policy as policy_lib
-from jaxmp import state, sync
+from jaxmp import grads as grads_lib, policy as policy_lib, state, sync
 
 
 def value_and_grad(
@@ -64,7 +62,11 @@ def value_and_grad(
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any, **kwargs: Any) -> Any:
         graphdef, params, rest = nnx.split(model, wrt, ...)
         whole = dict(enumerate(args, start=1))
-        chosen = tuple(whole) if accumulate_argnums is None else grads_lib.resolve_argnums(accumulate_argnums, len(args) + 1, "accumulate_argnums")
+        chosen = (
+            tuple(whole)
+            if accumulate_argnums is None
+            else grads_lib.resolve_argnums(accumulate_argnums, len(args) + 1, "accumulate_argnums")
+        )
         batches = grads_lib.split_microbatches({i: whole.pop(i) for i in chosen}, k) if k > 1 else None
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:

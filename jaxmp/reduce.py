@@ -46,7 +46,7 @@ def reduce_gradients(
       FairScale, fairscale/nn/data_parallel/fully_sharded_data_parallel.py; torch FSDP's gradient_predivide_factor.
     """
 
-    def update_fn(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
         del params
         axes = sync.bound_axes(axis_name)
         factor = predivide

@@ -59,7 +59,11 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: sync.AxisName = "a
     References:
       torch.amp.GradScaler with several optimizers.
     """
-    template = scaling.DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "auto" else scaling.as_loss_scale(loss_scale)
+    template = (
+        scaling.DynamicLossScale()
+        if isinstance(loss_scale, str) and loss_scale == "auto"
+        else scaling.as_loss_scale(loss_scale)
+    )
     yes = True
 
     def init() -> state.SharedLossScaleState:

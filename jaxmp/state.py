@@ -54,8 +54,8 @@ class UnscaleState(NamedTuple):
       consecutive_skips: int32[], skipped steps since the last one that was taken.
       pinned_overflows: int32[], overflows in a row that found the scale at its floor already.
       unscaled_fp16: bool[], whether float16 params are trained without a loss scale.
-      saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value because
-        their master lies beyond it; where params are split over devices, of the device that has most.
+      saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value
+        because their master lies beyond it; where params are split over devices, of the device that has most.
       guarded: state of the wrapped transform.
     """
 
@@ -173,8 +173,9 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale, but opt_state holds {len(found)} loss scales. Put one mixed_precision round the whole "
-            f"optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with jaxmp.shared_loss_scale."
+            f"one loss has one scale, but opt_state holds {len(found)} loss scales. Put one mixed_precision round the "
+            f"whole optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with "
+            f"jaxmp.shared_loss_scale."
         )
     return found[0].loss_scale if found else jnp.ones((), jnp.float32)
 
@@ -196,7 +197,6 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
       >>> get_master_params(tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32))
       {'w': Array([1.001], dtype=float32)}
     """
-
 
     def in_float32(param: Any, master: Any) -> Any:  # each may be boxed
         if master is None:
@@ -228,7 +228,11 @@ def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
       1.0
     """
     count = jnp.zeros((), jnp.float32)
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(masters_of(opt_state, params), is_leaf=lambda x: x is None), strict=True)
+    pairs = zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(masters_of(opt_state, params), is_leaf=lambda x: x is None),
+        strict=True,
+    )
     for param, master in pairs:
         if master is not None and param.dtype == jnp.float16:  # bfloat16 has the range of float32
             count += jnp.sum(jnp.abs(master) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)

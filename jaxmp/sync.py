@@ -42,8 +42,8 @@ def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
     manual = _versions.manual_axes()
     if axis_name is None and manual:
         raise ValueError(
-            f"axis_name=None means that devices do not agree on overflow, but the axes {manual} are bound here (pmap or "
-            f'shard_map): they would skip apart and diverge. Use axis_name="auto", or name the axes.'
+            f"axis_name=None means that devices do not agree on overflow, but the axes {manual} are bound here (pmap "
+            f'or shard_map): they would skip apart and diverge. Use axis_name="auto", or name the axes.'
         )
     return manual if axis_name == "auto" else named_axes(axis_name)
 

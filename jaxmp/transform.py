@@ -72,9 +72,11 @@ def mixed_precision(
                 f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
                 f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
-        loss_scale = scaling.DynamicLossScale() if policy.param_dtype.name == "float16" or (
-            policy.compute_dtype.name == "float16"
-        ) else None
+        loss_scale = (
+            scaling.DynamicLossScale()
+            if policy.param_dtype.name == "float16" or (policy.compute_dtype.name == "float16")
+            else None
+        )
     return unscale.unscale_and_skip(
         master.keep_master_params(inner, policy),
         loss_scale,
@@ -165,8 +167,14 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
             )
         old = given.pop(path)
         if jax.numpy.shape(old) != x.shape:
-            raise ValueError(f"the state to wrap must fit the params; got shape {jax.numpy.shape(old)} at {path}, expected {x.shape}")
-        return casting.cast_float(jax.numpy.asarray(old), x.dtype) if casting.is_float(x) else jax.numpy.asarray(old, x.dtype)
+            raise ValueError(
+                f"the state to wrap must fit the params; got shape {jax.numpy.shape(old)} at {path}, expected {x.shape}"
+            )
+        return (
+            casting.cast_float(jax.numpy.asarray(old), x.dtype)
+            if casting.is_float(x)
+            else jax.numpy.asarray(old, x.dtype)
+        )
 
     def move_in(node: Any) -> Any:
         if not isinstance(node, state.MasterState):
@@ -176,7 +184,7 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
     moved = jax.tree.map(move_in, fresh, is_leaf=lambda x: isinstance(x, state.MasterState))
     if given:
         raise ValueError(
-            f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but {type(tx).__name__} "
-            f"has no place for it"
+            f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but "
+            f"mixed_precision's optimizer has no place for it"
         )
     return moved

@@ -3,7 +3,7 @@
     g      = f32(scaled grads) / S                      with the S that scaled them
     finite = no inf or NaN in g, on any device          one float32 MAX over the bound axes
     u, s'  = inner.update(g, s, params)
-    u      = u  if the step is taken, else -0.0         p + (-0.0) is p, bit for bit; p + 0.0 would lose the sign of -0.0
+    u      = u  if the step is taken, else -0.0         p + (-0.0) is p, bit for bit; -0.0 + 0.0 is not -0.0
     s'     = s' if the step is taken, else s            selected, never multiplied: 0 * NaN is NaN
     S'     = adjust(S, finite)                          moves on a skip too; nothing else does
 
@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _paths, casting, scaling, state, sync
+from jaxmp import _paths, casting, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -80,22 +80,22 @@ def unscale_and_skip(
     scales = not isinstance(template, scaling.NoOpLossScale)
     if not skip_nonfinite and not isinstance(template, scaling.NoOpLossScale | scaling.StaticLossScale):
         raise ValueError(
-            "a dynamic loss scale finds its value by overflowing, so its overflows must be skipped; got skip_nonfinite=False. "
-            "Use a static loss_scale (a number) or none, or leave skip_nonfinite=True."
+            "a dynamic loss scale finds its value by overflowing, so its overflows must be skipped; got "
+            "skip_nonfinite=False. Use a static loss_scale (a number) or none, or leave skip_nonfinite=True."
         )
     unscaled_fp16 = policy is not None and policy.param_dtype == jnp.float16 and not scales
     if unscaled_fp16:
         warnings.warn(
-            "float16 params without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at \"auto\" for a "
-            "DynamicLossScale, or use the policy \"bf16\", which needs none. get_metrics names this as unscaled_fp16.",
+            'float16 params without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at "auto" for a '
+            'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics names this as unscaled_fp16.',
             stacklevel=3,
         )
     guarded = optax.with_extra_args_support(as_transformation(inner))
 
-    def init_fn(params: PyTree) -> state.UnscaleState:
+    def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
-        return state.UnscaleState(
-            scaling=state.scaling_state(template),
+        return states.UnscaleState(
+            scaling=states.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
             consecutive_skips=zero,
@@ -107,55 +107,62 @@ def unscale_and_skip(
 
     def update_fn(
         updates: PyTree,
-        opt_state: state.UnscaleState,
+        state: Any,
         params: PyTree | None = None,
         *,
         loss_scale: Float[Array, ""] | None = None,
         grads_finite: Bool[Array, ""] | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, state.UnscaleState]:
+    ) -> tuple[PyTree, states.UnscaleState]:
         _check_gradients(updates)
-        scaler = state.scaler_of(template, opt_state.scaling)
+        scaler = states.scaler_of(template, state.scaling)
         with jax.named_scope("jaxmp.unscale"):
             grads = scaler.unscale(updates) if loss_scale is None else scaling.unscale(updates, loss_scale)
         with jax.named_scope("jaxmp.check_finite"):
-            finite, taken, saturated = decide(grads, opt_state, params, grads_finite)
+            finite, taken, saturated = decide(grads, state, params, grads_finite)
         own_scale_moves = loss_scale is None
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
-        next_scaling = state.scaling_state(next_scaler)
+        next_scaling = states.scaling_state(next_scaler)
         with jax.named_scope("jaxmp.optimizer"):
             new_updates, new_guarded = guarded.update(
                 grads,
-                opt_state.guarded,
+                state.guarded,
                 params,
                 grads_finite=taken,
-                loss_scale=opt_state.scaling.loss_scale if own_scale_moves else loss_scale,
+                loss_scale=state.scaling.loss_scale if own_scale_moves else loss_scale,
                 next_loss_scale=next_scaling.loss_scale if own_scale_moves else loss_scale,
                 **extra_args,
             )
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~taken
-            pinned = scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
-            return jax.tree.map(lambda u: _finite_or(taken, u, -0.0), new_updates), state.UnscaleState(
-                scaling=jax.tree.map(_in_dtype_of, next_scaling, opt_state.scaling),
+            pinned = (
+                scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
+            )
+            return jax.tree.map(lambda u: _finite_or(taken, u, -0.0), new_updates), states.UnscaleState(
+                scaling=jax.tree.map(_in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
-                skipped_steps=_count(opt_state.skipped_steps, skipped),
-                consecutive_skips=jnp.where(skipped, _count(opt_state.consecutive_skips, skipped), 0),
-                pinned_overflows=jnp.where(finite, 0, _count(opt_state.pinned_overflows, pinned)),
-                unscaled_fp16=opt_state.unscaled_fp16,
+                skipped_steps=_count(state.skipped_steps, skipped),
+                consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
+                pinned_overflows=jnp.where(finite, 0, _count(state.pinned_overflows, pinned)),
+                unscaled_fp16=state.unscaled_fp16,
                 saturated_params=saturated,
-                guarded=jax.tree.map(lambda new, old: _finite_or(taken, new, old), new_guarded, opt_state.guarded),
+                guarded=jax.tree.map(lambda new, old: _finite_or(taken, new, old), new_guarded, state.guarded),
             )
 
-    def decide(grads: PyTree, opt_state: state.UnscaleState, params: PyTree, known_finite: Any) -> tuple[Array, Array, Array]:
+    def decide(
+        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any
+    ) -> tuple[Array, Array, Array]:
         """(all finite, step is taken, saturated params), the same on every device: at most one MAX."""
         must_look = known_finite is None and (skip_nonfinite or scales)
         overflows = sync.any_nonfinite(grads) if must_look else jnp.zeros((), bool)
-        unwanted = jnp.zeros((), bool) if skip_if is None else jnp.asarray(skip_if(grads, state.get_metrics(opt_state)), bool)
-        saturated = jnp.zeros((), jnp.float32) if params is None else state.count_saturated(opt_state, params)
+        unwanted = jnp.zeros((), bool)
+        if skip_if is not None:
+            unwanted = jnp.asarray(skip_if(grads, states.get_metrics(state)), bool)
         axes = sync.bound_axes(axis_name)
+        saturated = state.saturated_params
         if must_look or skip_if is not None:
-            overflows, unwanted, saturated = sync.largest_on_any_device([overflows, unwanted, saturated], axes)
+            count = saturated if params is None else states.count_saturated(state, params)
+            overflows, unwanted, saturated = sync.largest_on_any_device([overflows, unwanted, count], axes)
         finite = overflows == 0 if known_finite is None else jnp.asarray(known_finite, bool)
         return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated
 
@@ -202,22 +209,22 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinne
     Example:
       >>> check_progress(unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
-    metrics = {name: np.max(np.asarray(x)) for name, x in state.get_metrics(opt_state).items()}
+    metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
     if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
         raise TrainingStuck(
-            f"the loss scale must stay above its floor; it overflowed {int(pinned)} times in a row at {metrics['loss_scale']}. "
-            f"{_WHAT_TO_DO}"
+            f"the loss scale must stay above its floor; it overflowed {int(pinned)} times in a row at "
+            f"{metrics['loss_scale']}. {_WHAT_TO_DO}"
         )
     if skips >= max_consecutive_skips:
         raise TrainingStuck(
-            f"a run must not skip {max_consecutive_skips} steps in a row; it skipped {int(skips)}, with the loss scale at "
-            f"{metrics['loss_scale']}. {_WHAT_TO_DO}"
+            f"a run must not skip {max_consecutive_skips} steps in a row; it skipped {int(skips)}, with the loss scale "
+            f"at {metrics['loss_scale']}. {_WHAT_TO_DO}"
         )
     if pinned > 0:
         warnings.warn(
-            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: {int(pinned)} overflows in a row could not lower "
-            f"it. {_WHAT_TO_DO}",
+            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: {int(pinned)} overflows in a row could "
+            f"not lower it. {_WHAT_TO_DO}",
             stacklevel=2,
         )
 
@@ -233,8 +240,8 @@ def _check_gradients(grads: PyTree) -> None:
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if not casting.is_float(g):
             raise TypeError(
-                f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at {_paths.path_str(path)}. "
-                f"Differentiate float params only, and freeze others with optax.masked or outside of the tree."
+                f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at "
+                f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree."
             )
 
 

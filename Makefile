@@ -1,0 +1,93 @@
+# Everything starts here, and needs only GNU make and a Python >= 3.11 with pip: each target first makes the
+# environment it runs in. No environment has to be active.
+#
+#   make train      train the example on this machine: loss curves in fp32, bf16 and fp16
+#   make test       lint, types, tests, doctests and notebooks
+#   make lint       the first of these: ruff, import layers, pyright
+#   make parity     the long comparison: several seeds
+#   make campaign   the slow full matrix behind the sampled tests
+#   make h100       compile for H100 without having one, and count bytes and launches
+#   make clean      remove environments and everything else that make made
+#
+# Variables, as in `make test PYTHON=python3.11 VENV=.venv-other`:
+#   PYTHON        the interpreter to make the environment from    (the newest one found)
+#   VENV          the environment's folder; one for each PYTHON   (.venv)
+#   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
+#   ARGS          arguments for the script or for pytest          (none)
+#   JOBS          processes that pytest runs in                   (2)
+#   LINT=0        leave lint and types out of `make test`
+#   NOTEBOOKS=0   leave notebooks out of `make test`
+PYTHON ?=
+VENV ?= .venv
+VENV_H100 ?= .venv-h100
+CONSTRAINTS ?=
+ARGS ?=
+JOBS ?= 2
+LINT ?= 1
+NOTEBOOKS ?= 1
+
+.PHONY: help train parity test lint pytest notebooks campaign h100 clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+help:
+	@sed -n 's/^#//p' Makefile | sed -n '4,10p'
+
+# An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
+# pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
+FOUND := $(shell PYTHON='$(PYTHON)' sh .ci/find_python.sh 3.11)
+KEY := $(shell { echo '$(FOUND)'; sed '/^\[tool\./,$$d' pyproject.toml; cat /dev/null $(CONSTRAINTS); } | cksum | cut -d' ' -f1)
+STAMP = $(VENV)/.jaxmp-$(KEY)
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+
+%/.jaxmp-$(KEY)/made:
+	@test -n '$(FOUND)' || { echo 'no usable Python >= 3.11: see the line above' >&2; exit 1; }
+	@test ! -e $* || test -f $*/pyvenv.cfg || { echo '$* is there and is no environment: not touching it' >&2; exit 1; }
+	'$(FOUND)' -m venv --clear $*
+	@mkdir $(@D) && touch $@
+
+$(STAMP)/examples: | $(STAMP)/made
+	@echo 'Installing jaxmp and what its examples need into $(VENV): minutes, once.'
+	$(VENV)/bin/python $(PIP_INSTALL) $(addprefix -c ,$(CONSTRAINTS)) -e '.[examples]'
+	@touch $@
+
+$(STAMP)/dev: | $(STAMP)/made
+	@echo 'Installing jaxmp and what its tests need into $(VENV): minutes, once.'
+	$(VENV)/bin/python $(PIP_INSTALL) $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev]'
+	@touch $@ $(@D)/examples
+
+train: $(STAMP)/examples
+	$(VENV)/bin/python examples/train.py $(ARGS)
+
+parity: $(STAMP)/examples
+	$(VENV)/bin/python examples/parity.py $(ARGS)
+
+test: $(if $(filter-out 0,$(LINT)),lint) pytest $(if $(filter-out 0,$(NOTEBOOKS)),notebooks)
+
+lint: $(STAMP)/dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+pytest: $(STAMP)/dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+
+campaign: $(STAMP)/dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m campaign $(ARGS)
+
+NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
+notebooks: $(STAMP)/dev
+	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
+
+# Compiling for an H100 takes the CUDA plugin of one jax version, but neither a GPU nor a driver.
+h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
+	$(VENV_H100)/bin/python benchmarks/h100.py $(ARGS)
+
+$(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
+	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'
+	$(VENV_H100)/bin/python $(PIP_INSTALL) -e . \
+	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-oldest .venv-h100 build dist examples/out .pytest_cache .ruff_cache .hypothesis
+	find . -path "./.venv*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

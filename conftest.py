@@ -1,0 +1,32 @@
+"""What every test of this project runs under: eight simulated CPU devices and jax's strictest broadcasting.
+
+This file stands at the root, not in tests/, so that the doctests of jaxmp/ run under the same rules, alone too
+(`pytest jaxmp/policy.py`). The environment is set before jax is first imported and is inherited by the processes that
+tests start and by the kernels of notebooks.
+
+To run the suite on other devices, name the platform: `JAXMP_TEST_PLATFORM=cuda pytest`.
+"""
+
+import os
+import sys
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before conftest.py could choose its devices; find the pytest plugin that did")
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAXMP_TEST_PLATFORM") or "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    + ["--xla_force_host_platform_device_count=8"]
+)
+# Broadcasting that adds axes must be written out: [d] + [b, d] raises.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# A cached program compiles nothing, so it would hide a second compilation: no persistent cache.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import hypothesis
+
+# The first example of a property compiles: no deadline. Built on hypothesis's own profile, which knows CI.
+hypothesis.settings.register_profile(
+    "jaxmp", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("jaxmp")
