@@ -4,7 +4,7 @@ flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit param
 the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
 """
 
-import inspect
+import dataclasses
 from typing import Any, Self
 
 import jax
@@ -74,8 +74,9 @@ class TrainState(train_state.TrainState):
         Returns:
           The next state.
         """
-        fields = {name: value for name, value in kwargs.items() if name in inspect.signature(type(self)).parameters}
-        extra = {name: value for name, value in kwargs.items() if name not in fields}
+        known = {field.name for field in dataclasses.fields(self)}
+        fields = {name: value for name, value in kwargs.items() if name in known}
+        extra = {name: value for name, value in kwargs.items() if name not in known}
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}

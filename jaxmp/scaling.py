@@ -84,6 +84,11 @@ def as_loss_scale(loss_scale: Any) -> Any:
             f".unscale, .adjust); got {loss_scale!r}"
             + (f", which lacks .{missing[0]}" if missing else ", a class: call it")
         )
+    if any(x is loss_scale for x in jax.tree.leaves(loss_scale)):
+        raise TypeError(
+            f"a loss scale must be a pytree, so that its arrays can live in opt_state; {type(loss_scale).__name__} is "
+            f"none. Register it with jax.tree_util.register_dataclass."
+        )
     return loss_scale
 
 

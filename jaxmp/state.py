@@ -55,7 +55,8 @@ class UnscaleState(NamedTuple):
       pinned_overflows: int32[], overflows in a row that found the scale at its floor already.
       unscaled_fp16: bool[], whether float16 params are trained without a loss scale.
       saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value
-        because their master lies beyond it; where params are split over devices, of the device that has most.
+        because their master lies beyond it. Where params are split over devices: of the device that has most, or, under
+        pmap and shard_map(check_vma=False), of each device itself.
       guarded: state of the wrapped transform.
     """
 

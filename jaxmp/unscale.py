@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _paths, casting, scaling, state as states, sync
+from jaxmp import _paths, _versions, casting, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -118,6 +118,7 @@ def unscale_and_skip(
         scaler = states.scaler_of(template, state.scaling)
         with jax.named_scope("jaxmp.unscale"):
             grads = scaler.unscale(updates) if loss_scale is None else scaling.unscale(updates, loss_scale)
+            grads = casting.cast_floats(grads, jnp.float32)  # a user's own scale may keep 16 bits
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite)
         own_scale_moves = loss_scale is None
@@ -161,8 +162,13 @@ def unscale_and_skip(
         axes = sync.bound_axes(axis_name)
         saturated = state.saturated_params
         if must_look or skip_if is not None:
-            count = saturated if params is None else states.count_saturated(state, params)
-            overflows, unwanted, saturated = sync.largest_on_any_device([overflows, unwanted, count], axes)
+            if params is not None:
+                saturated = states.count_saturated(state, params)
+            # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
+            # read all masters once more to have the count in time.
+            differs = bool(_versions.varying_axes(saturated))
+            found = sync.largest_on_any_device([overflows, unwanted] + [saturated] * differs, axes)
+            overflows, unwanted, saturated = found if differs else [*found, saturated]
         finite = overflows == 0 if known_finite is None else jnp.asarray(known_finite, bool)
         return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated
 
