@@ -117,7 +117,7 @@ class DynamicLossScale(Scaling):
             raise ValueError(f"a preset is one of {', '.join(map(repr, _PRESETS))}; got {name!r}")
         defaults, hidden = _PRESETS[name]
         arguments = defaults | overrides
-        if name == "apex_amp" and arguments["max_scale"] is not None:
+        if name == "apex_amp" and is_number(arguments["initial_scale"]) and is_number(arguments["max_scale"]):
             arguments["initial_scale"] = min(arguments["initial_scale"], arguments["max_scale"])
         new = cls(**arguments)
         new._rule = dataclasses.replace(new._rule, **hidden)
@@ -162,20 +162,21 @@ class DynamicLossScale(Scaling):
           >>> bool(DynamicLossScale(1.0, hysteresis=1, min_scale=1.0).is_pinned(False))
           True
         """
-        at_floor = self.loss_scale <= np.float32(self._rule.min_scale or 0.0)
+        at_floor = self.loss_scale <= self._floor()
         return ~jnp.asarray(grads_finite, bool) & (self.hysteresis_left <= 1) & at_floor
 
+    def _floor(self) -> Float[Array, ""]:
+        return jnp.asarray(0.0 if self._rule.min_scale is None else self._rule.min_scale, jnp.float32)
+
     def _grown(self) -> Float[Array, ""]:
-        grown = self.loss_scale * np.float32(self._rule.growth_factor)
+        grown = self.loss_scale * jnp.asarray(self._rule.growth_factor, jnp.float32)
         if self._rule.max_scale is None:
             return grown
-        bounded = jnp.minimum(grown, np.float32(self._rule.max_scale))
+        bounded = jnp.minimum(grown, jnp.asarray(self._rule.max_scale, jnp.float32))
         return jnp.where(jnp.isfinite(grown), bounded, self.loss_scale)
 
     def _lowered(self) -> Float[Array, ""]:
-        return jnp.maximum(
-            self.loss_scale * np.float32(self._rule.backoff_factor), np.float32(self._rule.min_scale or 0.0)
-        )
+        return jnp.maximum(self.loss_scale * jnp.asarray(self._rule.backoff_factor, jnp.float32), self._floor())
 
     def _with_leaves(self, loss_scale: Any, growth_count: Any, hysteresis_left: Any) -> "DynamicLossScale":
         new = object.__new__(DynamicLossScale)
@@ -243,6 +244,6 @@ _PRESETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         dict(hysteresis=2, min_scale=None, max_scale=_LARGEST_FLOAT32, refill="step"),
         dict(hysteresis_floor=_UNBOUNDED_BELOW),
     ),
-    "apex_amp": (dict(hysteresis=1, min_scale=None, max_scale=2.0**24), {}),
+    "apex_amp": (dict(initial_scale=2.0**16, hysteresis=1, min_scale=None, max_scale=2.0**24), {}),
     "mmcv": (dict(initial_scale=2.0**32, growth_interval=1000, hysteresis=1, min_scale=1.0, max_scale=None), {}),
 }

@@ -2,19 +2,22 @@
 
 A frozen leaf (`optax.set_to_zero` under a label, as LoRA fine-tuning has for the base weights) needs no float32
 master. Nothing in optax's API says which leaves are frozen, but the update itself does: traced to a jaxpr, the update
-of a frozen leaf is the constant zero. We follow that constant through the program: through shapes, casts, selections
-and calls, both branches of a cond included. What cannot be followed counts as trained.
+of a frozen leaf is the constant zero, whatever the gradients, the state and the params. We follow that constant through
+the program: through shapes, casts, selections, products with something finite, and calls, both branches of a cond
+included. What cannot be followed counts as trained: the leaf then has a master it would not have needed.
 """
 
 from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
 
-_KEEP_ZERO = {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "copy_p", "squeeze", "transpose"}
+_SHAPE_ONLY = {"broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose"}
+_KEEP_ZERO = _SHAPE_ONLY | {"neg"}
 _ALL_ZERO = {
     "select_n": 1,
     "concatenate": 0,
@@ -22,13 +25,15 @@ _ALL_ZERO = {
     "sub": 0,
     "add_any": 0,
 }  # from which operand on all must be zero
+_CALLS = {"pjit", "jit", "closed_call", "remat", "checkpoint"}
 
 
 def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
     """For each leaf of `params` (in the order of `jax.tree.leaves`), whether `inner` always updates it by zero.
 
     Args:
-      inner: the optimizer. If its update asks for extra arguments it cannot be read, and nothing counts as frozen.
+      inner: the optimizer. If its update cannot be traced here (it asks for extra arguments, or for an axis that only
+        the training step binds), nothing counts as frozen.
       params: arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
@@ -44,13 +49,13 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
     if not leaves:
         return []
 
-    def update(grads: PyTree, params: PyTree) -> list[Any]:
-        updates, _ = inner.update(grads, inner.init(params), params)
-        return jax.tree.leaves(updates)
+    def update(grads: PyTree, state: Any, params: PyTree) -> list[Any]:
+        return jax.tree.leaves(inner.update(grads, state, params)[0])
 
     try:
-        program = jax.make_jaxpr(update)(params, params)
-    except TypeError:  # a keyword that only the training loop can give, such as `value`
+        state = jax.eval_shape(inner.init, params)
+        program = jax.make_jaxpr(update)(params, state, params)
+    except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
         return [False] * len(leaves)
     outputs = _zero_outputs(program.jaxpr, program.consts, [False] * len(program.jaxpr.invars))
     return outputs if len(outputs) == len(leaves) else [False] * len(leaves)
@@ -60,9 +65,15 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
     """Which outputs of `jaxpr` are zero whatever the inputs, given which inputs are."""
     zeros = {v for v, is_zero in zip(jaxpr.invars, zero_inputs, strict=True) if is_zero}
     zeros |= {v for v, c in zip(jaxpr.constvars, consts, strict=False) if _is_zero_constant(c)}
+    finite: set[Any] = set()  # floats that were made from bools and integers
 
     def is_zero(v: Any) -> bool:
         return _is_zero_constant(v.val) if isinstance(v, jax.extend.core.Literal) else v in zeros
+
+    def is_finite(v: Any) -> bool:
+        if isinstance(v, jax.extend.core.Literal):
+            return bool(np.all(np.isfinite(v.val)))
+        return v in finite or not jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
     for eqn in jaxpr.eqns:
         operands = [is_zero(v) for v in eqn.invars]
@@ -71,9 +82,14 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
             results = [operands[0]]
         elif name in _ALL_ZERO:
             results = [all(operands[_ALL_ZERO[name] :])]
+        elif name == "mul":  # 0 * NaN is NaN
+            a, b = eqn.invars
+            results = [(operands[0] and is_finite(b)) or (operands[1] and is_finite(a))]
         else:
             results = _zero_results_of_call(eqn, operands)
         zeros |= {v for v, r in zip(eqn.outvars, results, strict=False) if r}
+        if name in _SHAPE_ONLY and is_finite(eqn.invars[0]):
+            finite |= set(eqn.outvars)
     return [is_zero(v) for v in jaxpr.outvars]
 
 
@@ -81,13 +97,16 @@ def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
     if "branches" in eqn.params:  # cond: zero in every branch
         branches = [_zero_outputs(b.jaxpr, b.consts, operands[1:]) for b in eqn.params["branches"]]
         return [all(results) for results in zip(*branches, strict=True)]
-    called = (
-        eqn.params.get("jaxpr") if eqn.primitive.name in ("pjit", "jit", "closed_call", "remat", "checkpoint") else None
-    )
+    called = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
     if called is None:
         return [False] * len(eqn.outvars)
     return _zero_outputs(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)
 
 
 def _is_zero_constant(x: Any) -> bool:
-    return isinstance(x, (int, float, np.ndarray, np.generic, jax.Array)) and not np.any(np.asarray(x))
+    if isinstance(x, jax.Array):
+        if not jnp.issubdtype(x.dtype, jnp.number) or not x.is_fully_addressable:
+            return False
+    elif not isinstance(x, (int, float, np.ndarray, np.generic)):
+        return False
+    return not np.any(np.asarray(x))

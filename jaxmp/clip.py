@@ -39,7 +39,7 @@ def clip_by_global_norm(
         g <- g * c  if c < 1,  c = max_norm / (norm + 1e-6)
 
     Args:
-      max_norm: >= 0, in the units of the gradients. The number 0 switches the part off: nothing is computed.
+      max_norm: >= 0, in the units of the gradients. 0 is off; the Python number 0 computes nothing at all.
       axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: there,
         reduce gradients first. Not needed under plain jit.
       replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
@@ -75,7 +75,7 @@ def clip_by_global_norm(
         del state, params
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
         coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
-        factor = jnp.where(coefficient < 1.0, coefficient, 1.0)
+        factor = jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
         return clipped, GlobalNormState(norm)
 
@@ -100,16 +100,19 @@ def global_norm(
       >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.float16)}))
       5.0
     """
-    if not ord > 0:
+    if isinstance(ord, (int, float)) and not ord > 0:
         raise ValueError(f"the order of a norm must be > 0; got {ord}")
-    power = _largest if ord == math.inf else lambda x: _power_sum(x, ord)
-    merge = max_of if ord == math.inf else sum
+    is_max = isinstance(ord, float) and ord == math.inf
+    power = _largest if is_max else lambda x: _power_sum(x, ord)
+    merge = max_of if is_max else sum
     split, whole = _by_shard(tree, replicated, power)
     axes = sync.named_axes(axis_name)
     total = merge(split, start=jnp.zeros((), jnp.float32))
-    total = sync.max_over(total, axes) if ord == math.inf else sync.sum_over(total, axes)
+    total = sync.max_over(total, axes) if is_max else sync.sum_over(total, axes)
     total = merge(whole, start=total)
-    return total if ord == math.inf else jnp.sqrt(total) if ord == 2 else total ** (1.0 / ord)
+    if is_max:
+        return total
+    return jnp.sqrt(total) if _is_two(ord) else total ** (1.0 / ord)
 
 
 def count_zeros(*, axis_name: sync.AxisName = None, replicated: PyTree | None = None) -> optax.GradientTransformation:
@@ -155,7 +158,11 @@ def max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[
 
 def _power_sum(x: Array, ord: float) -> Float[Array, ""]:
     x = x.astype(jnp.float32)
-    return jnp.sum(x * x) if ord == 2 else jnp.sum(jnp.abs(x) ** ord)
+    return jnp.sum(x * x) if _is_two(ord) else jnp.sum(jnp.abs(x) ** ord)
+
+
+def _is_two(ord: Any) -> bool:
+    return isinstance(ord, (int, float)) and ord == 2
 
 
 def _largest(x: Array) -> Float[Array, ""]:

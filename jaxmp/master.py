@@ -18,13 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
 from jaxmp import _frozen, _paths, casting
 from jaxmp.policy import Policy, get_policy
-from jaxmp.state import MasterState
+from jaxmp.state import MasterState, own_buffers
 from jaxmp.unscale import as_transformation
 
 
@@ -62,7 +61,7 @@ def keep_master_params(
     def init_fn(params: PyTree) -> MasterState:
         full = casting.cast_floats(params, jnp.float32)
         masters = _make_masters(inner, policy, params, full)
-        return MasterState(masters, inner.init(_view(full, masters)))
+        return own_buffers(MasterState(masters, inner.init(_view(full, masters))), foreign=params)
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -70,7 +69,7 @@ def keep_master_params(
         if params is None:
             raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
         _paths.check_same_structure(updates, params, "grads", "params")
-        _check_dtypes(policy, params, state.master_params)
+        _check_dtypes(inner, policy, params, state.master_params)
         moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
         with jax.named_scope("jaxmp.update_masters"):
             units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
@@ -105,13 +104,8 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
                     f"such leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
                 )
         needs_master = casting.is_low_precision(policy.param_dtype_of(path)) and not is_frozen
-        masters.append(jax.tree.map(_own_copy, full_unit) if needs_master else optax.MaskedNode())
+        masters.append(full_unit if needs_master else optax.MaskedNode())
     return treedef.unflatten(masters)
-
-
-def _own_copy(x: Any) -> Any:
-    """`x` in a buffer of its own: a master that shared the caller's params would be freed with them by donation."""
-    return jnp.array(x, copy=True) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 def _view(params: PyTree, masters: PyTree) -> PyTree:
@@ -124,9 +118,14 @@ def _view(params: PyTree, masters: PyTree) -> PyTree:
 def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
     """(update of the param, new master) of one leaf or box."""
     if isinstance(master, optax.MaskedNode):
-        return move, master
+        return jax.tree.map(_kept, param, move), master
     new_master = jax.tree.map(_moved, master, move)
     return jax.tree.map(_update_to, param, new_master), new_master
+
+
+def _kept(param: Any, move: Array) -> Array:
+    """The move of a float32 param; -0.0 for a frozen 16-bit one, which stays as it is, -0.0 itself included."""
+    return jnp.full_like(move, -0.0) if casting.is_low_precision(param.dtype) else move
 
 
 def _moved(master: Array, move: Array) -> Array:
@@ -140,15 +139,24 @@ def _update_to(param: Array, master: Array) -> Array:
     return jnp.where(update == 0, -0.0, update)
 
 
-def _check_dtypes(policy: Policy, params: PyTree, masters: PyTree) -> None:
+def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -> None:
     units, treedef = _paths.boxed_leaves(params)
-    for (path, unit), master in zip(units, treedef.flatten_up_to(masters), strict=True):
-        if isinstance(master, optax.MaskedNode):
-            continue
+    suspects = []
+    for i, ((path, unit), master) in enumerate(zip(units, treedef.flatten_up_to(masters), strict=True)):
         expected = policy.param_dtype_of(path)
         for x in jax.tree.leaves(unit):
-            if x.dtype != expected:
+            if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
                 raise ValueError(
                     f"params at update must be as the policy stores them; got {x.dtype} at {path}, not {expected}. "
                     f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32)."
                 )
+            if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
+                suspects.append((i, path, x.dtype))
+    frozen = _frozen.frozen_leaves(inner, params) if suspects else []
+    for i, path, dtype in suspects:
+        if not frozen[i]:
+            raise ValueError(
+                f"16-bit params that are trained need a policy that gives them a master; got {dtype} at {path}, where "
+                f"the policy says {policy.param_dtype_of(path)}. Train policy.cast_to_param(params32), choose a 16-bit "
+                f"policy, or freeze the leaf with optax.set_to_zero."
+            )

@@ -82,7 +82,7 @@ def as_loss_scale(loss_scale: Any) -> Any:
         raise TypeError(
             f"loss_scale must be 'auto', None, a number or an object with jmp's protocol (.loss_scale, .scale, "
             f".unscale, .adjust); got {loss_scale!r}"
-            + (f", which lacks .{missing[0]}" if missing else ", a class: call it")
+            + (", a class: call it" if isinstance(loss_scale, type) else f", which lacks .{missing[0]}")
         )
     if any(x is loss_scale for x in jax.tree.leaves(loss_scale)):
         raise TypeError(

@@ -64,10 +64,10 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: sync.AxisName = "a
         if isinstance(loss_scale, str) and loss_scale == "auto"
         else scaling.as_loss_scale(loss_scale)
     )
-    yes = True
 
     def init() -> state.SharedLossScaleState:
-        return state.SharedLossScaleState(state.scaling_state(template), jnp.asarray(yes))
+        fresh = state.SharedLossScaleState(state.scaling_state(template), jnp.ones((), bool))
+        return state.own_buffers(fresh, foreign=template)
 
     def apply_gradients(
         tx: optax.GradientTransformation,

@@ -72,11 +72,8 @@ def mixed_precision(
                 f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
                 f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
-        loss_scale = (
-            scaling.DynamicLossScale()
-            if policy.param_dtype.name == "float16" or (policy.compute_dtype.name == "float16")
-            else None
-        )
+        uses_float16 = jax.numpy.float16 in (policy.param_dtype, policy.compute_dtype)
+        loss_scale = scaling.DynamicLossScale() if uses_float16 else None
     return unscale.unscale_and_skip(
         master.keep_master_params(inner, policy),
         loss_scale,

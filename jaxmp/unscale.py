@@ -49,12 +49,13 @@ def unscale_and_skip(
         `next_loss_scale` (float32[]) as extra arguments.
       loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
       axis_name: axes over which devices agree; `"auto"`: every axis that pmap or shard_map binds.
-      skip_nonfinite: whether a step with non-finite gradients is skipped. False looks at nothing, as Megatron-LM does
-        for bfloat16 without a scaler: one NaN then reaches the params.
+      skip_nonfinite: whether a step with non-finite gradients is skipped. False looks at nothing and takes every step,
+        as Megatron-LM does for bfloat16 without a scaler; elements that come out non-finite keep their old value, all
+        others move.
       skip_if: a reason of your own: `(grads, metrics) -> bool[]` with the unscaled gradients of this device and
         `get_metrics` of the state before the step. True on any device skips the step on all. It does not lower the
         loss scale, which only overflow does.
-      policy: only to report float16 params without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      policy: only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
 
     Returns:
       A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
@@ -86,7 +87,7 @@ def unscale_and_skip(
     unscaled_fp16 = policy is not None and policy.param_dtype == jnp.float16 and not scales
     if unscaled_fp16:
         warnings.warn(
-            'float16 params without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at "auto" for a '
+            'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at "auto" for a '
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics names this as unscaled_fp16.',
             stacklevel=3,
         )
@@ -94,7 +95,7 @@ def unscale_and_skip(
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
-        return states.UnscaleState(
+        fresh = states.UnscaleState(
             scaling=states.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
@@ -104,6 +105,7 @@ def unscale_and_skip(
             saturated_params=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(_strongly_typed, guarded.init(params)),
         )
+        return states.own_buffers(fresh, (params, template))
 
     def update_fn(
         updates: PyTree,
@@ -258,7 +260,11 @@ def _strongly_typed(x: Any) -> Any:
 
 def _in_dtype_of(new: Any, old: Any) -> Any:
     new = jnp.asarray(new)
-    return new if new.dtype == old.dtype and not new.weak_type else jax.lax.convert_element_type(new, old.dtype)
+    return (
+        new
+        if new.dtype == old.dtype and not getattr(new, "weak_type", False)
+        else jax.lax.convert_element_type(new, old.dtype)
+    )
 
 
 def _finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
