@@ -82,7 +82,7 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """`x` in `dtype`, with values beyond its range (inf too) at its largest finite value; NaN stays NaN.
+    """`x` in a narrower `dtype`, with values beyond its range (inf too) at its largest finite value; NaN stays NaN.
 
     Args:
       x: floats of any shape.
@@ -96,16 +96,20 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
       [65504.0, -65504.0, 0.5]
     """
     x = jnp.asarray(x)
-    if jnp.finfo(dtype).max >= jnp.finfo(x.dtype).max:
-        return x.astype(dtype)
-    limit = np.asarray(jnp.finfo(dtype).max, x.dtype)  # exact: every narrow value is a value of the wider dtype
+    narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if narrow.max >= wide.max and narrow.nmant >= wide.nmant:
+        return x.astype(dtype)  # a widening: exact, and inf stays inf
+    if narrow.nmant > wide.nmant or narrow.max > wide.max:  # float16 from or to bfloat16: compare where both are exact
+        x = x.astype(jnp.float32)
+    limit = np.asarray(narrow.max, x.dtype)
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """float32 `x`, rounded to the values that `dtype` can hold, still in float32; the rounding survives XLA.
 
-    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend. See the module's docstring.
+    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (signs of zeros aside for the fnuz formats,
+    which have no -0.0). See the module's docstring.
 
     Args:
       x: float32 of any shape.
