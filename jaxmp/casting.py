@@ -108,8 +108,8 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """float32 `x`, rounded to the values that `dtype` can hold, still in float32; the rounding survives XLA.
 
-    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (signs of zeros aside for the fnuz formats,
-    which have no -0.0). See the module's docstring.
+    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (signs of zeros aside for the fnuz
+    formats, which have no -0.0). See the module's docstring.
 
     Args:
       x: float32 of any shape.

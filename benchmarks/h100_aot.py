@@ -1,0 +1,214 @@
+"""Compile a JAX function for NVIDIA H100 on a machine without a GPU, and count what it would do.
+
+XLA compiles for a GPU it is told about (`h100_sxm.txtpb`) just as it does for one it finds. The result cannot be run,
+but it can be read: which kernels are launched, which buffers each one reads and writes, what is copied, what is sent
+between devices. For a program bound by memory traffic, as the optimizer's side of a step is, bytes are time.
+
+Needs a CUDA plugin beside jax, no driver and no GPU (about 1 GB):
+
+    pip install "jax==0.11.2" jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc
+
+    >>> m = mesh(8, ("data",))                                                # doctest: +SKIP
+    >>> c = compile_for(step, spec(m, (4096, 4096), "float16"), donate_argnums=0)
+    >>> report(c, n_params=4096 * 4096)
+
+How bytes are counted: every instruction of the final HLO that runs reads its operands once and writes its results once.
+A buffer that two kernels read counts twice, one that a kernel reads several times counts once; caches count for
+nothing. A slice reads what it takes out, not what it takes it from. A conditional counts as its dearest branch, a loop
+as one turn of its body.
+
+What this cannot tell: time, GEMM autotuning, run-time faults. Import it before anything else touches jax: it pins the
+local platform to cpu.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_TARGET = Path(__file__).resolve().with_name("h100_sxm.txtpb")
+_ITEMSIZE = {
+    **{"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2, "u16": 2},
+    **{"f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "s8": 1, "u8": 1, "pred": 1},
+}
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "copy-done", "async-done"}
+_FREE |= {f"{c}-done" for c in _COLLECTIVES}
+_SLICE = ("slice", "dynamic-slice")
+_MOVES = {"parameter", "bitcast", "tuple", "copy", "reshape", "slice", "concatenate"}
+_BLOCK = ("while", "conditional", "call")  # these launch nothing themselves: their computations do
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
+_PARAMETER = re.compile(r"(%[\w.\-]+) = .* parameter\((\d+)\)")
+
+
+class Instruction(NamedTuple):
+    """One line of HLO that runs, with what it moves."""
+
+    op: str  # "fusion", "copy", "all-reduce", ...
+    kind: str  # the fusion's kind or the custom call's target
+    name: str
+    bytes_read: int
+    bytes_written: int
+    body: str  # name of the fused computation; "" where there is none
+    sources: frozenset[str]  # names of the instructions whose results it reads
+
+
+def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tuple[int, ...] | None = None) -> Mesh:
+    """A mesh of `n_devices` H100s that do not exist."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=_TARGET.read_text(), topology=f"1x1x{n_devices}"
+    )
+    return topologies.make_mesh(topology, shape or (n_devices,), axis_names)
+
+
+def spec(m: Mesh, shape: tuple[int, ...], dtype: Any, partition: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
+    """An abstract argument of `shape` and `dtype`, laid out over mesh `m` (replicated unless `partition` says else)."""
+    sharding = NamedSharding(m, PartitionSpec() if partition is None else partition)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+
+def compile_for(
+    f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
+) -> jax.stages.Compiled:
+    """`jax.jit(f, **jit_kwargs)` lowered on abstract `args` and compiled for the device they are laid out on."""
+    return jax.jit(f, **jit_kwargs).lower(*args).compile(compiler_options=compiler_options)
+
+
+def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
+    """Name of each HLO computation to its lines; the entry computation is there as "ENTRY" too."""
+    text = re.sub(r"/\*.*?\*/", "", compiled.as_text() or "")
+    out: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            lines = out.setdefault(found.group(1), [])
+            if line.startswith("ENTRY"):
+                out["ENTRY"] = lines
+        else:
+            lines.append(line)
+    return out
+
+
+def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
+    """What runs, in the order of the final HLO: kernels, copies and collectives."""
+    blocks = computations(compiled)
+    return list(_walk("ENTRY", blocks))
+
+
+def report(compiled: jax.stages.Compiled, n_params: int | None = None) -> dict[str, Any]:
+    """Counts of a compiled program.
+
+    Args:
+      compiled: what `compile_for` returned.
+      n_params: number of parameters to divide by.
+
+    Returns:
+      kernels: instructions that launch something, collectives left out.
+      bytes_read, bytes_written: by kernels, packing left out; bytes_per_param: their sum over `n_params`.
+      packing_bytes: read and written by kernels that do nothing but gather what a collective sends, or scatter what it
+        brought. It belongs to the exchange of gradients, not to what is done with them.
+      copies, largest_copy_bytes: of one buffer to another, unchanged.
+      collectives: bytes that each one moves in, by kind, in order.
+      temp_bytes, alias_bytes: of XLA's memory analysis: scratch, and outputs that live in donated inputs.
+    """
+    blocks = computations(compiled)
+    runs = list(_walk("ENTRY", blocks))
+    collectives = [i for i in runs if i.op.startswith(_COLLECTIVES)]
+    names = {i.name for i in collectives}
+    feeding = frozenset().union(*(i.sources for i in collectives))
+    kernels = [i for i in runs if i.name not in names]
+    packing = [i for i in kernels if _only_moves(i, blocks) and (i.name in feeding or i.sources & names)]
+    local = [i for i in kernels if i not in packing]
+    copies = [i for i in local if _only_moves(i, blocks, {"parameter", "bitcast", "tuple", "copy"})]
+    read, written = sum(i.bytes_read for i in local), sum(i.bytes_written for i in local)
+    by_kind = {c: [i.bytes_read for i in collectives if i.op.startswith(c)] for c in _COLLECTIVES}
+    memory: Any = compiled.memory_analysis()
+    return {
+        "kernels": len(kernels),
+        "bytes_read": read,
+        "bytes_written": written,
+        "bytes_per_param": round((read + written) / n_params, 3) if n_params else None,
+        "packing_bytes": sum(i.bytes_read + i.bytes_written for i in packing),
+        "copies": len(copies),
+        "largest_copy_bytes": max((i.bytes_written for i in copies), default=0),
+        "collectives": {c: sizes for c, sizes in by_kind.items() if sizes},
+        "temp_bytes": memory.temp_size_in_bytes,
+        "alias_bytes": memory.alias_size_in_bytes,
+    }
+
+
+def _bytes(type_text: str) -> int:
+    """Size of an HLO type, "f32[8,128]{1,0}" or a tuple of such."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
+    return sum(_ITEMSIZE.get(t, 0) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in found)
+
+
+def parse(lines: list[str]) -> Iterator[tuple[str, str, str, list[str], str]]:
+    """(name, type, op, operands, attributes) of each instruction."""
+    for line in lines:
+        if found := _INSTRUCTION.match(line):
+            name, type_text, op, args, attributes = found.groups()
+            yield name, type_text, op, re.findall(r"%[\w.\-]+", args), attributes or ""
+
+
+def _called(attributes: str) -> list[str]:
+    """Computations that a while, a conditional or a call runs."""
+    if branches := re.search(r"branch_computations=\{(.*?)\}", attributes):
+        return re.findall(r"%[\w.\-]+", branches.group(1))
+    return re.findall(r"(?:body|true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
+
+
+def _walk(block: str, blocks: dict[str, list[str]]) -> Iterator[Instruction]:
+    types: dict[str, str] = {}
+    sources: dict[str, frozenset[str]] = {}  # what runs behind each name
+    for name, type_text, op, operands, attributes in parse(blocks[block]):
+        types[name] = type_text
+        behind = frozenset().union(*(sources.get(operand, frozenset()) for operand in operands))
+        sources[name] = behind if op in _FREE else frozenset({name})
+        if op in _BLOCK:
+            inner = [list(_walk(c, blocks)) for c in _called(attributes)]
+            yield from max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
+        elif op not in _FREE:
+            kind = re.search(r"kind=(\w+)", attributes) or re.search(r'custom_call_target="([^"]+)"', attributes)
+            body = re.search(r"calls=(%[\w.\-]+)", attributes)
+            fused = blocks.get(body.group(1), []) if body else []
+            sliced = _sliced(fused) if fused else {}
+            reads = {operand: sliced.get(i, _bytes(types.get(operand, ""))) for i, operand in enumerate(operands)}
+            read = sum(reads.values())
+            written = _bytes(type_text)
+            read = min(read, written) if op in _SLICE else read
+            called = body.group(1) if body else ""
+            yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind)
+
+
+def _sliced(body: list[str]) -> dict[int, int]:
+    """Bytes read of each parameter of a fused computation that is only ever sliced, by the parameter's number."""
+    numbers = {m.group(1): int(m.group(2)) for m in map(_PARAMETER.search, body) if m}
+    taken: dict[str, int] = {}
+    whole: set[str] = set()
+    for _, type_text, op, operands, _ in parse(body):
+        for i, operand in enumerate(operands):
+            if op in _SLICE and i == 0:
+                taken[operand] = taken.get(operand, 0) + _bytes(type_text)
+            else:
+                whole.add(operand)
+    return {number: taken[name] for name, number in numbers.items() if name in taken and name not in whole}
+
+
+def _only_moves(i: Instruction, blocks: dict[str, list[str]], moves: set[str] = _MOVES) -> bool:
+    """Whether an instruction, or all that is fused in it, only takes values from one place to another."""
+    if i.op != "fusion":
+        return i.op.split("-")[0] in moves
+    return {op for _, _, op, _, _ in parse(blocks[i.body])} <= moves
