@@ -258,10 +258,12 @@ def _check_differentiable(params: PyTree) -> None:
 
 
 def _checked_loss(loss: Any) -> Float[Array, ""]:
-    if jnp.ndim(loss) != 0 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_array or jnp.ndim(loss) != 0 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if is_array else type(loss).__name__
         raise TypeError(
-            f"the loss must be a float scalar; got {jnp.result_type(loss)}{list(jnp.shape(loss))}. Reduce it with "
-            f"jnp.mean, and return (loss, aux) only with has_aux=True."
+            f"the loss must be a float scalar; got {got}. Reduce it with jnp.mean, and return (loss, aux) only with "
+            f"has_aux=True."
         )
     if jnp.result_type(loss) == jnp.float16:
         warnings.warn(

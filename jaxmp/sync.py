@@ -159,6 +159,8 @@ def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, 
         x = x.astype(dtype or x.dtype)
         if not axes:
             return x
-        return lax.psum(x / predivide if predivide != 1 else x, axes) * jnp.asarray(predivide / size, x.dtype)
+        if not (isinstance(predivide, (int, float)) and predivide == 1):
+            x = x / jnp.asarray(predivide, x.dtype)
+        return lax.psum(x, axes) * jnp.asarray(predivide / size, x.dtype)
 
     return jax.tree.map(mean, tree)
