@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _paths, _versions, casting, state, sync
@@ -47,9 +47,9 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
-        arrays are cut along the leading axis, which k must divide (microbatch i holds the rows i, i + k, ...); PRNG
-        keys are split into k; scalars are repeated, and so are keyword arguments. Name the batch where other trees are
-        passed, such as batch_stats.
+        arrays are cut along the leading axis, which k must divide (see `split_microbatches`); PRNG keys are split into k;
+        scalars are repeated, and so are keyword arguments. Name the batch where other trees are passed, such as
+        batch_stats.
       axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
         names. (Leave out a tensor-parallel axis over which autodiff should sum.)
 
@@ -169,9 +169,9 @@ def scaled_value_and_grad(
 def split_microbatches(tree: PyTree, k: int) -> PyTree:
     """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
 
-    Microbatch i holds the rows i, i + k, i + 2k, ... So each device of a batch that is sharded under jit has its share
-    of every microbatch. (In blocks of n/k rows a microbatch would lie on some devices only, and XLA has all of them
-    compute all of it: with k = 8 on 8 devices, eight times the work.)
+    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i, i + k,
+    i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and XLA would
+    have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
 
     Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
 
@@ -186,11 +186,9 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
       ValueError: k does not divide a leading axis, or leading axes differ: named by path.
 
     Example:
-      >>> split = split_microbatches({"x": jnp.arange(6), "key": jax.random.key(0), "t": 0.5}, 3)
+      >>> split = split_microbatches({"x": jnp.arange(6.0), "key": jax.random.key(0), "t": 0.5}, 3)
       >>> {name: leaf.shape for name, leaf in split.items()}
       {'key': (3,), 't': (3,), 'x': (3, 2)}
-      >>> split["x"].tolist()
-      [[0, 3], [1, 4], [2, 5]]
     """
     sizes: dict[str, int] = {}
 
@@ -205,7 +203,7 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
                 f"accumulate={k} must divide the leading axis of the batch; got {tuple(x.shape)} at argument {path}. "
                 f"{_HOW_TO_NAME_THE_BATCH}"
             )
-        return _every_kth(jnp.asarray(x), k)
+        return _cut(jnp.asarray(x), k)
 
     out = _paths.map_with_path(split, tree)
     if len(set(sizes.values())) > 1:
@@ -219,15 +217,24 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
     return out
 
 
-def _every_kth(x: Array, k: int) -> Array:
-    """[n, ...] -> [k, n/k, ...], row j of slice i being row j*k + i; spread over devices as `x` was."""
-    spec = jax.typeof(x).sharding.spec
-    shape = (x.shape[0] // k, k, *x.shape[1:])
+def _cut(x: Array, k: int) -> Array:
+    """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row where `x` lies on a mesh under jit."""
+    sharding = jax.typeof(x).sharding
+    n, rest = x.shape[0], x.shape[1:]
+    if not _lies_on_mesh(sharding.mesh):
+        return x.reshape(k, n // k, *rest)
+    spec = tuple(sharding.spec)
     if any(axis is not None for axis in spec):  # a mesh with explicit axes wants to be told
-        x = lax.reshape(x, shape, out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+        x = lax.reshape(x, (n // k, k, *rest), out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
     else:
-        x = x.reshape(shape)
+        x = x.reshape(n // k, k, *rest)
     return x.swapaxes(0, 1)
+
+
+def _lies_on_mesh(mesh: Any) -> bool:
+    """Whether arrays of this mesh may be spread over devices by XLA; under pmap and shard_map they are local."""
+    types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
+    return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types)
 
 
 _HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
