@@ -47,8 +47,8 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
-        arrays are cut along the leading axis, which k must divide (see `split_microbatches`); PRNG keys are split into k;
-        scalars are repeated, and so are keyword arguments. Name the batch where other trees are passed, such as
+        arrays are cut along the leading axis, which k must divide (see `split_microbatches`); PRNG keys are split into
+        k; scalars are repeated, and so are keyword arguments. Name the batch where other trees are passed, such as
         batch_stats.
       axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
         names. (Leave out a tensor-parallel axis over which autodiff should sum.)
@@ -169,9 +169,9 @@ def scaled_value_and_grad(
 def split_microbatches(tree: PyTree, k: int) -> PyTree:
     """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
 
-    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i, i + k,
-    i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and XLA would
-    have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
+    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i,
+    i + k, i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and
+    XLA would have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
 
     Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
 
