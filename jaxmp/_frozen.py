@@ -25,7 +25,7 @@ _ALL_ZERO = {
     "sub": 0,
     "add_any": 0,
 }  # from which operand on all must be zero
-_CALLS = {"pjit", "jit", "closed_call", "remat", "checkpoint"}
+_CALLS = {"pjit", "jit", "closed_call", "remat2", "checkpoint"}
 
 
 def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
@@ -104,6 +104,8 @@ def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
 
 
 def _is_zero_constant(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return False
     if isinstance(x, jax.Array):
         if not jnp.issubdtype(x.dtype, jnp.number) or not x.is_fully_addressable:
             return False

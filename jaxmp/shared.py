@@ -77,6 +77,11 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: sync.AxisName = "a
         scale_state: state.SharedLossScaleState,
         **extra_args: Any,
     ) -> tuple[PyTree, Any, state.SharedLossScaleState]:
+        if not state.find(opt_state, state.UnscaleState):
+            raise ValueError(
+                "each optimizer under a shared loss scale must unscale its gradients; got one without unscale_and_skip, "
+                "which would take scaled gradients for its own. Wrap it: jaxmp.mixed_precision(inner, policy)."
+            )
         finite = sync.all_finite(grads, axis_name)
         params, opt_state = transform.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args

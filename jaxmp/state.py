@@ -251,15 +251,12 @@ def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
       >>> float(count_saturated(masters, {"w": jnp.array([1.0, 65504.0], jnp.float16)}))
       1.0
     """
+    units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
     count = jnp.zeros((), jnp.float32)
-    pairs = zip(
-        jax.tree.leaves(params),
-        jax.tree.leaves(masters_of(opt_state, params), is_leaf=lambda x: x is None),
-        strict=True,
-    )
-    for param, master in pairs:
-        if master is not None and param.dtype == jnp.float16:  # bfloat16 has the range of float32
-            count += jnp.sum(jnp.abs(master) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
+    for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
+        for p, m in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):  # no leaves: no master
+            if p.dtype == jnp.float16:  # bfloat16 has the range of float32
+                count += jnp.sum(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
     return count
 
 
