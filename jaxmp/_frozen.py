@@ -14,6 +14,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 _SHAPE_ONLY = {"broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose"}
@@ -104,7 +105,7 @@ def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
 
 
 def _is_zero_constant(x: Any) -> bool:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return False
     if isinstance(x, jax.Array):
         if not jnp.issubdtype(x.dtype, jnp.number) or not x.is_fully_addressable:

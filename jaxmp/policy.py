@@ -79,6 +79,16 @@ class Policy(jmp.Policy):
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
         return text + (f" keep_fp32={self.keep_fp32}" if self.keep_fp32 else "")
 
+    @property
+    def uses_float16(self) -> bool:
+        """Whether params or activations are float16, whose narrow range asks for a loss scale.
+
+        Example:
+          >>> get_policy("fp16").uses_float16, get_policy("bf16").uses_float16
+          (True, False)
+        """
+        return "float16" in (self.param_dtype.name, self.compute_dtype.name)
+
     def param_dtype_of(self, path: str) -> jnp.dtype:
         """The dtype in which the param at `path` is stored.
 

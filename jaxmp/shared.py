@@ -79,8 +79,8 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: sync.AxisName = "a
     ) -> tuple[PyTree, Any, state.SharedLossScaleState]:
         if not state.find(opt_state, state.UnscaleState):
             raise ValueError(
-                "each optimizer under a shared loss scale must unscale its gradients; got one without unscale_and_skip, "
-                "which would take scaled gradients for its own. Wrap it: jaxmp.mixed_precision(inner, policy)."
+                "each optimizer under a shared loss scale must unscale its gradients; got one without "
+                "unscale_and_skip, which would take them as they are. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
         finite = sync.all_finite(grads, axis_name)
         params, opt_state = transform.apply_gradients(

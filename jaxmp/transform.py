@@ -72,8 +72,7 @@ def mixed_precision(
                 f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
                 f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
-        uses_float16 = jax.numpy.float16 in (policy.param_dtype, policy.compute_dtype)
-        loss_scale = scaling.DynamicLossScale() if uses_float16 else None
+        loss_scale = scaling.DynamicLossScale() if policy.uses_float16 else None
     return unscale.unscale_and_skip(
         master.keep_master_params(inner, policy),
         loss_scale,

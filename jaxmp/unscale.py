@@ -84,7 +84,7 @@ def unscale_and_skip(
             "a dynamic loss scale finds its value by overflowing, so its overflows must be skipped; got "
             "skip_nonfinite=False. Use a static loss_scale (a number) or none, or leave skip_nonfinite=True."
         )
-    unscaled_fp16 = policy is not None and policy.param_dtype == jnp.float16 and not scales
+    unscaled_fp16 = policy is not None and policy.uses_float16 and not scales
     if unscaled_fp16:
         warnings.warn(
             'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at "auto" for a '

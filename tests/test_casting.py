@@ -1,0 +1,276 @@
+"""Roundings and casts against NumPy's and ml_dtypes', over every value of the 16-bit floats and round it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from helpers import assert_bitwise
+from jaxmp import casting
+
+NARROW = (jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+TINY = np.finfo(np.float32).tiny
+
+
+@functools.cache
+def jitted(name: str, dtype):
+    if name == "round_to":
+        return jax.jit(lambda x: casting.round_to(x, dtype))
+    return jax.jit(lambda x: casting.saturating_cast(x, dtype).astype(jnp.float32))
+
+
+def rounded(x: np.ndarray, dtype) -> np.ndarray:
+    """float32 `x` clipped to the range of `dtype`, cast and cast back, on the host."""
+    limit = np.float32(ml_dtypes.finfo(dtype).max)
+    with np.errstate(invalid="ignore"):
+        return np.clip(x, -limit, limit).astype(dtype).astype(np.float32)
+
+
+def assert_rounds(x: np.ndarray, dtype) -> None:
+    """Both functions give the host's rounding. Of float32 subnormals, which XLA flushes on CPU, bfloat16 holds some:
+    there the two agree with each other.
+    """
+    ours = jitted("round_to", dtype)(x)
+    assert_bitwise(jitted("saturating_cast", dtype)(x), ours)
+    known = ~((x != 0) & (np.abs(x) < TINY)) | (np.dtype(dtype) != ml_dtypes.bfloat16)
+    assert_bitwise(np.asarray(ours)[known], rounded(x, dtype)[known])
+
+
+def every_value(dtype) -> np.ndarray:
+    """float32: every value of `dtype`, the midpoints between them, and the neighbours of all."""
+    unsigned = np.dtype(f"u{np.dtype(dtype).itemsize}")
+    values = np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(dtype).astype(np.float32)
+    finite = np.unique(values[np.isfinite(values)])
+    midpoints = (finite[1:].astype(np.float64) + finite[:-1]) / 2
+    x = np.concatenate([values, midpoints.astype(np.float32)])
+    with np.errstate(over="ignore", invalid="ignore"):  # past the last value; signalling NaNs
+        return np.concatenate([x, np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda d: np.dtype(d).name)
+def test_every_value_and_its_neighbourhood(dtype):
+    """`lax.reduce_precision` flushes float16's subnormals, 1e-6 among them; a plain cast makes 65520 inf."""
+    x = every_value(dtype)
+    assert_rounds(x, dtype)
+    assert_bitwise(casting.round_to(x, dtype), jitted("round_to", dtype)(x))  # without jit
+
+
+@given(st.lists(st.floats(width=32), min_size=32, max_size=32), st.sampled_from(NARROW))
+def test_any_float(values, dtype):
+    x = np.array(values, np.float32)
+    assert_rounds(x, dtype)
+    once = jitted("round_to", dtype)(x)
+    assert_bitwise(jitted("round_to", dtype)(once), once)
+
+
+MAX16 = 65504.0
+MAXB16 = float(ml_dtypes.finfo(jnp.bfloat16).max)
+MAX32 = float(np.finfo(np.float32).max)
+EDGES = {
+    jnp.float16: [
+        (0.0, 0.0),
+        (-0.0, -0.0),
+        (2.0**-24, 2.0**-24),  # the smallest subnormal
+        (2.0**-25, 0.0),  # half of it: to even
+        (-(2.0**-25), -0.0),
+        (2.0**-25 * 1.0001, 2.0**-24),
+        (1e-6, 17 * 2.0**-24),
+        (2.0**-14, 2.0**-14),  # the smallest normal
+        (2.0**-14 - 2.0**-25, 2.0**-14),  # tie, carried into the normals
+        (1.0 + 2.0**-11, 1.0),
+        (1.0 + 3 * 2.0**-11, 1.0 + 2.0**-9),
+        (MAX16, MAX16),
+        (65519.0, MAX16),
+        (65520.0, MAX16),  # a plain cast: inf
+        (MAX16 + 32, MAX16),  # max + 1 ulp
+        (-1e6, -MAX16),
+        (MAX32, MAX16),
+        (np.inf, MAX16),
+        (-np.inf, -MAX16),
+        (np.nan, np.nan),
+    ],
+    jnp.bfloat16: [
+        (-0.0, -0.0),
+        (2.0**-126, 2.0**-126),
+        (1.0 + 2.0**-8, 1.0),
+        (1.0 + 3 * 2.0**-8, 1.0 + 2.0**-6),
+        (MAXB16, MAXB16),
+        (MAX32, MAXB16),  # a plain cast: inf
+        (np.inf, MAXB16),
+        (-np.inf, -MAXB16),
+        (np.nan, np.nan),
+    ],
+    jnp.float8_e4m3fn: [
+        (-0.0, -0.0),
+        (2.0**-9, 2.0**-9),
+        (2.0**-10, 0.0),
+        (2.0**-10 * 1.001, 2.0**-9),
+        (448.0, 448.0),
+        (464.0, 448.0),
+        (480.0, 448.0),  # max + 1 ulp; a plain cast: NaN
+        (np.inf, 448.0),
+        (-np.inf, -448.0),
+        (np.nan, np.nan),
+    ],
+    jnp.float8_e5m2: [
+        (-0.0, -0.0),
+        (2.0**-16, 2.0**-16),
+        (2.0**-17, 0.0),
+        (57344.0, 57344.0),
+        (61440.0, 57344.0),  # a plain cast: inf
+        (np.inf, 57344.0),
+        (np.nan, np.nan),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=lambda d: np.dtype(d).name)
+def test_golden_edges(dtype):
+    given_, expected = (np.array(side, np.float32) for side in zip(*EDGES[dtype], strict=True))
+    assert_bitwise(casting.round_to(given_, dtype), expected)
+    assert_bitwise(casting.saturating_cast(given_, dtype), expected.astype(dtype))
+    for x, y in zip(given_, expected, strict=True):  # as scalars
+        assert_bitwise(casting.round_to(x, dtype), y)
+
+
+def test_rounding_to_float32_is_nothing():
+    x = jnp.array([0.1, jnp.inf, -0.0, jnp.nan])
+    assert_bitwise(casting.round_to(x, jnp.float32), x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
+def test_round_to_wants_float32(dtype):
+    with pytest.raises(TypeError, match=rf"round_to rounds float32 arrays; got {jnp.dtype(dtype).name}. Cast it with"):
+        casting.round_to(jnp.ones(2, dtype), jnp.float16)
+
+
+@pytest.mark.parametrize(
+    "source, target, expected",
+    [
+        (jnp.bfloat16, jnp.float16, MAX16),  # bfloat16 has no 65504, the value to clip at
+        (jnp.float16, jnp.bfloat16, MAXB16),
+        (jnp.float16, jnp.float8_e4m3fn, 448.0),
+        (jnp.bfloat16, jnp.float8_e5m2, 57344.0),
+        (jnp.float16, jnp.float32, np.inf),  # wider dtypes hold what there was
+        (jnp.float32, jnp.float32, np.inf),
+    ],
+    ids=lambda x: np.dtype(x).name if isinstance(x, type(jnp.float16)) else "",
+)
+def test_saturation_between_dtypes(source, target, expected):
+    x = jnp.array([jnp.inf, -jnp.inf, 0.5, -0.0, jnp.nan], source)
+    assert_bitwise(casting.saturating_cast(x, target), jnp.array([expected, -expected, 0.5, -0.0, jnp.nan], target))
+
+
+def test_large_bfloat16_values_saturate_in_float16():
+    x = jnp.array([65280.0, 65536.0, 1e6, -1e30], jnp.bfloat16)
+    assert_bitwise(casting.saturating_cast(x, jnp.float16), jnp.array([65280.0, MAX16, MAX16, -MAX16], jnp.float16))
+
+
+# Casts of leaves and trees
+
+
+KEPT = {
+    "int": jnp.arange(3),
+    "bool": np.array([True]),
+    "key": jax.random.key(0),
+    "raw key": jax.random.PRNGKey(0),
+    "complex": jnp.array([1j]),
+    "e4m3": jnp.ones(2, jnp.float8_e4m3fn),
+    "e5m2 spec": jax.ShapeDtypeStruct((2,), jnp.float8_e5m2),
+    "int spec": jax.ShapeDtypeStruct((2,), jnp.int32),
+    "number": 1.5,
+    "text": "text",
+    "function": len,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("saturate", [False, True])
+def test_what_is_no_float_is_left_alone(name, saturate):
+    assert casting.cast_float(KEPT[name], jnp.float16, saturate=saturate) is KEPT[name]
+    assert not casting.is_float(KEPT[name])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_cast_float(dtype, make):
+    x = make([0.1, 1e30, -0.0], np.float32)
+    with np.errstate(over="ignore"):
+        assert_bitwise(casting.cast_float(x, dtype), np.asarray(x).astype(dtype))
+    assert_bitwise(
+        casting.cast_float(x, dtype, saturate=True),
+        rounded(np.asarray(x), dtype).astype(dtype) if dtype != jnp.float32 else x,
+    )
+    same = jnp.ones(2, dtype)
+    assert casting.cast_float(same, dtype) is same
+
+
+def test_abstract_arrays_are_cast():
+    """jmp leaves them as they are, so that `jax.eval_shape` and the arrays disagree."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "data")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    spec = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=sharding)
+    cast = casting.cast_float(spec, jnp.bfloat16, saturate=True)
+    assert cast == jax.ShapeDtypeStruct((4, 2), jnp.bfloat16, sharding=sharding)
+    assert jax.eval_shape(lambda x: casting.cast_float(x, jnp.float16), spec).dtype == jnp.float16
+
+
+def test_cast_floats():
+    tree = KEPT | {
+        "w": jnp.ones(2),
+        "deep": [jnp.ones((), jnp.bfloat16), None],
+        "spec": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    cast = casting.cast_floats(tree, jnp.float16)
+    assert_bitwise(cast["w"], np.ones(2, np.float16))
+    assert_bitwise(cast["deep"], [np.ones((), np.float16), None])
+    assert cast["spec"].dtype == jnp.float16
+    assert all(cast[name] is KEPT[name] for name in KEPT)
+
+
+def test_casts_keep_shardings():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), "data")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.arange(8.0), sharding)
+    for cast in (casting.cast_float(x, jnp.float16, saturate=True), casting.round_to(x, jnp.float16)):
+        assert cast.sharding.is_equivalent_to(sharding, 1)
+
+
+def test_dtypes_of_16_bits():
+    dtypes = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2, jnp.int16)
+    assert [casting.is_low_precision(dtype) for dtype in dtypes] == [True, True, False, False, False]
+
+
+# Reciprocals
+
+
+reciprocal = jax.jit(casting.reciprocal)
+
+
+def test_reciprocals_of_powers_of_two_are_exact():
+    exponents = np.arange(-126, 127)
+    scales = np.ldexp(np.float32(1), exponents)
+    inverse = reciprocal(scales)
+    assert_bitwise(inverse, np.ldexp(np.float32(1), -exponents))
+    assert_bitwise(casting.reciprocal(jnp.float32(2.0**16)), 2.0**-16)
+
+
+@pytest.mark.parametrize(
+    "scale, expected",
+    [(np.inf, 0.0), (0.0, np.inf), (np.nan, np.nan), (3.0, 1 / 3), (1.0, 1.0), (2.0**127, 0.0), (MAX32, 0.0)],
+)
+def test_reciprocal_at_the_edges(scale, expected):
+    inverse = casting.reciprocal(scale)
+    assert inverse.dtype == jnp.float32
+    np.testing.assert_allclose(inverse, np.float32(expected), rtol=0, atol=1.2e-38)  # a subnormal result may be flushed
+
+
+@given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=16, max_size=16))
+def test_reciprocal_is_the_rounded_quotient(values):
+    """float32(1 / float64(scale)), as Megatron-LM and torch compute it."""
+    scales = np.array(values, np.float32)
+    assert_bitwise(reciprocal(scales), (1 / scales.astype(np.float64)).astype(np.float32))

@@ -1,0 +1,244 @@
+"""Norms, clipping and zero counts against Megatron-LM's, whole and split over devices."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+from oracle_data import load, name_of
+
+ROWS = load("megatron_clip_grads")["rows"]
+ORDERS = {2: "total_norm", math.inf: "norm_inf", 3: "norm_3"}
+
+
+def grads_of(row: dict, name: str = "grads") -> list[jax.Array]:
+    return [jnp.array(values, jnp.float32) for values in row[name]]
+
+
+def clip(grads, max_norm, **kwargs):
+    tx = jaxmp.clip_by_global_norm(max_norm, **kwargs)
+    return tx.update(grads, tx.init(grads))
+
+
+# Megatron-LM
+
+
+@pytest.mark.parametrize("ord", ORDERS)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_global_norm(row, ord):
+    expected = row[ORDERS[ord]]
+    if expected is None:  # torch's MAX of NaN depends on where it stands; ours is NaN
+        expected = np.nan
+    assert_close(jaxmp.global_norm(grads_of(row), ord=ord), np.float32(expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_clipped_gradients(row):
+    """A norm of exactly max_norm is scaled by 0.999999; one that overflows on finite gradients gives zeros."""
+    clipped, state = jax.jit(clip, static_argnums=1)(grads_of(row), row["max_norm"])
+    assert_close(clipped, grads_of(row, "clipped"), rtol=1e-6)
+    assert_close(state.grad_norm, np.float32(row["total_norm"]), rtol=1e-6)
+    if row["clipped"] == row["grads"]:
+        assert_bitwise(clipped, grads_of(row))
+
+
+def test_where_optax_clips_otherwise():
+    (row,) = [row for row in ROWS if row["name"] == "exactly_max"]
+    tx = optax.clip_by_global_norm(row["max_norm"])
+    assert_bitwise(tx.update(grads_of(row), tx.init(None))[0], grads_of(row))
+    assert np.all(clip(grads_of(row), row["max_norm"])[0][0] < grads_of(row)[0])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_count_zeros(row):
+    tx = jaxmp.count_zeros()
+    grads, state = tx.update(grads_of(row), tx.init(None))
+    assert_bitwise(grads, grads_of(row))
+    assert_bitwise(state.zero_grads, float(row["num_zeros"]))
+
+
+def test_zeros_are_counted_after_clipping_and_shown_in_the_metrics():
+    tx = optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.sgd(1.0))
+    grads = jnp.array([1e20, 1e20, 0.0])  # a norm of inf: all are clipped to zero
+    updates, state = tx.update(grads, tx.init(grads))
+    metrics = jaxmp.get_metrics(state)
+    assert_bitwise((metrics["grad_norm"], metrics["zero_grads"]), (np.inf, 3.0))
+    assert_close(updates, jnp.zeros(3))
+
+
+def test_zero_norm_switches_clipping_off():
+    tx = jaxmp.clip_by_global_norm(0.0)
+    grads = jnp.array([1e20, np.nan])
+    updates, state = tx.update(grads, tx.init(grads))
+    assert_bitwise(updates, grads)
+    assert jax.tree.leaves(state) == []
+    assert np.isnan(jaxmp.get_metrics(state)["grad_norm"])
+
+
+def test_norms_are_float32_whatever_the_gradients_are():
+    """In float16 the square of 300 is inf. Clipped gradients keep their dtype; what is no float passes through."""
+    grads = {"f16": jnp.full(4, 300.0, jnp.float16), "bf16": jnp.full(2, 0.0, jnp.bfloat16), "n": jnp.arange(3)}
+    assert_bitwise(jaxmp.global_norm(grads), 600.0)
+    clipped, _ = clip(grads, 60.0)
+    assert_close(clipped, grads | {"f16": jnp.full(4, 30.0, jnp.float16)})
+
+
+def test_norm_of_nothing():
+    for ord in ORDERS:
+        assert_bitwise(jaxmp.global_norm({}, ord=ord), 0.0)
+        assert_bitwise(jaxmp.global_norm({"w": jnp.zeros((0, 3))}, ord=ord), 0.0)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_a_bad_norm_is_named(max_norm):
+    with pytest.raises(ValueError, match=rf"max_norm must be >= 0 \(0 is off\); got {max_norm}"):
+        jaxmp.clip_by_global_norm(max_norm)
+
+
+@pytest.mark.parametrize("ord", [0, -1, math.nan])
+def test_a_bad_order_is_named(ord):
+    with pytest.raises(ValueError, match=f"the order of a norm must be > 0; got {ord}"):
+        jaxmp.global_norm(jnp.ones(2), ord=ord)
+
+
+# Params split over devices
+
+
+MASK = {"split": False, "bias": True, "norm": {"scale": True}}
+SPECS = {"split": P("model"), "bias": P(), "norm": P()}
+GRADS = {
+    "split": np.linspace(-3, 3, 24, dtype=np.float32).reshape(8, 3) * (np.arange(3) > 0),
+    "bias": np.array([0.0, 2.0, 0.5], np.float32),
+    "norm": {"scale": np.array([0.0, -4.0], np.float32)},
+}
+
+
+@functools.cache
+def over_model_axis(ord: float, check_vma: bool, masked: str):
+    """(clipped, norm, zeros) of GRADS, computed by four devices that each hold a part of `split`."""
+    masks = {"tree": MASK, "prefix": {"split": False, "bias": True, "norm": True}, "none": None}
+    masks["function"] = lambda params: {name: name != "split" for name in params}
+    kwargs = {"axis_name": "model", "replicated": masks[masked]}
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=Mesh(np.array(jax.devices()[:4]), "model"),
+        in_specs=(SPECS,),
+        out_specs=(SPECS, P(), P()),
+        check_vma=check_vma,
+    )
+    def run(grads):
+        clipped, clip_state = clip(grads, 1.5, ord=ord, **kwargs)
+        counter = jaxmp.count_zeros(**kwargs)
+        _, zero_state = counter.update(grads, counter.init(grads))
+        return clipped, clip_state.grad_norm, zero_state.zero_grads
+
+    return jax.jit(run)(GRADS)
+
+
+@pytest.mark.parametrize(
+    "ord, check_vma, masked",
+    [
+        (2, True, "tree"),
+        (2, False, "tree"),
+        (2, True, "prefix"),
+        (2, False, "function"),
+        (math.inf, True, "tree"),
+        (3, True, "tree"),
+    ],
+)
+def test_split_params_have_the_norm_of_whole_ones(ord, check_vma, masked):
+    clipped, norm, zeros = over_model_axis(ord, check_vma, masked)
+    assert_close(norm, jaxmp.global_norm(GRADS, ord=ord), rtol=1e-6)
+    assert_close(clipped, clip(GRADS, 1.5, ord=ord)[0], rtol=1e-6)
+    assert_bitwise(zeros, float(sum(np.sum(g == 0) for g in jax.tree.leaves(GRADS))))
+
+
+def test_leaves_that_every_shard_holds_count_once():
+    """Without the mask they count four times: biases and norms would weigh more, the more devices there are."""
+    _, norm, zeros = over_model_axis(2, False, "none")
+    whole = sum(np.sum(g.astype(np.float64) ** 2) for g in (GRADS["bias"], GRADS["norm"]["scale"]))
+    split = np.sum(GRADS["split"].astype(np.float64) ** 2)
+    assert_close(norm, np.float32(np.sqrt(split + 4 * whole)), rtol=1e-6)
+    assert_bitwise(zeros, float(np.sum(GRADS["split"] == 0) + 4 * 2))
+
+
+def test_an_axis_that_is_not_bound_is_named():
+    with pytest.raises(ValueError, match=r"axis name 'model' is not bound here; bound axes: none\..*jax.shard_map"):
+        clip(GRADS, 1.0, axis_name="model")
+
+
+# Schedules
+
+
+def test_max_norm_follows_a_schedule():
+    schedule = optax.piecewise_constant_schedule(4.0, {1: 0.5, 2: 0.5})  # 4, 2, 1
+    tx = jaxmp.mixed_precision(
+        optax.chain(optax.inject_hyperparams(jaxmp.clip_by_global_norm)(max_norm=schedule), optax.sgd(1.0)),
+        "fp16",
+        loss_scale=8.0,
+    )
+    params = jnp.zeros(2, jnp.float16)
+    opt_state = tx.init(params)
+    update = jax.jit(tx.update)
+    grads = jnp.array([24.0, -32.0], jnp.float16)  # scaled by 8: a norm of 5
+    moved = 0.0
+    for max_norm in (4.0, 2.0, 1.0, 1.0):
+        updates, opt_state = update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        moved += max_norm
+        assert_close(jaxmp.get_master_params(opt_state, params), jnp.array([-0.6, 0.8]) * moved, rtol=1e-6)
+        assert_bitwise(jaxmp.get_metrics(opt_state)["grad_norm"], 5.0)
+
+
+@pytest.mark.parametrize("max_norm, expected", [(0.0, [3.0, 4.0]), (1.0, [0.6, 0.8]), (8.0, [3.0, 4.0])])
+def test_max_norm_can_be_an_array(max_norm, expected):
+    """0 is off here as well: as a bound it would stop all training."""
+    clipped, _ = jax.jit(clip)(jnp.array([3.0, 4.0]), max_norm)
+    assert_close(clipped, jnp.array(expected), rtol=1e-6)
+
+
+# Weight decay
+
+
+def test_weight_decay_mask():
+    """Megatron-LM's: not on biases and norms; also where a scan stacked the layers."""
+    params = {
+        "embed": {"embedding": jnp.ones((4, 2))},
+        "blocks": {
+            "attention": {"kernel": jnp.ones((3, 2, 2)), "bias": jnp.ones((3, 2))},
+            "LayerNorm_0": {"scale": jnp.ones((3, 2)), "bias": jnp.ones((3, 2))},
+            "RMSNorm": {"scale": jnp.ones((3, 2))},
+        },
+        "gain": jnp.ones(2),
+        "temperature": jnp.ones(()),
+        "bias": jnp.ones((1, 2)),
+    }
+    expected = {
+        "embed": {"embedding": True},
+        "blocks": {
+            "attention": {"kernel": True, "bias": False},
+            "LayerNorm_0": {"scale": False, "bias": False},
+            "RMSNorm": {"scale": False},
+        },
+        "gain": False,
+        "temperature": False,
+        "bias": False,
+    }
+    assert jaxmp.weight_decay_mask(params) == expected
+    assert jaxmp.weight_decay_mask(jax.eval_shape(lambda: params)) == expected
+
+
+@pytest.mark.parametrize("mask", [jaxmp.weight_decay_mask, {"kernel": True, "bias": False}], ids=["function", "tree"])
+def test_weight_decay_mask_inside_mixed_precision(mask):
+    tx = jaxmp.mixed_precision(optax.adamw(0.5, weight_decay=0.5, mask=mask), "bf16")
+    params = {"kernel": jnp.ones((2, 2), jnp.bfloat16), "bias": jnp.ones(2, jnp.bfloat16)}
+    params, _ = jaxmp.apply_gradients(tx, jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert_bitwise(params, {"kernel": jnp.full((2, 2), 0.75, jnp.bfloat16), "bias": jnp.ones(2, jnp.bfloat16)})

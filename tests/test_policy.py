@@ -1,0 +1,347 @@
+"""Policies: names, jmp's vocabulary, path rules, and casts of every kind of leaf and box."""
+
+import pickle
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from helpers import assert_bitwise
+
+PRESETS = {
+    "fp32": ("float32", "float32", "float32"),
+    "tf32": ("float32", "float32", "float32"),
+    "fp16": ("float16", "float16", "float32"),
+    "bf16": ("bfloat16", "bfloat16", "float32"),
+}
+
+
+def dtypes_of(policy) -> tuple[str, ...]:
+    return tuple(jnp.dtype(d).name for d in (policy.param_dtype, policy.compute_dtype, policy.output_dtype))
+
+
+def names_of(tree) -> dict:
+    return jax.tree.map(lambda x: x.dtype.name, tree)
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    policy = jaxmp.get_policy(name)
+    assert dtypes_of(policy) == PRESETS[name]
+    tree = {"f32": jnp.ones(2), "f16": jnp.ones(2, jnp.float16), "bf16": jnp.ones(2, jnp.bfloat16)}
+    for cast, dtype in zip(
+        (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output), PRESETS[name], strict=True
+    ):
+        assert_bitwise(cast(tree), dict.fromkeys(tree, jnp.ones(2, dtype)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "params=float32,compute=bfloat16,output=float32",
+        "params=float16,compute=float16,output=float32",
+        "p=f32,c=f16,o=f32",
+        "compute=bfloat16,params=full,output=half",
+        "bfloat16",
+        "float32",
+    ],
+)
+def test_jmp_strings_and_policies(text):
+    theirs = jmp.get_policy(text)
+    for given in (text, theirs, jmp.Policy(*map(jnp.dtype, dtypes_of(theirs)))):
+        policy = jaxmp.get_policy(given, keep_fp32=["*norm*"])
+        assert dtypes_of(policy) == dtypes_of(theirs)
+        assert policy.keep_fp32 == ("*norm*",)
+        assert policy.matmul_precision is None
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "params=float32,compute=float16,output=bfloat16"])
+def test_str(name):
+    policy = jaxmp.get_policy(name)
+    assert str(policy) == "params={},compute={},output={}".format(*dtypes_of(policy))
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert str(jaxmp.get_policy(policy, keep_fp32=("*norm*",))) == f"{policy} keep_fp32=('*norm*',)"
+
+
+def test_str_of_dtype_objects():
+    """jmp's own raises a KeyError for them."""
+    theirs = jmp.Policy(*map(jnp.dtype, PRESETS["fp16"]))
+    with pytest.raises(KeyError):
+        str(theirs)
+    assert str(jaxmp.get_policy(theirs)) == "params=float16,compute=float16,output=float32"
+
+
+def test_a_policy_is_a_value():
+    policy = jaxmp.get_policy("fp16", keep_fp32=["*norm*"])
+    same = jaxmp.get_policy("params=float16,compute=float16,output=float32", keep_fp32=("*norm*",))
+    assert policy == same and hash(policy) == hash(same)
+    assert policy != jaxmp.get_policy("fp16")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert (
+        jax.jit(lambda x, policy: policy.cast_to_param(x), static_argnums=1)(jnp.ones(2), policy).dtype == jnp.float16
+    )
+
+
+def test_rules_add_up():
+    policy = jaxmp.get_policy(jaxmp.get_policy("tf32", keep_fp32=("*norm*",)), keep_fp32="*bias")
+    assert policy.keep_fp32 == ("*norm*", "*bias")
+    assert policy.matmul_precision == "tensorfloat32"
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("name", ["fp4", "params=int8", "", "torch", "params=float32,compute"])
+def test_an_unknown_name_is_told_what_there_is(name):
+    with pytest.raises(
+        ValueError, match=r"a policy is one of 'fp32', 'tf32', 'fp16', 'bf16'.* or a jmp string"
+    ) as raised:
+        jaxmp.get_policy(name)
+    assert f"got {name!r}" in str(raised.value)
+
+
+@pytest.mark.parametrize("given, got", [(None, "NoneType"), (16, "int"), (jnp.float16, "type|_ScalarMeta")])
+def test_what_is_no_policy(given, got):
+    with pytest.raises(TypeError, match=f"a policy must be a name, a jmp string or a jmp.Policy; got ({got})"):
+        jaxmp.get_policy(given)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.float8_e4m3fn, bool])
+def test_a_policy_has_floats_of_16_bits_or_more(field, dtype):
+    dtypes = {"param_dtype": jnp.float16, "compute_dtype": jnp.float16, "output_dtype": jnp.float32} | {field: dtype}
+    with pytest.raises(ValueError, match=f"a policy's {field} must be float16, bfloat16, float32 or float64; got"):
+        jaxmp.Policy(**dtypes)
+    with pytest.raises(ValueError, match=f"{field} must be .*; got {jnp.dtype(dtype).name}"):
+        jaxmp.get_policy(jmp.Policy(**dtypes))
+
+
+def test_one_glob_as_a_string():
+    """It would be read as single letters: `*` keeps everything."""
+    with pytest.raises(TypeError, match=r"keep_fp32 must be a sequence of path globs; got the string '\*norm\*'"):
+        jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*")
+    assert jaxmp.get_policy("fp16", keep_fp32="*norm*").keep_fp32 == ("*norm*",)
+
+
+# Path rules
+
+
+TREE = {
+    "block_0": {
+        "Dense_0": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)},
+        "LayerNorm_0": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
+    },
+    "stack": [jnp.ones(2), {"norm": jnp.ones(2)}],
+    "router": jnp.ones(2),
+}
+PATHS = (
+    "block_0/Dense_0/bias",
+    "block_0/Dense_0/kernel",
+    "block_0/LayerNorm_0/bias",
+    "block_0/LayerNorm_0/scale",
+    "router",
+    "stack/0",
+    "stack/1/norm",
+)
+
+
+@pytest.mark.parametrize(
+    "globs, kept",
+    [
+        ((), ()),
+        (("*norm*",), (2, 3, 6)),
+        (("*NORM*",), (2, 3, 6)),
+        (("*layernorm_?/scale",), (3,)),
+        (("*/bias", "router"), (0, 2, 4)),
+        (("stack/*",), (5, 6)),
+        (("stack/0",), (5,)),
+        (("norm",), ()),  # the whole path, not a part of it
+        (("block_[1-9]/*",), ()),
+        (("*",), tuple(range(7))),
+    ],
+    ids=str,
+)
+def test_keep_fp32(globs, kept):
+    policy = jaxmp.get_policy("fp16", keep_fp32=globs)
+    expected = ["float32" if i in kept else "float16" for i in range(len(PATHS))]
+    assert jax.tree.leaves(names_of(policy.cast_to_param(TREE))) == expected
+    assert jax.tree.leaves(names_of(policy.cast_to_compute(TREE))) == expected
+    assert [policy.param_dtype_of(path).name for path in PATHS] == expected
+    assert set(jax.tree.leaves(names_of(policy.cast_to_output(policy.cast_to_param(TREE))))) == {"float32"}
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), TREE)
+    assert jax.tree.leaves(names_of(policy.cast_to_param(half))) == expected
+
+
+def test_a_bare_leaf_has_a_path_too():
+    assert jaxmp.get_policy("fp16", keep_fp32=("<root>",)).cast_to_param(jnp.ones(2)).dtype == jnp.float32
+    assert jaxmp.get_policy("fp16", keep_fp32=("*norm*",)).cast_to_param(jnp.ones(2)).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("freeze", [dict, flax.core.freeze], ids=["dict", "FrozenDict"])
+def test_boxes_add_nothing_to_the_path(freeze):
+    def boxed(x):
+        return nn.Partitioned(x, names=("model",) * x.ndim)
+
+    tree = freeze(jax.tree.map(boxed, TREE["block_0"]))
+    policy = jaxmp.get_policy("bf16", keep_fp32=("LayerNorm_0/scale", "Dense_0/bias"))
+    cast = policy.cast_to_param(tree)
+    assert jax.tree.structure(cast) == jax.tree.structure(tree)
+    assert isinstance(cast["Dense_0"]["kernel"], nn.Partitioned)
+    assert cast["Dense_0"]["kernel"].names == ("model", "model")
+    assert [x.dtype.name for x in jax.tree.leaves(cast)] == ["float32", "bfloat16", "bfloat16", "float32"]
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones_init(), ("in", "out"))
+        self.dense = nnx.Linear(2, 2, kernel_init=init, rngs=rngs)
+        self.LayerNorm = nnx.LayerNorm(2, rngs=rngs)
+        self.value = nnx.Linear(2, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_nnx_states():
+    """Paths of an nnx State are those of the module; keys and counts stay; sharding metadata comes along."""
+    with jax.set_mesh(jax.make_mesh((1, 1), ("in", "out"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
+        state = nnx.state(Model(nnx.Rngs(0)))
+    policy = jaxmp.get_policy("fp16", keep_fp32=("layernorm/*", "value/bias"))
+    cast = policy.cast_to_param(state)
+    assert jax.tree.structure(cast) == jax.tree.structure(state)
+    dtypes = {"/".join(path): variable.get_value().dtype.name for path, variable in nnx.to_flat_state(cast)}
+    kept = {"LayerNorm/bias", "LayerNorm/scale", "value/bias"}
+    assert {path for path, dtype in dtypes.items() if dtype == "float32"} == kept
+    assert {path for path, dtype in dtypes.items() if dtype == "float16"} == {
+        "dense/bias",
+        "dense/kernel",
+        "value/kernel",
+    }
+    rngs = cast["dropout"]["rngs"]
+    assert rngs["count"].get_value().dtype == jnp.uint32
+    assert jnp.issubdtype(rngs["key"].get_value().dtype, jax.dtypes.prng_key)
+    assert cast["dense"]["kernel"].get_metadata() == state["dense"]["kernel"].get_metadata()
+
+
+# Casts
+
+
+def test_params_saturate_and_activations_do_not():
+    """jmp's cast of a large param is inf, which no later step repairs. An activation that overflows must be seen."""
+    large = {"w": jnp.array([70000.0, -1e30, jnp.inf, 0.1])}
+    policy = jaxmp.get_policy("fp16")
+    assert_bitwise(policy.cast_to_param(large)["w"], jnp.array([65504.0, -65504.0, 65504.0, 0.1], jnp.float16))
+    assert_bitwise(policy.cast_to_compute(large)["w"], jnp.array([jnp.inf, -jnp.inf, jnp.inf, 0.1], jnp.float16))
+    assert_bitwise(jmp.get_policy("float16").cast_to_param(large)["w"][0], jnp.float16(jnp.inf))
+
+
+def test_params_of_another_16_bit_dtype_saturate():
+    params = {"w": jnp.array([1e6, -jnp.inf, 0.5], jnp.bfloat16)}
+    cast = jaxmp.get_policy("fp16").cast_to_param(params)
+    assert_bitwise(cast["w"], jnp.array([65504.0, -65504.0, 0.5], jnp.float16))
+
+
+@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+def test_what_is_no_float_is_left_alone(cast):
+    tree = {
+        "n": jnp.arange(3),
+        "key": jax.random.key(0),
+        "c": jnp.array([1j]),
+        "fp8": jnp.ones(2, jnp.float8_e5m2),
+        "flag": np.array(True),
+        "number": 3.0,
+        "text": "text",
+    }
+    for name in PRESETS:
+        out = getattr(jaxmp.get_policy(name), cast)(tree)
+        assert all(out[k] is tree[k] for k in tree)
+
+
+@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+def test_abstract_arrays_are_cast_as_arrays_are(cast):
+    """jmp leaves them float32, so that a restore target or an eval_shape is of another dtype than the params."""
+    policy = jaxmp.get_policy("params=bfloat16,compute=float16,output=bfloat16", keep_fp32=("*norm*",))
+    f = getattr(policy, cast)
+    specs = jax.eval_shape(lambda: TREE)
+    assert jax.tree.map(lambda x: x.update(), f(specs)) == jax.eval_shape(f, TREE)
+    theirs = jmp.get_policy("bfloat16").cast_to_param(specs)
+    assert set(jax.tree.leaves(names_of(theirs))) == {"float32"}
+
+
+def test_casts_inside_a_gradient():
+    policy = jaxmp.get_policy("bf16")
+    grads = jax.grad(lambda params: policy.cast_to_output(policy.cast_to_compute(params)["w"] * 3).sum())
+    assert_bitwise(grads({"w": jnp.ones(2)}), {"w": jnp.full(2, 3.0)})
+    assert_bitwise(grads({"w": jnp.ones(2, jnp.bfloat16)}), {"w": jnp.full(2, 3.0, jnp.bfloat16)})
+
+
+# Precision of float32 matmuls
+
+
+@pytest.mark.parametrize(
+    "name, precision",
+    [
+        ("fp32", jax.lax.Precision.HIGHEST),
+        ("tf32", jax.lax.Precision.HIGH),
+        ("fp16", None),
+        ("params=float32,compute=float32,output=float32", None),
+    ],
+)
+def test_default_matmul_precision(name, precision):
+    """`fp32` is float32 on tensor cores too, where jax's default rounds matmuls to TensorFloat-32."""
+
+    def dots():
+        jaxpr = jax.make_jaxpr(lambda x: x @ x)(jnp.ones((2, 2))).jaxpr
+        return [eqn.params["precision"] for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+
+    with jaxmp.get_policy(name).default_matmul_precision():
+        (inside,) = dots()
+    assert inside in (precision, (precision, precision))
+    assert dots() == [None]
+
+
+# A jmp.Policy among others
+
+
+def test_a_policy_passes_as_a_jmp_policy():
+    policy = jaxmp.get_policy("bf16", keep_fp32=("*norm*",))
+    assert isinstance(policy, jmp.Policy)
+    half_output = policy.with_output_dtype(jnp.bfloat16)
+    assert isinstance(half_output, jaxmp.Policy)
+    assert half_output.keep_fp32 == ("*norm*",)
+    assert half_output.cast_to_output(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "fp16",
+        "params=float16,compute=float16,output=float32",
+        jmp.get_policy("params=float16,compute=float16,output=float32"),
+        jaxmp.get_policy("fp16"),
+    ],
+    ids=["name", "jmp string", "jmp.Policy", "Policy"],
+)
+def test_every_form_of_a_policy_is_taken_everywhere(policy):
+    params32 = {"w": jnp.full(2, 0.1)}
+    expected = {"w": jnp.full(2, 0.1, jnp.float16)}
+    for tx in (jaxmp.mixed_precision(optax.sgd(1.0), policy), jaxmp.keep_master_params(optax.sgd(1.0), policy)):
+        assert_bitwise(jaxmp.get_master_params(tx.init(params32), expected), params32)
+    assert_bitwise(jaxmp.get_loss_scale(jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params32)), 2.0**16)
+
+    train_state = jaxmp.linen.TrainState.create(
+        apply_fn=len, params=params32, tx=jaxmp.mixed_precision(optax.sgd(1.0), policy), policy=policy
+    )
+    assert_bitwise(train_state.params, expected)
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    jaxmp.nnx.cast_to_param(model, policy)
+    assert model.kernel.get_value().dtype == jnp.float16

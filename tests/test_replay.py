@@ -1,0 +1,182 @@
+"""Megatron-LM's mixed-precision optimizer, replayed step by step through `mixed_precision`.
+
+The oracle gives scaled gradients, some with inf or NaN, and says what Megatron's real code made of them: which steps
+it skipped, the loss scale and its counters, norms, masters and 16-bit params.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+from oracle_data import load, load_arrays, name_of
+
+CASES = {case["name"]: case for case in load("megatron_replay_index")["cases"]}
+ARRAYS = load_arrays("megatron_replay")
+LEAVES = ("dense", "layer_norm", "head")  # params 0, 1, 2 of the oracle; 1 alone is a vector
+POISONED = "adamw_bf16_noscaler_nan_poisons"
+
+
+def policy_of(case: dict) -> jaxmp.Policy:
+    keep_fp32 = ("layer_norm",) if case["params"][1][1] == "torch.float32" else ()
+    return jaxmp.get_policy(
+        {"torch.float16": "fp16", "torch.bfloat16": "bf16"}[case["params"][0][1]], keep_fp32=keep_fp32
+    )
+
+
+def optimizer_of(case: dict, **kwargs) -> optax.GradientTransformationExtraArgs:
+    decay = {"weight_decay": 0.1, "mask": jaxmp.weight_decay_mask}
+    assert case["groups"] == [[[0, 2], {"weight_decay": 0.1}], [[1], {"weight_decay": 0.0}]]
+    if case["inner"].startswith("SGD"):
+        assert case["inner"] == "SGD lr=1e-2 momentum=0.9"
+        inner = optax.chain(optax.add_decayed_weights(**decay), optax.sgd(1e-2, momentum=0.9))
+    else:
+        name, rate, rest = case["inner"].split(maxsplit=2)
+        assert (name, rest) == ("AdamW", "betas=(0.9,0.95) eps=1e-8")
+        inner = optax.adamw(float(rate.removeprefix("lr=")), b1=0.9, b2=0.95, eps=1e-8, **decay)
+    if case["clip_grad"]:
+        inner = optax.chain(jaxmp.clip_by_global_norm(case["clip_grad"]), jaxmp.count_zeros(), inner)
+    loss_scale = case["constant_scale"]
+    if case["scaler"]:
+        loss_scale = jaxmp.DynamicLossScale.preset("megatron", **case["scaler"])
+    return jaxmp.mixed_precision(inner, policy_of(case), loss_scale=loss_scale, **kwargs)
+
+
+def in_dtype(bits: np.ndarray, param: list) -> np.ndarray:
+    """The oracle's arrays: 16-bit floats are stored as int16."""
+    if bits.dtype == np.int16:
+        return bits.view({"torch.float16": np.float16, "torch.bfloat16": ml_dtypes.bfloat16}[param[1]])
+    return bits
+
+
+def grads_of(case: dict) -> dict[str, np.ndarray]:
+    return {leaf: in_dtype(ARRAYS[f"{case['name']}_grads{j}"], case["params"][j]) for j, leaf in enumerate(LEAVES)}
+
+
+def train(case: dict, grads: dict, **kwargs) -> tuple[dict, dict, dict, dict, jax.Array]:
+    """After each step: params by update + apply_updates, by apply_gradients, masters, metrics, the scale it had."""
+    policy, tx = policy_of(case), optimizer_of(case, **kwargs)
+    params32 = {leaf: ARRAYS[f"{case['name']}_init{j}"] for j, leaf in enumerate(LEAVES)}
+
+    @jax.jit
+    def run(params32, grads):
+        def step(carry, grads):
+            params, direct, opt_state = carry
+            loss_scale = jaxmp.get_loss_scale(opt_state)
+            direct, direct_state = jaxmp.apply_gradients(tx, grads, opt_state, direct)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            same = [
+                jnp.all((a == b) | (a != a))
+                for a, b in zip(*map(jax.tree.leaves, (opt_state, direct_state)), strict=True)
+            ]
+            masters = jaxmp.get_master_params(opt_state, params)
+            out = (params, direct, masters, jaxmp.get_metrics(opt_state), loss_scale, jnp.stack(same))
+            return (params, direct, opt_state), out
+
+        params = policy.cast_to_param(params32)
+        return jax.lax.scan(step, (params, params, tx.init(params32)), grads)[1]
+
+    *out, same_state = run(params32, grads)
+    assert np.all(same_state)
+    return tuple(out)
+
+
+@functools.cache
+def replay(name: str, **kwargs):
+    return train(CASES[name], grads_of(CASES[name]), **kwargs)
+
+
+def rows_of(case: dict, i: int, dtype, *, where: np.ndarray | None = None) -> np.ndarray:
+    rows = case["trace"] if where is None else [row for row, keep in zip(case["trace"], where, strict=True) if keep]
+    return np.array([row[i] for row in rows]).astype(dtype)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=name_of)
+def test_decisions_and_scales(case):
+    """Flags, scales and counters are exact at every step; the scale that unscales is the one before it moves."""
+    *_, metrics, loss_scale = replay(case["name"], skip_nonfinite=case["name"] != POISONED)
+    assert_bitwise(loss_scale, rows_of(case, 0, np.float32))
+    assert_bitwise(metrics["skipped"], ~rows_of(case, 1, bool))
+    assert_bitwise(metrics["loss_scale"], rows_of(case, 4, np.float32))
+    if case["scaler"]:
+        assert_bitwise(metrics["growth_count"], rows_of(case, 5, np.int32))
+        assert_bitwise(metrics["hysteresis_left"], rows_of(case, 6, np.int32))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=name_of)
+def test_norms_and_zeros(case):
+    *_, metrics, _ = replay(case["name"], skip_nonfinite=case["name"] != POISONED)
+    if not case["clip_grad"]:  # Megatron says 0 for what it did not compute; we say NaN
+        assert np.all(np.isnan(metrics["grad_norm"])) and np.all(np.isnan(metrics["zero_grads"]))
+        return
+    taken = rows_of(case, 1, bool)
+    assert_close(metrics["grad_norm"][taken], rows_of(case, 2, np.float32, where=taken), rtol=1e-6)
+    assert_bitwise(metrics["zero_grads"][taken], rows_of(case, 3, np.float32, where=taken))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES.values() if case["name"] != POISONED], ids=name_of)
+def test_params_and_masters(case):
+    """16-bit params are equal bit for bit, by either way of applying a step; masters to 1e-5."""
+    params, direct, masters, *_ = replay(case["name"], skip_nonfinite=True)
+    for step in case["snap_steps"]:
+        for j, leaf in enumerate(LEAVES):
+            expected = in_dtype(ARRAYS[f"{case['name']}_model{j}_{step}"], case["params"][j])
+            if expected.dtype == np.float32:  # its own master
+                assert_close(params[leaf][step], expected, atol=1e-5)
+            else:
+                assert_bitwise(params[leaf][step], expected)
+                assert_close(masters[leaf][step], ARRAYS[f"{case['name']}_main{j}_{step}"], atol=1e-5)
+    assert_bitwise(direct, params)
+
+
+def test_tiny_updates_reach_the_masters_only():
+    """With a learning rate of 1e-5 most steps are below what float16 can hold: without masters nothing would move."""
+    case = CASES["adamw_tiny_updates_need_master"]
+    params, _, masters, *_ = replay(case["name"], skip_nonfinite=True)
+    moved16 = np.asarray(params["dense"][1:] != params["dense"][:-1]).mean()
+    moved32 = np.asarray(masters["dense"][1:] != masters["dense"][:-1]).mean()
+    assert moved16 < 0.3
+    assert moved32 > 0.99
+
+
+def test_a_nan_without_a_scaler_poisons_megatron():
+    """Where we differ: Megatron writes the NaN into its masters for good. We skip the step, as with a loss scale."""
+    case = CASES[POISONED]
+    ((bad_step, bad_leaf, _),) = case["inject"]
+    (last,) = case["snap_steps"]
+    assert np.isnan(ARRAYS[f"{POISONED}_main{bad_leaf}_{last}"]).any()
+
+    params, direct, masters, metrics, _ = train(case, grads_of(case))
+    assert_bitwise(metrics["skipped"], np.arange(len(case["trace"])) == bad_step)
+    without = jax.tree.map(lambda g: np.delete(g, bad_step, axis=0), grads_of(case))
+    params_without, _, masters_without, *_ = train(case, without)
+    assert_bitwise(
+        jax.tree.map(lambda x: x[-1], (params, masters)),
+        jax.tree.map(lambda x: x[-1], (params_without, masters_without)),
+    )
+    assert_bitwise(direct, params)
+
+
+def test_a_nan_that_is_not_skipped_reaches_nothing():
+    """`skip_nonfinite=False` takes the step as Megatron does, but for the elements that come out as NaN: these stay."""
+    case = CASES[POISONED]
+    ((bad_step, bad_leaf, _),) = case["inject"]
+    (last,) = case["snap_steps"]
+    params, _, masters, metrics, _ = replay(POISONED, skip_nonfinite=False)
+    assert not np.any(metrics["skipped"])
+    for j, leaf in enumerate(LEAVES):
+        expected = ARRAYS[f"{POISONED}_main{j}_{last}"]
+        poisoned = np.isnan(expected)
+        assert poisoned.sum() == (j == bad_leaf)
+        assert np.all(np.isfinite(masters[leaf]))
+        assert_close(masters[leaf][last][~poisoned], expected[~poisoned], atol=1e-5)
+        expected16 = in_dtype(ARRAYS[f"{POISONED}_model{j}_{last}"], case["params"][j])
+        assert_bitwise(params[leaf][last][~poisoned], expected16[~poisoned])
+        assert_bitwise(masters[leaf][bad_step][poisoned], masters[leaf][bad_step - 1][poisoned])
