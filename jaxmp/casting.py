@@ -52,7 +52,7 @@ def is_low_precision(dtype: Any) -> bool:
 
 
 def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
-    """`x` in `dtype` if it is a float array (or `jax.ShapeDtypeStruct`) of 16 bits or more, else `x` itself.
+    """`x` in `dtype`, strongly typed, if it is a float array (or `jax.ShapeDtypeStruct`) of 16 bits or more, else `x` itself.
 
     Args:
       x: any leaf.
@@ -64,10 +64,12 @@ def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
       >>> float(cast_float(x, jnp.float16)), float(cast_float(x, jnp.float16, saturate=True))
       (inf, 65504.0)
     """
-    if not is_float(x) or x.dtype == dtype:
+    if not is_float(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(dtype=jnp.dtype(dtype))
+        return x.update(dtype=jnp.dtype(dtype), weak_type=False)
+    if x.dtype == dtype:  # a weak type would change at the first update
+        return lax.convert_element_type(x, dtype) if getattr(x, "weak_type", False) else x
     return saturating_cast(x, dtype) if saturate else jnp.asarray(x).astype(dtype)
 
 
