@@ -52,7 +52,7 @@ def is_low_precision(dtype: Any) -> bool:
 
 
 def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
-    """`x` in `dtype`, strongly typed, if it is a float array (or `jax.ShapeDtypeStruct`) of 16 bits or more, else `x` itself.
+    """`x` in `dtype`, strongly typed, if it is a float array of 16 bits or more (or an abstract one), else `x` itself.
 
     Args:
       x: any leaf.
