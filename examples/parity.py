@@ -1,0 +1,119 @@
+"""Does 16-bit training cost quality? Five seeds of each policy, longer than the example trains.
+
+    make parity            (or: python examples/parity.py; about 15 minutes on two idle cores)
+
+The question is not whether one fp16 run ends above or below one fp32 run, but whether the gap is larger than what
+another seed does to fp32 itself. So each seed (of the params and of the batches) trains every policy, the gap of a
+policy is taken seed by seed against fp32, and its mean is held against the standard deviation of fp32 over the seeds:
+
+    |mean over seeds of (held_out(policy) - held_out(fp32))|  <=  std over seeds of held_out(fp32)
+
+The run that is committed, with its command, is benchmarks/results/parity.json.
+"""
+
+import dataclasses
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.table import Table
+from train import Config, Run, run_with_progress, start_jax, train
+
+import jaxmp
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """Which runs, and where the result goes."""
+
+    seeds: int = 5
+    steps: int = 1500  # half as many again as the example
+    policies: tuple[str, ...] = ("fp32", "bf16", "fp16")  # gaps are to the first
+    json: Path = Path(__file__).parents[1] / "benchmarks" / "results" / "parity.json"
+
+
+def summarize(runs: dict[int, list[Run]], baseline: str) -> dict[str, dict[str, Any]]:
+    """For each policy the held-out losses by seed, their gaps to the baseline's, and whether the mean gap is noise."""
+    held_out = {run.policy: [] for run in next(iter(runs.values()))}
+    skipped = {name: 0 for name in held_out}
+    for of_seed in runs.values():
+        for run in of_seed:
+            held_out[run.policy].append(run.final_held_out)
+            skipped[run.policy] += sum(run.skipped)
+    deviation = float(np.std(held_out[baseline], ddof=1))
+    summary = {}
+    for name, losses in held_out.items():
+        gaps = np.array(losses) - np.array(held_out[baseline])
+        summary[name] = {
+            "held_out_losses": losses,
+            "mean": float(np.mean(losses)),
+            "std": float(np.std(losses, ddof=1)),
+            "mean_gap": float(np.mean(gaps)),
+            "mean_gap_percent": 100 * float(np.mean(gaps)) / float(np.mean(held_out[baseline])),
+            "std_of_gaps": float(np.std(gaps, ddof=1)),
+            "skipped_steps": skipped[name],
+            "within_seed_to_seed_deviation": bool(abs(np.mean(gaps)) <= deviation),
+        }
+    return summary
+
+
+def table(summary: dict[str, dict[str, Any]], baseline: str) -> Table:
+    """The summary for a reader."""
+    out = Table(title=f"held-out loss (nats per byte), {len(summary[baseline]['held_out_losses'])} seeds")
+    for name in ("policy", "mean", "std over seeds", f"mean gap to {baseline}", "gap [%]", "skipped", "gap within std"):
+        out.add_column(name, justify="left" if name == "policy" else "right")
+    for name, row in summary.items():
+        is_baseline = name == baseline
+        out.add_row(
+            name,
+            f"{row['mean']:.4f}",
+            f"{row['std']:.4f}",
+            "" if is_baseline else f"{row['mean_gap']:+.4f}",
+            "" if is_baseline else f"{row['mean_gap_percent']:+.2f}",
+            str(row["skipped_steps"]),
+            "" if is_baseline else "yes" if row["within_seed_to_seed_deviation"] else "NO",
+        )
+    return out
+
+
+def main(parity: Parity) -> None:
+    """Trains, prints, writes."""
+    console = Console(highlight=False)
+    cfg = Config(steps=parity.steps)
+    start_jax(cfg)
+    runs = {}
+    for seed in range(parity.seeds):
+        seeded = dataclasses.replace(cfg, seed=seed, policies=parity.policies)
+        runs[seed] = run_with_progress(train, seeded, console, f"seed {seed} {{}}")
+    summary = summarize(runs, parity.policies[0])
+    console.print(table(summary, parity.policies[0]))
+    settings = {k: v for k, v in dataclasses.asdict(cfg).items() if isinstance(v, (int, float, str, tuple))}
+    parity.json.parent.mkdir(parents=True, exist_ok=True)
+    parity.json.write_text(
+        json.dumps(
+            {
+                "command": "python examples/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+                "python": platform.python_version(),
+                "packages": {m.__name__: m.__version__ for m in (jax, optax, jaxmp)},
+                "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+                "config": settings | {"policies": parity.policies},
+                "seeds": parity.seeds,
+                "summary": summary,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+    console.print(f"written to {parity.json.name}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Parity, description=__doc__))
