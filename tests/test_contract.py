@@ -1,0 +1,601 @@
+"""One contract for every public transform, and `mixed_precision` around every optimizer of optax.
+
+What users do to an optimizer (jit, vmap, pmap, hyperparameters as state, checkpoints, nnx, shardings, donation) must
+work with ours in the same way. The transforms are in `PARTS`, the optimizers in `OPTIMIZERS`.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from typing import Any, NamedTuple
+
+import flax.core
+import flax.jax_utils
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax import contrib
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+# One shape for all leaves, so that eager operations compile once; a norm has two dimensions in a stack of layers.
+KERNEL = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(8, 3)
+KERNEL[0] = [0.0, -0.0, 1e-7]
+PARAMS32 = {"dense": {"kernel": KERNEL}, "norm": {"scale": np.ones((8, 3), np.float32)}}
+
+
+def inner() -> optax.GradientTransformation:
+    return optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adam(1e-2))
+
+
+KEEP_NORMS = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
+
+
+class Part(NamedTuple):
+    """A public transform: how it is made, how params are stored for it, and whether it can skip a step."""
+
+    make: Any
+    policy: Any = "fp32"
+    skips: bool = True
+
+
+PARTS = {
+    "mixed_precision-fp32": Part(lambda: jaxmp.mixed_precision(inner(), "fp32"), "fp32"),
+    "mixed_precision-tf32": Part(lambda: jaxmp.mixed_precision(inner(), "tf32"), "tf32"),
+    "mixed_precision-fp16": Part(lambda: jaxmp.mixed_precision(inner(), "fp16"), "fp16"),
+    "mixed_precision-bf16": Part(lambda: jaxmp.mixed_precision(inner(), "bf16", loss_scale=128.0), "bf16"),
+    "mixed_precision-keep_fp32": Part(lambda: jaxmp.mixed_precision(inner(), KEEP_NORMS), KEEP_NORMS),
+    "unscale_and_skip": Part(lambda: jaxmp.unscale_and_skip(inner(), 4.0)),
+    "keep_master_params": Part(lambda: jaxmp.keep_master_params(inner(), "bf16"), "bf16", skips=False),
+    "clip_by_global_norm": Part(lambda: jaxmp.clip_by_global_norm(1.0), skips=False),
+    "count_zeros": Part(jaxmp.count_zeros, skips=False),
+    "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
+}
+each_part = pytest.mark.parametrize("name", PARTS)
+ALIKE = {"mixed_precision-tf32", "mixed_precision-fp16"}  # the programs of fp32 and keep_fp32
+each_program = pytest.mark.parametrize("name", [name for name in PARTS if name not in ALIKE])
+
+
+class Case(NamedTuple):
+    tx: optax.GradientTransformationExtraArgs
+    params: Any
+    state: Any
+    update: Any  # compiled (grads, state, params) -> (updates, state)
+    good: Any  # scaled gradients
+    bad: Any  # with one inf
+
+
+def params_for(policy: Any) -> Any:
+    return jaxmp.get_policy(policy).cast_to_param(jax.tree.map(jnp.asarray, PARAMS32))
+
+
+def grads_for(params: Any, *, bad: bool = False) -> Any:
+    """Gradients as a backward pass leaves them: scaled, in the params' dtypes; `bad` puts an inf into one element."""
+    grads = jax.tree.map(lambda p: (64 * (2 + jnp.arange(p.size).reshape(p.shape) % 3)).astype(p.dtype), params)
+    if bad:
+        grads["norm"]["scale"] = grads["norm"]["scale"].at[1, 1].set(jnp.inf)
+    return grads
+
+
+@functools.cache
+def case(name: str) -> Case:
+    part = PARTS[name]
+    tx = optax.with_extra_args_support(part.make())
+    params = params_for(part.policy)
+    state = tx.init(jax.tree.map(jnp.asarray, PARAMS32))
+    good, bad = grads_for(params), grads_for(params, bad=part.skips)
+    if name == "keep_master_params":  # takes unscaled gradients, in float32
+        good = bad = jax.tree.map(lambda g: g.astype(jnp.float32), good)
+    return Case(tx, params, state, jax.jit(tx.update), good, bad)
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts the programs that XLA compiles."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        del duration
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def types(tree: Any) -> Any:
+    return jax.tree.map(jax.typeof, tree)  # shape, dtype, weak type, sharding
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the contract
+
+
+@each_part
+def test_unknown_extra_arguments_change_nothing(name):
+    c = case(name)
+    plain = c.tx.update(c.good, c.state, c.params)
+    assert_bitwise(c.tx.update(c.good, c.state, c.params, unknown=jnp.ones(3), another="text"), plain)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: jaxmp.mixed_precision(inner, "fp16"),
+        lambda inner: jaxmp.unscale_and_skip(inner, 4.0),
+        lambda inner: jaxmp.keep_master_params(inner, "fp16"),
+    ],
+    ids=["mixed_precision", "unscale_and_skip", "keep_master_params"],
+)
+def test_extra_arguments_reach_the_inner_transform(wrap):
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    tx = wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
+    params = params_for("fp16")
+    tx.update(grads_for(params), tx.init(params), params, value=3.0, unknown="text")
+    assert seen["value"] == 3.0 and seen["unknown"] == "text"
+
+
+@each_part
+def test_jit_equals_eager(name):
+    c = case(name)
+    assert_close(c.update(c.good, c.state, c.params), c.tx.update(c.good, c.state, c.params), rtol=1e-6, atol=1e-9)
+    assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
+
+
+@each_part
+def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
+    c = case(name)
+    jax.block_until_ready(c.update(c.good, c.state, c.params))
+    before = types((c.state, jax.tree.map(lambda p: p.astype(jnp.float32), c.params)))
+    state = c.state
+    with compilations() as compiled:
+        for grads in (c.good, c.bad, c.good):
+            updates, state = c.update(grads, state, c.params)
+    assert compiled == []
+    assert types((state, updates)) == before
+
+
+@each_program
+def test_vmap_equals_a_loop(name):
+    """An ensemble under vmap: one member overflows and is skipped, the others are not."""
+    c = case(name)
+    members = [(g, c.state, c.params) for g in (c.good, c.bad, jax.tree.map(lambda x: x * 2, c.good))]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *members)
+    got = jax.vmap(c.tx.update)(*stacked)
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *[c.tx.update(*member) for member in members])
+    assert_close(got, expected, rtol=1e-6, atol=1e-9)
+
+
+@each_part
+def test_tree_map_params_finds_the_leaves_that_are_like_params(name):
+    c = case(name)
+    tagged = optax.tree_map_params(c.tx, lambda x: "param", c.state, transform_non_params=lambda x: "other")
+    for path, tag in jax.tree_util.tree_leaves_with_path(tagged):
+        key = jax.tree_util.keystr(path)
+        assert tag == ("param" if "'dense'" in key or "'norm'" in key else "other"), key
+    assert jax.tree.structure(tagged) == jax.tree.structure(c.state)
+    assert_bitwise(optax.tree.map_params(c.tx, lambda x: x, c.state), c.state)
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if "precision" in name or "master" in name])
+def test_tree_map_params_puts_specs_on_masters_and_moments(name):
+    """The way in which users shard optimizer state. Leaves without a master are masked, as under `optax.masked`."""
+    c = case(name)
+    specs = jax.tree.map(lambda x: P("data", *[None] * (x.ndim - 1)), c.params)
+
+    def spec_of(leaf, spec):
+        return leaf if isinstance(leaf, optax.MaskedNode) else spec
+
+    state_specs = optax.tree_map_params(
+        c.tx,
+        spec_of,
+        c.state,
+        specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert optax.tree.get(state_specs, "mu") == specs
+    masters = optax.tree.get(state_specs, "master_params")
+    kept = PARTS[name].policy is KEEP_NORMS
+    if "32" not in name or kept:
+        assert masters["dense"] == specs["dense"]
+        assert masters["norm"]["scale"] == (optax.MaskedNode() if kept else specs["norm"]["scale"])
+
+
+@each_part
+def test_flax_serialization_goes_on_bit_for_bit(name):
+    c = case(name)
+    _, state = c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)
+    restored = flax.serialization.from_bytes(c.state, flax.serialization.to_bytes(state))
+    assert_bitwise(restored, state)
+    restored = jax.tree.map(jnp.asarray, restored)
+    assert_bitwise(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
+
+
+def test_orbax_goes_on_bit_for_bit(tmp_path):
+    """All transforms in one checkpoint: params, state and the step after it."""
+    saved, names = {}, [name for name in PARTS if name not in ALIKE]
+    for name in names:
+        c = case(name)
+        saved[name] = {
+            "state": c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)[1],
+            "params": c.params,
+        }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, saved))
+    assert_bitwise(restored, saved)
+    for name in names:
+        c = case(name)
+        got, expected = (c.update(c.good, x[name]["state"], x[name]["params"]) for x in (restored, saved))
+        assert_bitwise(got, expected)
+
+
+@each_program
+def test_pmap_replication(name):
+    """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
+    c = case(name)
+    devices = jax.devices()[:2]
+    replicated = flax.jax_utils.replicate((c.good, c.bad, c.state, c.params), devices)
+    good, bad, state, params = replicated
+    update = jax.pmap(c.tx.update, axis_name="data", devices=devices)
+    expected_state = c.state
+    for grads, single in ((good, c.good), (bad, c.bad), (good, c.good)):
+        updates, state = update(grads, state, params)
+        expected, expected_state = c.update(single, expected_state, c.params)
+    first, second = (jax.tree.map(lambda x, i=i: x[i], (updates, state)) for i in range(2))
+    assert_bitwise(first, second)
+    assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
+
+
+@each_part
+def test_nnx_optimizer(name):
+    """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
+    part = PARTS[name]
+    model = nnx.Linear(8, 3, use_bias=False, rngs=nnx.Rngs(0))
+    tx = optax.chain(part.make(), optax.sgd(1.0)) if not part.skips else part.make()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, part.policy)
+    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model)))
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 64), nnx.state(model, nnx.Param))
+    if part.skips:
+        bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), grads)
+        optimizer.update(model, bad, unknown=1)
+        assert bool(jaxmp.get_metrics(optimizer.opt_state)["skipped"])
+        assert_bitwise(nnx.to_pure_dict(nnx.state(model)), before)
+    optimizer.update(model, grads, unknown=1)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert types(after) == types(before)
+    assert not np.array_equal(after["kernel"], before["kernel"])
+
+
+@each_program
+def test_types_are_stable_on_eight_devices(name):
+    """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
+    part = PARTS[name]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+
+        def place(x):
+            return jax.device_put(x, NamedSharding(mesh, P("data") if x.shape[0] == 8 else P()))
+
+        tx = optax.with_extra_args_support(part.make())
+        params32 = jax.tree.map(place, PARAMS32)
+        params, state = jaxmp.get_policy(part.policy).cast_to_param(params32), tx.init(params32)
+        before = types((params, state))
+        grads = jax.tree.map(lambda p: jnp.full_like(p, 64), params)
+
+        @jax.jit
+        def step(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        after = step(grads, state, params)
+        assert types(after) == before
+
+
+@pytest.mark.parametrize("name", ["mixed_precision-fp32", "mixed_precision-keep_fp32", "unscale_and_skip"])
+def test_state_can_be_donated_and_the_transform_used_again(name):
+    """Buffers are in the state once, and are the state's own: not the params', nor the transform's."""
+    part = PARTS[name]
+    tx = part.make()
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1, 2))
+    for _ in range(2):
+        params32 = jax.tree.map(jnp.asarray, PARAMS32)
+        state, params = tx.init(params32), jax.tree.map(jnp.copy, params_for(part.policy))
+        grads = grads_for(params)
+        for _ in range(2):
+            params, state = step(grads, state, params)
+        assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
+        assert not any(x.is_deleted() for x in jax.tree.leaves(params32))
+
+
+def test_an_optimizer_that_keeps_its_params_shares_no_buffer_with_the_masters():
+    tx = jaxmp.mixed_precision(contrib.prodigy(), "bf16")
+    state, params = tx.init(jax.tree.map(jnp.asarray, PARAMS32)), params_for("bf16")
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
+    _, state = step(grads_for(params), state, params)
+    assert_close(optax.tree.get(state, "params0"), jax.tree.map(jnp.asarray, PARAMS32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hyperparameters that live in state
+
+
+def test_inject_hyperparams_inside():
+    """A learning rate that can be set in the state, and a schedule whose count does not move on a skip."""
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 1.0 / (1.0 + count))
+    tx = jaxmp.mixed_precision(injected, "fp16", loss_scale=2.0)
+    params = {"w": jnp.array([4.0], jnp.float16)}
+    state = tx.init(params)
+    good, bad = {"w": jnp.array([2.0], jnp.float16)}, {"w": jnp.array([jnp.nan], jnp.float16)}
+    rates = []
+    for grads in (good, bad, good):
+        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+        rates.append(float(state.guarded.master_inner.hyperparams["learning_rate"]))
+    assert rates == [1.0, 1.0, 0.5]
+    assert_close(params, {"w": jnp.array([2.5], jnp.float16)})
+    assert int(state.guarded.master_inner.count) == 2
+
+
+def test_inject_hyperparams_around():
+    """A factory of the user that makes the whole `mixed_precision`: numbers pass as traced arrays."""
+    tx = optax.inject_hyperparams(lambda learning_rate: jaxmp.mixed_precision(optax.sgd(learning_rate), "bf16"))(
+        learning_rate=1.0
+    )
+    params = {"w": jnp.array([4.0], jnp.bfloat16)}
+    state = tx.init(params)
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
+    state.hyperparams["learning_rate"] = jnp.float32(0.5)
+    params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
+    assert_close(params, {"w": jnp.array([2.5], jnp.bfloat16)})
+
+
+@pytest.mark.parametrize(
+    "factory, arguments",
+    [
+        (jaxmp.clip_by_global_norm, {"max_norm": 1.0}),
+        (jaxmp.clip_by_global_norm, {"max_norm": lambda count: 1.0 + count}),
+        (jaxmp.reduce_gradients, {"predivide": 2.0, "dtype": jnp.float32}),
+        (jaxmp.unscale_and_skip, {"inner": optax.sgd(1.0), "loss_scale": 4.0}),
+        (jaxmp.mixed_precision, {"inner": optax.sgd(1.0), "policy": "fp32", "loss_scale": 4.0}),
+    ],
+    ids=["clip", "clip_schedule", "reduce", "unscale_and_skip", "mixed_precision"],
+)
+def test_inject_hyperparams_of_our_factories(factory, arguments):
+    """Validation looks at Python numbers only, so that traced hyperparameters pass; the numbers come out the same."""
+    plain_arguments = {k: v(0) if k == "max_norm" and callable(v) else v for k, v in arguments.items()}
+    static = [name for name in arguments if name == "dtype"]  # callable, so it would be taken for a schedule
+    injected = optax.inject_hyperparams(factory, static_args=static)(**arguments)
+    plain = factory(**plain_arguments)
+    params = params_for("fp32")
+    grads = grads_for(params)
+    got, _ = jax.jit(injected.update)(grads, injected.init(params), params)
+    expected, _ = plain.update(grads, plain.init(params), params)
+    assert_close(got, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# around every optimizer
+
+
+def decayed(params: Any) -> Any:
+    """A mask made from the full params: a function of every leaf and its path."""
+    return jax.tree_util.tree_map_with_path(lambda path, p: p.ndim > 1 and "norm" not in str(path), params)
+
+
+LABELS = {"dense": {"kernel": "adam"}, "norm": {"scale": "sgd"}}
+
+
+def loss_at(params: Any, grads_finite: Any = None, loss_scale: Any = None, next_loss_scale: Any = None) -> Any:
+    """lbfgs wants its `value_fn` to name every extra argument in flight, and ours are three."""
+    del grads_finite, loss_scale, next_loss_scale
+    return 0.1 * sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params))
+
+
+def unscaled(grads: Any, state: Any) -> Any:
+    scale = jaxmp.get_loss_scale(state)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+
+
+def without_deprecations(f: Any, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return f(*args)
+
+
+WITH_VALUE = {"polyak_sgd", "momo", "momo_adam", "reduce_on_plateau", "lbfgs"}
+
+OPTIMIZERS = {
+    **{
+        name: functools.partial(getattr(optax, name), 0.1)
+        for name in (
+            "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam "
+            "nadamw novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum "
+            "sm3 yogi"
+        ).split()
+    },
+    **{
+        name: functools.partial(getattr(contrib, name), 0.1)
+        for name in (
+            "acprop ademamix adopt dadapt_adamw dog dowg madgrad momo momo_adam muon prodigy schedule_free_adamw "
+            "schedule_free_sgd simplified_ademamix"
+        ).split()
+    },
+    "cocob": contrib.cocob,
+    "galore": lambda: contrib.galore(0.1, rank=2),
+    "mechanize": lambda: contrib.mechanize(optax.adam(1.0)),
+    "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),  # a typed PRNG key in its state
+    "noisy_sgd-key": lambda: optax.noisy_sgd(0.1, key=jax.random.key(0)),
+    "optimistic_adam": lambda: without_deprecations(optax.optimistic_adam, 0.1),
+    "polyak_sgd": optax.polyak_sgd,
+    "lbfgs": lambda: optax.lbfgs(memory_size=2),
+    "reduce_on_plateau": lambda: optax.chain(optax.adam(0.1), contrib.reduce_on_plateau(patience=1)),
+    # sam says that it takes extra arguments and does not: told to be a plain transform, it works
+    "sam": lambda: optax.GradientTransformation(*contrib.sam(optax.sgd(0.1), optax.sgd(0.1))),
+    "schedule_free": lambda: contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9),
+    "sophia": lambda: contrib.sophia(0.1),
+    "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(0.1)),
+    "sgd-momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    # masks, labels and schedules that are built from the full params
+    "adamw-mask": lambda: optax.adamw(0.1, mask=decayed),
+    "adamw-weight_decay_mask": lambda: optax.adamw(0.1, mask=jaxmp.weight_decay_mask),
+    "adamw-schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 1, 10)),
+    "masked": lambda: optax.chain(optax.masked(optax.add_decayed_weights(0.1), decayed(PARAMS32)), optax.sgd(0.1)),
+    "masked-callable": lambda: optax.masked(optax.adam(0.1), decayed),
+    "multi_transform": lambda: optax.multi_transform({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, LABELS),
+    "multi_transform-callable": lambda: optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, decayed),
+    "partition-mixed": lambda: optax.partition({True: contrib.muon(0.1), False: optax.adam(0.1)}, decayed),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 10), mask=decayed
+    ),
+    "per-leaf-lr": lambda: optax.chain(
+        optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x, y: -0.1 * (x + 0.0 * y), u, p))
+    ),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "clip_agc": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "MultiSteps-1": lambda: optax.MultiSteps(optax.adam(0.1), 1),
+}
+
+
+def optimizer_step(name: str, tx: Any, grads: Any, state: Any, params: Any, value: Any) -> Any:
+    extra: dict[str, Any] = {"value": value} if name in WITH_VALUE else {}
+    if name == "lbfgs":  # its line search needs the loss as a function of the float32 params
+        extra |= {"value_fn": loss_at, "grad": unscaled(grads, state)}
+    if name == "sophia":
+        extra |= {"obj_fn": loss_at}
+    return jaxmp.apply_gradients(tx, grads, state, params, **extra)
+
+
+def check_three_steps(name: str, step: Any, tx: Any) -> None:
+    """Good, overflow, good: no error, a skip that changes nothing, finite state, and training that goes on."""
+    params32 = jax.tree.map(jnp.asarray, PARAMS32)
+    state, params = tx.init(params32), KEEP_NORMS.cast_to_param(params32)
+    before = types((params, state))
+    good = grads_for(params)
+    params, state = step(good, state, params, jnp.float32(1.0))
+    skipped_params, skipped_state = step(grads_for(params, bad=True), state, params, jnp.float32(jnp.nan))
+    assert_bitwise(skipped_params, params)
+    assert_bitwise(skipped_state.guarded, state.guarded)
+    assert bool(skipped_state.skipped) and int(skipped_state.skipped_steps) == 1
+    next_params, next_state = step(good, skipped_state, skipped_params, jnp.float32(0.5))
+    assert not bool(next_state.skipped) and int(next_state.skipped_steps) == 1
+    assert types((next_params, next_state)) == before
+    for path, x in jax.tree_util.tree_leaves_with_path((next_params, next_state)):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert np.all(np.isfinite(np.asarray(x, np.float64))), jax.tree_util.keystr(path)
+    masters, old_masters = (
+        jaxmp.get_master_params(s, p) for s, p in ((next_state, next_params), (skipped_state, skipped_params))
+    )
+    assert not np.array_equal(masters["dense"]["kernel"], old_masters["dense"]["kernel"])
+    expected = KEEP_NORMS.cast_to_param(masters)
+    assert_bitwise(next_params, expected)
+
+
+def overflow_run(name: str, *, compiled: bool) -> None:
+    tx = jaxmp.mixed_precision(OPTIMIZERS[name](), KEEP_NORMS)
+    step = functools.partial(optimizer_step, name, tx)
+    check_three_steps(name, jax.jit(step) if compiled else step, tx)
+
+
+# with loops and branches inside, which eager execution compiles anew at each call; and two plain ones
+COMPILED = {
+    "lbfgs",
+    "muon",
+    "partition-mixed",
+    "galore",
+    "mechanize",
+    "MultiSteps-1",
+    "sophia",
+    "adamw-mask",
+    "noisy_sgd",
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_survives_an_overflow(name):
+    overflow_run(name, compiled=name in COMPILED)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_survives_an_overflow_either_way(name):
+    overflow_run(name, compiled=name not in COMPILED)
+
+
+def test_the_list_of_optimizers_is_complete():
+    """Everything in optax that takes a learning rate first is tried, bar what is named here."""
+    found = set()
+    for module in (optax, contrib):
+        for name, f in vars(module).items():
+            is_optimizer = inspect.isfunction(f) and not name.startswith(("_", "scale_by_"))
+            if is_optimizer and next(iter(inspect.signature(f).parameters), None) == "learning_rate":
+                found.add(name)
+    per_example_gradients = {"dpsgd"}  # its gradients have a batch axis: test_per_example_gradients
+    assert found - per_example_gradients - set(OPTIMIZERS) == set()
+
+
+def test_per_example_gradients():
+    """Differentially private training: gradients with a batch axis that the params lack."""
+    private = contrib.differentially_private_aggregate(l2_norm_clip=1.0, noise_multiplier=0.0, key=0)
+    tx = jaxmp.mixed_precision(optax.chain(private, optax.sgd(0.1)), "fp16", loss_scale=64.0)
+    params = {"w": jnp.ones(3, jnp.float16)}
+    state = tx.init(params)
+    grads = {"w": jnp.full((2, 3), 64.0, jnp.float16)}
+    bad = {"w": grads["w"].at[0, 0].set(jnp.inf)}
+    params, state = jaxmp.apply_gradients(tx, bad, state, params)
+    assert_bitwise(params, {"w": jnp.ones(3, jnp.float16)})
+    params, state = jaxmp.apply_gradients(tx, grads, state, params)
+    assert params["w"].dtype == jnp.float16 and float(params["w"][0]) < 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fp32 is bitwise the inner optimizer
+
+BITWISE = [(name, False) for name in ("adamw-mask", "sgd-momentum", "adafactor", "lion", "multi_transform")]
+BITWISE += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
+
+
+# Within a fusion XLA decides by its neighbours whether a * b + c is rounded once or twice: `jit(inner.update)` and
+# `jit(inner.update + apply_updates)` differ in the last bit already. Without fusions the arithmetic is what is written.
+AS_WRITTEN = {"xla_disable_hlo_passes": "fusion"}
+
+
+@pytest.mark.parametrize("name, compiled", BITWISE, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
+def test_fp32_is_bitwise_the_inner_optimizer(name, compiled):
+    plain = optax.with_extra_args_support(OPTIMIZERS[name]())
+    wrapped = jaxmp.mixed_precision(OPTIMIZERS[name](), "fp32")
+    compile_it = functools.partial(jax.jit, compiler_options=AS_WRITTEN) if compiled else lambda f: f
+    plain_update, wrapped_update = compile_it(plain.update), compile_it(wrapped.update)
+    params = wrapped_params = jax.tree.map(jnp.asarray, PARAMS32)
+    state, wrapped_state = plain.init(params), wrapped.init(params)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), PARAMS32)
+        updates, state = plain_update(grads, state, params)
+        wrapped_updates, wrapped_state = wrapped_update(grads, wrapped_state, wrapped_params)
+        assert_bitwise(wrapped_updates, updates)
+        assert_bitwise(wrapped_state.guarded.master_inner, state)
+        params, wrapped_params = (
+            optax.apply_updates(params, updates),
+            optax.apply_updates(wrapped_params, wrapped_updates),
+        )
+    assert_bitwise(wrapped_params, params)

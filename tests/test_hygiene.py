@@ -1,0 +1,308 @@
+"""What a step costs beyond its arithmetic: programs, copies, messages between devices; and what a profile shows."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+import regimes
+from helpers import assert_bitwise
+from regimes import AXIS, DEVICES, REGIMES, mesh_of, trace_of
+
+F16, F32 = np.float16, np.float32
+
+# The runs of test_regimes.py: taken again, not run again.
+RUNS = [
+    ("single", "plain", "fp16", 1),
+    ("single", "linen", "fp16", 1),
+    ("single", "nnx", "fp16", 1),
+    *regimes.SAMPLE,
+]
+
+
+def test_the_runs_have_each_regime():
+    assert {run[0] for run in RUNS} == {"single", *REGIMES}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
+def test_the_second_call_compiles_nothing_and_types_stay(run):
+    """Not on a skip, not when the scale moves: dtypes, weak types and shardings are those of the first state."""
+    trace = trace_of(*run)
+    first = 1 if run[0] == "pmap" else 0  # its first state comes from the host: another program, whatever it does
+    assert all(n > 0 for n in trace.programs[: first + 1])
+    assert trace.programs[first + 1 :] == [0] * (regimes.STEPS - first - 1)
+    for types in trace.types:
+        assert [(x.shape, x.dtype, x.weak_type) for x, _ in types] == [
+            (x.shape, x.dtype, False) for x, _ in trace.types[0]
+        ]
+    for types in trace.types[first:]:
+        for (aval, sharding), (old, old_sharding) in zip(types, trace.types[first], strict=True):
+            assert aval == old
+            assert sharding.is_equivalent_to(old_sharding, aval.ndim)
+
+
+# One update, in the forms that hygiene is looked at in
+
+SIDE = 64
+BIG = SIDE * SIDE * 2  # bytes; all that is smaller is a scalar
+
+
+def make_params(n=3):
+    return {f"w{i}": jnp.ones((SIDE, SIDE)) for i in range(n)} | {"norm": jnp.ones((SIDE, SIDE))}
+
+
+def make_tx(policy):
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return jaxmp.mixed_precision(inner, policy, loss_scale=8.0)
+
+
+def make_policy(name):
+    return jaxmp.get_policy(name, keep_fp32=("norm",))
+
+
+def loss_fn(params, x):
+    for name in sorted(params):
+        x = jnp.tanh(x.astype(params[name].dtype) @ params[name])
+    return jnp.mean(x.astype(F32))
+
+
+def step_with(tx, how):
+    """A whole step; `how` its optimizer side is written."""
+
+    def step(state, x):
+        params, opt_state = state
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+        if how == "apply_gradients":
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def big(tree):
+    return [x for x in jax.tree.leaves(tree) if x.nbytes >= BIG]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("fp16", "apply_gradients"), ("fp16", "update"), ("bf16", "update"), ("fp32", "apply_gradients")]
+)
+def test_donated_state_is_reused(name, how):
+    """A donated buffer that XLA cannot use is a warning, which is an error here; one it does not need stays alive."""
+    policy = make_policy(name)
+    params32 = make_params()
+    tx = make_tx(policy)
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    x = jnp.ones((2, SIDE))
+    compiled = jax.jit(step_with(tx, how), donate_argnums=0).lower(state, x).compile()
+    size = sum(leaf.nbytes for leaf in big(state))
+    assert size <= compiled.memory_analysis().alias_size_in_bytes <= size + 200
+    new = compiled(state, x)
+    assert all(leaf.is_deleted() for leaf in big(state))
+    for _ in range(2):
+        new = compiled(new, x)
+    assert bool(jaxmp.all_finite(new))
+
+
+@pytest.mark.parametrize("from_16_bits", [False, True])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
+def test_init_shares_no_buffer_with_anything(name, from_16_bits):
+    """Two arrays in one buffer cannot both be donated, and a donated param would take its master along."""
+    policy = make_policy(name)
+    params = make_params()
+    if from_16_bits:
+        params = policy.cast_to_param(params)
+    tx = make_tx(policy)
+    first, second = tx.init(params), tx.init(params)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, first, second))]
+    assert len(set(pointers)) == len(pointers)
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx, policy=policy)
+    moved = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.opt_state)]
+    assert not set(moved) & {x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state.params))}
+
+    before = jax.tree.map(np.asarray, first)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(params)
+    assert_bitwise(jax.tree.map(np.asarray, first), before)
+
+
+def fsdp(mesh, tree):
+    def spec(x):
+        return P(AXIS) if jnp.ndim(x) == 2 else P()
+
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
+
+
+def test_shardings_of_eight_devices_stay():
+    """Masters and moments are split as the params are, from `init` on; scalars are on every device."""
+    mesh = mesh_of(devices=8)
+    split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
+    policy = make_policy("fp16")
+    tx = make_tx(policy)
+    params32 = fsdp(mesh, make_params(1))
+    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+    matrices = [x for x in jax.tree.leaves((params, opt_state)) if x.ndim == 2]
+    assert len(matrices) == 2 + 1 + 2 * 2  # params, master, moments
+    assert all(x.sharding.is_equivalent_to(split, 2) for x in matrices)
+
+    # under jit, values that depend on no input (zeros) go where out_shardings says, as with any optimizer
+    shardings = jax.tree.map(lambda x: split if x.ndim == 2 else everywhere, opt_state)
+    opt_state = jax.jit(tx.init, out_shardings=shardings)(params32)
+    assert jax.tree.map(lambda x: x.sharding, opt_state) == shardings
+
+    step = jax.jit(step_with(tx, "apply_gradients"))
+    state = (params, opt_state)
+    for _ in range(2):
+        new = step(state, jnp.ones((8, SIDE)))
+        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+        for x in jax.tree.leaves(new):
+            assert x.sharding.is_equivalent_to(split if x.ndim == 2 else everywhere, x.ndim)
+        state = new
+    assert step._cache_size() == 1
+
+
+def test_weakly_typed_params_become_strong_at_the_cast():
+    """`jnp.full(shape, 1.0)` is weakly typed, the result of an update is not: the second call would compile again."""
+    policy = make_policy("fp16")
+    tx = make_tx(policy)
+    params32 = jax.tree.map(lambda x: jnp.full(x.shape, 1.0), make_params(1))
+    assert all(x.weak_type for x in jax.tree.leaves(params32))
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
+    new = jax.eval_shape(step_with(tx, "apply_gradients"), state, jnp.ones((2, SIDE)))
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+
+
+def test_weakly_typed_params_do_not_lose_the_sharding_of_the_moments():
+    """`jnp.zeros_like` of a weakly typed array lies on one device."""
+    params32 = fsdp(mesh_of(), jax.tree.map(lambda x: jnp.full(x.shape, 1.0), make_params(1)))
+    opt_state = make_tx(make_policy("fp16")).init(params32)
+    for x in jax.tree.leaves(opt_state):
+        if x.ndim == 2:
+            assert x.sharding.is_equivalent_to(params32["w0"].sharding, 2)
+
+
+# What goes over the wire
+
+
+def reductions(text):
+    """The all-reduces of a compiled program: `(operator, shape)` each."""
+    operators = {}
+    for name, body in re.findall(r"^%?([\w.\-]+) \([^)]*\) -> [^{]*\{\n(.*?)^\}", text, re.M | re.S):
+        root = re.search(r"ROOT .*? = \S+ (\w+)\(", body)
+        operators[name] = root.group(1) if root else None
+    found = []
+    for line in text.splitlines():
+        match = re.search(r" = (\(.*?\)|\S+) all-reduce(?:-start)?\(.*to_apply=%?([\w.\-]+)", line)
+        if match:
+            found.append((operators[match.group(2)], re.sub(r"\{[^}]*\}", "", match.group(1))))
+    return found
+
+
+def compile_update(how, n):
+    """The program of an update with gradients that are reduced already, over four devices, for n + 1 leaves."""
+    policy = make_policy("fp16")
+    tx = jaxmp.mixed_precision(optax.sgd(1e-2), policy, skip_if=lambda grads, metrics: metrics["loss_scale"] < 0)
+    params32 = {f"w{i}": jnp.ones((4, 2)) for i in range(n)} | {"norm": jnp.ones((4, 2))}
+    state = (policy.cast_to_param(params32), tx.init(params32))
+
+    def update(state, grads):
+        params, opt_state = state
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    if how == "pmap":
+        stack = lambda tree: jax.tree.map(lambda x: np.stack([x] * DEVICES), tree)  # noqa: E731
+        mapped = jax.pmap(update, AXIS, devices=jax.devices()[:DEVICES])
+        return mapped.lower(stack(state), stack(state[0])).compile().as_text()
+    if how == "jit_fsdp":
+        mesh = mesh_of()
+        return jax.jit(update).lower(fsdp(mesh, state), fsdp(mesh, state[0])).compile().as_text()
+    spread = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=how == "shard_map")
+    return jax.jit(spread).lower(state, state[0]).compile().as_text()
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+def test_one_small_all_reduce_for_all_flags_however_many_leaves(how):
+    for n in (3, 30) if how == "shard_map" else (3,):
+        text = compile_update(how, n)
+        ((operator, shape),) = reductions(text)
+        assert operator == "maximum"
+        assert re.fullmatch(r"f32\[[1-4]\]", shape)
+        assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+
+def test_sharded_leaves_under_jit_share_one_all_reduce_of_flags():
+    """Beside it the count of saturated params has a sum of its own, off the critical path."""
+    for n in (3, 15):
+        text = compile_update("jit_fsdp", n)
+        assert sorted(operator for operator, _ in reductions(text)) == ["add", "or"]
+        assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+
+
+def test_the_user_s_own_reduction_is_joined_by_one():
+    mesh = mesh_of()
+    policy = make_policy("fp16")
+    params32 = {f"w{i}": jnp.ones((4, 4)) for i in range(3)}
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
+
+    def step(state, x):
+        params, opt_state = state
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, regimes.mean_in_float32(grads), opt_state, params)
+
+    spread = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    text = jax.jit(spread).lower(state, jnp.ones((8, 4))).compile().as_text()
+    found = reductions(text)
+    assert [operator for operator, _ in found].count("maximum") == 1
+    # and the gradients cross over in float32, before any decision
+    assert all("f16" not in shape for operator, shape in found)
+
+
+def test_microbatches_of_a_sharded_batch_stay_on_their_devices():
+    """Under jit each device keeps its rows: every k-th row goes into a microbatch, and only sums go over the wire."""
+    mesh = mesh_of()
+    w = jax.device_put(jnp.ones((3, 2), F16), NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.arange(16 * 3.0).reshape(16, 3), NamedSharding(mesh, P(AXIS)))
+    opt_state = jaxmp.unscale_and_skip(optax.identity(), 1.0).init(w)
+
+    def loss_fn(w, x):
+        return jnp.mean((x.astype(F16) @ w).astype(F32)), x
+
+    f = jax.jit(jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=2))
+    text = f.lower(w, x, opt_state=opt_state).compile().as_text()
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    (_, rows), _ = f(w, x, opt_state=opt_state)
+    rows = np.asarray(rows)
+    assert sorted(map(tuple, rows.reshape(16, 3))) == sorted(map(tuple, np.asarray(x)))
+    assert_bitwise(rows[:, ::2], np.stack([np.asarray(x)[0::4], np.asarray(x)[1::4]]))
+
+
+def test_stages_have_names_in_the_program():
+    """A profile reads as the step."""
+    policy = make_policy("fp16")
+    params32 = {"w": jnp.ones((4, 4)), "norm": jnp.ones((4, 4))}
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
+
+    def step(state, x):
+        params, opt_state = state
+        _, grads = jaxmp.value_and_grad(loss_fn, accumulate=2)(params, x, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    text = jax.jit(step).lower(state, jnp.ones((4, 4))).compile().as_text()
+    names = set(itertools.chain(*(re.findall(r"jaxmp\.\w+", name) for name in re.findall(r'op_name="([^"]*)"', text))))
+    assert names >= {
+        "jaxmp.accumulate",
+        "jaxmp.unscale",
+        "jaxmp.check_finite",
+        "jaxmp.optimizer",
+        "jaxmp.update_masters",
+        "jaxmp.keep_or_skip",
+        "jaxmp.write_params",
+    }

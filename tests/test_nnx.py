@@ -1,0 +1,395 @@
+"""flax.nnx modules: Optimizer, state that moves in the forward pass, metadata, shared and lifted layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+from regimes import guarded, squared_error
+
+F16, F32 = np.float16, np.float32
+POLICY = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
+X, Y = np.random.default_rng(0).normal(size=(2, 8, 4)).astype(F32)
+BAD_X = X.copy()
+BAD_X[3, 1] = np.inf
+
+
+class Net(nnx.Module):
+    """BatchNorm and Dropout, whose integer key counts make flax's DynamicScale raise a TypeError."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, use_bias=False, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, momentum=0.5, dtype=jnp.float16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.outer = nnx.Linear(4, 4, use_bias=False, dtype=jnp.float16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+
+def make(accumulate=1, inner=None):
+    model = Net(nnx.Rngs(0))
+    scale = jaxmp.DynamicLossScale(4.0, hysteresis=1)
+    tx = jaxmp.mixed_precision(inner or optax.sgd(0.25, momentum=0.5), POLICY, loss_scale=scale)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, POLICY)
+    return model, optimizer
+
+
+def loss_fn(model, x, y):
+    return squared_error(model(x), y)
+
+
+@functools.cache
+def step_of(accumulate):
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        before = jaxmp.nnx.snapshot(model)
+        loss, grads = jaxmp.nnx.value_and_grad(loss_fn, accumulate=accumulate)(
+            model, x, y, opt_state=optimizer.opt_state
+        )
+        optimizer.update(model, grads)
+        jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+        return loss, grads
+
+    return step
+
+
+def state_of(x, *filters):
+    """A copy of the arrays of a module, as a pure tree."""
+    return jax.tree.map(np.asarray, nnx.as_pure(jax.tree.map(key_data_of, nnx.state(x, *filters))))
+
+
+def key_data_of(x):
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def kept_of(optimizer):
+    return jax.tree.map(np.asarray, guarded(nnx.as_pure(optimizer.opt_state)))
+
+
+def test_cast_to_param_follows_the_policy_and_leaves_all_else():
+    model = Net(nnx.Rngs(0))
+    before = state_of(model)
+    jaxmp.nnx.cast_to_param(model, POLICY)
+    dtypes = jax.tree.map(lambda x: str(x.dtype), state_of(model, nnx.Param))
+    assert dtypes == {
+        "inner": {"kernel": "float16"},
+        "norm": {"scale": "float32", "bias": "float32"},
+        "outer": {"kernel": "float16"},
+    }
+    assert_bitwise(state_of(model, nnx.BatchStat)["norm"]["mean"], before["norm"]["mean"])
+    assert_bitwise(state_of(model)["inner"]["kernel"], before["inner"]["kernel"].astype(F16))
+    assert_bitwise(state_of(model)["dropout"], before["dropout"])
+
+
+def test_masters_keep_the_initial_values():
+    model = Net(nnx.Rngs(0))
+    initial = state_of(model, nnx.Param)
+    model, optimizer = make()
+    params = nnx.state(model, nnx.Param)
+    masters = jaxmp.get_master_params(optimizer.opt_state, params)
+    assert_bitwise(jax.tree.map(np.asarray, nnx.as_pure(masters)), initial)
+    assert np.any(state_of(model, nnx.Param)["inner"]["kernel"] != initial["inner"]["kernel"])
+
+
+def test_batch_norm_and_dropout_train_and_a_skipped_step_is_taken_back():
+    model, optimizer = make()
+    step = step_of(1)
+    loss, grads = step(model, optimizer, X, Y)
+    assert loss.dtype == F32
+    assert jax.tree.map(lambda g: str(g.dtype), nnx.as_pure(grads))["inner"]["kernel"] == "float16"
+    metrics = jaxmp.get_metrics(optimizer.opt_state)
+    assert_bitwise((metrics["skipped"], metrics["loss_scale"]), (np.bool_(False), F32(4.0)))
+    good = state_of(model, nnx.BatchStat)
+    assert np.any(good["norm"]["mean"] != 0)
+    params, kept, count = state_of(model, nnx.Param), kept_of(optimizer), state_of(model, nnx.RngCount)
+
+    loss, _ = step(model, optimizer, BAD_X, Y)
+    assert not np.isfinite(loss)
+    assert_bitwise(state_of(model, nnx.Param), params)
+    assert_bitwise(state_of(model, nnx.BatchStat), good)
+    assert_bitwise(kept_of(optimizer), kept)
+    metrics = jaxmp.get_metrics(optimizer.opt_state)
+    assert_bitwise((metrics["skipped_steps"], metrics["loss_scale"]), (np.int32(1), F32(2.0)))
+    # keys go on: the batch is not drawn again with the same mask
+    assert_bitwise(state_of(model, nnx.RngCount), jax.tree.map(lambda c: c + np.uint32(1), count))
+
+    last, _ = step(model, optimizer, X, Y)
+    assert np.isfinite(last)
+    masters = nnx.as_pure(jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
+    assert_bitwise(state_of(model, nnx.Param), POLICY.cast_to_param(masters))
+
+
+@nnx.jit
+def step_without_restore(model, optimizer, x, y):
+    """Also hands out snapshots of before and after the forward pass."""
+    before = jaxmp.nnx.snapshot(model, nnx.BatchStat, nnx.RngCount)
+    _, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, x, y, opt_state=optimizer.opt_state)
+    optimizer.update(model, grads)
+    return before
+
+
+def test_without_restore_the_statistics_are_lost():
+    """What the two lines are for: flax leaves inf there."""
+    model, optimizer = make()
+    step_without_restore(model, optimizer, BAD_X, Y)
+    assert not np.all(np.isfinite(model.norm.mean[...]))
+    assert np.all(np.isfinite(model.inner.kernel[...]))
+
+
+def test_snapshot_and_restore_of_chosen_variables():
+    model, optimizer = make()
+    counts, mean = state_of(model, nnx.RngCount), np.asarray(model.norm.mean[...])
+    before = step_without_restore(model, optimizer, BAD_X, Y)
+    assert_bitwise(state_of(model, nnx.RngCount), jax.tree.map(lambda c: c + np.uint32(1), counts))
+    jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+    assert_bitwise(state_of(model, nnx.RngCount), counts)
+    assert_bitwise(model.norm.mean[...], mean)
+    # a step that was taken keeps what it did
+    before = step_without_restore(model, optimizer, X, Y)
+    after = state_of(model)
+    jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+    assert_bitwise(state_of(model), after)
+
+
+def test_loss_and_gradients_are_those_of_nnx():
+    """In float32 with a power-of-two scale, up to the association of products."""
+    model = Net(nnx.Rngs(0))
+    theirs = nnx.clone(model)
+    expected, their_grads = nnx.jit(nnx.value_and_grad(loss_fn))(theirs, X, Y)
+    opt_state = jaxmp.unscale_and_skip(optax.identity(), 8.0).init(())
+    compute = jaxmp.nnx.value_and_grad(loss_fn)
+    loss, grads = nnx.jit(lambda model, x, y: compute(model, x, y, opt_state=opt_state))(model, X, Y)
+    assert_close(loss, expected, rtol=1e-6)
+    assert jax.tree.structure(grads) == jax.tree.structure(their_grads)
+    unscaled = jax.tree.map(lambda g: g / 8, nnx.as_pure(grads))
+    assert_close(unscaled, nnx.as_pure(their_grads), rtol=1e-2, atol=1e-4)
+    # the module's other state moved as theirs did
+    assert_close(state_of(model, nnx.BatchStat), state_of(theirs, nnx.BatchStat), rtol=1e-6)
+    assert_bitwise(state_of(model, nnx.RngState), state_of(theirs, nnx.RngState))
+
+
+def test_accumulation_passes_state_through_the_microbatches():
+    model, optimizer = make()
+    one_by_one = nnx.clone(model)
+    loss, _ = step_of(2)(model, optimizer, X, Y)
+    halves = [nnx.jit(loss_fn)(one_by_one, x, y) for x, y in zip(np.split(X, 2), np.split(Y, 2), strict=True)]
+    assert_close(loss, F32(sum(halves) / 2), rtol=1e-3)
+    assert_close(state_of(model, nnx.BatchStat), state_of(one_by_one, nnx.BatchStat), rtol=1e-3, atol=1e-5)
+    assert_bitwise(state_of(model, nnx.RngCount), state_of(one_by_one, nnx.RngCount))  # another mask each time
+
+    before = state_of(model, nnx.Param), state_of(model, nnx.BatchStat), kept_of(optimizer)
+    step_of(2)(model, optimizer, BAD_X, Y)  # in the first microbatch: the statistics of both are taken back
+    assert_bitwise((state_of(model, nnx.Param), state_of(model, nnx.BatchStat), kept_of(optimizer)), before)
+
+
+def test_accumulated_gradients_are_float32_means():
+    class Scale(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.array([1.0], F16))
+
+        def __call__(self, x):
+            return x * self.w[...]
+
+    def loss_fn(model, x, *, shift):
+        return jnp.mean(model(x).astype(F32)) + shift, {"rows": x}
+
+    model, opt_state = Scale(), jaxmp.unscale_and_skip(optax.identity(), 4.0).init(())
+    compute = jaxmp.nnx.value_and_grad(loss_fn, has_aux=True, accumulate=4)
+    x = jnp.full((4,), 2.0**15, F16)  # their sum is inf in float16
+    (loss, aux), grads = compute(model, x, shift=1.0, opt_state=opt_state)
+    assert_bitwise((loss, nnx.as_pure(grads)["w"]), (F32(2.0**15 + 1), np.array([2.0**17], F32)))
+    assert_bitwise(aux["rows"], np.full((4, 1), 2.0**15, F16))
+    with pytest.raises(
+        ValueError, match=r"accumulate=3 must divide the leading axis of the batch; got \(4,\) at argument 1"
+    ):
+        jaxmp.nnx.value_and_grad(loss_fn, has_aux=True, accumulate=3)(model, x, shift=1.0, opt_state=opt_state)
+    # a table beside the batch: position 1 holds what is cut
+    compute = jaxmp.nnx.value_and_grad(
+        lambda m, x, table: jnp.mean(m(x).astype(F32)) + jnp.sum(table), accumulate=2, accumulate_argnums=1
+    )
+    loss, _ = compute(model, jnp.ones(4, F16), jnp.ones(3), opt_state=opt_state)
+    assert_bitwise(loss, F32(4.0))
+
+
+def test_the_gradient_is_with_respect_to_what_wrt_names():
+    class Lora(nnx.Module):
+        def __init__(self, rngs):
+            self.base = nnx.Linear(4, 4, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+            self.lora = nnx.LoRA(4, 2, 4, dtype=jnp.bfloat16, b_initializer=nnx.initializers.normal(), rngs=rngs)
+
+        def __call__(self, x):
+            return self.base(x) + self.lora(x)
+
+    model = Lora(nnx.Rngs(0))
+    base = np.asarray(model.base.kernel[...])
+    optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-2), "bf16"), wrt=nnx.LoRAParam)
+    jaxmp.nnx.cast_to_param(model, "bf16", wrt=nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        compute = jaxmp.nnx.value_and_grad(loss_fn, wrt=nnx.LoRAParam)
+        _, grads = compute(model, X, Y, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        return grads
+
+    before = np.asarray(model.lora.lora_b[...])
+    grads = step(model, optimizer)
+    assert set(nnx.as_pure(grads)) == {"lora"}
+    assert_bitwise(model.base.kernel[...], base)
+    masters = jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.LoRAParam))
+    assert {str(x.dtype) for x in jax.tree.leaves(masters)} == {"float32"}
+    assert np.all(np.asarray(model.lora.lora_b[...]) != before)
+
+
+def test_no_loss_scale_is_an_error():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(ValueError, match="opt_state must hold the loss scale"):
+        jaxmp.nnx.value_and_grad(loss_fn)(model, X, Y, opt_state=optimizer.opt_state)
+
+
+def test_a_forgotten_cast_is_an_error():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), POLICY), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match="must be as the policy stores them; got float32 at inner/kernel"):
+        optimizer.update(model, grads)
+
+
+def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
+    model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+    inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
+    optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(inner, "fp16", loss_scale=2.0), wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, "fp16")
+    good = jax.tree.map(lambda p: jnp.full_like(p, 0.5), nnx.state(model, nnx.Param))
+    for _ in range(2):
+        optimizer.update(model, good, value=jnp.float32(1.0))
+    assert_bitwise(optax.tree.get(nnx.as_pure(optimizer.opt_state), "scale"), F32(0.5))
+    kept = kept_of(optimizer)
+    optimizer.update(model, jax.tree.map(lambda g: g * np.inf, good), value=jnp.float32(np.nan))
+    assert_bitwise(kept_of(optimizer), kept)
+    assert_bitwise(jaxmp.get_metrics(optimizer.opt_state)["skipped"], np.bool_(True))
+
+
+def test_sharding_metadata_carries_over_to_masters_and_moments():
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = functools.partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
+    policy = jaxmp.get_policy("fp16", keep_fp32=("norm*",))
+
+    class Split(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(
+                4, 8, use_bias=False, kernel_init=split((None, "model")), dtype=jnp.float16, rngs=rngs
+            )
+            ones = nnx.with_partitioning(nnx.initializers.ones, ("model",))
+            self.norm = nnx.LayerNorm(8, use_bias=False, scale_init=ones, dtype=jnp.float16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.dense(x))
+
+    with jax.set_mesh(mesh):
+        model = Split(nnx.Rngs(0))
+        tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=4.0)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        jaxmp.nnx.cast_to_param(model, policy)
+        specs = nnx.as_pure(nnx.get_partition_spec(nnx.state(optimizer)))["opt_state"]["guarded"]
+        expected = {"dense": {"kernel": P(None, "model")}, "norm": {"scale": P("model")}}
+        assert specs["master_params"]["dense"] == expected["dense"]
+        for moment in ("mu", "nu"):
+            assert specs["master_inner"][0][moment] == expected
+        assert model.dense.kernel.get_metadata()["out_sharding"] == (None, "model")
+        before = [(x.dtype, x.sharding) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x).astype(F32) ** 3))(
+                model, x, opt_state=optimizer.opt_state
+            )
+            optimizer.update(model, grads)
+            return loss
+
+        first, second = step(model, optimizer, X), step(model, optimizer, X)
+    assert second < first
+    after = [(x.dtype, x.sharding) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
+    assert [d for d, _ in after] == [d for d, _ in before]
+    pure = nnx.as_pure(optimizer.opt_state)
+    for array in (pure.guarded.master_params["dense"]["kernel"], optax.tree.get(pure, "mu")["dense"]["kernel"]):
+        assert array.sharding.is_equivalent_to(model.dense.kernel[...].sharding, 2)
+        assert not array.is_fully_replicated
+    masters = nnx.as_pure(jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
+    assert_bitwise(state_of(model, nnx.Param), policy.cast_to_param(masters))
+
+
+class Tied(nnx.Module):
+    """One layer under two names, and an embedding that is also the output layer."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(5, 4, dtype=jnp.float16, rngs=rngs)
+        self.first = nnx.Linear(4, 4, use_bias=False, dtype=jnp.float16, rngs=rngs)
+        self.again = self.first
+
+    def __call__(self, x):
+        return self.embed.attend(self.again(self.first(self.embed(x))))
+
+
+class Stack(nnx.Module):
+    """Three layers with stacked params under nnx.scan, each rematerialized."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make_layers(rngs):
+            return nnx.Linear(4, 4, use_bias=False, dtype=jnp.float16, rngs=rngs)
+
+        self.layers = make_layers(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(layer, x):
+            return x + layer(x)
+
+        return forward(self.layers, x.astype(jnp.float16))
+
+
+@pytest.mark.parametrize("make_model", [Tied, Stack], ids=lambda m: m.__name__)
+def test_shared_and_lifted_modules_train(make_model):
+    x, y = (jnp.arange(5), jnp.eye(5)) if make_model is Tied else (X, X[:, ::-1])
+    model = make_model(nnx.Rngs(0))
+    exact = nnx.grad(lambda m: squared_error(m(x), y))(nnx.clone(model))
+    scale = jaxmp.DynamicLossScale(2.0**8, hysteresis=1)
+    optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.adam(0.03), "fp16", loss_scale=scale), wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, "fp16")
+
+    @nnx.jit
+    def step(model, optimizer, factor):
+        loss, grads = jaxmp.nnx.value_and_grad(lambda m: squared_error(m(x), y) * factor)(
+            model, opt_state=optimizer.opt_state
+        )
+        optimizer.update(model, grads)
+        return loss, grads
+
+    first, grads = step(model, optimizer, 1.0)
+    unscaled = jax.tree.map(lambda g: g.astype(F32) / 2.0**8, nnx.as_pure(grads))
+    largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(exact))
+    assert_close(unscaled, nnx.as_pure(exact), atol=0.02 * largest)
+    params, kept = state_of(model, nnx.Param), kept_of(optimizer)
+    step(model, optimizer, np.nan)
+    assert_bitwise((state_of(model, nnx.Param), kept_of(optimizer)), (params, kept))
+    for _ in range(20):
+        last, _ = step(model, optimizer, 1.0)
+    assert last < 0.5 * first
+    if make_model is Tied:
+        assert model.again is model.first
+        assert set(nnx.as_pure(grads)) == {"embed", "again"}  # the shared layer has one gradient and one master
+    masters = nnx.as_pure(jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
+    assert_bitwise(state_of(model, nnx.Param), jaxmp.get_policy("fp16").cast_to_param(masters))

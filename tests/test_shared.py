@@ -1,0 +1,191 @@
+"""Several optimizers under one loss scale: torch.amp's rule, in the worked example of two heads on one trunk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+POLICY = jaxmp.get_policy("fp16")
+PARAMS32 = {
+    "trunk": np.float32([[0.5, -0.25], [1.0, 0.125]]),
+    "head_a": np.float32([1.0, -1.0]),
+    "head_b": np.float32([0.5, 2.0]),
+}
+PARTS = tuple(PARAMS32)
+SHARED = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(64.0, growth_interval=2, hysteresis=1))
+TX = jaxmp.mixed_precision(optax.adam(0.01), POLICY, loss_scale=1.0)  # its own scale stands aside
+
+
+def head_loss(trunk, head, x, blow_up):
+    """mean(((x @ trunk) @ head)^2); a large `blow_up` makes the gradient of this head, and nothing else, overflow."""
+    outputs = x @ trunk @ head  # [n, 2] @ [2, 2] @ [2] -> [n]
+    return jnp.mean(outputs.astype(jnp.float32) ** 2) + blow_up * jnp.sum(head.astype(jnp.float32))
+
+
+def step(params, states, scale_state, x, blow_up_a, blow_up_b, mean=lambda tree: tree):
+    """One step: both losses are scaled by one scale; three optimizers; the scale moves once, at the end."""
+
+    def loss_a(trunk, head):
+        return head_loss(trunk, head, x, blow_up_a)
+
+    def loss_b(trunk, head):
+        return head_loss(trunk, head, x, blow_up_b)
+
+    differentiate = functools.partial(jaxmp.value_and_grad, argnums=(0, 1))
+    loss, (trunk_a, head_a) = differentiate(loss_a)(params["trunk"], params["head_a"], opt_state=scale_state)
+    other, (trunk_b, head_b) = differentiate(loss_b)(params["trunk"], params["head_b"], opt_state=scale_state)
+    grads = mean({"trunk": trunk_a.astype(jnp.float32) + trunk_b, "head_a": head_a, "head_b": head_b})
+    params, states = dict(params), dict(states)
+    for part in PARTS:
+        params[part], states[part], scale_state = SHARED.apply_gradients(
+            TX, grads[part], states[part], params[part], scale_state
+        )
+    return params, states, SHARED.update(scale_state), loss + other
+
+
+def start():
+    params32 = jax.tree.map(jnp.asarray, PARAMS32)
+    return POLICY.cast_to_param(params32), {part: TX.init(params32[part]) for part in PARTS}, SHARED.init()
+
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2)), jnp.float16)
+CLEAN, OVERFLOW = jnp.float32(0.0), jnp.float32(1e30)
+
+
+def skips(states):
+    return {part: int(states[part].skipped_steps) for part in PARTS}
+
+
+# (overflow of head a, of head b) -> which optimizers stand still; the scale falls by the union
+OVERFLOWS = {
+    "none": (CLEAN, CLEAN, set()),
+    "a": (OVERFLOW, CLEAN, {"head_a"}),
+    "b": (CLEAN, OVERFLOW, {"head_b"}),
+    "both": (OVERFLOW, OVERFLOW, {"head_a", "head_b"}),
+}
+
+
+@pytest.fixture(scope="module")
+def jitted():
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_each_optimizer_skips_on_its_own_flag_and_the_scale_moves_once(jitted, overflow):
+    blow_up_a, blow_up_b, standing = OVERFLOWS[overflow]
+    params, states, scale_state = start()
+    params, states, scale_state, _ = jitted(params, states, scale_state, X, CLEAN, CLEAN)
+    new, new_states, new_scale, _ = jitted(params, states, scale_state, X, blow_up_a, blow_up_b)
+    for part in PARTS:
+        if part in standing:
+            assert_bitwise(new[part], params[part])
+            assert_bitwise(new_states[part].guarded, states[part].guarded)
+        else:
+            assert not np.array_equal(new[part], params[part]), part
+            assert int(optax.tree.get(new_states[part], "count")) == 2
+    assert skips(new_states) == {part: int(part in standing) for part in PARTS}
+    assert_close(jaxmp.get_loss_scale(new_scale), 32.0 if standing else 128.0)  # one move, also with two overflows
+    assert_bitwise(new_scale.all_grads_finite, jnp.array(True))  # forgotten for the next step
+    for part in PARTS:  # the optimizers' own scale stands aside
+        assert_close(jaxmp.get_loss_scale(new_states[part]), 1.0)
+
+
+def test_the_trunk_gets_both_losses_unscaled_by_the_shared_scale():
+    """What the trunk's optimizer sees is the float32 gradient of the sum of both losses."""
+    seen = {}
+    probe = optax.stateless(lambda updates, _: seen.update(g=updates) or updates)
+    tx = jaxmp.mixed_precision(probe, POLICY, loss_scale=1.0)
+    trunk32, head32 = jnp.asarray(PARAMS32["trunk"]), {k: jnp.asarray(PARAMS32[k]) for k in ("head_a", "head_b")}
+
+    def losses(trunk):
+        x, heads = X.astype(trunk.dtype), [head.astype(trunk.dtype) for head in head32.values()]
+        return sum(head_loss(trunk, head, x, CLEAN) for head in heads)
+
+    scale_state = SHARED.init()
+    loss, grads = jaxmp.value_and_grad(losses)(POLICY.cast_to_param(trunk32), opt_state=scale_state)
+    SHARED.apply_gradients(tx, grads, tx.init(trunk32), POLICY.cast_to_param(trunk32), scale_state)
+    expected_loss, expected = jax.value_and_grad(losses)(trunk32)
+    assert_close(seen["g"], expected, rtol=5e-3)
+    assert_close(loss, expected_loss, rtol=2e-3)
+
+
+def test_under_pmap_all_devices_agree():
+    """Head b overflows on the second device only: it stands still on both, and the one scale falls on both."""
+    devices = jax.devices()[:2]
+    mean = functools.partial(jax.lax.pmean, axis_name="data")
+    parallel = jax.pmap(
+        functools.partial(step, mean=lambda tree: jax.tree.map(lambda g: mean(g.astype(jnp.float32)), tree)),
+        axis_name="data",
+        devices=devices,
+        in_axes=(None, None, None, 0, None, 0),
+        out_axes=0,
+    )
+    params, states, scale_state = start()
+    x = X.reshape(2, 2, 2)
+    new, new_states, new_scale, _ = parallel(params, states, scale_state, x, CLEAN, jnp.stack([CLEAN, OVERFLOW]))
+    first, second = (jax.tree.map(lambda leaf, i=i: leaf[i], (new, new_states, new_scale)) for i in range(2))
+    assert_bitwise(first, second)
+    assert skips(first[1]) == {"trunk": 0, "head_a": 0, "head_b": 1}
+    assert_bitwise(first[0]["head_b"], params["head_b"])
+    assert_close(jaxmp.get_loss_scale(first[2]), 32.0)
+
+
+def test_without_a_mean_each_flag_is_still_common():
+    """Gradients that were not reduced: one device's overflow skips on all, by the flags alone."""
+    devices = jax.devices()[:2]
+
+    @functools.partial(jax.pmap, axis_name="data", devices=devices, in_axes=(0, None, None, None))
+    def apply(grads, state, params, scale_state):
+        params, state, scale_state = SHARED.apply_gradients(TX, grads, state, params, scale_state)
+        return params, state, SHARED.update(scale_state)
+
+    params, states, scale_state = start()
+    grads = jnp.stack([jnp.ones(2, jnp.float16), jnp.array([jnp.inf, 1], jnp.float16)])
+    new, state, scale_state = apply(grads, states["head_a"], params["head_a"], scale_state)
+    assert np.asarray(state.skipped).tolist() == [True, True]
+    assert_bitwise(new, jnp.stack([params["head_a"]] * 2))
+    assert_bitwise(jaxmp.get_loss_scale(scale_state), jnp.full(2, 32.0))
+
+
+def test_the_scale_follows_the_rule_of_its_loss_scale():
+    """Hysteresis 2 and an interval of 3, over a sequence; by torch's rule a good step is one where all are good."""
+    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(8.0, growth_interval=3, hysteresis=2))
+    scale_state, scales = shared.init(), []
+    a = b = jnp.ones(1, jnp.float16)
+    state_a, state_b = TX.init(a), TX.init(b)
+    good, bad = jnp.ones(1, jnp.float16), jnp.full(1, jnp.nan, jnp.float16)
+    for grads_a, grads_b in [(good, good), (good, bad), (bad, bad), (good, good), (good, good), (good, good)]:
+        a, state_a, scale_state = shared.apply_gradients(TX, grads_a, state_a, a, scale_state)
+        b, state_b, scale_state = shared.apply_gradients(TX, grads_b, state_b, b, scale_state)
+        scale_state = shared.update(scale_state)
+        scales.append(float(jaxmp.get_loss_scale(scale_state)))
+    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
+    assert (int(state_a.skipped_steps), int(state_b.skipped_steps)) == (1, 2)
+    assert (int(optax.tree.get(state_a, "count")), int(optax.tree.get(state_b, "count"))) == (5, 4)
+
+
+def test_state_is_plain_stable_and_donatable():
+    shared = jaxmp.shared_loss_scale()
+    update = jax.jit(shared.update, donate_argnums=0)
+    for _ in range(2):
+        scale_state = shared.init()
+        before = jax.tree.map(jax.typeof, scale_state)
+        for _ in range(2):
+            scale_state = update(scale_state)
+        assert jax.tree.map(jax.typeof, scale_state) == before
+    assert_close(jaxmp.get_loss_scale(scale_state), 65536.0)
+
+
+def test_extra_arguments_reach_each_optimizer():
+    tx = jaxmp.mixed_precision(optax.polyak_sgd(max_learning_rate=1.0), "fp32")
+    params = jnp.array([1.0])
+    params, _, _ = SHARED.apply_gradients(
+        tx, jnp.array([64.0]), tx.init(params), params, SHARED.init(), value=jnp.float32(0.25)
+    )
+    assert_close(params, jnp.array([0.75]))

@@ -1,0 +1,293 @@
+"""What devices tell each other: the finite flag in every regime, names of axes, and means of 16-bit gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+from jaxmp import sync
+from jaxmp.reduce import predivide_factor
+from regimes import AXIS, mesh_of
+
+DEVICES = 4
+BAD_VALUES = pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+
+
+EVERYWHERE = P()
+
+
+def spread(f, how, *, out_specs=EVERYWHERE):
+    """`f`, compiled to run on four devices, each with one row of every array."""
+    if how == "pmap":
+        return jax.pmap(f, AXIS, devices=jax.devices()[:DEVICES])
+    check_vma = how == "shard_map"
+    return jax.jit(jax.shard_map(f, mesh=mesh_of(), in_specs=P(AXIS), out_specs=out_specs, check_vma=check_vma))
+
+
+MANUAL = pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+
+
+@functools.cache
+def flag_of(how):
+    return spread(lambda tree: jaxmp.all_finite(tree), how)
+
+
+def rows(value, device, dtype=np.float32):
+    """A tree with one row for each device, one element of which is `value` on `device`."""
+    a = np.ones((DEVICES, 3), dtype)
+    a[device, 1] = value
+    return {"a": jnp.asarray(a), "b": jnp.ones((DEVICES, 2), jnp.float16), "n": jnp.full((DEVICES, 1), 7)}
+
+
+def values_by_device(x):
+    return [shard.data.item() for shard in x.addressable_shards]
+
+
+@MANUAL
+@BAD_VALUES
+def test_every_device_hears_of_one_bad_value(how, value):
+    """`lax.pmax` of the values would drop a NaN: the flag is made on each device, and then reduced."""
+    for device in (0, 2):
+        finite = flag_of(how)(rows(value, device))
+        assert finite.dtype == bool
+        assert values_by_device(finite) == [False] * DEVICES
+    assert values_by_device(flag_of(how)(rows(1.0, 0))) == [True] * DEVICES
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+@BAD_VALUES
+def test_a_bad_value_in_one_shard_under_jit(axis_type, value):
+    """`jnp.max` of a sharded array drops a NaN as well."""
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        tree = jax.device_put(rows(value, 2), NamedSharding(mesh, P(AXIS)))
+        finite = jax.jit(jaxmp.all_finite)(tree)
+    assert values_by_device(finite) == [False] * DEVICES
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_finite_on_one_device(compiled):
+    all_finite = jax.jit(jaxmp.all_finite) if compiled else jaxmp.all_finite
+    assert_bitwise(all_finite(rows(1.0, 0)), np.bool_(True))
+    assert_bitwise(all_finite(rows(np.nan, 0)), np.bool_(False))
+    assert_bitwise(all_finite({}), np.bool_(True))
+    assert_bitwise(all_finite({"empty": jnp.ones((0, 3))}), np.bool_(True))
+
+
+def test_leaves_that_are_no_floats_are_passed_over():
+    tree = {
+        "int": jnp.array([2**31 - 1], jnp.int32),
+        "bool": jnp.array([True]),
+        "key": jax.random.key(0),
+        "raw key": jax.random.PRNGKey(0),
+        "none": None,
+        "number": 1.0,
+    }
+    assert_bitwise(jaxmp.all_finite(tree), np.bool_(True))
+    assert_bitwise(jaxmp.all_finite(tree | {"number": float("inf")}), np.bool_(False))
+    assert_bitwise(jaxmp.all_finite(tree | {"complex": jnp.array([complex(0.0, np.nan)])}), np.bool_(False))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2])
+def test_finite_values_never_count_as_overflow(dtype):
+    """DeepSpeed looks at the sum of the gradients, which overflows on finite ones."""
+    largest = jnp.full((1000,), jnp.finfo(dtype).max, dtype)
+    assert_bitwise(jaxmp.all_finite(largest), np.bool_(True))
+    assert_bitwise(jaxmp.all_finite(largest.at[999].set(jnp.inf)), np.bool_(False))
+
+
+@MANUAL
+def test_an_empty_tree_is_finite_and_takes_part(how):
+    # the input only makes it run on each device
+    finite = spread(lambda x: jaxmp.all_finite({}) & (x.shape[-1] == 1), how)(jnp.ones((DEVICES, 1)))
+    assert values_by_device(finite) == [True] * DEVICES
+
+
+def test_all_finite_over_some_axes_only():
+    """Names restrict the agreement: here to the two devices of a row of the mesh."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def f(x):
+        here = jaxmp.all_finite(x, "model")[None, None]
+        return here, jaxmp.all_finite(x)
+
+    x = jnp.array([[1.0, 1.0], [jnp.nan, 1.0]])
+    specs = P("data", "model")
+    by_row, everywhere = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=(specs, P()))(x)
+    assert by_row.tolist() == [[True, True], [False, False]]
+    assert values_by_device(everywhere) == [False] * 4
+
+
+def test_flags_of_an_unvarying_value_can_be_reduced_again():
+    """A decision that is common already may pass through the same code."""
+    twice = spread(lambda tree: jaxmp.all_finite({"flag": jaxmp.all_finite(tree).astype(jnp.float32)}), "shard_map")
+    assert values_by_device(twice(rows(np.nan, 1))) == [True] * DEVICES
+
+
+@MANUAL
+def test_bound_axes(how):
+    seen = []
+
+    def f(x):
+        seen.extend([sync.bound_axes("auto"), sync.bound_axes(AXIS), sync.bound_axes((AXIS,)), sync.named_axes(None)])
+        return x
+
+    spread(f, how, out_specs=P(AXIS))(jnp.ones((DEVICES, 1)))
+    assert seen[:4] == [(AXIS,), (AXIS,), (AXIS,), ()]
+
+
+def test_no_axes_are_bound_outside_and_under_vmap_and_jit():
+    seen = []
+
+    def f(x):
+        seen.append((sync.bound_axes("auto"), sync.bound_axes(None)))
+        return x
+
+    f(1.0)
+    jax.jit(f)(1.0)
+    jax.vmap(f)(jnp.ones(2))
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        jax.jit(lambda x: f(x))(1.0)
+    assert set(seen) == {((), ())}
+
+
+@MANUAL
+def test_none_where_axes_are_bound_is_an_error(how):
+    f = spread(lambda x: jaxmp.all_finite(x, None), how)
+    with pytest.raises(
+        ValueError, match=r"axis_name=None means.*axes \('data',\) are bound here.*Use axis_name=\"auto\""
+    ):
+        f(jnp.ones((DEVICES, 1)))
+
+
+@MANUAL
+def test_a_name_that_is_not_bound_is_an_error(how):
+    f = spread(lambda x: jaxmp.all_finite(x, ("data", "model")), how)
+    with pytest.raises(ValueError, match="axis name 'model' is not bound here; bound axes: data"):
+        f(jnp.ones((DEVICES, 1)))
+
+
+def test_a_name_outside_is_an_error_that_says_what_to_do():
+    message = r"axis name 'data' is not bound here; bound axes: none. Call this inside jax.pmap.*under plain jit use"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda x: jaxmp.all_finite(x, "data"))(1.0)
+    with pytest.raises(ValueError, match=message):
+        jaxmp.reduce_gradients("data").update({"w": jnp.ones(1)}, optax.EmptyState())
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", axis_name="data")
+    with pytest.raises(ValueError, match=message):
+        tx.update(jnp.ones(1), tx.init(jnp.ones(1)), jnp.ones(1, jnp.float16))
+
+
+# Sums of 16-bit gradients
+
+
+def reduced(how, grads, **kwargs):
+    """`reduce_gradients` of one row a device; what each device gets, [devices, ...]."""
+    tx = jaxmp.reduce_gradients(**kwargs)
+    out = spread(lambda g: tx.update(g, tx.init(g))[0], how, out_specs=P(AXIS))(grads)
+    return np.asarray(out)
+
+
+@MANUAL
+def test_float16_sums_overflow_on_finite_values_and_ours_do_not(how):
+    """4 x 28672 is beyond float16; their mean is not."""
+    grads = jnp.full((DEVICES, 2), 28672.0, jnp.float16)
+    assert np.isinf(reduced(how, grads, dtype=None, predivide=1)).all()  # what a plain psum does
+    assert_bitwise(reduced(how, grads), np.full((DEVICES, 2), 28672.0, np.float32))
+    assert_bitwise(reduced(how, grads, dtype=None), np.full((DEVICES, 2), 28672.0, np.float16))
+
+
+def test_only_float32_sums_cannot_overflow():
+    """FSDP's rule halves before a sum of four: from 32768 on that is not enough, and the step would be skipped."""
+    grads = jnp.full((DEVICES, 1), 32768.0, jnp.float16)
+    assert np.isinf(reduced("shard_map", grads, dtype=None)).all()
+    assert_bitwise(reduced("shard_map", grads), np.full((DEVICES, 1), 32768.0, np.float32))
+    largest = jnp.full((DEVICES, 1), jnp.finfo(jnp.float16).max)
+    assert_bitwise(reduced("shard_map", largest), np.full((DEVICES, 1), 65504.0, np.float32))
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+def test_means_are_exact(how):
+    """Integers up to 2^11 and four devices: every partial result is a float32, and a float16."""
+    values = np.random.default_rng(0).integers(-500, 500, (DEVICES, 5)) * 4
+    exact = np.broadcast_to(values.mean(0), (DEVICES, 5))
+    grads = jnp.asarray(values, jnp.float16)
+    assert_bitwise(reduced(how, grads), exact.astype(np.float32))
+    assert_bitwise(reduced(how, grads, dtype=None), exact.astype(np.float16))
+    assert_bitwise(reduced(how, grads, dtype=jnp.float32, predivide=4), exact.astype(np.float32))
+    # in float32 a mean of float16 values loses nothing to the sum: 1 + 3 * 2^-11, not representable in float16
+    fine = jnp.asarray([[1.0], [1.0], [1.0], [1.0 + 2.0**-10]], jnp.float16)
+    assert_bitwise(reduced(how, fine), np.full((DEVICES, 1), 1 + 2.0**-12, np.float32))
+
+
+def test_predivide_saves_small_values_too():
+    """Dividing by all four devices before the sum flushes 2^-23 to zero; by two it does not."""
+    small = np.full((DEVICES, 1), 2.0**-23, np.float16)
+    assert_bitwise(reduced("shard_map", small, dtype=None, predivide=4), np.zeros((DEVICES, 1), np.float16))
+    assert_bitwise(reduced("shard_map", small, dtype=None), small)
+    assert_bitwise(reduced("shard_map", small), small.astype(np.float32))
+
+
+@pytest.mark.parametrize(("devices", "factor"), [(1, 1.0), (2, 2.0), (4, 2.0), (8, 4.0)])
+def test_predivide_factor_is_the_rule_of_fsdp(devices, factor):
+    seen = []
+
+    def f(x):
+        seen.append(predivide_factor((AXIS,)))
+        return x
+
+    jax.shard_map(f, mesh=mesh_of(devices=devices), in_specs=P(AXIS), out_specs=P(AXIS))(jnp.ones(devices))
+    assert seen[0] == factor
+
+
+@MANUAL
+def test_a_nan_survives_the_mean(how):
+    grads = rows(np.nan, 1)["a"]
+    out = reduced(how, grads)
+    assert np.isnan(out[:, 1]).all()
+    assert_bitwise(out[:, [0, 2]], np.ones((DEVICES, 2), np.float32))
+
+
+def test_reduce_gradients_does_nothing_but_cast_where_no_axis_is_bound():
+    grads = {"w": jnp.array([1.0, -0.0, jnp.inf], jnp.float16), "n": jnp.array([3])}
+    for run in (lambda f: f, jax.jit):
+        tx = jaxmp.reduce_gradients()
+        out, state = run(tx.update)(grads, tx.init(grads))
+        assert_bitwise(out, {"w": np.array([1.0, -0.0, np.inf], np.float32), "n": np.array([3], np.int32)})
+        assert state == optax.EmptyState()
+        own = jaxmp.reduce_gradients(dtype=None)
+        assert_bitwise(run(own.update)(grads, own.init(grads))[0], jax.tree.map(np.asarray, grads))
+    sharded = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of(), P(AXIS)))
+    text = (
+        jax.jit(lambda g: jaxmp.reduce_gradients().update(g, optax.EmptyState())[0]).lower(sharded).compile().as_text()
+    )
+    assert "all-reduce" not in text
+
+
+def test_ints_and_keys_are_not_reduced():
+    tree = {"n": jnp.arange(DEVICES), "w": jnp.arange(DEVICES, dtype=jnp.float32)}
+    out = spread(lambda t: jaxmp.reduce_gradients().update(t, optax.EmptyState())[0], "shard_map", out_specs=P(AXIS))(
+        tree
+    )
+    assert_close(out, {"n": np.arange(DEVICES, dtype=np.int32), "w": np.full(DEVICES, 1.5, np.float32)})
+
+
+def test_reduce_over_two_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = jnp.arange(4.0).reshape(2, 2)
+
+    def f(x):
+        both = jaxmp.reduce_gradients().update(x, optax.EmptyState())[0]
+        one = jaxmp.reduce_gradients("expert").update(x, optax.EmptyState())[0]
+        return both, one
+
+    specs = (P(), P("data"))
+    both, one = jax.shard_map(f, mesh=mesh, in_specs=P("data", "expert"), out_specs=specs)(x)
+    assert_bitwise(both, np.full((1, 1), 1.5, np.float32))
+    assert_bitwise(one, np.array([[0.5], [2.5]], np.float32))

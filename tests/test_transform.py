@@ -1,0 +1,308 @@
+"""`mixed_precision` and `apply_gradients` in whatever they are put, and states of other optimizers moved in."""
+
+import functools
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+PARAMS32 = {"w": np.float32([1.0001, -0.0, -2.5]), "norm": np.float32([1.0, 3.0])}
+
+
+def params32():
+    return jax.tree.map(jnp.asarray, PARAMS32)
+
+
+def grads_like(params, value=1.0):
+    return jax.tree.map(lambda p: jnp.full_like(p, value), params)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the parts make the whole
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_mixed_precision_is_its_parts(policy):
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adam(1e-2))
+    whole = jaxmp.mixed_precision(inner, policy, loss_scale=jaxmp.DynamicLossScale(4.0, growth_interval=2))
+    parts = jaxmp.unscale_and_skip(
+        jaxmp.keep_master_params(inner, policy), jaxmp.DynamicLossScale(4.0, growth_interval=2)
+    )
+    params = jaxmp.get_policy(policy).cast_to_param(params32())
+    state, state_of_parts = whole.init(params32()), parts.init(params32())
+    assert_bitwise(state, state_of_parts)
+    for value in (4.0, np.inf, np.nan, 2.0, -1.0):
+        updates, state = whole.update(grads_like(params, value), state, params)
+        updates_of_parts, state_of_parts = parts.update(grads_like(params, value), state_of_parts, params)
+        assert_bitwise((updates, state), (updates_of_parts, state_of_parts))
+
+
+@pytest.mark.parametrize(
+    "policy, scale",
+    [
+        ("fp16", 65536.0),
+        ("bf16", 1.0),
+        ("fp32", 1.0),
+        ("tf32", 1.0),
+        ("params=float32,compute=float16,output=float32", 65536.0),
+        ("params=float32,compute=bfloat16,output=float32", 1.0),
+    ],
+)
+def test_auto_scales_where_float16_is(policy, scale):
+    state = jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params32())
+    assert_close(jaxmp.get_loss_scale(state), scale)
+
+
+def test_a_number_is_a_static_scale():
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=128)
+    state = tx.init(params32())
+    params = jaxmp.get_policy("fp16").cast_to_param(params32())
+    for value in (jnp.inf, 1.0):
+        _, state = tx.update(grads_like(params, value), state, params)
+        assert_close(jaxmp.get_loss_scale(state), 128.0)
+    assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# apply_gradients
+
+KEEP = jaxmp.get_policy("fp16", keep_fp32=("norm",))
+
+
+def mixed(inner):
+    return jaxmp.mixed_precision(inner, KEEP, loss_scale=4.0)
+
+
+CHAINS = {
+    "alone": lambda: mixed(optax.adam(0.1)),
+    "chain": lambda: optax.chain(jaxmp.reduce_gradients(), mixed(optax.adam(0.1))),
+    "named_chain": lambda: optax.named_chain(("reduce", jaxmp.reduce_gradients()), ("rest", mixed(optax.adam(0.1)))),
+    "chain_in_chain": lambda: optax.chain(optax.identity(), optax.chain(optax.identity(), mixed(optax.sgd(0.1)))),
+    "inner_multi_transform": lambda: mixed(
+        optax.multi_transform({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "norm": "s"})
+    ),
+    "outer_multi_transform": lambda: optax.multi_transform(
+        {"a": mixed(optax.adam(0.1)), "s": jaxmp.unscale_and_skip(optax.sgd(0.1), 4.0)}, {"w": "a", "norm": "s"}
+    ),
+    "outer_multi_transform-two": lambda: optax.multi_transform(
+        {"a": mixed(optax.adam(0.1)), "s": mixed(optax.sgd(0.1))}, {"w": "a", "norm": "s"}
+    ),
+    "masked": lambda: optax.masked(mixed(optax.sgd(0.1)), {"w": True, "norm": False}),
+    "inner_MultiSteps": lambda: mixed(optax.MultiSteps(optax.adam(0.1), 2)),
+    "outer_MultiSteps": lambda: optax.MultiSteps(
+        mixed(optax.adam(0.1)), 2, should_skip_update_fn=optax.skip_not_finite
+    ).gradient_transformation(),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda rate: mixed(optax.adam(rate)))(rate=0.1),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_apply_gradients_is_update_and_apply_updates(chain):
+    """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""
+    tx = CHAINS[chain]()
+    update, apply = optax.with_extra_args_support(tx).update, functools.partial(jaxmp.apply_gradients, tx)
+    if "MultiSteps" in chain:  # its branches are compiled at each eager call
+        update, apply = (jax.jit(f, compiler_options={"xla_disable_hlo_passes": "fusion"}) for f in (update, apply))
+    params = KEEP.cast_to_param(params32())
+    by_both, by_one = (params, tx.init(params32())), (params, tx.init(params32()))
+    assert_bitwise(jaxmp.get_master_params(by_one[1], params)["w"], params32()["w"])
+    for value in (4.0, 2.0, np.inf, -8.0, 1.0):
+        grads = grads_like(params, value) | {
+            "norm": jnp.full(2, 0.0 if np.isinf(value) and "masked" in chain else value)
+        }
+        before = by_one[0]
+        updates, state = update(grads, by_both[1], by_both[0])
+        by_both = optax.apply_updates(by_both[0], updates), state
+        by_one = apply(grads, by_one[1], by_one[0])
+        if (
+            "MultiSteps" in chain
+        ):  # moves by 0.0 within a window: a master of -0.0 may become 0.0, an added update cannot
+            assert_close(by_one, by_both)
+        else:
+            assert_bitwise(by_one, by_both)
+        if np.isinf(value):
+            assert_bitwise(by_one[0], before)
+        masters = jaxmp.get_master_params(by_one[1], by_one[0])
+        assert_bitwise(by_one[0], KEEP.cast_to_param(masters))
+    assert float(by_one[0]["w"][0]) != float(params["w"][0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_apply_gradients_of_plain_optax_is_plain_optax(dtype):
+    tx = optax.adam(0.1)
+    params = {"w": jnp.array([1.0, -0.0], dtype)}
+    grads = {"w": jnp.array([0.5, 1.0], dtype)}
+    updates, expected_state = tx.update(grads, tx.init(params), params)
+    got, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params, unknown="swallowed")
+    assert_bitwise((got, state), (optax.apply_updates(params, updates), expected_state))
+
+
+def test_apply_gradients_hands_extra_arguments_on():
+    tx = mixed(optax.polyak_sgd(max_learning_rate=1.0))
+    params = KEEP.cast_to_param(params32())
+    state = tx.init(params32())
+    slow, _ = jaxmp.apply_gradients(tx, grads_like(params, 4.0), state, params, value=jnp.float32(0.5))
+    fast, _ = jaxmp.apply_gradients(tx, grads_like(params, 4.0), state, params, value=jnp.float32(5.0))
+    assert_close(slow["norm"], jnp.array([0.9, 2.9]), rtol=1e-6)  # min(1, value / norm^2) = 0.5 / 5
+    assert_close(fast["norm"], jnp.array([0.0, 2.0]), rtol=1e-6)
+
+
+def test_apply_gradients_under_jit_lands_on_the_same_bits():
+    tx = mixed(optax.sgd(0.5))
+    params, state = KEEP.cast_to_param(params32()), tx.init(params32())
+    grads = grads_like(params, 4.0)
+    eager = jaxmp.apply_gradients(tx, grads, state, params)
+    assert_bitwise(jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, state, params), eager)
+
+
+def test_a_tree_of_one_array_and_an_empty_one():
+    """Params need not be a dict; a device may hold none at all and still takes part."""
+    tx = mixed(optax.sgd(1.0))
+    params, state = jaxmp.apply_gradients(tx, jnp.float16(4.0), tx.init(jnp.float16(1.5)), jnp.float16(1.5))
+    assert_bitwise(params, jnp.float16(0.5))
+    params, state = jaxmp.apply_gradients(tx, {}, tx.init({}), {})
+    assert params == {} and not bool(jaxmp.get_metrics(state)["skipped"])
+
+
+def test_nones_in_the_tree_stay():
+    tx = mixed(optax.sgd(1.0))
+    params = {"w": jnp.ones(1, jnp.float16), "nothing": None}
+    grads = {"w": jnp.full(1, 4.0, jnp.float16), "nothing": None}
+    new, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params)
+    assert_bitwise(new, {"w": jnp.zeros(1, jnp.float16), "nothing": None})
+    assert_bitwise(jaxmp.get_master_params(state, new), {"w": jnp.zeros(1), "nothing": None})
+
+
+def test_frozen_dicts_and_tuples_as_params():
+    for build in (flax.core.freeze, lambda tree: (tree["w"], [tree["norm"]])):
+        tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
+        tree32 = build(params32())
+        params, state = jaxmp.get_policy("bf16").cast_to_param(tree32), tx.init(tree32)
+        new, state = jaxmp.apply_gradients(tx, grads_like(params), state, params)
+        assert jax.tree.structure(new) == jax.tree.structure(tree32)
+        assert jax.tree.structure(jaxmp.get_master_params(state, new)) == jax.tree.structure(tree32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# get_master_params
+
+
+def test_get_master_params_is_float32_everywhere():
+    """Masters, kept leaves, a plain optimizer's params and frozen leaves: one float32 tree."""
+    tx = mixed(optax.multi_transform({"t": optax.sgd(1.0), "f": optax.set_to_zero()}, {"w": "f", "norm": "t"}))
+    params, state = KEEP.cast_to_param(params32()), tx.init(params32())
+    got = jaxmp.get_master_params(state, params)
+    assert_bitwise(got, {"w": params["w"].astype(jnp.float32), "norm": params32()["norm"]})
+    assert_bitwise(jaxmp.get_master_params(optax.sgd(1.0).init(params), params), got)
+    assert_bitwise(jaxmp.get_master_params(mixed(optax.sgd(1.0)).init(params32()), params), params32())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wrap_state
+
+
+def train(tx, params, state, steps, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params)
+        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+    return params, state
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: optax.adam(0.1),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 10))),
+        lambda: optax.masked(optax.sgd(0.1, momentum=0.9), {"w": True, "norm": False}),
+        lambda: optax.noisy_sgd(0.1, key=0),
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    ],
+    ids=["adam", "schedule", "masked", "prng_key", "hyperparams"],
+)
+def test_wrapped_float32_run_goes_on_bit_for_bit(inner):
+    plain = inner()
+    params, state = train(plain, params32(), plain.init(params32()), 3)
+    tx = jaxmp.mixed_precision(inner(), "fp32")
+    wrapped = jaxmp.wrap_state(tx, state, params)
+    assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(params))
+    expected = train(plain, params, state, 3, seed=1)
+    got, wrapped = train(tx, params, wrapped, 3, seed=1)
+    assert_bitwise((got, wrapped.guarded.master_inner), expected)
+
+
+def test_wrapped_bfloat16_run_has_float32_moments_and_masters():
+    """A plain bfloat16 run: moments become float32 with their values, counts stay, masters start from the params."""
+    plain = optax.adam(0.1)
+    params16 = jaxmp.get_policy("bf16").cast_to_param(params32())
+    params16, state = train(plain, params16, plain.init(params16), 3)
+    assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
+    wrapped = jaxmp.wrap_state(tx, state, params16)
+    for name in ("mu", "nu"):
+        expected = jax.tree.map(lambda x: x.astype(jnp.float32), optax.tree.get(state, name))
+        assert_bitwise(optax.tree.get(wrapped, name), expected)
+    assert_bitwise(optax.tree.get(wrapped, "count"), jnp.int32(3))
+    assert_bitwise(jaxmp.get_master_params(wrapped, params16), jax.tree.map(lambda x: x.astype(jnp.float32), params16))
+    params, wrapped = train(tx, params16, wrapped, 2)
+    assert int(optax.tree.get(wrapped, "count")) == 5 and params["w"].dtype == jnp.bfloat16
+
+
+def test_wrap_state_takes_float32_params_for_masters():
+    state = optax.adam(0.1).init(params32())
+    wrapped = jaxmp.wrap_state(jaxmp.mixed_precision(optax.adam(0.1), "fp16"), state, params32())
+    params = jaxmp.get_policy("fp16").cast_to_param(params32())
+    assert_bitwise(jaxmp.get_master_params(wrapped, params), params32())
+
+
+def as_nnx_state(tree):
+    return nnx.State({name: nnx.Param(x) for name, x in tree.items()})
+
+
+@pytest.mark.parametrize(
+    "old_form, new_form",
+    [(flax.core.freeze, dict), (dict, flax.core.freeze), (dict, as_nnx_state), (as_nnx_state, dict)],
+    ids=["frozen_to_dict", "dict_to_frozen", "dict_to_nnx", "nnx_to_dict"],
+)
+def test_wrap_state_re_keys_by_path(old_form, new_form):
+    """dict, FrozenDict and nnx.State hold the same leaves under the same paths."""
+    old_params = old_form(params32())
+    state = optax.adam(0.1).init(old_params)
+    grads = jax.tree.map(jnp.ones_like, old_params)
+    _, state = optax.adam(0.1).update(grads, state, old_params)
+    new_params = new_form(params32())
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
+    wrapped = jaxmp.wrap_state(tx, state, new_params)
+    assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(new_params))
+    values = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert_bitwise(values(optax.tree.get(wrapped, "mu")), values(optax.tree.get(state, "mu")))
+    assert int(optax.tree.get(wrapped, "count")) == 1
+
+
+def test_wrap_state_inside_a_chain():
+    """The one `mixed_precision` of a chain is found; what stands round it starts anew."""
+    inner = optax.adam(0.1)
+    _, state = train(inner, params32(), inner.init(params32()), 2)
+    tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(inner, "fp16"))
+    wrapped = jaxmp.wrap_state(tx, state, params32())
+    assert_bitwise(optax.tree.get(wrapped, "count"), jnp.int32(2))
+    assert_bitwise(optax.tree.get(wrapped, "mu"), optax.tree.get(state, "mu"))
+    assert_close(jaxmp.get_loss_scale(wrapped), 65536.0)
+
+
+def test_wrapped_state_can_be_donated():
+    """No buffer of the old state or of the params is in the new one: the old run is not lost."""
+    inner = optax.adam(0.1)
+    params, state = train(inner, params32(), inner.init(params32()), 1)
+    tx = jaxmp.mixed_precision(inner, "fp32")
+    wrapped = jaxmp.wrap_state(tx, state, params)
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
+    step(grads_like(params), wrapped, params)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, params)))

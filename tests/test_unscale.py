@@ -1,0 +1,444 @@
+"""Unscale and skip: what a skipped step leaves alone, who decides, and what is handed on and counted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+BAD = [jnp.inf, -jnp.inf, jnp.nan]
+bad_values = pytest.mark.parametrize("bad", BAD, ids=["inf", "-inf", "nan"])
+
+
+def params():
+    return {"a": jnp.array([1.0, -0.0, 0.0]), "b": jnp.array([2.0])}
+
+
+def grads(value=1.0, *, bad=None):
+    new = {"a": jnp.full(3, value), "b": jnp.full(1, value)}
+    return new if bad is None else new | {"b": jnp.array([bad])}
+
+
+def run(tx, state, sequence, **extra):
+    """Updates and states of one step after another, from the same params."""
+    out = []
+    for g in sequence:
+        updates, state = tx.update(g, state, params(), **extra)
+        out.append((updates, state))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the skip
+
+
+@bad_values
+@pytest.mark.parametrize(
+    "loss_scale", [None, 8.0, jaxmp.DynamicLossScale(8.0)], ids=["no_scale", "static_scale", "dynamic_scale"]
+)
+def test_a_skip_changes_nothing_but_the_scale_and_counters(bad, loss_scale):
+    """With no scale, a fixed one and a dynamic one: updates are -0.0, and params keep the sign of -0.0."""
+    tx = jaxmp.unscale_and_skip(optax.adam(0.1), loss_scale)
+    ((_, state),) = run(tx, tx.init(params()), [grads()])
+    ((updates, after),) = run(tx, state, [grads(bad=bad)])
+    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_bitwise(optax.apply_updates(params(), updates), params())
+    assert_bitwise(after.guarded, state.guarded)
+    assert bool(after.skipped) and int(after.skipped_steps) == 1
+
+
+def test_gradients_are_unscaled_in_float32():
+    """fp16 gradients of a scale of 65536: 2^-24 (fp16's smallest) comes out as 2^-40, which fp16 does not hold."""
+    seen = {}
+    probe = optax.stateless(lambda updates, _: seen.update(updates) or updates)
+    tx = jaxmp.unscale_and_skip(probe, 65536.0)
+    tx.update({"w": jnp.array([2.0**-24, 1.0], jnp.float16)}, tx.init({"w": jnp.zeros(2)}), {"w": jnp.zeros(2)})
+    assert_bitwise(seen, {"w": jnp.array([2.0**-40, 2.0**-16])})
+
+
+def test_the_scale_that_scaled_unscales_and_then_moves():
+    """On a growth step too: the update is the same before, at and after it (mpx and DeepSpeed halve it there)."""
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, growth_interval=2))
+    state, moves, scales = tx.init(params()), [], []
+    for _ in range(5):
+        scale = float(jaxmp.get_loss_scale(state))
+        ((updates, state),) = run(tx, state, [grads(scale)])
+        moves.append(float(updates["b"][0]))
+        scales.append(scale)
+    assert scales == [4.0, 4.0, 8.0, 8.0, 16.0]
+    assert moves == [-1.0] * 5
+
+
+def test_counters():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
+    good, bad = grads(), grads(bad=jnp.nan)
+    states = [state for _, state in run(tx, tx.init(params()), [good, bad, bad, good, bad])]
+    assert [bool(s.skipped) for s in states] == [False, True, True, False, True]
+    assert [int(s.skipped_steps) for s in states] == [0, 1, 2, 2, 3]
+    assert [int(s.consecutive_skips) for s in states] == [0, 1, 2, 0, 1]
+    last = states[-1]
+    assert (last.skipped.dtype, last.skipped_steps.dtype, last.consecutive_skips.dtype) == (bool, jnp.int32, jnp.int32)
+
+
+def test_a_count_at_its_end_does_not_wrap():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
+    largest = jnp.int32(2**31 - 1)
+    state = tx.init(params())._replace(skipped_steps=largest, consecutive_skips=largest)
+    ((_, state),) = run(tx, state, [grads(bad=jnp.nan)])
+    assert int(state.skipped_steps) == int(state.consecutive_skips) == 2**31 - 1
+
+
+def test_pinned_overflows_count_overflows_at_the_floor():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(2.0, hysteresis=1, min_scale=1.0))
+    good, bad = grads(), grads(bad=jnp.inf)
+    states = [state for _, state in run(tx, tx.init(params()), [bad, bad, bad, good, bad])]
+    assert [float(jaxmp.get_loss_scale(s)) for s in states] == [1.0] * 5
+    assert [int(s.pinned_overflows) for s in states] == [0, 1, 2, 0, 1]
+
+
+@bad_values
+def test_skip_nonfinite_false_takes_the_step(bad):
+    """Nothing is looked at: the step counts, finite elements move, and an element that would be non-finite stays."""
+    tx = jaxmp.unscale_and_skip(optax.adam(0.1), skip_nonfinite=False)
+    ((updates, state),) = run(tx, tx.init(params()), [grads(bad=bad)])
+    assert not bool(state.skipped) and int(optax.tree.get(state, "count")) == 1
+    assert_close(updates["a"], jnp.full(3, -0.1), rtol=1e-5)
+    assert np.all(np.isfinite(updates["b"]))
+    assert bool(jaxmp.all_finite(state.guarded))
+
+
+def test_skip_nonfinite_false_with_a_static_scale_unscales():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), 4.0, skip_nonfinite=False)
+    ((updates, state),) = run(tx, tx.init(params()), [grads(8.0, bad=jnp.nan)])
+    assert not bool(state.skipped)
+    assert_bitwise(updates["a"], jnp.full(3, -2.0))
+
+
+def test_non_finite_results_of_finite_gradients_stay_out():
+    """The guard is per element: a second moment that overflows float32 keeps its old value, others go on."""
+    tx = jaxmp.unscale_and_skip(optax.adam(0.1))
+    ((_, state),) = run(tx, tx.init(params()), [grads()])
+    huge = {"a": jnp.full(3, 1.0), "b": jnp.array([3e38])}  # finite; its square is not
+    ((updates, after),) = run(tx, state, [huge])
+    assert not bool(after.skipped)
+    nu, old_nu = optax.tree.get(after, "nu"), optax.tree.get(state, "nu")
+    assert_bitwise(nu["b"], old_nu["b"])
+    assert not np.array_equal(nu["a"], old_nu["a"])
+    assert bool(jaxmp.all_finite((updates, after.guarded)))
+
+
+def test_state_that_starts_at_infinity_may_leave_it():
+    """`reduce_on_plateau` starts its best value at inf; only what was finite is guarded."""
+    tx = jaxmp.unscale_and_skip(optax.chain(optax.sgd(1.0), contrib.reduce_on_plateau()))
+    state = tx.init(params())
+    assert np.isinf(optax.tree.get(state, "best_value"))
+    ((_, state),) = run(tx, state, [grads()], value=3.0)
+    assert_close(optax.tree.get(state, "best_value"), 3.0)
+
+
+def test_reduce_on_plateau_does_not_see_the_loss_of_a_skipped_step():
+    """A NaN loss on a skipped step neither reaches the average nor counts towards the plateau."""
+    tx = jaxmp.mixed_precision(optax.chain(optax.sgd(1.0), contrib.reduce_on_plateau(patience=1, cooldown=0)), "fp16")
+    params16 = jaxmp.get_policy("fp16").cast_to_param(params())
+    state = tx.init(params())
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params16), state, params16, value=jnp.float32(3.0))
+    for _ in range(3):
+        bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params16)
+        _, after = tx.update(bad, state, params16, value=jnp.float32(jnp.nan))
+        assert_bitwise(after.guarded, state.guarded)
+        state = after
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params16), state, params16, value=jnp.float32(2.0))
+    plateau = optax.tree.get(state, "ReduceLROnPlateauState")
+    assert_close(optax.tree.get(state, "best_value"), 2.0)
+    assert float(optax.tree.get(plateau, "scale")) == 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a reason of one's own
+
+
+def is_spike(unscaled, metrics):
+    """Gradients above twice a limit."""
+    del metrics
+    return jaxmp.global_norm(unscaled) > 100.0
+
+
+def test_skip_if_skips_without_lowering_the_scale():
+    """A spike is skipped like an overflow, and for the loss scale it is a good step: it counts towards growth."""
+    scaler = jaxmp.DynamicLossScale(4.0, growth_interval=2, hysteresis=1)
+    tx = jaxmp.unscale_and_skip(optax.adam(0.1), scaler, skip_if=is_spike)
+    ((_, state),) = run(tx, tx.init(params()), [grads(4.0)])
+    ((updates, after),) = run(tx, state, [grads(4000.0)])
+    assert bool(after.skipped) and int(after.consecutive_skips) == 1
+    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_bitwise(after.guarded, state.guarded)
+    assert float(jaxmp.get_loss_scale(after)) == 8.0  # the second good step in a row
+    ((_, after),) = run(tx, after, [grads(bad=jnp.inf)])
+    assert float(jaxmp.get_loss_scale(after)) == 4.0
+
+
+def test_skip_if_sees_unscaled_gradients_and_the_metrics_before_the_step():
+    seen = {}
+
+    def skip_if(unscaled, metrics):
+        seen.update(unscaled=unscaled, metrics=metrics)
+        return False  # a Python bool will do
+
+    tx = jaxmp.unscale_and_skip(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(1.0)), 4.0, skip_if=skip_if)
+    ((_, state),) = run(tx, tx.init(params()), [grads(8.0)])
+    assert_bitwise(seen["unscaled"], grads(2.0))
+    assert_close(seen["metrics"]["grad_norm"], 0.0)
+    ((_, state),) = run(tx, state, [grads(12.0)])
+    assert_close(seen["metrics"]["grad_norm"], 4.0)  # of the step before: two, four times squared
+    assert not bool(state.skipped)
+
+
+def test_skip_if_on_one_device_skips_on_all():
+    """The spike is in the second device's own data; both stand still and agree."""
+    devices = jax.devices()[:2]
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=is_spike)
+    step = jax.pmap(lambda g, s, p: tx.update(g, s, p), axis_name="data", devices=devices, in_axes=(0, None, None))
+    ordinary_and_spike = jax.tree.map(lambda x: jnp.stack([x, 1000 * x]), grads())
+    updates, state = step(ordinary_and_spike, tx.init(params()), params())
+    assert np.asarray(state.skipped).tolist() == [True, True]
+    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full((2, *p.shape), -0.0), params()))
+    updates, state = step(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), grads()), tx.init(params()), params())
+    assert np.asarray(state.skipped).tolist() == [False, False]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# overrides and what is handed on
+
+
+def test_loss_scale_override_unscales_with_it_and_leaves_the_own_scale_alone():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
+    state = tx.init(params())
+    ((updates, after),) = run(tx, state, [grads(64.0)], loss_scale=jnp.float32(32.0))
+    assert_bitwise(updates, grads(-2.0))
+    assert_bitwise(after.scaling, state.scaling)
+    ((_, after),) = run(tx, after, [grads(bad=jnp.inf)], loss_scale=jnp.float32(32.0))
+    assert bool(after.skipped)  # it still looks
+    assert_bitwise(after.scaling, state.scaling)
+
+
+def test_grads_finite_override_is_trusted():
+    """False skips finite gradients and lowers the own scale; True takes the step without a look."""
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, hysteresis=1))
+    ((updates, state),) = run(tx, tx.init(params()), [grads(4.0)], grads_finite=jnp.array(False))
+    assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
+    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    ((updates, state),) = run(tx, state, [grads(4.0, bad=jnp.inf)], grads_finite=jnp.array(True))
+    assert not bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
+    assert_bitwise(updates["a"], jnp.full(3, -2.0))
+    assert np.isfinite(updates["b"]).all()
+
+
+def probe():
+    """An inner transform that keeps a list of the extra arguments it is handed."""
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        del params
+        seen.append(extra_args)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update), seen
+
+
+def test_extra_arguments_for_the_inner_transform():
+    """The flag of this step, the scale that scaled it, and the scale of the next, beside the user's own."""
+    inner, seen = probe()
+    tx = jaxmp.unscale_and_skip(inner, jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
+    run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan)], value="mine")
+    good, bad = seen
+    assert_bitwise(
+        {k: good[k] for k in ("grads_finite", "loss_scale", "next_loss_scale")},
+        {"grads_finite": jnp.array(True), "loss_scale": jnp.float32(4.0), "next_loss_scale": jnp.float32(8.0)},
+    )
+    assert_bitwise(
+        {k: bad[k] for k in ("grads_finite", "loss_scale", "next_loss_scale")},
+        {"grads_finite": jnp.array(False), "loss_scale": jnp.float32(8.0), "next_loss_scale": jnp.float32(4.0)},
+    )
+    assert good["value"] == bad["value"] == "mine"
+
+
+def test_extra_arguments_say_whether_the_step_is_taken():
+    """`grads_finite` is False on a skip by `skip_if` too; an override of the scale shows as both scales."""
+    inner, seen = probe()
+    tx = jaxmp.unscale_and_skip(inner, 4.0, skip_if=lambda grads, metrics: jnp.array(True))
+    run(tx, tx.init(params()), [grads()])
+    assert not bool(seen[0]["grads_finite"])
+    run(tx, tx.init(params()), [grads()], loss_scale=jnp.float32(32.0))
+    assert float(seen[1]["loss_scale"]) == float(seen[1]["next_loss_scale"]) == 32.0
+
+
+class HalvingLossScale:
+    """A scaler of a user: halves at each overflow, never grows. Its one leaf is its scale."""
+
+    def __init__(self, loss_scale):
+        self.loss_scale = jnp.asarray(loss_scale, jnp.float32)
+
+    def scale(self, tree):
+        return jax.tree.map(lambda x: x * self.loss_scale, tree)
+
+    def unscale(self, tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32) / self.loss_scale, tree)
+
+    def adjust(self, grads_finite):
+        return HalvingLossScale(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
+
+
+jax.tree_util.register_pytree_node(
+    HalvingLossScale, lambda s: ((s.loss_scale,), None), lambda _, leaves: rebuilt(HalvingLossScale, leaves)
+)
+
+
+def rebuilt(cls, leaves):
+    new = object.__new__(cls)
+    (new.loss_scale,) = leaves
+    return new
+
+
+def test_a_scaler_of_the_user():
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=HalvingLossScale(8.0))
+    params16 = jaxmp.get_policy("fp16").cast_to_param(params())
+    state = tx.init(params())
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    new, state = step(jax.tree.map(lambda p: jnp.full_like(p, 4.0), params16), state, params16)
+    assert_bitwise(new["b"], jnp.array([1.5], jnp.float16))
+    after, state = step(jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params16), state, new)
+    assert_bitwise(after, new)
+    assert_close(jaxmp.get_loss_scale(state), 4.0)
+    assert bool(jaxmp.get_metrics(state)["skipped"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# looking on from outside
+
+METRICS = set(
+    "loss_scale skipped skipped_steps consecutive_skips growth_count hysteresis_left pinned_overflows unscaled_fp16 "
+    "saturated_params grad_norm zero_grads".split()
+)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(1.0),
+        optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adam(0.1)),
+        jaxmp.unscale_and_skip(optax.sgd(1.0)),
+        jaxmp.unscale_and_skip(optax.sgd(1.0), HalvingLossScale(8.0)),
+        jaxmp.mixed_precision(optax.sgd(1.0), "fp16"),
+        jaxmp.mixed_precision(optax.sgd(1.0), "bf16", loss_scale=2.0),
+        jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.sgd(1.0)), "fp16"),
+        optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(optax.sgd(1.0), "fp32")),
+    ],
+    ids=["optax", "parts", "no_scale", "own_scale", "fp16", "bf16", "everything", "chain"],
+)
+def test_metrics_have_the_same_keys_for_every_chain(tx):
+    metrics = jaxmp.get_metrics(tx.init({"w": jnp.ones(2)}))
+    assert set(metrics) == METRICS
+    assert all(x.shape == () for x in metrics.values())
+    assert metrics["skipped"].dtype == metrics["unscaled_fp16"].dtype == bool
+    assert metrics["loss_scale"].dtype == jnp.float32
+
+
+def test_metrics_of_a_whole_chain():
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.sgd(1.0))
+    tx = jaxmp.mixed_precision(inner, "fp16", loss_scale=jaxmp.DynamicLossScale(2.0, growth_interval=5))
+    params16 = {"w": jnp.zeros(4, jnp.float16)}
+    state = tx.init(params16)
+    _, state = tx.update({"w": jnp.array([6.0, 8.0, 0.0, -0.0], jnp.float16)}, state, params16)
+    expected = {"loss_scale": 2.0, "grad_norm": 5.0, "zero_grads": 2.0, "growth_count": 1, "hysteresis_left": 2}
+    metrics = jaxmp.get_metrics(state)
+    assert_close({k: metrics[k] for k in expected}, expected)
+    _, state = tx.update({"w": jnp.full(4, jnp.nan, jnp.float16)}, state, params16)
+    metrics = jaxmp.get_metrics(state)
+    expected |= {"growth_count": 0, "hysteresis_left": 1, "skipped": True, "skipped_steps": 1, "consecutive_skips": 1}
+    assert_close({k: metrics[k] for k in expected}, expected)  # the norm is that of the last step taken
+
+
+def test_metrics_are_nan_where_not_computed():
+    metrics = jaxmp.get_metrics(optax.sgd(1.0).init({"w": jnp.ones(1)}))
+    assert float(metrics["loss_scale"]) == 1.0 and not bool(metrics["skipped"])
+    for name in METRICS - {"loss_scale", "skipped", "unscaled_fp16"}:
+        assert np.isnan(metrics[name]), name
+
+
+def test_keep_if_skipped_selects_bit_for_bit():
+    """Statistics of BatchNorm with inf, an EMA with -0.0, integer counters and keys; bound axes or not."""
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
+    old = {"mean": jnp.array([-0.0, 1.0]), "count": jnp.int32(3), "key": jax.random.key(0), "half": jnp.float16(1.5)}
+    new = {"mean": jnp.array([0.0, jnp.inf]), "count": jnp.int32(4), "key": jax.random.key(1), "half": jnp.float16(2)}
+    (_, taken), (_, skipped) = run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan)])
+    assert_bitwise(jaxmp.keep_if_skipped(taken, new, old), new)
+    assert_bitwise(jaxmp.keep_if_skipped(skipped, new, old), old)
+    assert_bitwise(jax.jit(jaxmp.keep_if_skipped)(skipped, new, old), old)
+
+
+def test_keep_if_skipped_of_a_plain_optimizer_is_new():
+    state = optax.sgd(1.0).init(params())
+    assert_bitwise(jaxmp.keep_if_skipped(state, {"x": jnp.ones(1)}, {"x": jnp.zeros(1)}), {"x": jnp.ones(1)})
+
+
+def test_look_ups_find_their_state_wherever_it_lies():
+    """Inside chains, `masked`, `multi_transform`, hyperparameter state and MultiSteps."""
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(1.0)), "fp16", loss_scale=32.0)
+    tree = {"w": jnp.ones(2)}
+    for outer in (
+        optax.chain(optax.identity(), tx),
+        optax.named_chain(("a", optax.identity()), ("b", tx)),
+        optax.masked(tx, {"w": True}),
+        optax.multi_transform({"x": tx}, {"w": "x"}),
+        optax.MultiSteps(tx, 2).gradient_transformation(),
+        optax.inject_hyperparams(lambda unused: tx)(unused=1.0),
+    ):
+        state = outer.init(tree)
+        assert_close(jaxmp.get_loss_scale(state), 32.0)
+        assert_close(jaxmp.get_metrics(state)["grad_norm"], 0.0)
+        assert_bitwise(jaxmp.get_master_params(state, {"w": jnp.ones(2, jnp.float16)}), tree)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the host's look at a run
+
+
+def skip_repeatedly(tx, times):
+    state = tx.init(params())
+    for _ in range(times):
+        _, state = tx.update(grads(bad=jnp.nan), state, params())
+    return state
+
+
+def test_check_progress_stops_after_k_skips():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
+    jaxmp.check_progress(skip_repeatedly(tx, 2), max_consecutive_skips=3)
+    with pytest.raises(jaxmp.TrainingStuck, match="must not skip 3 steps in a row; it skipped 3"):
+        jaxmp.check_progress(skip_repeatedly(tx, 3), max_consecutive_skips=3)
+
+
+def test_check_progress_warns_of_a_pinned_scale_and_raises_if_asked():
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(1.0, hysteresis=1))
+    state = skip_repeatedly(tx, 2)
+    with pytest.warns(UserWarning, match="pinned at its floor, 1.0: 2 overflows in a row"):
+        jaxmp.check_progress(state)
+    with pytest.raises(jaxmp.TrainingStuck, match="stay above its floor; it overflowed 2 times in a row at 1.0"):
+        jaxmp.check_progress(state, max_pinned_overflows=2)
+    _, state = tx.update(grads(), state, params())
+    jaxmp.check_progress(state, max_pinned_overflows=1)  # a good step: all is well
+
+
+def test_check_progress_of_a_replicated_state():
+    state = skip_repeatedly(jaxmp.unscale_and_skip(optax.sgd(1.0)), 3)
+    with pytest.raises(jaxmp.TrainingStuck, match="skipped 3"):
+        jaxmp.check_progress(jax.tree.map(lambda x: jnp.stack([x, x]), state), max_consecutive_skips=3)
+
+
+def test_check_progress_of_a_plain_optimizer_says_nothing():
+    jaxmp.check_progress(optax.adam(0.1).init(params()), max_consecutive_skips=1, max_pinned_overflows=1)
