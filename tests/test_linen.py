@@ -135,6 +135,15 @@ def test_flax_s_own_train_state_works_with_keep_if_skipped():
     assert_bitwise(ours.step, np.int32(2))
 
 
+def test_a_skip_keeps_minus_zero_in_flax_s_own_train_state():
+    """It adds the updates of a skipped step: -0.0 + 0.0 would be 0.0."""
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), POLICY, loss_scale=2.0)
+    params = {"dense": jnp.array([-0.0, 0.0, 1.0], F16), "norm": jnp.array([-0.0, 0.0, 1.0], F32)}
+    state = flax_train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, np.inf), params)
+    assert_bitwise(state.apply_gradients(grads=grads).params, params)
+
+
 def test_extra_arguments_reach_the_optimizer():
     """flax hands them to `replace`, which does not know them; and a NaN loss must not enter the plateau's average."""
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))

@@ -1,0 +1,131 @@
+"""The examples as a user starts them: in processes of their own, made small."""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
+HANGS_AFTER = 300  # seconds; each takes about ten
+
+
+def start(script, *args, devices=None):
+    """The running example; with `devices`, under as many simulated ones as the script itself asks for."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+    if devices is not None:
+        flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
+        environment["XLA_FLAGS"] = " ".join(flags)
+        args = (*args, "--cpu-devices", devices)
+    command = [sys.executable, ROOT / "examples" / script, *args]
+    return subprocess.Popen(
+        [str(part) for part in command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process):
+    """What it printed. Warnings count as failures, as they do in all tests here."""
+    try:
+        out, err = process.communicate(timeout=HANGS_AFTER)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-3000:]
+    assert "Warning" not in err, err[-3000:]
+    return out
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train(tmp_path):
+    knobs = (
+        "--steps 12 --initial-scale 1024 --overflow-steps 5 6 --growth-interval 4 --log-every 4 --eval-every 12".split()
+    )
+    files = ("--out", tmp_path, "--figure", tmp_path / "figure.png", "--json", tmp_path / "train.json")
+    out = finish(start("train.py", *TINY, *knobs, *files))
+    runs = json.loads((tmp_path / "train.json").read_text())["runs"]
+    assert is_png(tmp_path / "train.png")
+    assert is_png(tmp_path / "figure.png")
+
+    assert [run["policy"] for run in runs] == ["fp32", "bf16", "fp16"]
+    for run in runs:
+        numbers = {name: x for name, x in run.items() if isinstance(x, int | float)}
+        assert all(math.isfinite(x) for x in numbers.values()), numbers
+        assert 2 < run["held_out_loss"] < math.log(256)  # better than a guess
+        assert re.search(rf"{run['policy']} +{run['train_loss']:.4f} +{run['held_out_loss']:.4f} ", out)
+
+    fp32, bf16, fp16 = runs
+    assert fp32["skipped_steps"] == bf16["skipped_steps"] == []
+    assert fp16["skipped_steps"] == [5, 6]
+    assert fp16["events"] == [
+        "step 3: loss scale 1024 -> 2048",
+        "step 5: a device overflowed, all skip; loss scale stays 2048 (hysteresis)",
+        "step 6: a device overflowed, all skip; loss scale 2048 -> 1024",
+        "step 10: loss scale 1024 -> 2048",
+    ]
+    assert all(event in out for event in fp16["events"])
+
+    # float32: 4 bytes a param and two moments. 16 bits: half the params, and masters besides the moments.
+    count = fp32["param_bytes"] // 4
+    norms = 3 * 32  # kept in float32
+    assert fp16["param_bytes"] == bf16["param_bytes"] == 2 * (count - norms) + 4 * norms
+    for run, words in ((fp32, 2 * count), (bf16, 3 * count - norms), (fp16, 3 * count - norms)):
+        assert 0 <= run["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
+
+
+def test_train_is_the_same_in_two_processes(tmp_path):
+    knobs = (
+        *TINY,
+        *"--policies fp16 --steps 6 --initial-scale 1024 --overflow-steps 3 4 --log-every 2 --eval-every 6".split(),
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    together = ("--coordinator", coordinator, "--num-processes", 2, "--process-id")
+    workers = [
+        start("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / f"{i}.json", *together, i, devices=2)
+        for i in range(2)
+    ]
+    alone = finish(start("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / "alone.json", devices=4))
+    outs = [finish(worker) for worker in workers]
+    assert "step 4: a device overflowed, all skip; loss scale 1024 -> 512" in outs[0]
+    assert "loss scale" not in outs[1]  # the first process speaks
+    assert not (tmp_path / "1.json").exists()
+    (run,), (expected,) = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("0", "alone"))
+    assert "step 4" in alone
+    for name in ("skipped_steps", "events", "loss_scale", "param_bytes", "optimizer_state_bytes"):
+        assert run[name] == expected[name], name
+    assert run["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
+
+
+def test_train_says_which_batch_sizes_fit():
+    process = start("train.py", "--batch-size", 7)
+    _, err = process.communicate(timeout=HANGS_AFTER)
+    assert process.returncode != 0
+    assert "--batch-size must be a multiple of the number of devices, 8; got 7" in err
+
+
+def test_train_nnx(tmp_path):
+    knobs = "--steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
+    out = finish(start("train_nnx.py", *TINY, *knobs, "--out", tmp_path))
+    assert re.search(r"fp16 +\d\.\d{4} +\d\.\d{4} ", out)
+    assert "fp16 step 0: a device overflowed, all skip; loss scale stays 1000000000 (hysteresis)" in out
+    assert "fp16 step 1: a device overflowed, all skip; loss scale 1000000000 -> 500000000" in out
+    assert is_png(tmp_path / "train_nnx.png")
+
+
+def test_two_losses():
+    out = finish(start("two_losses.py"))
+    assert "step  60: skipped by B " in out
+    assert "step 120: skipped by A and B " in out
+    losses = re.search(r"regression loss (\S+) -> (\S+), classification loss (\S+) -> (\S+)", out)
+    before_a, after_a, before_b, after_b = (float(x) for x in losses.groups())
+    assert after_a < 0.1 * before_a
+    assert after_b < 0.1 * before_b
