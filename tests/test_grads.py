@@ -3,7 +3,9 @@
 Numbers are small integers and powers of two wherever that makes every result exact.
 """
 
+import contextlib
 import functools
+import re
 import warnings
 
 import jax
@@ -529,3 +531,25 @@ def test_split_microbatches_keeps_order_and_dtypes():
     tree = {"x": jnp.arange(6, dtype=jnp.int8).reshape(6, 1), "y": (np.ones(6, F16), None)}
     out = grads_lib.split_microbatches(tree, 3)
     assert_bitwise(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("k", [2, 8])
+def test_microbatches_of_a_sharded_batch_stay_spread_over_its_devices(axis_type, k):
+    """Blocks of rows would lie on some devices only; XLA then has every device compute the whole microbatch."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    rows = 16  # of a microbatch: two for each device
+    x = jax.device_put(jnp.ones((rows * k, 4)), NamedSharding(mesh, P("data")))
+    w = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P()))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+
+    def step(w, opt_state, x):
+        return jaxmp.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), accumulate=k)(
+            w, x, opt_state=opt_state
+        )
+
+    with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext():
+        program = jax.jit(step).lower(w, tx.init(w), x).compile().as_text()
+    outputs = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program))
+    assert f"{rows // 8},6" in outputs and f"{rows},6" not in outputs
+    assert "all-gather" not in program
