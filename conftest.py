@@ -18,6 +18,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     + ["--xla_force_host_platform_device_count=8"]
 )
+# Simulated devices share the threads of few cores: two programs with collectives in flight can lock each other out.
+os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 # Broadcasting that adds axes must be written out: [d] + [b, d] raises.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A cached program compiles nothing, so it would hide a second compilation: no persistent cache.

@@ -16,25 +16,31 @@ TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
 
 
-def start(script, *args, devices=None):
-    """The running example; with `devices`, under as many simulated ones as the script itself asks for."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
-    if devices is not None:
-        flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
-        environment["XLA_FLAGS"] = " ".join(flags)
-        args = (*args, "--cpu-devices", devices)
-    command = [sys.executable, ROOT / "examples" / script, *args]
-    return subprocess.Popen(
-        [str(part) for part in command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+@pytest.fixture
+def start():
+    """`start(script, *args)`: the running example; none outlives the test."""
+    running = []
+
+    def start(script, *args, devices=None):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+        if devices is not None:  # as many as the script itself is to simulate
+            flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
+            environment["XLA_FLAGS"] = " ".join(flags)
+            args = (*args, "--cpu-devices", devices)
+        command = [str(part) for part in (sys.executable, ROOT / "examples" / script, *args)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        running.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
 
 
 def finish(process):
     """What it printed. Warnings count as failures, as they do in all tests here."""
-    try:
-        out, err = process.communicate(timeout=HANGS_AFTER)
-    finally:
-        process.kill()
+    out, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode == 0, err[-3000:]
     assert "Warning" not in err, err[-3000:]
     return out
@@ -44,7 +50,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_train(tmp_path):
+def test_train(start, tmp_path):
     knobs = (
         "--steps 12 --initial-scale 1024 --overflow-steps 5 6 --growth-interval 4 --log-every 4 --eval-every 12".split()
     )
@@ -80,7 +86,7 @@ def test_train(tmp_path):
         assert 0 <= run["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
 
 
-def test_train_is_the_same_in_two_processes(tmp_path):
+def test_train_is_the_same_in_two_processes(start, tmp_path):
     knobs = (
         *TINY,
         *"--policies fp16 --steps 6 --initial-scale 1024 --overflow-steps 3 4 --log-every 2 --eval-every 6".split(),
@@ -105,14 +111,14 @@ def test_train_is_the_same_in_two_processes(tmp_path):
     assert run["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
 
 
-def test_train_says_which_batch_sizes_fit():
+def test_train_says_which_batch_sizes_fit(start):
     process = start("train.py", "--batch-size", 7)
     _, err = process.communicate(timeout=HANGS_AFTER)
     assert process.returncode != 0
     assert "--batch-size must be a multiple of the number of devices, 8; got 7" in err
 
 
-def test_train_nnx(tmp_path):
+def test_train_nnx(start, tmp_path):
     knobs = "--steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
     out = finish(start("train_nnx.py", *TINY, *knobs, "--out", tmp_path))
     assert re.search(r"fp16 +\d\.\d{4} +\d\.\d{4} ", out)
@@ -121,7 +127,7 @@ def test_train_nnx(tmp_path):
     assert is_png(tmp_path / "train_nnx.png")
 
 
-def test_two_losses():
+def test_two_losses(start):
     out = finish(start("two_losses.py"))
     assert "step  60: skipped by B " in out
     assert "step 120: skipped by A and B " in out
