@@ -5,7 +5,7 @@
 The text is Python's own language reference, which every Python brings along; the model reads it byte by byte. Four
 simulated CPU devices share each batch by `jax.pmap`. The three runs start from the same params and see the same
 batches. In the float16 run one device is made to overflow at three known steps, so that you can watch what happens to
-the step and to the loss scale. Expect about this, in MINUTES on two cores (the reference differs from Python
+the step and to the loss scale. Expect about this, within two minutes on two cores (the reference differs from Python
 to Python; these are of 3.12):
 
      policy   train  held-out  vs fp32  skips  loss scale       memory

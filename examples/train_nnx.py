@@ -7,7 +7,7 @@ moments over the two of the axis "fsdp" only, so that a device holds half of the
 XLA derives it from where the arrays lie. The model has dropout, whose keys are state that moves in the forward pass,
 and a step adds up the gradients of two microbatches in float32. The loss scale starts far too high, to show how it
 finds its place: it falls with every step that overflows, and those steps change nothing else. Expect about this, in
-MINUTES on two cores:
+a minute on two cores:
 
      policy   train  held-out  vs bf16  skips  loss scale       memory
     ───────────────────────────────────────────────────────────────────

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
@@ -81,7 +82,7 @@ def value_and_grad(
     single = isinstance(argnums, int)
 
     @functools.wraps(fun)
-    def wrapped(*args: Any, opt_state: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
         rest = {i: x for i, x in enumerate(args) if i not in diff_argnums}
@@ -134,8 +135,10 @@ def scaled_value_and_grad(
     """
     if not state.has_loss_scale(opt_state):
         raise ValueError(
-            "opt_state must hold the loss scale that the update unscales with; it holds none. Pass the state of "
-            "jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of jaxmp.shared_loss_scale."
+            "opt_state must hold the loss scale that the update unscales with; "
+            + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")
+            + "the state of jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of "
+            "jaxmp.shared_loss_scale."
         )
     _check_differentiable(params)
     loss_scale = state.get_loss_scale(opt_state)
@@ -275,6 +278,10 @@ def resolve_argnums(argnums: int | Sequence[int], n: int, name: str) -> tuple[in
 
 
 def _check_differentiable(params: PyTree) -> None:
+    if any(isinstance(x, nnx.Module) for x in (params if isinstance(params, tuple) else ())):
+        raise TypeError(
+            "an nnx module holds state beside its params; use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
+        )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not casting.is_float(jnp.asarray(x) if isinstance(x, (int, float, complex)) else x):
             raise TypeError(
@@ -293,8 +300,9 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
         )
     if jnp.result_type(loss) == jnp.float16:
         warnings.warn(
-            "the loss is float16, so the loss scale has to pass through float16 on the way back: scales above 65504 "
-            "become inf. Compute it in float32, for instance from logits.astype(jnp.float32).",
+            "the loss is float16, so the loss scale has to pass through float16 on the way back: with a scale above "
+            "65504, such as the default 65536, every step overflows. Compute the loss in float32, for instance from "
+            "logits.astype(jnp.float32).",
             stacklevel=2,
         )
     return jnp.asarray(loss).astype(jnp.float32)

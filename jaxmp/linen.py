@@ -53,15 +53,16 @@ class TrainState(train_state.TrainState):
           policy: the policy that `tx` was made with.
           **kwargs: fields of subclasses, such as `batch_stats`.
         """
-        cast = params if policy is None else policy_lib.get_policy(policy).cast_to_param(params)
-        return cls(
-            step=jax.numpy.zeros((), jax.numpy.int32),
-            apply_fn=apply_fn,
-            params=cast,
-            tx=tx,
-            opt_state=tx.init(params),
-            **kwargs,
-        )
+        opt_state = tx.init(params)
+        if policy is not None:
+            if not state.find(opt_state, state.UnscaleState):
+                raise ValueError(
+                    "policy= casts the params, which only an optimizer with masters can train; got tx without one. "
+                    "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
+                )
+            params = policy_lib.get_policy(policy).cast_to_param(params)
+        step = jax.numpy.zeros((), jax.numpy.int32)
+        return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
         """One step. On a skip everything stays but the loss scale and the skip counters.

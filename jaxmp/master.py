@@ -148,7 +148,8 @@ def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -
             if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
                 raise ValueError(
                     f"params at update must be as the policy stores them; got {x.dtype} at {path}, not {expected}. "
-                    f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32)."
+                    f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32); with jaxmp's "
+                    f"TrainState.create and nnx.Optimizer, pass policy=, the same that tx was made with."
                 )
             if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
                 suspects.append((i, path, x.dtype))

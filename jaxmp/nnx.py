@@ -60,7 +60,7 @@ def value_and_grad(
     k = grads_lib.check_accumulate(accumulate)
 
     @functools.wraps(fun)
-    def wrapped(model: nnx.Module, *args: Any, opt_state: Any, **kwargs: Any) -> Any:
+    def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         graphdef, params, rest = nnx.split(model, wrt, ...)
         whole = dict(enumerate(args, start=1))
         chosen = (

@@ -119,21 +119,27 @@ def unscale_and_skip(
         _check_gradients(updates)
         scaler = states.scaler_of(template, state.scaling)
         with jax.named_scope("jaxmp.unscale"):
-            grads = scaler.unscale(updates) if loss_scale is None else scaling.unscale(updates, loss_scale)
+            if loss_scale is not None:
+                grads = scaling.unscale(updates, loss_scale)
+            elif scales:
+                grads = scaler.unscale(updates)
+            else:  # 1, unless the state was restored from a run with a scale: that is what value_and_grad scaled with
+                grads = scaling.unscale(updates, state.scaling.loss_scale)
             grads = casting.cast_floats(grads, jnp.float32)  # a user's own scale may keep 16 bits
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite)
-        own_scale_moves = loss_scale is None
+        own_scale_moves = loss_scale is None and scales
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
-        next_scaling = states.scaling_state(next_scaler)
+        next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
+        used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         with jax.named_scope("jaxmp.optimizer"):
             new_updates, new_guarded = guarded.update(
                 grads,
                 state.guarded,
                 params,
                 grads_finite=taken,
-                loss_scale=state.scaling.loss_scale if own_scale_moves else loss_scale,
-                next_loss_scale=next_scaling.loss_scale if own_scale_moves else loss_scale,
+                loss_scale=used_scale,
+                next_loss_scale=next_scaling.loss_scale if own_scale_moves else used_scale,
                 **extra_args,
             )
         with jax.named_scope("jaxmp.keep_or_skip"):
@@ -238,9 +244,9 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinne
 
 
 _WHAT_TO_DO = (
-    "Gradients are not finite whatever the scale: look for NaN in the data and the loss, lower the learning rate, keep "
-    'norms and softmax in float32 (keep_fp32=), or use the policy "bf16". Params and optimizer state are those of the '
-    "last step taken."
+    "If gradients are not finite whatever the scale: look for NaN in the data and the loss, lower the learning rate, "
+    'keep norms and softmax in float32 (keep_fp32=), or use the policy "bf16". If they are finite, it is skip_if that '
+    "skips. Params and optimizer state are those of the last step taken."
 )
 
 

@@ -176,7 +176,7 @@ DURING_A_RUN = {
         ("must hold the loss scale", "it holds none", "jaxmp.mixed_precision(...)", "loss_scale=None"),
     ),
     "no_state": BadInput(
-        lambda run: jaxmp.value_and_grad(loss_fn)(run.params, opt_state=None), ValueError, ("it holds none",)
+        lambda run: jaxmp.value_and_grad(loss_fn)(run.params, opt_state=None), ValueError, ("it was not given",)
     ),
     "two_loss_scales": BadInput(
         lambda run: jaxmp.value_and_grad(loss_fn)(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
@@ -96,7 +97,7 @@ def test_a_large_loss_times_the_scale_stays_finite():
 
 def test_a_float16_loss_is_warned_of_and_overflows_at_65536():
     w = jnp.array(2.0**-10, F16)
-    with pytest.warns(UserWarning, match="the loss is float16.*scales above 65504 become inf. Compute it in float32"):
+    with pytest.warns(UserWarning, match="float16.*default 65536, every step overflows. Compute the loss in float32"):
         loss, grads = jaxmp.value_and_grad(lambda w: w * 1)(w, opt_state=state_with(2.0**16))
     assert_bitwise((loss, grads), (F32(2.0**-10), F16(np.inf)))
     with warnings.catch_warnings():
@@ -450,7 +451,7 @@ def test_typed_keys_among_params():
         jaxmp.value_and_grad(lambda p: jnp.float32(0))({"key": jax.random.key(0)}, opt_state=state_with(1.0))
 
 
-@pytest.mark.parametrize("opt_state", [optax.sgd(0.1).init(jnp.ones(1)), optax.adam(1.0).init(jnp.ones(1)), None, {}])
+@pytest.mark.parametrize("opt_state", [optax.sgd(0.1).init(jnp.ones(1)), optax.adam(1.0).init(jnp.ones(1)), {}])
 def test_no_loss_scale_in_the_state(opt_state):
     with pytest.raises(
         ValueError, match=r"opt_state must hold the loss scale.*it holds none. Pass the state of jaxmp.mixed_precision"
@@ -465,8 +466,13 @@ def test_two_loss_scales_in_the_state():
 
 
 def test_opt_state_must_be_given():
-    with pytest.raises(TypeError, match="opt_state"):
+    with pytest.raises(ValueError, match=r"it was not given. Pass opt_state=, the state of jaxmp.mixed_precision"):
         jaxmp.value_and_grad(loss_fn)(params16(), X)
+
+
+def test_an_nnx_module_is_sent_to_its_bridge():
+    with pytest.raises(TypeError, match=r"use jaxmp.nnx.value_and_grad"):
+        jaxmp.value_and_grad(lambda m: 0.0)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), opt_state=state_with(1.0))
 
 
 @pytest.mark.parametrize(

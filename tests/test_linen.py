@@ -343,3 +343,8 @@ def test_a_train_state_is_a_pytree_of_arrays():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     moved = jax.device_put(state, NamedSharding(mesh, P()))
     assert all(len(x.devices()) == 2 for x in jax.tree.leaves(moved))
+
+
+def test_a_policy_needs_an_optimizer_with_masters():
+    with pytest.raises(ValueError, match=r"got tx without one. Wrap it: tx = jaxmp.mixed_precision"):
+        jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), policy="fp16")

@@ -442,3 +442,17 @@ def test_check_progress_of_a_replicated_state():
 
 def test_check_progress_of_a_plain_optimizer_says_nothing():
     jaxmp.check_progress(optax.adam(0.1).init(params()), max_consecutive_skips=1, max_pinned_overflows=1)
+
+
+def test_a_state_restored_into_an_optimizer_without_a_scale_is_unscaled_by_its_own():
+    """value_and_grad scales by what the state holds, so the update must divide by that, not by 1."""
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16")
+    state = tx.init(params)
+    restored = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(8.0)))
+    def loss_fn(p):
+        return jnp.sum(p["w"].astype(jnp.float32)) * 0.25
+    _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=restored)
+    params, restored = jaxmp.apply_gradients(tx, grads, restored, params)
+    assert params["w"].tolist() == [0.75, 0.75]
+    assert float(jaxmp.get_loss_scale(restored)) == 8.0
