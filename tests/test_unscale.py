@@ -450,8 +450,10 @@ def test_a_state_restored_into_an_optimizer_without_a_scale_is_unscaled_by_its_o
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16")
     state = tx.init(params)
     restored = state._replace(scaling=state.scaling._replace(loss_scale=jnp.float32(8.0)))
+
     def loss_fn(p):
         return jnp.sum(p["w"].astype(jnp.float32)) * 0.25
+
     _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=restored)
     params, restored = jaxmp.apply_gradients(tx, grads, restored, params)
     assert params["w"].tolist() == [0.75, 0.75]
