@@ -139,14 +139,15 @@ class DynamicLossScale(Scaling):
         refills = grows if rule.refill == "growth" else True
         falls = self.hysteresis_left <= 1
         left = jnp.maximum(self.hysteresis_left - 1, rule.hysteresis_floor)
-        return self._with_leaves(
-            jnp.where(
-                finite,
-                jnp.where(grows, self._grown(), self.loss_scale),
-                jnp.where(falls, self._lowered(), self.loss_scale),
-            ),
-            jnp.where(finite, jnp.where(grows, 0, count), rule.count_after_overflow).astype(jnp.int32),
-            jnp.where(finite, jnp.where(refills, rule.hysteresis, self.hysteresis_left), left).astype(jnp.int32),
+        loss_scale = jnp.where(
+            finite,
+            jnp.where(grows, self._grown(), self.loss_scale),
+            jnp.where(falls, self._lowered(), self.loss_scale),
+        )
+        growth_count = jnp.where(finite, jnp.where(grows, 0, count), rule.count_after_overflow)
+        hysteresis_left = jnp.where(finite, jnp.where(refills, rule.hysteresis, self.hysteresis_left), left)
+        return DynamicLossScale.tree_unflatten(
+            rule, (loss_scale, growth_count.astype(jnp.int32), hysteresis_left.astype(jnp.int32))
         )
 
     def is_pinned(self, grads_finite: Bool[Array, ""] | bool) -> Bool[Array, ""]:
@@ -177,12 +178,6 @@ class DynamicLossScale(Scaling):
 
     def _lowered(self) -> Float[Array, ""]:
         return jnp.maximum(self.loss_scale * jnp.asarray(self._rule.backoff_factor, jnp.float32), self._floor())
-
-    def _with_leaves(self, loss_scale: Any, growth_count: Any, hysteresis_left: Any) -> "DynamicLossScale":
-        new = object.__new__(DynamicLossScale)
-        new._rule = self._rule
-        new.loss_scale, new.growth_count, new.hysteresis_left = loss_scale, growth_count, hysteresis_left
-        return new
 
     def __repr__(self) -> str:
         return (

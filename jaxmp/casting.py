@@ -23,8 +23,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-_ArrayLike = (jax.Array, np.ndarray, np.generic)
-
 
 def is_float(x: Any) -> bool:
     """Whether `x` is an array (or an abstract one) of floats of 16 bits or more.
@@ -68,9 +66,19 @@ def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=jnp.dtype(dtype), weak_type=False)
-    if x.dtype == dtype:  # a weak type would change at the first update
-        return lax.convert_element_type(x, dtype) if getattr(x, "weak_type", False) else x
+    if x.dtype == dtype:
+        return strongly_typed(x)
     return saturating_cast(x, dtype) if saturate else jnp.asarray(x).astype(dtype)
+
+
+def strongly_typed(x: Any) -> Any:
+    """`x` without jax's weak type, which the first update would change: a recompilation.
+
+    Example:
+      >>> jnp.asarray(1.0), strongly_typed(jnp.asarray(1.0))
+      (Array(1., dtype=float32, weak_type=True), Array(1., dtype=float32))
+    """
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:

@@ -330,20 +330,10 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
       {'ema': Array([1.], dtype=float32)}
     """
-    return select(was_skipped(opt_state), old, new)
+    skipped = was_skipped(opt_state)
 
+    def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
 
-def select(predicate: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
-    """`on_true` or `on_false`, leaf by leaf and bit for bit, in the dtypes of `on_true`; never a multiplication.
-
-    Example:
-      >>> select(jnp.array(False), {"a": jnp.ones(1)}, {"a": jnp.array([jnp.inf])})
-      {'a': Array([inf], dtype=float32)}
-    """
-
-    def pick(a: Any, b: Any) -> Any:
-        b = jnp.asarray(b)
-        a = jnp.asarray(a)
-        return jnp.where(predicate, a, b if a.dtype == b.dtype else b.astype(a.dtype))
-
-    return jax.tree.map(pick, on_true, on_false)
+    return jax.tree.map(pick, old, new)

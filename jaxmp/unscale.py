@@ -103,7 +103,7 @@ def unscale_and_skip(
             pinned_overflows=zero,
             unscaled_fp16=jnp.asarray(unscaled_fp16),
             saturated_params=jnp.zeros((), jnp.float32),
-            guarded=jax.tree.map(_strongly_typed, guarded.init(params)),
+            guarded=jax.tree.map(casting.strongly_typed, guarded.init(params)),
         )
         return states.own_buffers(fresh, (params, template))
 
@@ -118,20 +118,17 @@ def unscale_and_skip(
     ) -> tuple[PyTree, states.UnscaleState]:
         _check_gradients(updates)
         scaler = states.scaler_of(template, state.scaling)
+        own_scale_moves = loss_scale is None and scales
+        used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         with jax.named_scope("jaxmp.unscale"):
-            if loss_scale is not None:
-                grads = scaling.unscale(updates, loss_scale)
-            elif scales:
-                grads = scaler.unscale(updates)
-            else:  # 1, unless the state was restored from a run with a scale: that is what value_and_grad scaled with
-                grads = scaling.unscale(updates, state.scaling.loss_scale)
-            grads = casting.cast_floats(grads, jnp.float32)  # a user's own scale may keep 16 bits
+            # By the scale that value_and_grad scaled with: the one given, else the one in the state, which without a
+            # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
+            grads = scaler.unscale(updates) if own_scale_moves else scaling.unscale(updates, used_scale)
+            grads = casting.cast_floats(grads, jnp.float32)  # that may keep 16 bits
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite)
-        own_scale_moves = loss_scale is None and scales
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
         next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
-        used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         with jax.named_scope("jaxmp.optimizer"):
             new_updates, new_guarded = guarded.update(
                 grads,
@@ -259,18 +256,9 @@ def _check_gradients(grads: PyTree) -> None:
             )
 
 
-def _strongly_typed(x: Any) -> Any:
-    """`x` without jax's weak type, which the first update would change: a recompilation."""
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
-
-
 def _in_dtype_of(new: Any, old: Any) -> Any:
     new = jnp.asarray(new)
-    return (
-        new
-        if new.dtype == old.dtype and not getattr(new, "weak_type", False)
-        else jax.lax.convert_element_type(new, old.dtype)
-    )
+    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
 
 
 def _finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
