@@ -85,20 +85,10 @@ def value_and_grad(
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
-        rest = {i: x for i, x in enumerate(args) if i not in diff_argnums}
-        batch_argnums = (
-            tuple(rest)
-            if accumulate_argnums is None
-            else resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
-        )
-        if set(batch_argnums) & set(diff_argnums):
-            raise ValueError(
-                f"accumulate_argnums {batch_argnums} must not name what is differentiated, argnums {diff_argnums}"
-            )
-        batches = split_microbatches({i: rest.pop(i) for i in batch_argnums}, k) if k > 1 else None
+        batches, whole = split_arguments(args, diff_argnums, accumulate_argnums, k)
 
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
-            positional = dict(rest) | dict(zip(diff_argnums, diff, strict=True)) | (batch or {})
+            positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch
             out = fun(*(positional[i] for i in range(len(args))), **kwargs)
             loss, aux = out if has_aux else (out, None)
             return loss, aux, carry
@@ -125,7 +115,7 @@ def scaled_value_and_grad(
       loss_fn: `(params, carry, microbatch) -> (loss, aux, new carry)`.
       params: what to differentiate with respect to.
       carry: state handed from microbatch to microbatch.
-      batches: None with k = 1, else a tree with leading axis k.
+      batches: tree with leading axis k; with k = 1, the microbatch itself.
       opt_state: holds the loss scale.
       k: number of microbatches.
       axis_name: see `value_and_grad`.
@@ -167,6 +157,31 @@ def scaled_value_and_grad(
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, grads
+
+
+def split_arguments(
+    args: Sequence[Any], diff_argnums: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The positional arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
+
+    With k = 1 nothing is split, and all are among the others.
+
+    Example:
+      >>> split_arguments(("params", jnp.arange(4), "stats"), (0,), accumulate_argnums=1, k=2)
+      ({1: Array([[0, 1],
+             [2, 3]], dtype=int32)}, {2: 'stats'})
+    """
+    whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
+    chosen = tuple(whole)
+    if accumulate_argnums is not None:
+        chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+    if set(chosen) & set(diff_argnums):
+        raise ValueError(
+            f"accumulate_argnums {chosen} must not name what is differentiated, argnums {tuple(diff_argnums)}"
+        )
+    if k == 1:
+        return {}, whole
+    return split_microbatches({i: whole.pop(i) for i in chosen}, k), whole
 
 
 def split_microbatches(tree: PyTree, k: int) -> PyTree:

@@ -52,14 +52,13 @@ class TrainState(train_state.TrainState):
           tx: the optimizer.
           policy: the policy that `tx` was made with.
           **kwargs: fields of subclasses, such as `batch_stats`.
+
+        Raises:
+          ValueError: `policy` with a `tx` that keeps no masters.
         """
         opt_state = tx.init(params)
         if policy is not None:
-            if not state.find(opt_state, state.UnscaleState):
-                raise ValueError(
-                    "policy= casts the params, which only an optimizer with masters can train; got tx without one. "
-                    "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
-                )
+            transform.check_trains_casts(opt_state)
             params = policy_lib.get_policy(policy).cast_to_param(params)
         step = jax.numpy.zeros((), jax.numpy.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)

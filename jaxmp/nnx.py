@@ -62,17 +62,11 @@ def value_and_grad(
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         graphdef, params, rest = nnx.split(model, wrt, ...)
-        whole = dict(enumerate(args, start=1))
-        chosen = (
-            tuple(whole)
-            if accumulate_argnums is None
-            else grads_lib.resolve_argnums(accumulate_argnums, len(args) + 1, "accumulate_argnums")
-        )
-        batches = grads_lib.split_microbatches({i: whole.pop(i) for i in chosen}, k) if k > 1 else None
+        batches, whole = grads_lib.split_arguments((model, *args), (0,), accumulate_argnums, k)
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)
-            positional = whole | (batch or {})
+            positional = whole | batch
             out = fun(merged, *(positional[i] for i in range(1, len(args) + 1)), **kwargs)
             loss, aux = out if has_aux else (out, None)
             return loss, aux, nnx.split(merged, wrt, ...)[2]
@@ -98,6 +92,9 @@ class Optimizer(nnx.Optimizer):
       wrt: filter of the variables to optimize.
       policy: the policy of `tx`; with None the module is left as it is.
 
+    Raises:
+      ValueError: `policy` with a `tx` that keeps no masters.
+
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
       >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -120,6 +117,7 @@ class Optimizer(nnx.Optimizer):
     ):
         super().__init__(model, tx, wrt=wrt)
         if policy is not None:
+            transform.check_trains_casts(self.opt_state)
             cast_to_param(model, policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:

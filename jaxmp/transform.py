@@ -125,6 +125,19 @@ def _rounded_like(param: Any, master_param: Any) -> Any:
     return master.model_param(master_param, param.dtype)
 
 
+def check_trains_casts(opt_state: Any) -> None:
+    """Raises a ValueError if `opt_state` is of a plain optimizer, which cannot train params that `policy=` casts.
+
+    Example:
+      >>> check_trains_casts(mixed_precision(optax.sgd(0.1), "bf16").init(jax.numpy.ones(2)))
+    """
+    if not state.find(opt_state, state.UnscaleState):
+        raise ValueError(
+            "policy= casts the params, which only an optimizer with masters can train; got tx without one. "
+            "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
+        )
+
+
 def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTree) -> Any:
     """The state of `tx` that goes on where a plain optimizer stopped: `inner_state` moved in, in float32.
 

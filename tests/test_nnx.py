@@ -393,3 +393,17 @@ def test_shared_and_lifted_modules_train(make_model):
         assert set(nnx.as_pure(grads)) == {"embed", "again"}  # the shared layer has one gradient and one master
     masters = nnx.as_pure(jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.Param)))
     assert_bitwise(state_of(model, nnx.Param), jaxmp.get_policy("fp16").cast_to_param(masters))
+
+
+def test_a_policy_needs_an_optimizer_with_masters():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"got tx without one. Wrap it: tx = jaxmp.mixed_precision\(tx, policy\)"):
+        jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy="fp16")
+    assert model.kernel[...].dtype == jnp.float32  # it was not cast
+    jaxmp.nnx.Optimizer(model, optax.sgd(0.1))  # without a policy any optimizer will do
+
+
+def test_the_module_is_no_batch():
+    compute = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x)), accumulate=2, accumulate_argnums=(0, 1))
+    with pytest.raises(ValueError, match=r"accumulate_argnums \(0, 1\) must not name what is differentiated"):
+        compute(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3)), opt_state=None)
