@@ -10,9 +10,11 @@ none. The inner optimizer is initialized from float32 as well, so its moments ar
 
 optax's interface hands over an *update* that is added to the params. For a 16-bit param that update is
 f32(round(m')) - f32(p), in float32: `optax.apply_updates` adds in float32 and lands on round(m') exactly (unless a
-weight shrinks 4000-fold within one step; the next step repairs that). `jaxmp.apply_gradients` skips this detour.
+weight just below a power of two changes sign and shrinks 8000-fold in one step; the next step repairs that).
+`jaxmp.apply_gradients` skips this detour.
 """
 
+import warnings
 from typing import Any
 
 import jax
@@ -45,6 +47,9 @@ def keep_master_params(
       TypeError: params that are no floats and not frozen, named by path.
       ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params.
 
+    Warns:
+      UserWarning: at `init`, patterns of `keep_fp32` that match no param.
+
     Example:
       >>> tx = keep_master_params(optax.sgd(1.0), "bf16")
       >>> params32 = {"w": jnp.array([1.0])}
@@ -59,6 +64,7 @@ def keep_master_params(
     inner = optax.with_extra_args_support(as_transformation(inner))
 
     def init_fn(params: PyTree) -> MasterState:
+        _warn_of_idle_patterns(policy, params)
         full = casting.cast_floats(params, jnp.float32)
         masters = _make_masters(inner, policy, params, full)
         return own_buffers(MasterState(masters, inner.init(_view(full, masters))), foreign=params)
@@ -89,6 +95,20 @@ def model_param(master: PyTree, dtype: Any) -> PyTree:
       [0.5, 65504.0]
     """
     return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+
+
+def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
+    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if any(isinstance(x, optax.MaskedNode) for x in parts):
+        return  # inside optax.masked or multi_transform: the pattern may be meant for the other params
+    paths = [path for path, _ in _paths.boxed_leaves(params)[0]]
+    idle = [pattern for pattern in policy.keep_fp32 if not any(_paths.matches(path, [pattern]) for path in paths)]
+    if idle and paths:
+        warnings.warn(
+            f"every pattern of keep_fp32 should match a param; none matches {', '.join(map(repr, idle))}. Patterns are "
+            f"globs over whole paths, which here look like {', '.join(map(repr, paths[:3]))}.",
+            stacklevel=4,  # whoever calls mixed_precision(...).init
+        )
 
 
 def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:

@@ -246,7 +246,7 @@ def test_sharded_leaves_under_jit_share_one_all_reduce_of_flags():
 
 def test_the_user_s_own_reduction_is_joined_by_one():
     mesh = mesh_of()
-    policy = make_policy("fp16")
+    policy = jaxmp.get_policy("fp16")
     params32 = {f"w{i}": jnp.ones((4, 4)) for i in range(3)}
     tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
 

@@ -68,6 +68,32 @@ def test_float32_policies_keep_no_master(policy):
     assert is_masked(masters_in(state)["w"])
 
 
+def test_a_pattern_that_matches_no_param_warns_once():
+    params = {"LayerNorm_0": {"scale": jnp.ones(1)}, "Dense_0": {"kernel": jnp.ones(1), "bias": jnp.ones(1)}}
+    policy = jaxmp.get_policy("fp16", keep_fp32=("*nrom*", "*bias", "scale"))
+    with pytest.warns(UserWarning) as record:
+        jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params)
+    assert [str(w.message) for w in record] == [
+        "every pattern of keep_fp32 should match a param; none matches '*nrom*', 'scale'. Patterns are globs over "
+        "whole paths, which here look like 'Dense_0/bias', 'Dense_0/kernel', 'LayerNorm_0/scale'."
+    ]
+    assert record[0].filename == __file__  # it points at the call of init
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.masked(tx, {"w": True, "norm": False}),
+        lambda tx: optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "norm": "b"}),
+    ],
+    ids=["masked", "multi_transform"],
+)
+def test_a_pattern_may_be_meant_for_params_that_this_optimizer_does_not_see(wrap):
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), jaxmp.get_policy("fp16", keep_fp32=("norm",)))
+    tx.init({})  # a device may hold no params
+    wrap(tx).init({"w": jnp.ones(1), "norm": jnp.ones(1)})
+
+
 def test_a_float32_leaf_goes_through_the_same_unscale_clip_and_update():
     """What a kept leaf does equals what it does in a float32 run that sees the same gradients."""
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(0.5))

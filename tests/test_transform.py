@@ -164,7 +164,7 @@ def test_apply_gradients_under_jit_lands_on_the_same_bits():
 
 def test_a_tree_of_one_array_and_an_empty_one():
     """Params need not be a dict; a device may hold none at all and still takes part."""
-    tx = mixed(optax.sgd(1.0))
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0)
     params, state = jaxmp.apply_gradients(tx, jnp.float16(4.0), tx.init(jnp.float16(1.5)), jnp.float16(1.5))
     assert_bitwise(params, jnp.float16(0.5))
     params, state = jaxmp.apply_gradients(tx, {}, tx.init({}), {})
@@ -172,7 +172,7 @@ def test_a_tree_of_one_array_and_an_empty_one():
 
 
 def test_nones_in_the_tree_stay():
-    tx = mixed(optax.sgd(1.0))
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0)
     params = {"w": jnp.ones(1, jnp.float16), "nothing": None}
     grads = {"w": jnp.full(1, 4.0, jnp.float16), "nothing": None}
     new, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params)
