@@ -92,18 +92,33 @@ class Config:
     process_id: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+OnLog = Callable[[int, float, float], None]  # (steps taken, loss, loss scale)
+
+
+@dataclasses.dataclass
 class Run:
     """What one policy did; lists have one entry per step."""
 
     policy: str
-    losses: list[float]  # nats per byte, of the training batch
-    loss_scales: list[float]  # after the step
-    skipped: list[bool]  # whether the step was
-    held_out: dict[int, float]  # steps taken -> loss on the held-out text
     param_bytes: int
     state_bytes: int
-    seconds: float  # compilation included
+    losses: list[Any] = dataclasses.field(default_factory=list)  # nats per byte, of the training batch
+    loss_scales: list[Any] = dataclasses.field(default_factory=list)  # after the step
+    skipped: list[Any] = dataclasses.field(default_factory=list)  # whether the step was
+    held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss on the held-out text
+    seconds: float = 0.0  # compilation included
+
+    def log(self, metrics: dict[str, Any], opt_state: Any, cfg: Any, on_log: OnLog) -> None:
+        """Keeps the metrics of a step, on their device; every `log_every` steps they are fetched and looked at."""
+        columns = {"loss": self.losses, "loss_scale": self.loss_scales, "skipped": self.skipped}
+        for name, column in columns.items():
+            column.append(metrics[name])
+        steps, recent = len(self.losses), slice(-cfg.log_every, None)
+        if steps % cfg.log_every == 0 or steps == cfg.steps:  # the only place that waits for the devices
+            for column in columns.values():
+                column[recent] = np.asarray(jax.device_get(column[recent])).tolist()
+            jaxmp.check_progress(opt_state)  # stops a run that only skips
+            on_log(steps, float(np.mean(self.losses[recent])), self.loss_scales[-1])
 
     @property
     def final_train(self) -> float:
@@ -191,14 +206,14 @@ class Transformer(nn.Module):
         return nn.Dense(256, use_bias=False, dtype=jnp.float32, name="logits")(x).reshape(*tokens.shape, 256)
 
 
-def train(cfg: Config, policy_name: str, on_log: Callable[[int, float, float], None] = lambda *_: None) -> Run:
-    """One run. `on_log(step, loss, loss_scale)` is called every `log_every` steps."""
+def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
+    """One run. `on_log` is called every `log_every` steps."""
     policy = jaxmp.get_policy(policy_name, keep_fp32=("*norm*",))
     with policy.default_matmul_precision():  # "fp32" means float32: no TensorFloat-32 in the baseline
         return _train(cfg, policy_name, policy, on_log)
 
 
-def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: Callable[[int, float, float], None]) -> Run:
+def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: OnLog) -> Run:
     started = time.perf_counter()
     train_text, held_out_text = load_text()
     model = Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
@@ -250,36 +265,19 @@ def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: Callable
     param_bytes, state_bytes = (
         sum(x.nbytes for x in jax.tree.leaves(tree)) // local for tree in (state.params, state.opt_state)
     )
-    held_out: dict[int, float] = {}
-    history: list[dict[str, Any]] = []
-    pending: list[dict[str, Any]] = []
+    run = Run(policy_name, param_bytes, state_bytes)
     for i in range(cfg.steps):
         disturbance = np.ones(devices, np.float32)
         if is_fp16 and i in cfg.overflow_steps:
             disturbance[cfg.overflow_device % devices] = np.inf
         state, metrics = step(state, mine(sample(train_text, cfg, i)), mine(disturbance)[:, 0])
-        pending.append({name: metrics[name] for name in ("loss", "loss_scale", "skipped")})
-        last = i + 1 == cfg.steps
-        if (i + 1) % cfg.eval_every == 0 or last:
+        if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.steps:
             # One batch at a time: simulated devices share few threads, and two batches at once can lock each other out.
             losses = [float(held_out_loss(state.params, mine(batch))) for batch in walk(held_out_text, cfg)]
-            held_out[i + 1] = float(np.mean(losses))
-        if (i + 1) % cfg.log_every == 0 or last:  # the only place that waits for the devices
-            history += jax.device_get(pending)
-            jaxmp.check_progress(state.opt_state)  # stops a run that only skips
-            recent = float(np.mean([h["loss"] for h in history[-len(pending) :]]))
-            on_log(i + 1, recent, float(history[-1]["loss_scale"]))
-            pending = []
-    return Run(
-        policy=policy_name,
-        losses=[float(h["loss"]) for h in history],
-        loss_scales=[float(h["loss_scale"]) for h in history],
-        skipped=[bool(h["skipped"]) for h in history],
-        held_out=held_out,
-        param_bytes=param_bytes,
-        state_bytes=state_bytes,
-        seconds=time.perf_counter() - started,
-    )
+            run.held_out[i + 1] = float(np.mean(losses))
+        run.log(metrics, state.opt_state, cfg, on_log)
+    run.seconds = time.perf_counter() - started
+    return run
 
 
 def gap_percent(run: Run, baseline: Run) -> float:

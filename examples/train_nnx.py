@@ -25,7 +25,6 @@ a minute on two cores:
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def spread(module: nnx.Module, mesh: Mesh) -> None:
     nnx.update(module, jax.device_put(arrays, jax.tree.map(place, arrays)))
 
 
-def run(cfg: Config, policy_name: str, on_log: Callable[[int, float, float], None] = lambda *_: None) -> train.Run:
+def train_nnx(cfg: Config, policy_name: str, on_log: train.OnLog = lambda *_: None) -> train.Run:
     """One run; as `train.train`."""
     started = time.perf_counter()
     policy = jaxmp.get_policy(policy_name, keep_fp32=("*norm*",))
@@ -155,44 +154,27 @@ def run(cfg: Config, policy_name: str, on_log: Callable[[int, float, float], Non
         sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(module, of)))
         for module, of in ((model, nnx.Param), (optimizer, nnx.optimizer.OptState))
     )
-    held_out: dict[int, float] = {}
-    history: list[dict[str, Any]] = []
-    pending: list[dict[str, Any]] = []
+    run = train.Run(policy_name, param_bytes, state_bytes)
     for i in range(cfg.steps):
         metrics = step(model, optimizer, jax.device_put(train.sample(train_text, cfg, i), rows))
-        pending.append({name: metrics[name] for name in ("loss", "loss_scale", "skipped")})
-        last = i + 1 == cfg.steps
-        if (i + 1) % cfg.eval_every == 0 or last:
+        if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.steps:
             model.eval()  # no dropout
             batches = (jax.device_put(batch, rows) for batch in train.walk(held_out_text, cfg))
-            held_out[i + 1] = float(np.mean([float(held_out_loss(model, batch)) for batch in batches]))
+            run.held_out[i + 1] = float(np.mean([float(held_out_loss(model, batch)) for batch in batches]))
             model.train()
-        if (i + 1) % cfg.log_every == 0 or last:
-            history += jax.device_get(pending)
-            jaxmp.check_progress(optimizer.opt_state)
-            recent = float(np.mean([h["loss"] for h in history[-len(pending) :]]))
-            on_log(i + 1, recent, float(history[-1]["loss_scale"]))
-            pending = []
-    return train.Run(
-        policy=policy_name,
-        losses=[float(h["loss"]) for h in history],
-        loss_scales=[float(h["loss_scale"]) for h in history],
-        skipped=[bool(h["skipped"]) for h in history],
-        held_out=held_out,
-        param_bytes=param_bytes,
-        state_bytes=state_bytes,
-        seconds=time.perf_counter() - started,
-    )
+        run.log(metrics, optimizer.opt_state, cfg, on_log)
+    run.seconds = time.perf_counter() - started
+    return run
 
 
 def main(cfg: Config) -> None:
     train.start_jax(cfg)
     console = Console(highlight=False)
-    runs = train.run_with_progress(run, cfg, console)
+    runs = train.run_with_progress(train_nnx, cfg, console)
     console.print(train.table(runs))
-    for done in runs:
-        for event in train.events(done):
-            console.print(f"{done.policy} {event}", soft_wrap=True)
+    for run in runs:
+        for event in train.events(run):
+            console.print(f"{run.policy} {event}", soft_wrap=True)
     train.plot(runs, cfg, cfg.out / "train_nnx.png")
 
 
