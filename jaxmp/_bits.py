@@ -1,0 +1,201 @@
+"""float32 arithmetic that is exact on every backend, made from the bits of its operands.
+
+Scales decide what every cast after them keeps, so they may not depend on where they were computed. Float operations of
+XLA do: GPUs divide approximately, exp2 and log2 miss powers of two, and CPUs read subnormals as zero (`1e-40 > 0` is
+False there). Integers have none of that. A positive float32 is
+
+    x = 2^exponent * significand / 2^23,    2^23 <= significand < 2^24,
+
+its bits are (exponent + 127) * 2^23 + (significand - 2^23), and as an int32 they are ordered as the floats are.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+INFINITY = np.int32(0x7F800000)  # the exponent field; below it are the finite floats, above it the NaNs
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_FRACTION = np.int32(0x007FFFFF)
+_ONE = 1 << 23  # the significand of 1
+
+
+def to_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The bits of float32 `x` as int32.
+
+    Example:
+      >>> hex(int(to_bits(jnp.float32(1.0))))
+      '0x3f800000'
+    """
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def from_bits(bits: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 whose bits the int32 are.
+
+    Example:
+      >>> float(from_bits(jnp.int32(0x3F800000)))
+      1.0
+    """
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def magnitude_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The bits of |x|, to be compared and reduced as integers; 0 for NaN, as the fmaxf of CUDA ignores it.
+
+    Example:
+      >>> x = jnp.array([1e-42, -2.0, jnp.nan])
+      >>> float(from_bits(jnp.max(magnitude_bits(x))))
+      2.0
+    """
+    bits = to_bits(x) & _MAGNITUDE
+    return jnp.where(bits > INFINITY, 0, bits)
+
+
+def is_positive_finite(x: Float[Array, "..."]) -> Bool[Array, "..."]:
+    """0 < x < inf, for subnormals too.
+
+    Example:
+      >>> is_positive_finite(jnp.array([1e-42, 1.0, 0.0, -1.0, jnp.inf, jnp.nan])).tolist()
+      [True, True, False, False, False, False]
+    """
+    bits = to_bits(x)
+    return (bits > 0) & (bits < INFINITY)
+
+
+def split(x: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
+    """Exponent and significand, as in the module's docstring, of positive finite `x`; subnormals are normalized.
+
+    Example:
+      >>> exponent, significand = split(jnp.array([1.75, 2.0**-140]))
+      >>> exponent.tolist(), (significand / 2**23).tolist()
+      ([0, -140], [1.75, 1.0])
+    """
+    bits = to_bits(x)
+    lifted = to_bits((bits & _FRACTION).astype(jnp.float32))  # a subnormal is this times 2^-149
+    subnormal = bits < _ONE
+    field = jnp.where(subnormal, lifted, bits) >> 23
+    fraction = jnp.where(subnormal, lifted, bits) & _FRACTION
+    return field - jnp.where(subnormal, 127 + 149, 127), fraction | _ONE
+
+
+def quotient(numerator: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """numerator / x, rounded to nearest even.
+
+    The backend's own quotient, right to some units, is only the guess: with integers n and d for the significands and
+    a guess q of floor(n 2^s / d), the remainder n 2^s - q d is small, so that int32 that wraps round holds it exactly.
+
+    Args:
+      numerator: a positive Python number that float32 can hold.
+      x: float32 of any shape, positive and finite; the quotient by anything else means nothing.
+
+    Returns:
+      float32: inf beyond the range, subnormals as they are, 0 below 2^-149.
+
+    Example:
+      >>> x = np.array([3.0, 449.0, 1e-37], np.float32)
+      >>> np.array_equal(quotient(448.0, jnp.asarray(x[:2])), np.float32(448.0) / x[:2])
+      True
+      >>> float(quotient(448.0, jnp.float32(x[2])))
+      inf
+    """
+    exponent_n, n = _split_number(numerator)
+    exponent_d, d = split(x)
+    below_one = (n < d).astype(jnp.int32)  # n / d is in (1/2, 2)
+    field = exponent_n - exponent_d - below_one + 127
+    shift = 23 + below_one - jnp.maximum(1 - field, 0)  # subnormals have fewer bits
+    guess = np.float32(n) / d.astype(jnp.float32) * _from_exponent(shift)
+    q = guess.astype(jnp.int32)
+    remainder = lax.shift_left(jnp.full_like(d, n), jnp.maximum(shift, 0)) - q * d
+    q, remainder = q + remainder // d, remainder % d
+    rounds_up = (2 * remainder > d) | ((2 * remainder == d) & (q & 1 == 1))
+    bits = ((jnp.maximum(field, 1) - 1) << 23) + q + rounds_up.astype(jnp.int32)  # a carry moves the exponent
+    return from_bits(jnp.where(field > 254, INFINITY, jnp.where(shift < 0, 0, bits)))
+
+
+def product(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x * y, where either may be subnormal; a product that is subnormal itself may become zero.
+
+    Args:
+      x: float32 of any shape.
+      y: float32 of the same shape.
+
+    Returns:
+      float32 of that shape, rounded once.
+
+    Example:
+      >>> float(product(jnp.float32(2.0**-140), jnp.float32(2.0**127))) == 2.0**-13
+      True
+    """
+    (x, rest_x), (y, rest_y) = _normal(x), _normal(y)
+    return x * y * rest_x * rest_y
+
+
+def exponent_of_largest_scale(amax: Float[Array, "..."], limit: float) -> Int[Array, "..."]:
+    """The largest k with 2^k * amax <= limit, not clamped.
+
+    Args:
+      amax: float32 of any shape, positive and finite; for anything else the result means nothing.
+      limit: a positive Python number that float32 can hold.
+
+    Returns:
+      int32.
+
+    Example:
+      >>> exponent_of_largest_scale(jnp.array([448.0, 449.0, 1.0]), 448.0).tolist()
+      [0, -1, 8]
+    """
+    exponent_limit, significand_limit = _split_number(limit)
+    exponent, significand = split(amax)
+    return exponent_limit - exponent - (significand > significand_limit).astype(jnp.int32)
+
+
+def power_of_two(log2: Float[Array, "..."]) -> Float[Array, "..."]:
+    """2^log2 for whole numbers, clamped to the normal range of float32, 2^-126 to 2^127.
+
+    Args:
+      log2: float32 of any shape, whole numbers; others are rounded to the nearest.
+
+    Returns:
+      float32 of the same shape.
+
+    Example:
+      >>> power_of_two(jnp.array([3.0, -1.0])).tolist()
+      [8.0, 0.5]
+    """
+    return _from_exponent(jnp.round(jnp.asarray(log2, jnp.float32)).astype(jnp.int32))
+
+
+def log2_of_power_of_two(scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log2(scale) as a whole number in float32, from -126 to 127; the inverse of `power_of_two`.
+
+    Args:
+      scale: float32 of any shape, powers of two; of others the log2 is rounded down, 0 gives -126 and inf 127.
+
+    Returns:
+      float32 of the same shape.
+
+    Example:
+      >>> log2_of_power_of_two(jnp.array([8.0, 0.5])).tolist()
+      [3.0, -1.0]
+    """
+    field = to_bits(jnp.asarray(scale, jnp.float32)) >> 23
+    return jnp.clip(field - 127, -126, 127).astype(jnp.float32)
+
+
+def _from_exponent(exponent: Int[Array, "..."]) -> Float[Array, "..."]:
+    return from_bits((jnp.clip(exponent, -126, 127) + 127) << 23)
+
+
+def _normal(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """(y, rest): x = y * rest, exactly, with y not subnormal."""
+    bits = to_bits(x)
+    subnormal = bits & INFINITY == 0
+    lifted = (bits & _FRACTION).astype(jnp.float32) * np.float32(2.0**-126)
+    lifted = from_bits(to_bits(lifted) | (bits & ~_MAGNITUDE))  # the sign, also of -0.0
+    return jnp.where(subnormal, lifted, x), jnp.where(subnormal, np.float32(2.0**-23), np.float32(1.0))
+
+
+def _split_number(x: float) -> tuple[int, int]:
+    fraction, exponent = np.frexp(np.float32(x))
+    return int(exponent) - 1, int(fraction * (2 * _ONE))
