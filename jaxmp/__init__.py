@@ -3,6 +3,7 @@
 from importlib import metadata as _metadata
 
 from jaxmp import casting as casting
+from jaxmp import fp8 as fp8
 from jaxmp import linen as linen
 from jaxmp import nnx as nnx
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm

@@ -3,7 +3,10 @@
 Supported are jax 0.10.2 to the newest. Every other file uses the names below and public jax names only.
 """
 
+from typing import Any
+
 import jax
+from flax.linen import fp8_ops
 from jaxtyping import Array
 
 
@@ -47,3 +50,16 @@ def cast_to_varying(x: Array, axes: tuple[str, ...]) -> Array:
     """
     missing = tuple(a for a in axes if a not in varying_axes(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def max_dtype() -> Any:
+    """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
+
+    An extended dtype, as keys have one; arrays are converted to and from float32 with `lax.convert_element_type`. It
+    is flax's: jax has no public way to make one.
+
+    Example:
+      >>> max_dtype()
+      fp8_meta32
+    """
+    return fp8_ops.fp32_max_grad

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import casting, sync
+from jaxmp import _scales, casting, sync
 from jaxmp.state import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
@@ -77,6 +77,7 @@ def clip_by_global_norm(
         coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
         factor = jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
+        clipped = _scales.map_scales(lambda _, g, amax: amax, clipped, updates)  # no gradients
         return clipped, GlobalNormState(norm)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -88,7 +89,7 @@ def global_norm(
     """The norm of all float leaves of `tree` as one vector: (sum_i |x_i|^ord)^(1/ord), in float32.
 
     Args:
-      tree: pytree of arrays.
+      tree: pytree of arrays; fp8 scales (`jaxmp.fp8.is_scale`) do not count.
       axis_name: model-parallel axes over which leaves are split.
       replicated: which leaves every shard holds in full, as for `clip_by_global_norm`.
       ord: order of the norm; `math.inf` is the largest magnitude.
@@ -171,6 +172,7 @@ def _largest(x: Array) -> Float[Array, ""]:
 
 def _by_shard(tree: PyTree, replicated: Any, f: Any) -> tuple[list[Any], list[Any]]:
     """`f` of each float leaf: of those that are split over shards, and of those that every shard holds."""
+    _, tree = _scales.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     flags = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree)
     parts: tuple[list[Any], list[Any]] = ([], [])

@@ -16,6 +16,7 @@ is why it reads the very `opt_state` that is passed here.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _versions, casting, state, sync
+from jaxmp import _paths, _scales, _versions, casting, state, sync
 
 
 def value_and_grad(
@@ -133,8 +134,12 @@ def scaled_value_and_grad(
     _check_differentiable(params)
     loss_scale = state.get_loss_scale(opt_state)
     axes = _axes_to_vary(axis_name)
+    given = params
     params = jax.tree.map(lambda x: _versions.cast_to_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
+    # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
+    gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
+    has_scales = _scales.has_scales(params)
 
     def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
         loss, aux, carry = loss_fn(params, carry, batch)
@@ -142,21 +147,31 @@ def scaled_value_and_grad(
         with jax.named_scope("jaxmp.scale_loss"):
             return loss * step_scale, (loss, aux, carry)
 
-    differentiate = jax.grad(scaled_loss, has_aux=True)
+    def differentiate(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
+        if not has_scales:
+            return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
+        params = _scales.enter(params, gradient_scale)
+        with _scales.explained():
+            grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
+        return _scales.leave(grads, gradient_scale), rest
+
     if k == 1:
+        if has_scales:  # outside of jit, jax cannot combine the amaxes of a leaf that is used twice
+            differentiate = jax.jit(differentiate, inline=True)
         grads, (loss, aux, carry) = differentiate(params, carry, batches)
-        return loss, aux, carry, grads
+        return loss, aux, carry, sync.max_of_scales(grads, given, axes)
 
     def body(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
         grads, (loss, aux, carry) = differentiate(params, carry, batch)
         with jax.named_scope("jaxmp.accumulate"):
-            sums = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
-        return (sums, carry), (loss, aux)
+            totals = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+            totals = _scales.map_scales(lambda _, total, so_far, g: jnp.maximum(so_far, g), totals, sums, grads)
+        return (totals, carry), (loss, aux)
 
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
-    return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, grads
+    return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, sync.max_of_scales(grads, given, axes)
 
 
 def split_arguments(

@@ -1,4 +1,6 @@
-"""flax.linen: a TrainState whose step goes through `jaxmp.apply_gradients`.
+"""flax.linen: fp8 layers, and a TrainState whose step goes through `jaxmp.apply_gradients`.
+
+`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into a model as it is.
 
 flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
 the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
@@ -14,6 +16,7 @@ from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import policy as policy_lib, state, transform
+from jaxmp._linen_fp8 import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
 
 
 class TrainState(train_state.TrainState):

@@ -23,7 +23,7 @@ import jmp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxmp import _frozen, _paths, casting
+from jaxmp import _frozen, _paths, _scales, casting
 from jaxmp.policy import Policy, get_policy
 from jaxmp.state import MasterState, own_buffers
 from jaxmp.unscale import as_transformation
@@ -65,6 +65,7 @@ def keep_master_params(
 
     def init_fn(params: PyTree) -> MasterState:
         _warn_of_idle_patterns(policy, params)
+        _refuse_scales(params)
         full = casting.cast_floats(params, jnp.float32)
         masters = _make_masters(inner, policy, params, full)
         return own_buffers(MasterState(masters, inner.init(_view(full, masters))), foreign=params)
@@ -109,6 +110,15 @@ def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
             f"globs over whole paths, which here look like {', '.join(map(repr, paths[:3]))}.",
             stacklevel=4,  # whoever calls mixed_precision(...).init
         )
+
+
+def _refuse_scales(params: PyTree) -> None:
+    for path, _ in _paths.boxed_leaves(params)[0]:
+        if _scales.is_scale(path):
+            raise ValueError(
+                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe. Pass "
+                f'recipe=, the one that the layers were built with, to jaxmp.mixed_precision, or use the policy "fp8".'
+            )
 
 
 def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:

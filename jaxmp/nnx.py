@@ -17,6 +17,12 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp import grads as grads_lib, policy as policy_lib, state, sync, transform
+from jaxmp._nnx_fp8 import (
+    Fp8DotGeneral as Fp8DotGeneral,
+    Fp8Einsum as Fp8Einsum,
+    Fp8Scale as Fp8Scale,
+    to_fp8 as to_fp8,
+)
 
 
 def value_and_grad(

@@ -9,6 +9,7 @@ which its *outputs* have. Mixed-precision training keeps params and activations 
     "tf32"    f32     f32      f32     TensorFloat-32: 10 bits of mantissa inside the matmul
     "fp16"    f16     f16      f32     float16: 10 bits of mantissa, 6e-8 to 65504, needs a loss scale
     "bf16"    bf16    bf16     f32     bfloat16: 7 bits of mantissa, the range of float32
+    "fp8"     f32     bf16     f32     8 bits with a scale for each tensor, in the layers built for it (`jaxmp.fp8`)
 
 Some leaves are better kept in float32 whatever the model does: the gains of norms, a router, a temperature. A policy
 names them by path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
@@ -26,13 +27,14 @@ import jax.numpy as jnp
 import jmp
 from jaxtyping import PyTree
 
-from jaxmp import _paths, casting
+from jaxmp import _paths, _scales, amax, casting
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
     "tf32": (jnp.float32, jnp.float32, jnp.float32, "tensorfloat32"),
     "fp16": (jnp.float16, jnp.float16, jnp.float32, None),
     "bf16": (jnp.bfloat16, jnp.bfloat16, jnp.float32, None),
+    "fp8": (jnp.float32, jnp.bfloat16, jnp.float32, None),
 }
 
 
@@ -48,6 +50,7 @@ class Policy(jmp.Policy):
       output_dtype: dtype of `cast_to_output`.
       keep_fp32: shell-style globs over the paths of leaves, upper and lower case alike; what matches stays float32.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
+      recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
 
     Example:
       >>> policy = get_policy("fp16", keep_fp32=("*norm*",))
@@ -58,6 +61,7 @@ class Policy(jmp.Policy):
 
     keep_fp32: tuple[str, ...] = ()
     matmul_precision: str | None = None
+    recipe: Any = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -96,7 +100,8 @@ class Policy(jmp.Policy):
           >>> str(get_policy("bf16", keep_fp32=("*scale",)).param_dtype_of("ln/scale"))
           'float32'
         """
-        return jnp.dtype(jnp.float32) if _paths.matches(path, self.keep_fp32) else self.param_dtype
+        kept = _scales.is_scale(path) or _paths.matches(path, self.keep_fp32)
+        return jnp.dtype(jnp.float32) if kept else self.param_dtype
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """`tree` as it is stored for the model: floating leaves in `param_dtype`, what `keep_fp32` names in float32.
@@ -119,14 +124,16 @@ class Policy(jmp.Policy):
         """`tree` with floating leaves in `compute_dtype`, what `keep_fp32` names in float32; overflow becomes inf."""
 
         def cast(path: str, x: Any) -> Any:
-            kept = _paths.matches(path, self.keep_fp32)
+            kept = _scales.is_scale(path) or _paths.matches(path, self.keep_fp32)
             return casting.cast_float(x, jnp.float32 if kept else self.compute_dtype)
 
         return _paths.map_with_path(cast, tree)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """`tree` with every floating leaf in `output_dtype`."""
-        return jax.tree.map(lambda x: casting.cast_float(x, self.output_dtype), tree)
+        return _paths.map_with_path(
+            lambda path, x: x if _scales.is_scale(path) else casting.cast_float(x, self.output_dtype), tree
+        )
 
     def default_matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which float32 matmuls are traced at this policy's precision.
@@ -147,7 +154,7 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = ()) -> Po
     """The policy that a name, a jmp string or a jmp policy stands for.
 
     Args:
-      policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"` (see the module's table); any string of jmp, such as
+      policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"`, `"fp8"` (see the module's table); any string of jmp, such as
         `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, returned with the rules
         added to its own.
       keep_fp32: shell-style globs over paths such as `"encoder/LayerNorm_0/scale"`; leaves that match stay float32.
@@ -171,7 +178,8 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = ()) -> Po
         return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + tuple(keep_fp32))
     if isinstance(policy, str) and policy in _PRESETS:
         param, compute, output, precision = _PRESETS[policy]
-        return Policy(param, compute, output, tuple(keep_fp32), precision)
+        recipe = amax.DelayedScaling() if policy == "fp8" else None
+        return Policy(param, compute, output, tuple(keep_fp32), precision, recipe)
     if isinstance(policy, str):
         try:
             policy = jmp.get_policy(policy)

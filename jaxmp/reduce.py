@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from jaxmp import sync
+from jaxmp import _scales, sync
 
 
 def reduce_gradients(
@@ -55,7 +55,9 @@ def reduce_gradients(
         if factor is None:
             in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4
             factor = 1.0 if in_float32 else predivide_factor(axes)
-        return sync.mean_over(updates, axes, dtype=dtype, predivide=factor), state
+        # The amaxes of fp8 scales are at their MAX already: value_and_grad sees to that.
+        amaxes, grads = _scales.partition(updates)
+        return _scales.merge(amaxes, sync.mean_over(grads, axes, dtype=dtype, predivide=factor)), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
 

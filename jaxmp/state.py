@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxmp import _paths, casting, scaling
+from jaxmp import _paths, amax, casting, scaling
 
 
 class LossScaleState(NamedTuple):
@@ -81,6 +81,33 @@ class MasterState(NamedTuple):
 
     master_params: PyTree
     master_inner: Any
+
+
+class Fp8State(NamedTuple):
+    """State of `update_amax`: the scales of a model's fp8 tensors and where they come from.
+
+    Attributes:
+      amax_states: one `AmaxState` for each recipe and direction (forward, backward), of n scales: scale float32[n],
+        amax_history float32[len, n].
+      saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
+      unused_tensors: float32[], tensors that were not used in it, or all zero.
+    """
+
+    amax_states: tuple[amax.AmaxState, ...]
+    saturated_tensors: Float[Array, ""]
+    unused_tensors: Float[Array, ""]
+
+
+class SplitFp8State(NamedTuple):
+    """State of `split_fp8`.
+
+    Attributes:
+      fp8_scales: state of the transform of the scale leaves, an `Fp8State`.
+      fp8_rest: state of the transform of all other leaves.
+    """
+
+    fp8_scales: Any
+    fp8_rest: Any
 
 
 class GlobalNormState(NamedTuple):
@@ -276,6 +303,10 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       saturated_params: float16 weights that stood at 65504 in this step because their master lies beyond.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
+      fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
+      fp8/max_amax: the largest of the newest amaxes.
+      fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
+      fp8/unused: fp8 tensors that were not used in it, or all zero.
 
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
@@ -299,7 +330,19 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
         "saturated_params": nan if unscale is None else unscale.saturated_params,
         "grad_norm": nan if norm is None else norm.grad_norm,
         "zero_grads": nan if zeros is None else zeros.zero_grads,
-    }
+    } | _fp8_metrics(opt_state)
+
+
+def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
+    found = find(opt_state, Fp8State)
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
+    if not found:
+        return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
+    scales = jnp.concatenate([jnp.ravel(group.scale) for group in found[0].amax_states])
+    # The newest amax is in the last slot: of the history's axis, which pmap's copies put behind one of their own.
+    newest = jnp.concatenate([jnp.ravel(group.amax_history[..., -1, :]) for group in found[0].amax_states])
+    values = (jnp.min(scales), jnp.max(scales), jnp.max(newest), found[0].saturated_tensors, found[0].unused_tensors)
+    return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 
 
 def was_skipped(opt_state: Any) -> Bool[Array, ""]:

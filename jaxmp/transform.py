@@ -1,6 +1,7 @@
 """`mixed_precision`: the parts joined into one optax transform, and the step that applies it.
 
-    mixed_precision(inner, policy) == unscale_and_skip(keep_master_params(inner, policy), loss_scale)
+    mixed_precision(inner, policy)
+        == unscale_and_skip(split_fp8(update_amax(recipe), keep_master_params(inner, policy)), loss_scale)
 
 Reading from the outside in: gradients come scaled and in 16 bits; `unscale_and_skip` makes them float32, decides
 whether the step is taken and selects; `keep_master_params` turns 16-bit params into float32 masters; `inner` is any
@@ -14,7 +15,7 @@ import jmp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp import _paths, casting, master, scaling, state, sync, unscale
+from jaxmp import _paths, casting, delayed, master, scaling, state, sync, unscale
 from jaxmp.policy import get_policy
 
 
@@ -24,6 +25,7 @@ def mixed_precision(
     *,
     loss_scale: Any = "auto",
     axis_name: sync.AxisName = "auto",
+    recipe: delayed.Recipe = None,
     skip_nonfinite: bool = True,
     skip_if: unscale.SkipIf | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -41,6 +43,8 @@ def mixed_precision(
         with jmp's protocol.
       axis_name: axes over which devices agree on overflow: `"auto"` for every axis that pmap or shard_map binds, names,
         or None, which is an error inside of either.
+      recipe: the fp8 recipe of the model's layers; None for the policy's own. With a `DelayedScaling` (or a dict from
+        path globs to several) the scale leaves of the params are moved by it; stateless recipes need nothing here.
       skip_nonfinite: whether steps with non-finite gradients are skipped, with any policy; see `unscale_and_skip`.
       skip_if: `(grads, metrics) -> bool[]`, a reason of your own to skip a step.
 
@@ -73,8 +77,12 @@ def mixed_precision(
                 f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
         loss_scale = scaling.DynamicLossScale() if policy.uses_float16 else None
+    chain = master.keep_master_params(inner, policy)
+    recipe = policy.recipe if recipe is None else recipe
+    if delayed.is_delayed(recipe):
+        chain = delayed.split_fp8(delayed.update_amax(recipe), chain)
     return unscale.unscale_and_skip(
-        master.keep_master_params(inner, policy),
+        chain,
         loss_scale,
         axis_name=axis_name,
         skip_nonfinite=skip_nonfinite,

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _paths, _versions, casting, scaling, state as states, sync
+from jaxmp import _paths, _scales, _versions, casting, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -52,9 +52,9 @@ def unscale_and_skip(
       skip_nonfinite: whether a step with non-finite gradients is skipped. False looks at nothing and takes every step,
         as Megatron-LM does for bfloat16 without a scaler; elements that come out non-finite keep their old value, all
         others move.
-      skip_if: a reason of your own: `(grads, metrics) -> bool[]` with the unscaled gradients of this device and
-        `get_metrics` of the state before the step. True on any device skips the step on all. It does not lower the
-        loss scale, which only overflow does.
+      skip_if: a reason of your own: `(grads, metrics) -> bool[]` with the unscaled gradients of this device (without
+        fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all. It does
+        not lower the loss scale, which only overflow does.
       policy: only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
 
     Returns:
@@ -125,6 +125,8 @@ def unscale_and_skip(
             # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
             grads = scaler.unscale(updates) if own_scale_moves else scaling.unscale(updates, used_scale)
             grads = casting.cast_floats(grads, jnp.float32)  # that may keep 16 bits
+            # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
+            grads = _scales.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite)
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
@@ -160,6 +162,7 @@ def unscale_and_skip(
     ) -> tuple[Array, Array, Array]:
         """(all finite, step is taken, saturated params), the same on every device: at most one MAX."""
         must_look = known_finite is None and (skip_nonfinite or scales)
+        amaxes, grads = _scales.partition(grads)
         overflows = sync.any_nonfinite(grads) if must_look else jnp.zeros((), bool)
         unwanted = jnp.zeros((), bool)
         if skip_if is not None:
@@ -174,7 +177,10 @@ def unscale_and_skip(
             differs = bool(_versions.varying_axes(saturated))
             found = sync.largest_on_any_device([overflows, unwanted] + [saturated] * differs, axes)
             overflows, unwanted, saturated = found if differs else [*found, saturated]
-        finite = overflows == 0 if known_finite is None else jnp.asarray(known_finite, bool)
+        # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Amaxes are
+        # the same on every device: they need no MAX, and without one XLA can join theirs with that of the flags.
+        overflows = (overflows != 0) | (sync.any_nonfinite(amaxes) if must_look else False)
+        finite = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
         return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

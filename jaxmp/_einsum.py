@@ -1,0 +1,78 @@
+"""einsum of two operands as one `dot_general`: attention's projections and experts are written that way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def einsum_by(dot_general: Callable[..., Array], subscripts: str, lhs: Array, rhs: Array) -> Float[Array, "..."]:
+    """`jnp.einsum(subscripts, lhs, rhs)` by a `dot_general(lhs, rhs, dimension_numbers)`.
+
+    Args:
+      dot_general: a function like `jax.lax.dot_general`.
+      subscripts: an explicit equation of two operands; each label once per operand, and in the result or in both
+        operands; "..." for leading batch axes, which both operands have or one.
+      lhs, rhs: arrays.
+
+    Returns:
+      The result, axes in the order of the equation.
+
+    Raises:
+      ValueError: an equation of another kind.
+
+    Example:
+      >>> from jax import lax
+      >>> einsum_by(lax.dot_general, "btd,dhk->bthk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
+      (2, 3, 5, 6)
+    """
+    lhs_labels, rhs_labels, result = _parse(subscripts, lhs.ndim, rhs.ndim)
+    shared = [name for name in lhs_labels if name in rhs_labels]
+    batch = [name for name in shared if name in result]
+    contract = [name for name in shared if name not in result]
+
+    def positions(labels: str, names: list[str]) -> tuple[int, ...]:
+        return tuple(labels.index(name) for name in names)
+
+    out = dot_general(
+        lhs,
+        rhs,
+        (
+            (positions(lhs_labels, contract), positions(rhs_labels, contract)),
+            (positions(lhs_labels, batch), positions(rhs_labels, batch)),
+        ),
+    )
+    order = batch + [x for x in lhs_labels if x not in shared] + [x for x in rhs_labels if x not in shared]
+    return jnp.transpose(out, [order.index(name) for name in result])
+
+
+def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+    """Labels of lhs, rhs and the result, one letter an axis."""
+    text = subscripts.replace(" ", "")
+    operands, arrow, result = text.partition("->")
+    names = operands.split(",")
+    if not arrow or len(names) != 2:
+        raise _error(subscripts, "it needs two operands and '->'")
+    unused = [x for x in _LETTERS if x not in text]
+    widths = [ndim - len(name.replace("...", "")) for name, ndim in zip(names, (lhs_ndim, rhs_ndim), strict=True)]
+    if any(width < 0 or (width and "..." not in name) for name, width in zip(names, widths, strict=True)):
+        raise _error(subscripts, f"it does not fit operands of {lhs_ndim} and {rhs_ndim} axes")
+    stars = "".join(unused[: max(widths)])
+    lhs, rhs = (name.replace("...", stars[len(stars) - width :]) for name, width in zip(names, widths, strict=True))
+    result = result.replace("...", stars)
+    for labels in (lhs, rhs, result):
+        if len(set(labels)) != len(labels):
+            raise _error(subscripts, "a label may come once in each operand")
+    for name in lhs + rhs:
+        if name not in result and not (name in lhs and name in rhs):
+            raise _error(subscripts, f"the label {name!r} is in one operand only and not in the result: sum it first")
+    if unknown := set(result) - set(lhs + rhs):
+        raise _error(subscripts, f"the result has labels of no operand: {sorted(unknown)}")
+    return lhs, rhs, result
+
+
+def _error(subscripts: str, reason: Any) -> ValueError:
+    return ValueError(f"an fp8 einsum is one GEMM: {reason}; got {subscripts!r}")

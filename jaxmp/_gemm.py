@@ -1,0 +1,368 @@
+"""The fp8 matmul: `dot_general` and `einsum` whose three GEMMs run in 8 bits.
+
+For y = x w with the gradient g of y, scales s and Q(t) = fp8(clip(t * s)):
+
+    fprop   y  = Q(x) Q(w)   / (s_x s_w)      e4m3 x e4m3, fast accumulation
+    dgrad   dx = Q(g) Q(w)^T / (s_g s_w)      e5m2 (HYBRID) x e4m3, full accumulation
+    wgrad   dw = Q(x)^T Q(g) / (s_x s_g)      e4m3 x e5m2 (HYBRID), full accumulation
+
+x and w are cast once; their fp8 copies are what the backward pass keeps. Casts saturate, and the largest magnitude of
+each tensor, looked at in the same pass, is the gradient of its scale leaf (see `_scales`).
+
+On CUDA the GEMM gets fp8 operands and XLA hands it to cuBLASLt with the scale inside; "fast" and "full" accumulation
+are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32`, chosen as TransformerEngine does.
+Elsewhere the same fp8 numbers are multiplied in float32: exact products, other order of sums.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmp import _hardware, _scales, _versions, amax, casting
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
+
+
+class FallbackWarning(UserWarning):
+    """A matmul that was asked for in fp8 runs in its inputs' own dtype; the message says why."""
+
+
+class Scales(NamedTuple):
+    """The scale leaves of one layer: float32[] each, as `jaxmp.fp8.is_scale` names them."""
+
+    lhs: Array
+    rhs: Array
+    grad: Array
+
+
+class _Gemm(NamedTuple):
+    """What is fixed about one fp8 matmul when it is traced."""
+
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    forward_dtype: Any
+    backward_dtype: Any
+    holds_log2: bool
+    lhs_dtype: Any
+    rhs_dtype: Any
+    out_dtype: Any
+
+
+class _Quantized(NamedTuple):
+    values: Array  # fp8
+    inv_scale: Float[Array, ""]
+
+
+def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Array:
+    """fp8(x * scale), rounded to nearest even; beyond the range at its largest finite value, NaN stays NaN.
+
+    Args:
+      x: floats of any shape.
+      scale: float32[], or of a shape that broadcasts against x; multiplies before the cast.
+      dtype: an 8-bit float dtype such as `jnp.float8_e4m3fn`.
+
+    Returns:
+      An array of `dtype`, of the shape of x.
+
+    Example:
+      >>> quantize(jnp.array([1.0, 1000.0]), jnp.float32(2.0), jnp.float8_e4m3fn).tolist()
+      [2.0, 448.0]
+    """
+    limit = np.float32(jnp.finfo(dtype).max)
+    return jnp.clip(jnp.asarray(x).astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+
+
+def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, "..."]:
+    """q / scale in `dtype`: what a quantized tensor stands for.
+
+    Dequantize what was stored, not what was just quantized: inside one program XLA for GPUs may take the cast away.
+
+    Args:
+      q: fp8 of any shape.
+      scale: float32[], the scale with which q was quantized.
+      dtype: dtype of the result.
+
+    Example:
+      >>> dequantize(quantize(jnp.array([1.1]), jnp.float32(2.0), jnp.float8_e4m3fn), jnp.float32(2.0), jnp.float32)
+      Array([1.125], dtype=float32)
+    """
+    return (q.astype(jnp.float32) * casting.reciprocal(scale)).astype(dtype)
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: DimensionNumbers,
+    *,
+    recipe: Any,
+    scales: Scales | None = None,
+    preferred_element_type: Any = None,
+) -> Float[Array, "..."]:
+    """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
+
+    Args:
+      lhs, rhs: float arrays; any batch and contracting dimensions.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      recipe: `DelayedScaling` (with `scales`) or `CurrentScaling` (without).
+      scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
+      preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
+        widen bfloat16 activations).
+
+    Returns:
+      The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
+      GEMM's accumulator.
+
+    Raises:
+      ValueError: a recipe with state and no scales, or the other way round.
+
+    Warns:
+      FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
+
+    Example:
+      >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 48), jnp.bfloat16)
+      >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=amax.CurrentScaling())
+      >>> y.shape, y.dtype.name, float(y[0, 0])
+      ((16, 48), 'bfloat16', 32.0)
+
+    References:
+      Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433); TransformerEngine's Linear.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    out_dtype = jnp.dtype(preferred_element_type or narrower(lhs.dtype, rhs.dtype))
+    if reason := why_not_fp8(lhs.shape, rhs.shape, dimension_numbers):
+        warnings.warn(f"this matmul runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
+        return lax.dot_general(
+            lhs.astype(out_dtype), rhs.astype(out_dtype), dimension_numbers, preferred_element_type=out_dtype
+        )
+    stateful = isinstance(recipe, amax.DelayedScaling)
+    if stateful != (scales is not None):
+        raise ValueError(
+            f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
+            f"and scales={'given' if scales is not None else 'None'}."
+        )
+    gemm = _Gemm(
+        contract=(tuple(lhs_contract), tuple(rhs_contract)),
+        batch=(tuple(lhs_batch), tuple(rhs_batch)),
+        forward_dtype=recipe.dtype(backward=False),
+        backward_dtype=recipe.dtype(backward=True),
+        holds_log2=recipe.power_of_two,
+        lhs_dtype=lhs.dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=out_dtype,
+    )
+    axes = tuple(_versions.varying_axes(lhs) | _versions.varying_axes(rhs))  # their gradients vary over all of them
+    lhs, rhs = _versions.cast_to_varying(lhs, axes), _versions.cast_to_varying(rhs, axes)
+    if scales is None:
+        return _current_dot(gemm, recipe, lhs, rhs)
+    return _delayed_dot(gemm, lhs, rhs, *scales)
+
+
+def why_not_fp8(
+    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DimensionNumbers
+) -> str | None:
+    """Why a matmul of these shapes cannot run in fp8; None if it can.
+
+    Example:
+      >>> why_not_fp8((32, 20), (20, 64), (((1,), (0,)), ((), ())))
+      'each side of an fp8 GEMM must be a multiple of 16; got K=20 (M=32, K=20, N=64)'
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    sides = {
+        "M": math.prod(d for i, d in enumerate(lhs_shape) if i not in (*lhs_contract, *lhs_batch)),
+        "K": math.prod(lhs_shape[i] for i in lhs_contract),
+        "N": math.prod(d for i, d in enumerate(rhs_shape) if i not in (*rhs_contract, *rhs_batch)),
+    }
+    odd = [f"{name}={size}" for name, size in sides.items() if size % MULTIPLE or not size]
+    if not odd:
+        return None
+    every = ", ".join(f"{name}={size}" for name, size in sides.items())
+    return f"each side of an fp8 GEMM must be a multiple of {MULTIPLE}; got {', '.join(odd)} ({every})"
+
+
+# --- delayed scaling: the scales come with the params ------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delayed_dot(gemm: _Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
+    return _delayed_forward(gemm, lhs, rhs, lhs_leaf, rhs_leaf, grad_leaf)[0]
+
+
+def _delayed_forward(
+    gemm: _Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
+) -> tuple[Array, Any]:
+    lhs_q, lhs_amax = _quantize_with_leaf(gemm, lhs, lhs_leaf, gemm.forward_dtype)
+    rhs_q, rhs_amax = _quantize_with_leaf(gemm, rhs, rhs_leaf, gemm.forward_dtype)
+    out = _fprop(gemm, lhs_q, rhs_q)
+    return out, (lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf)
+
+
+def _delayed_backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
+    lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf = residuals
+    grad_q, grad_amax = _quantize_with_leaf(gemm, grad, grad_leaf, gemm.backward_dtype)
+    return *_backprop(gemm, lhs_q, rhs_q, grad_q), lhs_amax, rhs_amax, grad_amax
+
+
+_delayed_dot.defvjp(_delayed_forward, _delayed_backward)
+
+
+def _quantize_with_leaf(gemm: _Gemm, x: Array, leaf: Array, dtype: Any) -> tuple[_Quantized, Array]:
+    """`x` cast with the leaf's scale, and its amax in the leaf's dtype."""
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
+        observed = _observe(x, scale)
+        # The barrier makes one fp8 tensor for both GEMMs that read it; XLA would cast twice rather than keep it.
+        values = lax.optimization_barrier(quantize(x, scale, dtype))
+        differs = tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf))
+        if differs:  # a leaf that all devices share, in a shard_map that is differentiated from outside
+            observed = lax.pmax(observed, differs)
+        return _Quantized(values, inv_scale), lax.convert_element_type(observed, leaf.dtype)
+
+
+def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
+    """max |x| in float32, inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
+
+    Args:
+      x: floats of any shape.
+      keep: how many leading axes stay: one maximum for each of their elements.
+
+    Example:
+      >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
+      (3.0, inf)
+    """
+    magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
+    return jnp.max(
+        jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)), initial=0.0
+    )
+
+
+@jax.custom_batching.custom_vmap
+def _observe(x: Array, scale: Array) -> Array:
+    """The amax of what shares a scale: float32 of the shape of `scale`, whose axes are the first of x."""
+    return largest_magnitude(x, keep=scale.ndim)
+
+
+@_observe.def_vmap
+def _observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
+    """Under vmap: one amax for the batch where all of it shares one scale, else one for each member."""
+    x_batched, scale_batched = in_batched
+    if not scale_batched:
+        return _observe(jnp.moveaxis(x, 0, scale.ndim), scale), False
+    if not x_batched:
+        x = jnp.broadcast_to(x, (axis_size, *x.shape))
+    return _observe(x, scale), True
+
+
+# --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _current_dot(gemm: _Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
+    return _current_forward(gemm, recipe, lhs, rhs)[0]
+
+
+def _current_forward(gemm: _Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
+    rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False)
+    return _fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
+
+
+def _current_backward(gemm: _Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
+    grad_q = _quantize_by_itself(recipe, grad, gemm.backward_dtype, backward=True)
+    lhs_q, rhs_q = residuals
+    return _backprop(gemm, lhs_q, rhs_q, grad_q)
+
+
+_current_dot.defvjp(_current_forward, _current_backward)
+
+
+def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) -> _Quantized:
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        largest = largest_magnitude(x)
+        scale = recipe.scale(largest, backward=backward)
+        if recipe.power_of_two:
+            scale = amax.power_of_two(jnp.clip(amax.log2_of_power_of_two(scale), np.float32(-63), np.float32(63)))
+        values = lax.optimization_barrier(quantize(x, scale, dtype))
+        # The cast turns inf into a finite number; nobody else would learn of the overflow.
+        return _Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
+
+
+# --- the three GEMMs ---------------------------------------------------------------------------------------------
+
+
+def _fprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized) -> Array:
+    with jax.named_scope("jaxmp.fp8_fprop"):
+        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, fast=True)
+
+
+def _backprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized, grad: _Quantized) -> tuple[Array, Array]:
+    """Gradients of lhs and rhs; the result's dimensions are (batch, free of lhs, free of rhs)."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
+    lhs_free = _others(lhs.values.ndim, lhs_contract, lhs_batch)
+    rhs_free = _others(rhs.values.ndim, rhs_contract, rhs_batch)
+    batch = len(lhs_batch)
+    grad_batch = tuple(range(batch))
+    grad_lhs = tuple(range(batch, batch + len(lhs_free)))
+    grad_rhs = tuple(range(batch + len(lhs_free), grad.values.ndim))
+    with jax.named_scope("jaxmp.fp8_dgrad"):
+        d_lhs = _matmul(gemm, grad, rhs, (grad_rhs, rhs_free), (grad_batch, rhs_batch), gemm.lhs_dtype, fast=False)
+        paired = [lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)]
+        d_lhs = jnp.transpose(d_lhs, _inverse((*lhs_batch, *lhs_free, *paired)))
+    with jax.named_scope("jaxmp.fp8_wgrad"):
+        d_rhs = _matmul(gemm, lhs, grad, (lhs_free, grad_lhs), (lhs_batch, grad_batch), gemm.rhs_dtype, fast=False)
+        paired = [rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)]
+        d_rhs = jnp.transpose(d_rhs, _inverse((*rhs_batch, *paired, *rhs_free)))
+    return d_lhs, d_rhs
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return [order.index(i) for i in range(len(order))]
+
+
+def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(ndim) if not any(i in some for some in taken))
+
+
+def _matmul(
+    gemm: _Gemm, a: _Quantized, b: _Quantized, contract: Any, batch: Any, out_dtype: Any, *, fast: bool
+) -> Array:
+    """One GEMM of fp8 operands, unscaled, in `out_dtype`."""
+    dimension_numbers = (contract, batch)
+    inv_scale = a.inv_scale * b.inv_scale
+    presets = lax.DotAlgorithmPreset
+    algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
+    # A power of two commutes with rounding to bfloat16, so the GEMM may write that and be unscaled by what XLA folds
+    # into it. Any other scale, and the narrow range of float16, need the accumulator itself.
+    narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
+    accumulator = jnp.bfloat16 if narrow else jnp.float32
+
+    def in_fp8(a: Array, b: Array) -> Array:
+        return lax.dot_general(a, b, dimension_numbers, precision=algorithm, preferred_element_type=accumulator)
+
+    def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
+        full = lax.dot_general(
+            a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers, precision=lax.Precision.HIGHEST
+        )
+        return full.astype(accumulator)
+
+    out = _hardware.on_fp8_hardware(in_fp8, in_float32)(a.values, b.values)
+    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+
+
+def narrower(a: Any, b: Any) -> Any:
+    """The dtype of fewer bytes, that of `a` among equals: a float32 weight does not widen bfloat16 activations.
+
+    Example:
+      >>> narrower(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)).name
+      'bfloat16'
+    """
+    return a if jnp.dtype(a).itemsize <= jnp.dtype(b).itemsize else b

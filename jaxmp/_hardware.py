@@ -1,0 +1,33 @@
+"""What the device that a program is compiled for can do.
+
+The choice is made when the program is lowered, by the platform it is lowered *for* (`lax.platform_dependent`): a
+function compiled on a CPU for a GPU gets the GPU's form. Only how new the GPU is cannot be asked there; the GPUs of
+this machine stand for it, and without any the newest is assumed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+_FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
+
+
+def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`.
+
+    Example:
+      >>> int(on_fp8_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
+      0
+    """
+    on_cuda = in_fp8 if _gpus_have_fp8() else otherwise
+    return lambda *args: lax.platform_dependent(*args, cuda=on_cuda, default=otherwise)
+
+
+def _gpus_have_fp8() -> bool:
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:  # no GPU here: what is lowered for one will run elsewhere
+        return True
+    return all(float(getattr(gpu, "compute_capability", _FIRST_WITH_FP8)) >= _FIRST_WITH_FP8 for gpu in gpus)

@@ -1,0 +1,162 @@
+"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into a model as it is."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmp import _einsum, _layer, amax
+
+
+class Fp8DotGeneral(nn.Module):
+    """A dot_general in fp8 for flax layers: `nn.Dense(..., dot_general_cls=jaxmp.linen.Fp8DotGeneral)`.
+
+    Its scale leaves lie in "params", beside the kernel. For another recipe:
+    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and the same recipe for
+    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer also leaves its float32
+    kernel to fp8 directly, and has its gradient in float32.
+
+    Attributes:
+      recipe: a `DelayedScaling` or a stateless recipe.
+
+    Example:
+      >>> layer = nn.Dense(32, dot_general_cls=Fp8DotGeneral)
+      >>> params = layer.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+      >>> sorted(params["Fp8DotGeneral_0"])
+      ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
+    """
+
+    recipe: Any = amax.DelayedScaling()
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Float[Array, "..."]:
+        """As `jax.lax.dot_general`; `precision` is not used."""
+        del precision
+        leaves = [self.param(name, _filled, start) for name, start in _layer.leaves_of(self.recipe).items()]
+        with _layer.switched(_layer.is_enabled() and not self.is_initializing()):  # a batch of one is usual at init
+            return _layer.dot_general(
+                self.recipe, leaves, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding
+            )
+
+
+class Fp8Einsum(nn.Einsum):
+    """`nn.Einsum` in fp8, with the same params and scale leaves beside them.
+
+    Attributes:
+      recipe: a `DelayedScaling` or a stateless recipe.
+
+    Example:
+      >>> layer = Fp8Einsum((16, 2, 16), "btd,dhk->bthk", use_bias=False)
+      >>> sorted(layer.init(jax.random.key(0), jnp.ones((1, 16, 16)))["params"])
+      ['Fp8DotGeneral_0', 'kernel']
+    """
+
+    recipe: Any = amax.DelayedScaling()
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
+        """As `nn.Einsum`."""
+        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = _layer.promote_all_but_kernel(inputs, kernel, bias, dtype=self.dtype)
+        dot = Fp8DotGeneral(self.recipe)
+        y = _einsum.einsum_by(dot, subscripts, inputs, kernel)
+        return y if bias is None else y + jnp.reshape(bias, broadcast)
+
+
+_CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+_WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
+
+
+def intercept_layers(recipe: Any, chosen: _layer.Filter) -> contextlib.AbstractContextManager[Any]:
+    """A context in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
+
+    Args:
+      recipe: the recipe of these layers.
+      chosen: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
+        with weights (embeddings and convolutions count), found by an abstract run of the model.
+    """
+    ends: set[str] = set()  # the first and the last layer of the model that is running
+    looking = False
+
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        nonlocal ends, looking
+        module = context.module
+        if looking or not _layer.is_enabled() or module.scope is None:
+            return next_fun(*args, **kwargs)
+        if chosen is None and not module.path:  # the whole model is called
+            looking = True
+            try:
+                ends = _ends_of(module, context.method_name, args, kwargs)
+            finally:
+                looking = False
+        path = "/".join(module.path)
+        if context.method_name != "__call__" or not isinstance(module, _CONVERTED) or path in ends:
+            return next_fun(*args, **kwargs)
+        if not _is_plain(module) or not _layer.wants_fp8(path, module, chosen):
+            return next_fun(*args, **kwargs)
+        return _in_fp8(module, recipe)(*args, **kwargs)
+
+    return nn.intercept_methods(interceptor)
+
+
+def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
+    """Paths of the first and the last layer with weights that a model calls, found without computing anything."""
+    order: list[str] = []
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, _WITH_WEIGHTS) and context.method_name == "__call__":
+            order.append("/".join(context.module.path))
+        return next_fun(*args, **kwargs)
+
+    fresh = module.clone(parent=None)
+    names = {"params", "dropout", *(module.scope.rngs if module.scope is not None else ())}
+    rngs = {name: jax.random.key(0) for name in names}
+    with nn.intercept_methods(note):
+        jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
+    return {order[0], order[-1]} if order else set()
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether a layer multiplies as flax does by default; whoever set something else keeps it."""
+    if isinstance(module, nn.Einsum):
+        return not isinstance(module, Fp8Einsum)
+    return module.dot_general is None and module.dot_general_cls is None
+
+
+def _in_fp8(module: Any, recipe: Any) -> Any:
+    """The same layer, in the same scope, in fp8."""
+    scope: Any = module.scope
+    if isinstance(module, nn.Einsum):
+        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Einsum) if f.name not in _OF_MODULES}
+        return Fp8Einsum(**fields, recipe=recipe, parent=scope)
+    return module.clone(
+        parent=scope,
+        dot_general_cls=functools.partial(Fp8DotGeneral, recipe=recipe),
+        promote_dtype=_layer.promote_all_but_kernel,
+    )
+
+
+_OF_MODULES = ("parent", "name")
+
+
+def _filled(key: Array, value: float) -> Float[Array, ""]:
+    del key
+    return jnp.full((), value, jnp.float32)

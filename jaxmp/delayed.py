@@ -1,0 +1,258 @@
+"""The optimizer's side of delayed scaling: amaxes come in as gradients, scales go out as updates.
+
+    h, scale = recipe.update(h, amax)          update = leaf(scale) - leaf          (the leaf holds log2 of the scale)
+
+`split_fp8` sends the scale leaves of params and gradients here and all others to the optimizer, which finds
+`optax.MaskedNode()` in their places: clipping, moments, weight decay, masks and schedules never meet them.
+
+All histories of a model lie in one array [len, n], not in one for each leaf, so that a step launches a handful of
+kernels for them however many layers there are. The n scales are in the order of the tree.
+"""
+
+import fnmatch
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp import _paths, _scales
+from jaxmp.amax import AmaxState, DelayedScaling, log2_of_power_of_two
+from jaxmp.state import Fp8State, SplitFp8State
+
+Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
+
+_LARGEST_STEP = np.float32(2.0**12)  # of a leaf that is no power of two: p + (new - p) then lands near new
+
+
+class _Group(NamedTuple):
+    """Leaves that are updated together: those of one recipe, of gradients or of the rest."""
+
+    recipe: DelayedScaling
+    backward: bool
+    indices: tuple[int, ...]  # among the leaves of the tree
+
+
+def update_amax(recipe: Recipe) -> optax.GradientTransformation:
+    """An optax part for scale leaves only: their gradients are amaxes, their updates lead to the next scales.
+
+    Args:
+      recipe: a `DelayedScaling`, or a dict from path globs to several; the first that matches a leaf's path counts.
+
+    Returns:
+      A transform with `Fp8State`. Whatever in the tree is no scale leaf must be `optax.MaskedNode()`.
+
+    Raises:
+      ValueError: no scale leaves; a leaf whose format is not the recipe's; a history of another length (see
+        `resize_history`).
+
+    Example:
+      >>> tx = update_amax(DelayedScaling(amax_history_len=4))
+      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0)}
+      >>> updates, state = tx.update({"fp8_lhs_e4m3_log2_scale": jnp.float32(7.0)}, tx.init(params), params)
+      >>> updates
+      {'fp8_lhs_e4m3_log2_scale': Array(6., dtype=float32)}
+    """
+
+    def init_fn(params: PyTree) -> Fp8State:
+        leaves = [x for _, x in _paths_and_leaves(params)]
+        states = []
+        for group in _groups(recipe, params):
+            start = [_scales.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
+            scale = _flat(start)
+            states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
+        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
+        if params is None:
+            raise ValueError("fp8 scales need the params: call tx.update(grads, opt_state, params)")
+        groups = _groups(recipe, params)
+        _check_histories(groups, state)
+        treedef = jax.tree.structure(updates)
+        amaxes, leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
+        moves: list[Any] = [None] * len(leaves)
+        states, saturated, unused = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        for group, old in zip(groups, state.amax_states, strict=True):
+            amax = _flat([amaxes[i] for i in group.indices])  # [n]
+            before = _flat([leaves[i] for i in group.indices])
+            new = group.recipe.update(old, amax, backward=group.backward)
+            limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
+            saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
+            unused += jnp.sum(amax <= 0).astype(jnp.float32)
+            if group.recipe.power_of_two:
+                move = log2_of_power_of_two(new.scale) - before
+            else:
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                new = new._replace(scale=before + move)  # what the leaf becomes
+            move = jnp.where(move == 0, -0.0, move)
+            states.append(new)
+            ends = np.cumsum([leaves[i].size for i in group.indices])
+            for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
+                moves[i] = part.reshape(leaves[i].shape)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def split_fp8(
+    scales: optax.GradientTransformation, rest: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Sends scale leaves through one transform and everything else through another.
+
+    Args:
+      scales: transform for the scale leaves: `update_amax(recipe)`.
+      rest: transform for all other leaves; it sees `optax.MaskedNode()` in the places of scale leaves, which fits
+        masks and labels made for the whole tree.
+
+    Returns:
+      A transform with `SplitFp8State`.
+
+    Example:
+      >>> tx = split_fp8(update_amax(DelayedScaling(amax_history_len=4)), optax.sgd(1.0))
+      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0), "w": jnp.float32(1.0)}
+      >>> grads = {"fp8_lhs_e4m3_log2_scale": jnp.float32(7.0), "w": jnp.float32(0.5)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)
+      {'fp8_lhs_e4m3_log2_scale': Array(6., dtype=float32), 'w': Array(0.5, dtype=float32)}
+    """
+    scales, rest = optax.with_extra_args_support(scales), optax.with_extra_args_support(rest)
+
+    def init_fn(params: PyTree) -> SplitFp8State:
+        only_scales, others = _scales.partition(params)
+        return SplitFp8State(scales.init(only_scales), rest.init(others))
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SplitFp8State]:
+        if params is not None:
+            _paths.check_same_structure(updates, params, "grads", "params")
+        only_scales, others = _scales.partition(updates)
+        scale_params, other_params = _scales.partition(params) if params is not None else (None, None)
+        with jax.named_scope("jaxmp.update_amax"):
+            moved, scales_state = scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
+        updated, rest_state = rest.update(others, state.fp8_rest, other_params, **extra_args)
+        return _scales.merge(moved, updated), SplitFp8State(scales_state, rest_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def is_delayed(recipe: Recipe) -> bool:
+    """Whether a recipe keeps scales in the params; all others need nothing of the optimizer.
+
+    Example:
+      >>> is_delayed(DelayedScaling()), is_delayed(None)
+      (True, False)
+    """
+    parts = recipe.values() if isinstance(recipe, Mapping) else (recipe,)
+    return any(isinstance(part, DelayedScaling) for part in parts)
+
+
+def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
+    """`opt_state` with amax histories of the recipe's length: for a checkpoint made with another. The newest are kept.
+
+    Args:
+      opt_state: state of `mixed_precision`, as restored.
+      recipe: the recipe that training goes on with.
+
+    Returns:
+      The same state, histories float32[recipe.amax_history_len, n]; slots without a past hold 0.
+
+    Warns:
+      UserWarning: a history was cut or lengthened.
+
+    Example:
+      >>> short, long = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=4)
+      >>> state = update_amax(short).init({"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0)})
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...     resize_history(state, long).amax_states[0].amax_history.shape
+      (4, 1)
+    """
+
+    def resize(node: Any) -> Any:
+        if not isinstance(node, AmaxState):
+            return node
+        history, length = node.amax_history, recipe.amax_history_len
+        if history.shape[0] == length:
+            return node
+        warnings.warn(
+            f"an amax history of length {history.shape[0]} becomes one of length {length}; the newest amaxes are kept",
+            stacklevel=3,
+        )
+        newest = history[1:][max(0, history.shape[0] - length) :]  # slot 0 is where the next one goes
+        empty = jnp.zeros((length - newest.shape[0], *history.shape[1:]), history.dtype)
+        return node._replace(amax_history=jnp.concatenate([empty, newest]))
+
+    return jax.tree.map(resize, opt_state, is_leaf=lambda x: isinstance(x, AmaxState))
+
+
+def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
+    """The scale of each fp8 tensor by the path of its leaf, float32, as the next step will use it.
+
+    Args:
+      params: the model's params.
+
+    Example:
+      >>> get_scales({"fp8_lhs_e4m3_log2_scale": jnp.float32(3.0)})
+      {'fp8_lhs_e4m3_log2_scale': Array(8., dtype=float32)}
+    """
+    found = [(path, x) for path, x in _paths_and_leaves(params) if _scales.is_scale(path)]
+    return {path: _scales.scale_of(x, holds_log2=_scales.format_of(path)[2])[0] for path, x in found}
+
+
+def _paths_and_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    return [(_paths.path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _flat(leaves: list[Array]) -> Float[Array, "n"]:
+    return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
+
+
+def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
+    recipes = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+    members: dict[tuple[str, bool], list[int]] = {}
+    for i, (path, leaf) in enumerate(_paths_and_leaves(params)):
+        if not _scales.is_scale(path, leaf):
+            raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
+        pattern = next((p for p in recipes if fnmatch.fnmatchcase(path, p)), None)
+        if pattern is None:
+            raise ValueError(f"each fp8 scale needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
+        _check_format(path, recipes[pattern])
+        members.setdefault((pattern, _scales.format_of(path)[0]), []).append(i)
+    if not members:
+        raise ValueError(
+            "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
+            "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
+            "jaxmp.nnx.to_fp8) and init it so, or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+        )
+    return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
+
+
+def _check_format(path: str, recipe: Any) -> None:
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{path} belongs to a layer with delayed scaling, but the recipe for it is {recipe!r}. Give the layer and "
+            f"mixed_precision the same recipe."
+        )
+    backward, dtype, holds_log2 = _scales.format_of(path)
+    expected = recipe.dtype(backward=backward)
+    if jnp.dtype(dtype) != jnp.dtype(expected) or holds_log2 != recipe.power_of_two:
+        kind = {True: "powers of two", False: "any scale"}
+        raise ValueError(
+            f"the recipe must be the one that the layer was built with; the leaf {path} holds {kind[holds_log2]} for "
+            f"{jnp.dtype(dtype)}, the recipe says {kind[recipe.power_of_two]} for {jnp.dtype(expected)}. Give the "
+            f"layer and mixed_precision the same recipe."
+        )
+
+
+def _check_histories(groups: list[_Group], state: Fp8State) -> None:
+    for group, amax_state in zip(groups, state.amax_states, strict=True):
+        length = amax_state.amax_history.shape[0]
+        if length != group.recipe.amax_history_len:
+            raise ValueError(
+                f"the amax history must have the recipe's length, {group.recipe.amax_history_len}; got {length}, "
+                f"perhaps from a checkpoint. Call opt_state = jaxmp.fp8.resize_history(opt_state, recipe) once."
+            )
