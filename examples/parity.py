@@ -23,9 +23,10 @@ import jax
 import numpy as np
 import optax
 import tyro
+from report import Run, run_with_progress
 from rich.console import Console
 from rich.table import Table
-from train import Config, Run, run_with_progress, start_jax, train
+from train import Config, start_jax, train
 
 import jaxmp
 

@@ -30,16 +30,14 @@ Three tiers, one script:
                                     (and --process-id 1 in the other; on a cluster that jax knows: --coordinator auto)
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
-import platform
-import shlex
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -47,25 +45,21 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 import tyro
-from rich import box, progress
+from report import OnLog, Run, events, plot, record, run_with_progress, table
 from rich.console import Console
-from rich.table import Table
 
 import jaxmp
-
-matplotlib.use("Agg")  # pictures go to files, also where there is no screen
-import matplotlib.pyplot as plt
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
-    policies: tuple[str, ...] = ("fp32", "bf16", "fp16")  # each is one run; gaps are measured from the first
+    policies: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")  # each is one run; gaps are measured from the first
+    # "fp8" has float32 params and bfloat16 activations; "fp16+fp8" is float16 with its loss scale, and fp8 matmuls
     steps: int = 1000  # three epochs; the curves have had the time to part
     batch_size: int = 16  # sequences a step, over all devices together: 1024 bytes
     seq_len: int = 64  # bytes of context; a short one is learned sooner
@@ -90,43 +84,6 @@ class Config:
     coordinator: str | None = None  # HOST:PORT of process 0, or "auto" on a cluster that jax can detect
     num_processes: int | None = None
     process_id: int | None = None
-
-
-OnLog = Callable[[int, float, float], None]  # (steps taken, loss, loss scale)
-
-
-@dataclasses.dataclass
-class Run:
-    """What one policy did; lists have one entry per step."""
-
-    policy: str
-    param_bytes: int
-    state_bytes: int
-    losses: list[Any] = dataclasses.field(default_factory=list)  # nats per byte, of the training batch
-    loss_scales: list[Any] = dataclasses.field(default_factory=list)  # after the step
-    skipped: list[Any] = dataclasses.field(default_factory=list)  # whether the step was
-    held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss on the held-out text
-    seconds: float = 0.0  # compilation included
-
-    def log(self, metrics: dict[str, Any], opt_state: Any, cfg: Any, on_log: OnLog) -> None:
-        """Keeps the metrics of a step, on their device; every `log_every` steps they are fetched and looked at."""
-        columns = {"loss": self.losses, "loss_scale": self.loss_scales, "skipped": self.skipped}
-        for name, column in columns.items():
-            column.append(metrics[name])
-        steps, recent = len(self.losses), slice(-cfg.log_every, None)
-        if steps % cfg.log_every == 0 or steps == cfg.steps:  # the only place that waits for the devices
-            for column in columns.values():
-                column[recent] = np.asarray(jax.device_get(column[recent])).tolist()
-            jaxmp.check_progress(opt_state)  # stops a run that only skips
-            on_log(steps, float(np.mean(self.losses[recent])), self.loss_scales[-1])
-
-    @property
-    def final_train(self) -> float:
-        return float(np.mean(self.losses[-50:]))  # one batch is too noisy
-
-    @property
-    def final_held_out(self) -> float:
-        return self.held_out[max(self.held_out)]
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
@@ -208,12 +165,18 @@ class Transformer(nn.Module):
 
 def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
     """One run. `on_log` is called every `log_every` steps."""
-    policy = jaxmp.get_policy(policy_name, keep_fp32=("*norm*",))
+    policy, recipe = precision_of(policy_name)
     with policy.default_matmul_precision():  # "fp32" means float32: no TensorFloat-32 in the baseline
-        return _train(cfg, policy_name, policy, on_log)
+        return _train(cfg, policy_name, policy, recipe, on_log)
 
 
-def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: OnLog) -> Run:
+def precision_of(policy_name: str) -> tuple[jaxmp.Policy, jaxmp.fp8.DelayedScaling | None]:
+    """The policy of a run and, with fp8 matmuls, their recipe."""
+    policy = jaxmp.get_policy(policy_name.removesuffix("+fp8"), keep_fp32=("*norm*",))
+    return policy, jaxmp.fp8.DelayedScaling() if policy_name.endswith("+fp8") else policy.recipe
+
+
+def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, recipe: Any, on_log: OnLog) -> Run:
     started = time.perf_counter()
     train_text, held_out_text = load_text()
     model = Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
@@ -227,17 +190,22 @@ def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: OnLog) -
     is_fp16 = policy.param_dtype == jnp.float16
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)  # or leave it at "auto"
 
-    # A Flax loop becomes one in mixed precision in three places. First, the optimizer:
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None)
+    # A Flax loop becomes one in mixed precision in three places, and in fp8 in one more. First, the optimizer:
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe)
     tx = optax.chain(jaxmp.reduce_gradients("devices"), tx)  # in place of jax.lax.pmean(grads): the mean in float32
 
+    def in_fp8() -> contextlib.AbstractContextManager[None]:  # all Dense layers but the last, the logits
+        return jaxmp.fp8.autocast(recipe) if recipe else contextlib.nullcontext()
+
     def init(key: jax.Array) -> jaxmp.linen.TrainState:
-        params = model.init(key, jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]  # float32
+        with in_fp8():
+            params = model.init(key, jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]  # float32
         # Second, the train state, which casts the params (was: flax.training.train_state.TrainState):
         return jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        return next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
+        with in_fp8():
+            return next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
 
     @functools.partial(jax.pmap, axis_name="devices", donate_argnums=0, out_axes=(0, None))
     def step(state: jaxmp.linen.TrainState, tokens: jax.Array, disturbance: jax.Array) -> tuple[Any, dict[str, Any]]:
@@ -280,115 +248,6 @@ def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, on_log: OnLog) -
     return run
 
 
-def gap_percent(run: Run, baseline: Run) -> float:
-    return 100 * (run.final_held_out / baseline.final_held_out - 1)
-
-
-def events(run: Run) -> Iterator[str]:
-    """A line for each step that was skipped or moved the loss scale."""
-    before = run.loss_scales[0]
-    for i, (scale, skipped) in enumerate(zip(run.loss_scales, run.skipped, strict=True)):
-        moved = f"loss scale {before:.0f} -> {scale:.0f}" if scale != before else f"loss scale stays {scale:.0f}"
-        if skipped:
-            yield f"step {i}: a device overflowed, all skip; {moved}" + ("" if scale != before else " (hysteresis)")
-        elif scale != before:
-            yield f"step {i}: {moved}"
-        before = scale
-
-
-def table(runs: list[Run]) -> Table:
-    """The closing table."""
-    title = "loss in nats per byte; MB of params + optimizer state on a device"
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
-    out.add_column("policy")
-    for name in ("train", "held-out", f"vs {runs[0].policy}", "skips", "loss scale", "memory", "time"):
-        out.add_column(name, justify="right")
-    for run in runs:
-        out.add_row(
-            run.policy,
-            f"{run.final_train:.4f}",
-            f"{run.final_held_out:.4f}",
-            "" if run is runs[0] else f"{gap_percent(run, runs[0]):+.2f}%",
-            str(sum(run.skipped)),
-            f"{run.loss_scales[-1]:.0f}",
-            f"{run.param_bytes / 1e6:.2f} + {run.state_bytes / 1e6:.2f}",
-            f"{run.seconds:.0f} s",
-        )
-    return out
-
-
-# Curves that coincide: each is drawn thinner than the one below it. (color, line, width, marker, its size)
-STYLES = (
-    ("0.75", "-", 5.0, "o", 12.0),
-    ("#0072b2", "-", 2.5, "s", 8.0),
-    ("#d55e00", ":", 2.0, "^", 4.0),
-    ("black", "-.", 1.0, "x", 4.0),
-)
-
-
-def plot(runs: list[Run], cfg: Any, path: Path) -> None:
-    """Loss curves, their distance from the first run's, and the loss scale with skipped steps marked."""
-    window = cfg.log_every
-    fig = plt.figure(figsize=(10, 4.4), dpi=100, layout="constrained")
-    loss, gap, scale = fig.subplot_mosaic([["loss", "gap"], ["loss", "scale"]], width_ratios=(1.1, 1)).values()
-    steps = np.arange(1, len(runs[0].losses) // window + 1) * window
-    smooth = [np.reshape(run.losses[: len(steps) * window], (-1, window)).mean(1) for run in runs]
-    for run, curve, (color, line, width, marker, size) in zip(runs, smooth, STYLES, strict=False):
-        loss.plot(steps, curve, line, color=color, lw=width, label=f"{run.policy}, training")
-        held_out = zip(*run.held_out.items(), strict=True)
-        edge = "0.4" if run is runs[0] else color
-        loss.plot(*held_out, marker, color=edge, mfc="none", mew=1.5, ms=size, label=f"{run.policy}, held out")
-        if run is not runs[0]:
-            gap.plot(steps, 100 * (curve / smooth[0] - 1), line, color=color, lw=2, label=run.policy)
-        if len(set(run.loss_scales)) > 1 or any(run.skipped):
-            scale.step(range(len(run.loss_scales)), run.loss_scales, where="post", color=color, lw=2, label=run.policy)
-            skips = [i for i, skipped in enumerate(run.skipped) if skipped]
-            scale.plot(skips, [run.loss_scales[i] for i in skips], "kx", ms=9, mew=2, label="skipped step")
-    loss.set(title="Loss", xlabel="step", ylabel="cross-entropy [nats per byte]")
-    gap.axhspan(-1, 1, color="0.92", zorder=0)
-    gap.text(0, -0.95, "±1%", va="bottom", color="0.4")
-    gap.set(title=f"Training loss against {runs[0].policy}", xlabel="step", ylabel="difference [%]", ylim=(-2, 2))
-    scale.set(title="Loss scale", xlabel="step", ylabel="loss scale")
-    scale.set_yscale("log", base=2)
-    scale.margins(y=0.25)
-    for axes in (loss, gap, scale):
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path)
-    plt.close(fig)
-
-
-def record(runs: list[Run], cfg: Config) -> dict[str, Any]:
-    """The closing table for machines, with what is needed to repeat it."""
-    settings = dataclasses.asdict(cfg)
-    for name in ("out", "figure", "json", "coordinator", "num_processes", "process_id"):
-        del settings[name]
-    return {
-        "command": "python examples/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "python": platform.python_version(),
-        "packages": {m.__name__: m.__version__ for m in (jax, optax, jaxmp)},
-        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores",
-        "config": settings,
-        "runs": [
-            {
-                "policy": run.policy,
-                "train_loss": run.final_train,
-                "held_out_loss": run.final_held_out,
-                "gap_percent": gap_percent(run, runs[0]),
-                "skipped_steps": [i for i, skipped in enumerate(run.skipped) if skipped],
-                "loss_scale": run.loss_scales[-1],
-                "param_bytes": run.param_bytes,
-                "optimizer_state_bytes": run.state_bytes,
-                "seconds": round(run.seconds, 1),
-                "events": list(events(run)),
-            }
-            for run in runs
-        ],
-    }
-
-
 def start_jax(cfg: Config) -> None:
     """Chooses devices; must come before anything that uses jax."""
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -397,28 +256,6 @@ def start_jax(cfg: Config) -> None:
         jax.distributed.initialize()
     elif cfg.coordinator is not None:
         jax.distributed.initialize(cfg.coordinator, cfg.num_processes, cfg.process_id)
-
-
-def run_with_progress(train: Callable[..., Run], cfg: Any, console: Console, label: str = "{}") -> list[Run]:
-    """`train(cfg, policy, on_log)` for each policy of `cfg`, with a bar for each."""
-    bars = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.fields[status]}"),
-        progress.TimeElapsedColumn(),
-        console=console,
-    )
-    runs = []
-    with bars:
-        for name in cfg.policies:
-            task = bars.add_task(label.format(name), total=cfg.steps, status="compiling")
-
-            def on_log(step: int, loss: float, scale: float, task: progress.TaskID = task) -> None:
-                bars.update(task, completed=step, status=f"loss {loss:.3f}  scale {scale:.0f}")
-
-            runs.append(train(cfg, name, on_log))
-    return runs
 
 
 def main(cfg: Config) -> None:

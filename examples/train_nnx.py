@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import report
 import train
 import tyro
 from flax import nnx
@@ -45,7 +46,7 @@ import jaxmp
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
-    policies: tuple[str, ...] = ("bf16", "fp16")  # each is one run; gaps are measured from the first
+    policies: tuple[str, ...] = ("bf16", "fp16", "fp8")  # each is one run; gaps are measured from the first
     steps: int = 500
     batch_size: int = 16  # sequences a step, of all devices and microbatches together
     accumulate: int = 2  # microbatches a step
@@ -112,10 +113,10 @@ def spread(module: nnx.Module, mesh: Mesh) -> None:
     nnx.update(module, jax.device_put(arrays, jax.tree.map(place, arrays)))
 
 
-def train_nnx(cfg: Config, policy_name: str, on_log: train.OnLog = lambda *_: None) -> train.Run:
+def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: None) -> report.Run:
     """One run; as `train.train`."""
     started = time.perf_counter()
-    policy = jaxmp.get_policy(policy_name, keep_fp32=("*norm*",))
+    policy, recipe = train.precision_of(policy_name)
     shape = (jax.device_count() // cfg.fsdp, cfg.fsdp)
     mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, P(("data", "fsdp")))
@@ -131,8 +132,11 @@ def train_nnx(cfg: Config, policy_name: str, on_log: train.OnLog = lambda *_: No
     )
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)
     # What changes in an nnx loop: the optimizer is wrapped, the params are cast once it is made, and further down the
-    # gradients are those of jaxmp.nnx.
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if policy.param_dtype == jnp.float16 else None)
+    # gradients are those of jaxmp.nnx. For fp8, the model's Linear layers (but the logits) get an fp8 dot_general.
+    if recipe:
+        jaxmp.nnx.to_fp8(model, recipe)
+    is_fp16 = policy.param_dtype == jnp.float16
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     jaxmp.nnx.cast_to_param(model, policy)
     spread(model, mesh)
@@ -154,7 +158,7 @@ def train_nnx(cfg: Config, policy_name: str, on_log: train.OnLog = lambda *_: No
         sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(module, of)))
         for module, of in ((model, nnx.Param), (optimizer, nnx.optimizer.OptState))
     )
-    run = train.Run(policy_name, param_bytes, state_bytes)
+    run = report.Run(policy_name, param_bytes, state_bytes)
     for i in range(cfg.steps):
         metrics = step(model, optimizer, jax.device_put(train.sample(train_text, cfg, i), rows))
         if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.steps:
@@ -170,12 +174,12 @@ def train_nnx(cfg: Config, policy_name: str, on_log: train.OnLog = lambda *_: No
 def main(cfg: Config) -> None:
     train.start_jax(cfg)
     console = Console(highlight=False)
-    runs = train.run_with_progress(train_nnx, cfg, console)
-    console.print(train.table(runs))
+    runs = report.run_with_progress(train_nnx, cfg, console)
+    console.print(report.table(runs))
     for run in runs:
-        for event in train.events(run):
+        for event in report.events(run):
             console.print(f"{run.policy} {event}", soft_wrap=True)
-    train.plot(runs, cfg, cfg.out / "train_nnx.png")
+    report.plot(runs, cfg, cfg.out / "train_nnx.png")
 
 
 if __name__ == "__main__":

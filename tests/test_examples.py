@@ -60,14 +60,14 @@ def test_train(start, tmp_path):
     assert is_png(tmp_path / "train.png")
     assert is_png(tmp_path / "figure.png")
 
-    assert [run["policy"] for run in runs] == ["fp32", "bf16", "fp16"]
+    assert [run["policy"] for run in runs] == ["fp32", "bf16", "fp16", "fp8"]
     for run in runs:
         numbers = {name: x for name, x in run.items() if isinstance(x, int | float)}
         assert all(math.isfinite(x) for x in numbers.values()), numbers
         assert 2 < run["held_out_loss"] < math.log(256)  # better than a guess
         assert re.search(rf"{run['policy']} +{run['train_loss']:.4f} +{run['held_out_loss']:.4f} ", out)
 
-    fp32, bf16, fp16 = runs
+    fp32, bf16, fp16, _ = runs
     assert fp32["skipped_steps"] == bf16["skipped_steps"] == []
     assert fp16["skipped_steps"] == [5, 6]
     assert fp16["events"] == [
