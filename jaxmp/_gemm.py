@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp import _hardware, _scales, _versions, amax, casting
@@ -55,6 +56,9 @@ class _Gemm(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
+    lhs_spec: tuple[Any, ...] | None  # how lhs lies on a mesh with explicit axes, one entry a dimension; else None
+    rhs_spec: tuple[Any, ...] | None
+    out_sharding: Any
 
 
 class _Quantized(NamedTuple):
@@ -106,6 +110,7 @@ def dot_general(
     recipe: Any,
     scales: Scales | None = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
@@ -116,6 +121,7 @@ def dot_general(
       scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
+      out_sharding: how the result lies on a mesh with explicit axes, as for `jax.lax.dot_general`.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
@@ -140,9 +146,7 @@ def dot_general(
     out_dtype = jnp.dtype(preferred_element_type or narrower(lhs.dtype, rhs.dtype))
     if reason := why_not_fp8(lhs.shape, rhs.shape, dimension_numbers):
         warnings.warn(f"this matmul runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
-        return lax.dot_general(
-            lhs.astype(out_dtype), rhs.astype(out_dtype), dimension_numbers, preferred_element_type=out_dtype
-        )
+        return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding)
     stateful = isinstance(recipe, amax.DelayedScaling)
     if stateful != (scales is not None):
         raise ValueError(
@@ -158,6 +162,9 @@ def dot_general(
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=out_dtype,
+        lhs_spec=_explicit_spec(lhs),
+        rhs_spec=_explicit_spec(rhs),
+        out_sharding=out_sharding,
     )
     axes = tuple(_versions.varying_axes(lhs) | _versions.varying_axes(rhs))  # their gradients vary over all of them
     lhs, rhs = _versions.cast_to_varying(lhs, axes), _versions.cast_to_varying(rhs, axes)
@@ -300,7 +307,7 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
 
 def _fprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized) -> Array:
     with jax.named_scope("jaxmp.fp8_fprop"):
-        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, fast=True)
+        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
 
 
 def _backprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized, grad: _Quantized) -> tuple[Array, Array]:
@@ -313,14 +320,26 @@ def _backprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized, grad: _Quantized) -
     grad_lhs = tuple(range(batch, batch + len(lhs_free)))
     grad_rhs = tuple(range(batch + len(lhs_free), grad.values.ndim))
     with jax.named_scope("jaxmp.fp8_dgrad"):
-        d_lhs = _matmul(gemm, grad, rhs, (grad_rhs, rhs_free), (grad_batch, rhs_batch), gemm.lhs_dtype, fast=False)
-        paired = [lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)]
-        d_lhs = jnp.transpose(d_lhs, _inverse((*lhs_batch, *lhs_free, *paired)))
+        order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
+        numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
+        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
+        d_lhs = jnp.transpose(d_lhs, _inverse(order))
     with jax.named_scope("jaxmp.fp8_wgrad"):
-        d_rhs = _matmul(gemm, lhs, grad, (lhs_free, grad_lhs), (lhs_batch, grad_batch), gemm.rhs_dtype, fast=False)
-        paired = [rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)]
-        d_rhs = jnp.transpose(d_rhs, _inverse((*rhs_batch, *paired, *rhs_free)))
+        order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
+        numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
+        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
+        d_rhs = jnp.transpose(d_rhs, _inverse(order))
     return d_lhs, d_rhs
+
+
+def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
+    """How `x` lies on a mesh with explicit axes, where a GEMM over a split dimension must be told of its result."""
+    sharding = jax.typeof(x).sharding
+    return tuple(sharding.spec) if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def _permuted(spec: tuple[Any, ...] | None, order: tuple[int, ...]) -> PartitionSpec | None:
+    return None if spec is None else PartitionSpec(*(spec[i] for i in order))
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -333,7 +352,15 @@ def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _matmul(
-    gemm: _Gemm, a: _Quantized, b: _Quantized, contract: Any, batch: Any, out_dtype: Any, *, fast: bool
+    gemm: _Gemm,
+    a: _Quantized,
+    b: _Quantized,
+    contract: Any,
+    batch: Any,
+    out_dtype: Any,
+    out_sharding: Any,
+    *,
+    fast: bool,
 ) -> Array:
     """One GEMM of fp8 operands, unscaled, in `out_dtype`."""
     dimension_numbers = (contract, batch)
@@ -345,17 +372,30 @@ def _matmul(
     narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
     accumulator = jnp.bfloat16 if narrow else jnp.float32
 
+    dot = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, dimension_numbers, precision=algorithm, preferred_element_type=accumulator)
+        return dot(a, b, precision=algorithm, preferred_element_type=accumulator)
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
-        full = lax.dot_general(
-            a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers, precision=lax.Precision.HIGHEST
-        )
-        return full.astype(accumulator)
+        return dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST).astype(accumulator)
 
     out = _hardware.on_fp8_hardware(in_fp8, in_float32)(a.values, b.values)
     return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+
+
+def plain_dot_general(
+    lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: Any, out_sharding: Any = None
+) -> Array:
+    """The product without fp8: both operands and the result in `dtype`.
+
+    Example:
+      >>> plain_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), (((1,), (0,)), ((), ())), jnp.bfloat16).dtype.name
+      'bfloat16'
+    """
+    return lax.dot_general(
+        lhs.astype(dtype), rhs.astype(dtype), dimension_numbers, preferred_element_type=dtype, out_sharding=out_sharding
+    )
 
 
 def narrower(a: Any, b: Any) -> Any:

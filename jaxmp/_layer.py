@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmp import _gemm, _scales
@@ -74,19 +73,20 @@ def dot_general(
     Args:
       recipe: the layer's recipe.
       leaves: its scale leaves, in the order of `leaves_of`.
-      lhs, rhs, dimension_numbers, preferred_element_type: as for `jax.lax.dot_general`.
-      out_sharding: None; a layer that is told its output's sharding runs in the result's dtype.
+      lhs, rhs, dimension_numbers, preferred_element_type, out_sharding: as for `jax.lax.dot_general`.
     """
-    if is_enabled() and out_sharding is None:
-        scales = _gemm.Scales(*leaves) if leaves else None
+    if is_enabled():
         return _gemm.dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, scales=scales, preferred_element_type=preferred_element_type
+            lhs,
+            rhs,
+            dimension_numbers,
+            recipe=recipe,
+            scales=_gemm.Scales(*leaves) if leaves else None,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         )
     dtype = jnp.dtype(preferred_element_type or _gemm.narrower(lhs.dtype, rhs.dtype))
-    kwargs = {} if out_sharding is None else {"out_sharding": out_sharding}
-    return lax.dot_general(
-        lhs.astype(dtype), rhs.astype(dtype), dimension_numbers, preferred_element_type=dtype, **kwargs
-    )
+    return _gemm.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding)
 
 
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:

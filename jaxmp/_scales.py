@@ -122,8 +122,11 @@ def merge(only_scales: PyTree, others: PyTree) -> PyTree:
       >>> merge(*partition({"fp8_rhs_e4m3_scale": 1.0, "kernel": 2.0}))
       {'fp8_rhs_e4m3_scale': 1.0, 'kernel': 2.0}
     """
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    return jax.tree.map(lambda a, b: b if is_masked(a) else a, only_scales, others, is_leaf=is_masked)
+
+    def is_unit(x: Any) -> bool:  # where one tree has a box, the other has a MaskedNode
+        return isinstance(x, optax.MaskedNode) or _paths.is_box(x)
+
+    return jax.tree.map(lambda a, b: b if isinstance(a, optax.MaskedNode) else a, only_scales, others, is_leaf=is_unit)
 
 
 def shift(path: str, leaf: Float[Array, "..."], gradient_scale: Float[Array, ""]) -> Float[Array, "..."]:
