@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import layout
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -226,12 +227,22 @@ def _quantize_with_leaf(gemm: _Gemm, x: Array, leaf: Array, dtype: Any) -> tuple
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
         observed = _observe(x, scale)
-        # The barrier makes one fp8 tensor for both GEMMs that read it; XLA would cast twice rather than keep it.
-        values = lax.optimization_barrier(quantize(x, scale, dtype))
+        values = _stored(quantize(x, scale, dtype))
         differs = tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf))
         if differs:  # a leaf that all devices share, in a shard_map that is differentiated from outside
             observed = lax.pmax(observed, differs)
         return _Quantized(values, inv_scale), lax.convert_element_type(observed, leaf.dtype)
+
+
+def _stored(q: Array) -> Array:
+    """`q`, made once for both GEMMs that read it, and in the layout of the tensor that it was cast from.
+
+    XLA would rather cast twice, or cast a weight straight into the transpose that cuBLASLt wants and read it again for
+    its amax.
+    """
+    as_is = layout.Layout(tuple(range(q.ndim)))
+    pin = _hardware.on_fp8_hardware(lambda q: layout.with_layout_constraint(q, as_is), lambda q: q)
+    return lax.optimization_barrier(pin(q))
 
 
 def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
@@ -246,9 +257,9 @@ def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, 
       (3.0, inf)
     """
     magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-    return jnp.max(
-        jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)), initial=0.0
-    )
+    if not magnitude.size:
+        return jnp.zeros(magnitude.shape[:keep], jnp.float32)
+    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)))
 
 
 @jax.custom_batching.custom_vmap
@@ -297,7 +308,7 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
         scale = recipe.scale(largest, backward=backward)
         if recipe.power_of_two:
             scale = amax.power_of_two(jnp.clip(amax.log2_of_power_of_two(scale), np.float32(-63), np.float32(63)))
-        values = lax.optimization_barrier(quantize(x, scale, dtype))
+        values = _stored(quantize(x, scale, dtype))
         # The cast turns inf into a finite number; nobody else would learn of the overflow.
         return _Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
 
