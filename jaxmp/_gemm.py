@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import layout
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp import _hardware, _scales, _versions, amax, casting
+from jaxmp._quantize import largest_magnitude, observe, quantize, stored
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
@@ -65,42 +65,6 @@ class _Gemm(NamedTuple):
 class _Quantized(NamedTuple):
     values: Array  # fp8
     inv_scale: Float[Array, ""]
-
-
-def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Array:
-    """fp8(x * scale), rounded to nearest even; beyond the range at its largest finite value, NaN stays NaN.
-
-    Args:
-      x: floats of any shape.
-      scale: float32[], or of a shape that broadcasts against x; multiplies before the cast.
-      dtype: an 8-bit float dtype such as `jnp.float8_e4m3fn`.
-
-    Returns:
-      An array of `dtype`, of the shape of x.
-
-    Example:
-      >>> quantize(jnp.array([1.0, 1000.0]), jnp.float32(2.0), jnp.float8_e4m3fn).tolist()
-      [2.0, 448.0]
-    """
-    limit = np.float32(jnp.finfo(dtype).max)
-    return jnp.clip(jnp.asarray(x).astype(jnp.float32) * scale, -limit, limit).astype(dtype)
-
-
-def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, "..."]:
-    """q / scale in `dtype`: what a quantized tensor stands for.
-
-    Dequantize what was stored, not what was just quantized: inside one program XLA for GPUs may take the cast away.
-
-    Args:
-      q: fp8 of any shape.
-      scale: float32[], the scale with which q was quantized.
-      dtype: dtype of the result.
-
-    Example:
-      >>> dequantize(quantize(jnp.array([1.1]), jnp.float32(2.0), jnp.float8_e4m3fn), jnp.float32(2.0), jnp.float32)
-      Array([1.125], dtype=float32)
-    """
-    return (q.astype(jnp.float32) * casting.reciprocal(scale)).astype(dtype)
 
 
 def dot_general(
@@ -226,57 +190,12 @@ def _quantize_with_leaf(gemm: _Gemm, x: Array, leaf: Array, dtype: Any) -> tuple
     """`x` cast with the leaf's scale, and its amax in the leaf's dtype."""
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
-        observed = _observe(x, scale)
-        values = _stored(quantize(x, scale, dtype))
+        observed = observe(x, scale)
+        values = stored(quantize(x, scale, dtype))
         differs = tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf))
         if differs:  # a leaf that all devices share, in a shard_map that is differentiated from outside
             observed = lax.pmax(observed, differs)
         return _Quantized(values, inv_scale), lax.convert_element_type(observed, leaf.dtype)
-
-
-def _stored(q: Array) -> Array:
-    """`q`, made once for both GEMMs that read it, and in the layout of the tensor that it was cast from.
-
-    XLA would rather cast twice, or cast a weight straight into the transpose that cuBLASLt wants and read it again for
-    its amax.
-    """
-    as_is = layout.Layout(tuple(range(q.ndim)))
-    pin = _hardware.on_fp8_hardware(lambda q: layout.with_layout_constraint(q, as_is), lambda q: q)
-    return lax.optimization_barrier(pin(q))
-
-
-def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
-    """max |x| in float32, inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
-
-    Args:
-      x: floats of any shape.
-      keep: how many leading axes stay: one maximum for each of their elements.
-
-    Example:
-      >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
-      (3.0, inf)
-    """
-    magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-    if not magnitude.size:
-        return jnp.zeros(magnitude.shape[:keep], jnp.float32)
-    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)))
-
-
-@jax.custom_batching.custom_vmap
-def _observe(x: Array, scale: Array) -> Array:
-    """The amax of what shares a scale: float32 of the shape of `scale`, whose axes are the first of x."""
-    return largest_magnitude(x, keep=scale.ndim)
-
-
-@_observe.def_vmap
-def _observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
-    """Under vmap: one amax for the batch where all of it shares one scale, else one for each member."""
-    x_batched, scale_batched = in_batched
-    if not scale_batched:
-        return _observe(jnp.moveaxis(x, 0, scale.ndim), scale), False
-    if not x_batched:
-        x = jnp.broadcast_to(x, (axis_size, *x.shape))
-    return _observe(x, scale), True
 
 
 # --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
@@ -308,7 +227,7 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
         scale = recipe.scale(largest, backward=backward)
         if recipe.power_of_two:
             scale = amax.power_of_two(jnp.clip(amax.log2_of_power_of_two(scale), np.float32(-63), np.float32(63)))
-        values = _stored(quantize(x, scale, dtype))
+        values = stored(quantize(x, scale, dtype))
         # The cast turns inf into a finite number; nobody else would learn of the overflow.
         return _Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
 

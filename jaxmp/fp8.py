@@ -25,12 +25,11 @@ from jaxmp import _einsum, _layer, _linen_fp8
 from jaxmp._gemm import (
     FallbackWarning as FallbackWarning,
     Scales as Scales,
-    dequantize as dequantize,
     dot_general as dot_general,
-    quantize as quantize,
     why_not_fp8 as why_not_fp8,
 )
 from jaxmp._layer import is_enabled as is_enabled, promote_all_but_kernel as promote_all_but_kernel
+from jaxmp._quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._scales import is_scale as is_scale
 from jaxmp.amax import AmaxState as AmaxState, CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from jaxmp.delayed import (
