@@ -100,6 +100,7 @@ def value_and_grad(
     return wrapped
 
 
+@_scales.explained()
 def scaled_value_and_grad(
     loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
     params: PyTree,
@@ -151,15 +152,14 @@ def scaled_value_and_grad(
         if not has_scales:
             return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
         params = _scales.enter(params, gradient_scale)
-        with _scales.explained():
-            grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
+        grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
         return _scales.leave(grads, gradient_scale), rest
 
     if k == 1:
         if has_scales:  # outside of jit, jax cannot combine the amaxes of a leaf that is used twice
             differentiate = jax.jit(differentiate, inline=True)
         grads, (loss, aux, carry) = differentiate(params, carry, batches)
-        return loss, aux, carry, sync.max_of_scales(grads, given, axes)
+        return loss, aux, carry, sync.max_of_scales(grads, given, _versions.manual_axes())
 
     def body(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
@@ -171,7 +171,7 @@ def scaled_value_and_grad(
 
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
-    return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, sync.max_of_scales(grads, given, axes)
+    return jnp.sum(losses) * np.float32(1.0 / k), aux, carry, sync.max_of_scales(grads, given, _versions.manual_axes())
 
 
 def split_arguments(

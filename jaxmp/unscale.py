@@ -162,8 +162,10 @@ def unscale_and_skip(
     ) -> tuple[Array, Array, Array]:
         """(all finite, step is taken, saturated params), the same on every device: at most one MAX."""
         must_look = known_finite is None and (skip_nonfinite or scales)
-        amaxes, grads = _scales.partition(grads)
-        overflows = sync.any_nonfinite(grads) if must_look else jnp.zeros((), bool)
+        only_scales, grads = _scales.partition(grads)
+        amaxes = jax.tree.leaves(only_scales)
+        own = [x for x in amaxes if _versions.varying_axes(x)]  # of leaves that are split over devices
+        overflows = sync.any_nonfinite((grads, own)) if must_look else jnp.zeros((), bool)
         unwanted = jnp.zeros((), bool)
         if skip_if is not None:
             unwanted = jnp.asarray(skip_if(grads, states.get_metrics(state)), bool)
@@ -177,8 +179,8 @@ def unscale_and_skip(
             differs = bool(_versions.varying_axes(saturated))
             found = sync.largest_on_any_device([overflows, unwanted] + [saturated] * differs, axes)
             overflows, unwanted, saturated = found if differs else [*found, saturated]
-        # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Amaxes are
-        # the same on every device: they need no MAX, and without one XLA can join theirs with that of the flags.
+        # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Those that
+        # are the same on every device need no MAX, and without one XLA can join theirs with that of the flags.
         overflows = (overflows != 0) | (sync.any_nonfinite(amaxes) if must_look else False)
         finite = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
         return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated

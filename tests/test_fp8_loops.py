@@ -1,0 +1,355 @@
+"""fp8 state in the loops that people have: several devices, any inner optimizer, masks, look-ups, and what it costs."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from fp8_model import (
+    GRAD,
+    LHS,
+    RECIPE,
+    RHS,
+    SIDE,
+    amaxes,
+    guarded,
+    histories,
+    layer_params,
+    make_batch,
+    make_step,
+    make_tx,
+    matmul,
+    model_loss,
+    model_params,
+    only_scales,
+    scale_leaves,
+    start,
+    to_host,
+)
+from helpers import assert_bitwise, assert_close
+from jaxmp import _scales
+from jaxmp.fp8 import is_scale
+from regimes import AXIS, DEVICES, REGIMES, mesh_of, same_bits
+from test_hygiene import reductions
+
+F32 = np.float32
+ROWS = DEVICES * SIDE
+
+
+# Several devices: one MAX, in value_and_grad (tests/test_fp8_regimes.py compares whole runs)
+
+
+def make_batches():
+    """Device 2 has larger data in step 1; in step 2 one of its rows holds inf, which a cast to fp8 makes finite."""
+    batches = [make_batch(i, ROWS) for i in range(3)]
+    batches[1]["x"][2 * SIDE : 3 * SIDE] *= 37
+    batches[2]["x"][2 * SIDE + 1, 3] = np.inf
+    return batches
+
+
+def run(regime_name, what_is_reduced):
+    """What each device holds after each step: `[step][device] -> (params, opt_state, amaxes)`."""
+    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**12, growth_interval=1, hysteresis=1))
+    regime = REGIMES[regime_name]
+
+    def step(state, batch, mean):
+        def reduce(grads):
+            if what_is_reduced == "all":
+                return mean(grads)
+            only, others = _scales.partition(grads)
+            return _scales.merge(only, mean(others))
+
+        (params, opt_state), (loss, grads) = make_step(tx, reduce=reduce)(state[:2], batch)
+        return (params, opt_state, _scales.partition(grads)[0]), loss
+
+    compiled = regime.compile(step)
+    params, opt_state = start(tx)
+    state = jax.block_until_ready(regime.place((params, opt_state, _scales.partition(params)[0])))
+    trace = []
+    for batch in make_batches():
+        state, _ = jax.block_until_ready(compiled(state, jax.block_until_ready(regime.shard(batch))))
+        trace.append([(p, s, amaxes(g)) for p, s, g in regime.copies(state)])
+    return trace
+
+
+@pytest.mark.parametrize("regime", ["pmap", "shard_map"])
+def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
+    """Amaxes are the same on every device already, so whether the user's pmean goes over them does not matter."""
+    trace = run(regime, "all")
+    assert_bitwise(trace, run(regime, "weights"))
+    for copies in trace:
+        assert len(copies) == DEVICES
+        assert all(same_bits(copy, copies[0]) for copy in copies)
+    clean, larger, overflow = (copies[0] for copies in trace)
+    for batch, (_, _, observed) in zip(make_batches(), (clean, larger, overflow), strict=True):
+        assert_bitwise(observed[f"a/{LHS}"], F32(np.max(np.abs(batch["x"].astype(np.float16)))))
+    assert bool(jaxmp.get_metrics(overflow[1])["skipped"])
+    assert_bitwise(overflow[0], larger[0])
+    assert_bitwise(guarded(overflow[1]), guarded(larger[1]))
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
+def test_stages_have_leaves_of_their_own_and_one_decision(bad):
+    """Leaves that are split over the devices report what their device saw; an inf of one skips the step on all."""
+    tx = make_tx("bf16")
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *[layer_params(i) for i in range(DEVICES)])
+    xs = np.stack([(i + 1) * make_batch(i, SIDE)["x"] for i in range(DEVICES)])
+    if bad:
+        xs[1, 0, 0] = np.inf
+
+    def loss_fn(stage, x):
+        layer = {name: jnp.squeeze(stage["w"], 0) if name == "w" else lax.squeeze(stage[name], (0,)) for name in stage}
+        return jnp.mean(matmul(layer, x[0].astype(jnp.bfloat16)).astype(F32) ** 2)
+
+    params = jaxmp.get_policy("bf16").cast_to_param(stacked)
+
+    def step(params, x):
+        state = tx.init(params)  # of this stage
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        updates, state = tx.update(grads, state, params)
+        metrics = jaxmp.get_metrics(state)
+        return optax.apply_updates(params, updates), only_scales(grads), metrics["skipped"][None]
+
+    spread = jax.shard_map(step, mesh=mesh_of(), in_specs=P(AXIS), out_specs=P(AXIS))
+    new, observed, skipped = jax.jit(spread)(params, xs)
+    assert skipped.tolist() == [bad] * DEVICES
+    expected = np.max(np.abs(np.asarray(xs, jnp.bfloat16)), axis=(1, 2)).astype(F32)
+    assert_bitwise(observed[LHS], expected)
+    if bad:
+        assert_bitwise(to_host(new), to_host(params))
+    else:
+        assert np.all(np.asarray(new[LHS]) != 0)
+
+
+def test_an_axis_left_out_of_the_gradients_is_not_left_out_of_the_amaxes():
+    """`axis_name=()` lets autodiff alone (tensor parallelism); the leaves are one for all devices nevertheless."""
+    tx = make_tx("bf16")
+
+    def step(state, batch):
+        _, (_, grads) = make_step(tx, axis_name=())(state, batch)
+        return {name: amax[None] for name, amax in only_scales(grads["a"]).items()}
+
+    batch = make_batches()[1]
+    spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
+    observed = jax.jit(spread)(start(tx, "bf16"), batch)
+    for amax in observed.values():
+        assert_bitwise(amax, np.repeat(np.asarray(amax[:1]), DEVICES))
+    assert_bitwise(observed[LHS][0], F32(np.max(np.abs(batch["x"].astype(jnp.bfloat16)))))
+
+
+# The inner optimizer never meets a scale
+
+
+def without_scales(tree):
+    return {name: without_scales(x) if isinstance(x, dict) else x for name, x in tree.items() if not is_scale(name)}
+
+
+def decay_mask(tree):
+    return jax.tree.map(lambda x: x.ndim == 2, tree)
+
+
+INNERS = {  # each made for a tree of params; with masks and labels of the whole tree
+    "clip_adamw": lambda tree: optax.chain(jaxmp.clip_by_global_norm(0.1), jaxmp.count_zeros(), optax.adamw(1e-2)),
+    "optax_clip": lambda tree: optax.chain(optax.clip_by_global_norm(0.1), optax.clip(0.01), optax.sgd(0.1)),
+    "lamb": lambda tree: optax.lamb(1e-2, weight_decay=0.1),
+    "mask_tree": lambda tree: optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask(tree)),
+    "mask_function": lambda tree: optax.adamw(1e-2, weight_decay=0.1, mask=decay_mask),
+    "jaxmp_mask": lambda tree: optax.adamw(1e-2, weight_decay=0.1, mask=jaxmp.weight_decay_mask(tree)),
+    "masked": lambda tree: optax.chain(optax.masked(optax.scale(2.0), decay_mask(tree)), optax.sgd(0.1)),
+    "multi_transform": lambda tree: optax.multi_transform(
+        {"fast": optax.adam(1e-2), "slow": optax.sgd(1e-3)},
+        jax.tree_util.tree_map_with_path(lambda path, x: "fast" if path[0].key == "a" else "slow", tree),
+    ),
+    "labels_function": lambda tree: optax.multi_transform(
+        {"on": optax.adam(1e-2), "off": optax.set_to_zero()},
+        lambda tree: jax.tree.map(lambda x: "on" if x.ndim == 2 else "off", tree),
+    ),
+    "schedule": lambda tree: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0.0, 3)),
+    "multi_steps": lambda tree: optax.MultiSteps(optax.adam(1e-2), 2),
+    "fixed_ema": lambda tree: optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", INNERS)
+def test_weights_train_as_if_there_were_no_scales(name):
+    """The same bits as in a model without leaves, and leaves move by their own rule, unclipped, not decayed."""
+    params32 = model_params()
+    tx, plain = make_tx("bf16", INNERS[name](params32)), make_tx("bf16", INNERS[name](without_scales(params32)), None)
+    params, opt_state = start(tx, "bf16")
+    alone, alone_state = start(plain, "bf16", without_scales(params32))
+    update, plain_update = jax.jit(tx.update), jax.jit(plain.update)
+    amax_state = {False: RECIPE.init(), True: RECIPE.init()}
+    for i in range(3):
+        rng = np.random.default_rng(i)
+        grads = jax.tree.map(lambda x, rng=rng: jnp.asarray(rng.normal(size=x.shape) / 10, x.dtype), params)
+        amax = F32(1e4 * 3.0**-i)
+        grads = _scales.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
+        updates, opt_state = update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        updates, alone_state = plain_update(without_scales(grads), alone_state, alone)
+        alone = optax.apply_updates(alone, updates)
+        assert_bitwise(without_scales(params), alone)
+        for backward, names in [(False, (LHS, RHS)), (True, (GRAD,))]:
+            amax_state[backward] = RECIPE.update(amax_state[backward], amax, backward=backward)
+            expected = F32(np.log2(amax_state[backward].scale))
+            assert_bitwise([params[layer][n] for layer in "ab" for n in names], [expected] * 2 * len(names))
+    masters = jaxmp.get_master_params(opt_state, params)
+    assert_bitwise(without_scales(masters), jaxmp.get_master_params(alone_state, alone))
+    assert_bitwise(only_scales(masters["a"]), only_scales(params["a"]))
+    got, expected = jaxmp.get_metrics(opt_state), jaxmp.get_metrics(alone_state)
+    assert set(got) == set(expected)
+    for key in got:
+        assert key.startswith("fp8/") or same_bits(to_host(got[key]), to_host(expected[key])), key
+    assert np.isnan(expected["fp8/min_scale"])
+    assert_bitwise(got["fp8/max_amax"], amax)
+    scales = [amax_state[backward].scale for backward in (False, True)]
+    assert_bitwise((got["fp8/min_scale"], got["fp8/max_scale"]), (min(scales), max(scales)))
+    assert_bitwise((got["fp8/saturated"], got["fp8/unused"]), (F32(0), F32(0)))
+
+
+def test_metrics_count_tensors_that_saturate_or_were_not_used():
+    tx = make_tx("fp32")
+    params, opt_state = start(tx, "fp32")
+    update = jax.jit(tx.update)
+    for amax, saturated, unused in [(3.0, 0, 0), (1e6, 6, 0), (0.0, 0, 6), (jnp.inf, 0, 6)]:
+        grads = jax.tree.map(jnp.zeros_like, params)
+        grads = _scales.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
+        _, opt_state = update(grads, opt_state, params)
+        metrics = jaxmp.get_metrics(opt_state)
+        assert_bitwise((metrics["fp8/saturated"], metrics["fp8/unused"]), (F32(saturated), F32(unused)))
+    assert bool(metrics["skipped"])
+
+
+# Everything else that looks at trees
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fp8", "params=float16,compute=bfloat16,output=float16"])
+def test_casts_of_a_policy_leave_scales_alone(name):
+    policy = jaxmp.get_policy(name)
+    params = model_params()
+    shapes = jax.eval_shape(lambda: params)
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        for tree in (params, shapes):
+            out = cast(tree)
+            assert all(x.dtype == F32 for x in jax.tree.leaves(_scales.partition(out)[0]))
+        assert_bitwise(only_scales(cast(params)["a"]), only_scales(params["a"]))
+    assert policy.cast_to_compute(params)["a"]["w"].dtype == policy.compute_dtype
+
+
+def test_norms_zeros_and_reductions_leave_scales_out():
+    grads = {"w": jnp.array([3.0, 4.0, 0.0])} | scale_leaves(value=1e6)
+    idle = {"w": jnp.array([3.0, 4.0, 0.0])} | scale_leaves()
+    assert_bitwise(jaxmp.global_norm(grads), F32(5))
+    clip, zeros = jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros()
+    clipped, _ = clip.update(grads, clip.init(grads))
+    assert_close(clipped["w"], np.array([0.6, 0.8, 0.0], F32), rtol=1e-5)
+    assert_bitwise(only_scales(clipped), only_scales(grads))
+    assert float(zeros.update(idle, zeros.init(idle))[1].zero_grads) == 1
+    for dtype, predivide in [(np.float16, None), (jnp.bfloat16, 2.0), (np.float32, None)]:
+        tx = jaxmp.reduce_gradients(dtype=dtype, predivide=predivide)
+        reduced = jax.pmap(lambda g, tx=tx: tx.update(g, tx.init(g))[0], AXIS)(
+            jax.tree.map(lambda x: np.stack([x] * 2), grads)
+        )
+        assert reduced["w"].dtype == dtype
+        assert_bitwise(only_scales(jax.tree.map(lambda x: x[0], reduced)), only_scales(grads))
+
+
+def test_two_optimizers_under_one_loss_scale():
+    """Each moves its own leaves; an overflow in one, seen by an amax alone, leaves the other's step."""
+    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**8, hysteresis=1))
+    tx = make_tx("fp16", loss_scale=1.0)
+    params, states = {}, {}
+    for name in "ab":
+        params[name], states[name] = start(tx, "fp16", layer_params(ord(name)))
+
+    @jax.jit
+    def step(params, states, scale_state, xs):
+        params, states = dict(params), dict(states)
+        for name in "ab":
+            loss_fn = lambda layer, x: jnp.mean(matmul(layer, x.astype(np.float16)).astype(F32) ** 2)  # noqa: E731
+            _, grads = jaxmp.value_and_grad(loss_fn)(params[name], xs[name], opt_state=scale_state)
+            params[name], states[name], scale_state = shared.apply_gradients(
+                tx, grads, states[name], params[name], scale_state
+            )
+        return params, states, shared.update(scale_state)
+
+    xs = {"a": make_batch(0)["x"], "b": make_batch(1)["x"]}
+    first = step(params, states, shared.init(), xs)
+    xs["b"][2, 2] = np.inf
+    second = step(*first, xs)
+    assert float(jaxmp.get_loss_scale(second[2])) == 2.0**7
+    assert [bool(jaxmp.get_metrics(second[1][name])["skipped"]) for name in "ab"] == [False, True]
+    assert_bitwise(second[0]["b"], first[0]["b"])
+    assert_bitwise(guarded(second[1]["b"]), guarded(first[1]["b"]))
+    assert np.any(np.asarray(second[0]["a"]["w"] != first[0]["a"]["w"]))
+
+
+def test_a_run_without_fp8_goes_on_with_it():
+    """The state of a plain optimizer moves in; the leaves start afresh."""
+    adam = optax.adam(1e-2)
+    params32 = model_params()
+    plain = without_scales(params32)
+    old = adam.update(jax.tree.map(jnp.ones_like, plain), adam.init(plain), plain)[1]
+    opt_state = jaxmp.wrap_state(make_tx("bf16", adam), old, params32)
+    assert_bitwise(without_scales(optax.tree.get(opt_state, "mu")), optax.tree.get(old, "mu"))
+    assert all(np.all(h == 0) for h in to_host(histories(opt_state)))
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp8"])
+def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
+    """A donated buffer that cannot be used is a warning, which is an error here."""
+    tx = make_tx(policy)
+    state = start(tx, policy)
+
+    def apply(state, batch):
+        params, opt_state = state
+        _, grads = jaxmp.value_and_grad(model_loss)(params, batch, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    step = jax.jit(apply, donate_argnums=0)
+    types = jax.tree.map(jax.typeof, state)
+    memory = step.lower(state, make_batch(0)).compile().memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert memory.alias_size_in_bytes >= size - 200  # scalars aside
+    for i in range(3):
+        matrices = [x for x in jax.tree.leaves(state) if x.ndim == 2]
+        batch = make_batch(i)
+        if i == 1:
+            batch["x"][0, 0] = np.nan
+        state = step(state, batch)
+        assert all(x.is_deleted() for x in matrices)
+        assert jax.tree.map(jax.typeof, state) == types
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+def test_all_reduces_of_a_whole_step(how):
+    """Beside the sums of gradients: the amaxes of all layers in one MAX, and the flags."""
+    tx = optax.chain(jaxmp.reduce_gradients(), make_tx("fp16"))
+    state = start(tx)
+    step = make_step(tx)
+
+    def apply(state, batch):
+        return step(state, batch)[0]
+
+    if how == "pmap":
+        mapped = jax.pmap(apply, AXIS, devices=jax.devices()[:8])
+        stack = lambda tree: jax.tree.map(lambda x: np.stack([x] * 8), tree)  # noqa: E731
+        text = mapped.lower(stack(state), stack(make_batch(0))).compile().as_text()
+    else:
+        spread = jax.shard_map(
+            apply, mesh=mesh_of(devices=8), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=how == "shard_map"
+        )
+        text = jax.jit(spread).lower(state, make_batch(0, 8 * SIDE)).compile().as_text()
+    found = reductions(text)
+    assert [operator for operator, _ in found].count("maximum") == 1
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
