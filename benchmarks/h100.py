@@ -321,33 +321,50 @@ def table(rows: list[dict[str, Any]]) -> str:
                 "" if target is None else "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
             ]
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
-    cells.insert(1, ["-" * w for w in widths])
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells)
+    return markdown(cells)
+
+
+def markdown(cells: list[list[str]]) -> str:
+    """A markdown table of its rows, the first being the head, with the columns aligned."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = [cells[0], ["-" * w for w in widths], *cells[1:]]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def write_between(begin: str, end: str, text: str) -> None:
+    """Replaces what stands between two markers in README.md."""
+    before, rest = README.read_text().split(begin)
+    README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def write_readme(results: dict[str, Any]) -> None:
     """Puts the table between its markers in README.md."""
-    before, rest = README.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    body = f"{table(results['rows'])}\n\n{results['device']}; {versions}."
-    README.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    write_between(BEGIN, END, f"{table(results['rows'])}\n\n{results['device']}; {found}.")
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """The command line: `--table` or nothing."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--table", action="store_true", help="only write README.md's tables from the stored results")
+    return parser.parse_args()
+
+
+def versions() -> dict[str, str]:
+    """Of everything that the numbers depend on; stops the program where something is missing."""
+    try:
+        return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES}
+    except importlib.metadata.PackageNotFoundError as e:
+        raise SystemExit(f"{e.name} is missing: `make h100` installs what this needs, and runs it") from e
 
 
 def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--table", action="store_true", help="only write README.md's table from the stored results")
-    arguments = parser.parse_args()
-    if arguments.table:
+    if parse_arguments(__doc__).table:
         write_readme(json.loads(RESULTS.read_text()))
         return 0
 
-    try:
-        versions = {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES}
-    except importlib.metadata.PackageNotFoundError as e:
-        raise SystemExit(f"{e.name} is missing: `make h100` installs what this needs, and runs it") from e
+    found = versions()
     shapes = gpt2_small()
     n_leaves = len(jax.tree.leaves(shapes))
     rows = []
@@ -358,7 +375,7 @@ def main() -> int:
         "command": "python benchmarks/h100.py",
         "device": "H100 (compiled, not run)",
         "tree": {"model": "GPT-2 small", "leaves": n_leaves, "params": _size(shapes)},
-        "versions": versions,
+        "versions": found,
         "rows": rows,
     }
     RESULTS.parent.mkdir(exist_ok=True)

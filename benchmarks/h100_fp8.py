@@ -1,0 +1,362 @@
+"""What fp8 costs on an H100 beside its matmuls, counted without one.
+
+Compiles for H100 (`h100_aot.py`) and reads the final HLO:
+
+1.  One Dense 4096x4096 on bfloat16 [8192, 4096], forward and backward. The three GEMMs are to be fp8 calls of cuBLASLt
+    with the scales inside. Everything else, casts, amaxes and transposes, is overhead, and its bytes are its time:
+
+        in MiB                      x, g [8192, 4096] bf16    W [4096, 4096] f32
+        read once                   64 each                   64
+        write q                     32 each                   16
+        q^T for cuBLASLt            32 + 32 each              16 + 16             432 altogether, 352 if q and q^T are
+                                                                                  written in one pass
+
+2.  The optimizer's side of a step with 24 fp8 layers, which moves 72 scales and their histories.
+3.  A data-parallel step of these layers on 8 devices: flags and amaxes are to travel in one small all-reduce.
+
+    python benchmarks/h100_fp8.py            compile, check the targets, write the results and the tables in README.md
+    python benchmarks/h100_fp8.py --table    only the tables, from the results that are there
+
+Exit status 1 if a target is missed.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import h100_aot as aot  # first: it pins the local platform
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.linen import fp8_ops
+from h100 import HERE, SMALL, markdown, parse_arguments, versions, write_between
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+import jaxmp
+from jaxmp import fp8
+
+RESULTS = HERE / "results" / "h100_fp8.json"
+MARKERS = "<!-- h100_fp8: written by h100_fp8.py -->", "<!-- h100_fp8: end -->"
+ROWS, WIDTH = 8192, 4096
+LAYERS = 24
+MATMUL = (((1,), (0,)), ((), ()))
+FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
+GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
+LEAVES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
+# Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+class Target(NamedTuple):
+    """What may run beside the three GEMMs."""
+
+    kernels: int
+    mib: float
+
+
+class Layer(NamedTuple):
+    """One row of the first table: (params, x, g) -> (y, gradients), and what its params look like."""
+
+    name: str
+    run: Callable[[PyTree, Array, Array], Any]
+    params: PyTree
+    target: Target | None = None
+
+
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+
+def layers() -> list[Layer]:
+    """The same Dense layer in bfloat16, in jaxmp's recipes, and in flax's own fp8."""
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    delayed = Target(kernels=16, mib=440)
+    trained = Target(kernels=19, mib=440)  # value_and_grad makes amaxes of gradients: a scalar kernel each
+    return [
+        Layer("bf16", by_vjp(lambda w, x: x @ w.astype(x.dtype)), w),
+        Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, fp8.Scales(scale, scale, scale)), delayed),
+        Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), trained),
+        Layer("jaxmp.fp8.dot_general, CurrentScaling", by_vjp(_current), w, Target(kernels=16, mib=630)),
+        Layer("linen Dense, flax Fp8DirectDotGeneralOp", by_vjp(_flax), _params(flax_dense, False)),
+    ]
+
+
+def by_vjp(f: Callable[[PyTree, Array], Array]) -> Callable[..., Any]:
+    """y = f(params, x), with the gradients of sum(y * g)."""
+
+    def run(params: PyTree, x: Array, g: Array) -> Any:
+        y, backward = jax.vjp(f, params, x)
+        return y, backward(g)
+
+    return run
+
+
+def _delayed(params: PyTree, x: Array) -> Array:
+    w, scales = params
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
+
+
+def _current(w: Array, x: Array) -> Array:
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.CurrentScaling())
+
+
+def flax_dense(*args: Any, **kwargs: Any) -> nn.Module:
+    """A Dense layer whose matmul is flax's own in fp8."""
+    return nn.Dense(*args, **kwargs, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+
+
+def _flax(variables: PyTree, x: Array) -> Any:
+    return flax_dense(WIDTH, use_bias=False, dtype=x.dtype).apply(variables, x)
+
+
+def everywhere(path: str, layer: Any) -> bool:
+    """For `filter=`: one layer is the first and the last at once, and those stay as they are by default."""
+    del path, layer
+    return True
+
+
+def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
+    """A plain Dense layer, as a user trains it: in the context, and differentiated by jaxmp."""
+
+    def loss_fn(params: PyTree, x: Array) -> Any:
+        y: Any = nn.Dense(WIDTH, use_bias=False, dtype=x.dtype).apply({"params": params}, x)
+        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
+
+    params = variables["params"]
+    opt_state = jaxmp.mixed_precision(optax.identity(), "fp8").init(params)
+    with fp8.autocast(filter=everywhere):
+        grad_fn = jaxmp.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+        (_, y), grads = grad_fn(params, x, opt_state=opt_state)
+    return y, grads
+
+
+def _params(dense: Callable[..., Any], autocast: bool) -> PyTree:
+    layer = dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)
+    with fp8.autocast(enabled=autocast, filter=everywhere):
+        return jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16))
+
+
+def measure_layer(layer: Layer) -> dict[str, Any]:
+    """Compiles one layer and returns its row."""
+    m = aot.mesh()
+    x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16)
+    compiled = aot.compile_for(layer.run, _abstract(layer.params, m), x, x, compiler_options=OPTIONS)
+    runs = aot.instructions(compiled)
+    names = {i.name for i in runs if i.kind.startswith(GEMM)}
+    beside = [i for i in runs if i.name not in names]
+    row = {
+        "program": layer.name,
+        "kernels": len(beside),
+        "mib": round(sum(i.bytes_read + i.bytes_written for i in beside) / 2**20, 1),
+        "gemms": gemms(compiled),
+        "kernels_after_a_gemm": sum(bool(i.sources & names) for i in beside),
+        "target": layer.target._asdict() if layer.target else None,
+    }
+    row["missed"] = _missed(row, layer.target) if layer.target else []
+    return row
+
+
+def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
+    """Each call of cuBLASLt: its stage, the dtypes of operands and result, how it sums, how many operands it has."""
+    found, types = [], {}
+    for name, type_text, op, operands, attributes in aot.parse(aot.computations(compiled)["ENTRY"]):
+        types[name] = type_text
+        target = re.search(r'custom_call_target="([^"]+)"', attributes)
+        if op == "custom-call" and target and target.group(1).startswith(GEMM):
+            algorithm = re.search(r'"algorithm":"(\w+)"', attributes)
+            stage = re.search(r"jaxmp\.fp8_(\w+)", attributes)
+            found.append(
+                {
+                    "stage": stage.group(1) if stage else "",
+                    "call": target.group(1),
+                    "operands": [_dtype(types[operand]) for operand in operands],
+                    "result": _dtype(type_text),
+                    "algorithm": algorithm.group(1) if algorithm else "",
+                }
+            )
+    return found
+
+
+def _missed(row: dict[str, Any], target: Target) -> list[str]:
+    """What of `target` the row does not meet, in words."""
+    calls = [gemm["call"] for gemm in row["gemms"]]
+    sums = {gemm["stage"]: gemm["algorithm"] for gemm in row["gemms"]}
+    results = {gemm["stage"]: gemm["result"] for gemm in row["gemms"]}
+    operands = {gemm["stage"]: gemm["operands"] for gemm in row["gemms"]}
+    checks = (
+        (calls == [FP8_GEMM] * 3, f"GEMMs: {', '.join(calls)}"),
+        (sums == {"fprop": FAST, "dgrad": FULL, "wgrad": FULL}, f"sums: {sums}"),
+        (results == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "f32"}, f"results: {results}"),
+        (all(found.count("f32") == 2 for found in operands.values()), f"operands: {operands}"),
+        (not row["kernels_after_a_gemm"], f"{row['kernels_after_a_gemm']} kernels on the result of a GEMM"),
+        (row["kernels"] <= target.kernels, f"over {target.kernels} kernels"),
+        (row["mib"] <= target.mib, f"over {target.mib} MiB"),
+    )
+    return [what for holds, what in checks if not holds]
+
+
+def _dtype(type_text: str) -> str:
+    return type_text.lstrip("(").split("[")[0]
+
+
+# --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
+
+
+def stack_of(n: int, *, in_fp8: bool) -> PyTree:
+    """Float32 params of `n` small layers."""
+    scales = dict.fromkeys(LEAVES, jnp.zeros(())) if in_fp8 else {}
+    return {f"layer_{i}": {"kernel": jnp.zeros((256, 256)), **scales} for i in range(n)}
+
+
+def loss_of_stack(params: PyTree, x: Array) -> Array:
+    """Layers one behind the other: in fp8 where they hold scales, else in bfloat16."""
+    for layer in params.values():
+        if LEAVES[0] in layer:
+            scales = fp8.Scales(*(layer[name] for name in LEAVES))
+            x = fp8.dot_general(x, layer["kernel"], MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
+        else:
+            x = x @ layer["kernel"].astype(x.dtype)
+        x = jnp.tanh(x)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def optimizer_of(*, in_fp8: bool) -> optax.GradientTransformationExtraArgs:
+    """AdamW on float32 params, by `jaxmp.mixed_precision`."""
+    return jaxmp.mixed_precision(optax.adamw(1e-3), "fp8" if in_fp8 else "fp32")
+
+
+def measure_update(n: int) -> dict[str, Any]:
+    """Kernels of the optimizer's side for `n` layers, and how many of them move fp8 scales."""
+    kernels = []
+    for in_fp8 in (False, True):
+        m, params, tx = aot.mesh(), stack_of(n, in_fp8=in_fp8), optimizer_of(in_fp8=in_fp8)
+
+        def step(params: PyTree, opt_state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+        shapes = _abstract(params, m), _abstract(jax.eval_shape(tx.init, params), m)
+        compiled = aot.compile_for(step, *shapes, shapes[0], donate_argnums=(0, 1), keep_unused=True)
+        kernels.append(aot.report(compiled)["kernels"])
+    return {"layers": n, "scales": 3 * n, "kernels": kernels[1], "without_fp8": kernels[0]}
+
+
+def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
+    """Collectives of a whole data-parallel step on eight devices, `reduce_gradients` in the chain."""
+    m, params = aot.mesh(8), stack_of(n, in_fp8=in_fp8)
+    tx = optax.chain(jaxmp.reduce_gradients(), optimizer_of(in_fp8=in_fp8))
+
+    def step(params: PyTree, opt_state: Any, x: Array) -> tuple[PyTree, Any, Array]:
+        loss, grads = jaxmp.value_and_grad(loss_of_stack)(params, x, opt_state=opt_state)
+        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        return params, opt_state, lax.pmean(loss, "data")
+
+    spread = jax.shard_map(step, mesh=m, in_specs=(P(), P(), P("data")), out_specs=P())
+    shapes = _abstract(params, m), _abstract(jax.eval_shape(tx.init, params), m)
+    x = aot.spec(m, (8 * 256, 256), jnp.bfloat16, P("data"))
+    compiled = aot.compile_for(spread, *shapes, x, donate_argnums=(0, 1), keep_unused=True, compiler_options=OPTIONS)
+    report = aot.report(compiled)
+    reduces = report["collectives"].get("all-reduce", [])
+    return {
+        "layers": n,
+        "scales": 3 * n if in_fp8 else 0,
+        "small_all_reduces": [size for size in reduces if size <= SMALL],
+        "other_all_reduces": [size for size in reduces if size > SMALL],
+        "other_collectives": sorted(set(report["collectives"]) - {"all-reduce"}),
+    }
+
+
+def _abstract(tree: PyTree, m: Mesh) -> PyTree:
+    return jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), tree)
+
+
+def missed_by_step(updates: list[dict[str, Any]], exchanges: list[dict[str, Any]]) -> list[str]:
+    """What a step with fp8 layers costs beyond its targets, in words."""
+    added = [row["kernels"] - row["without_fp8"] for row in updates]
+    checks = [
+        (added[0] <= 20, f"over 20 kernels to move the scales of {LAYERS} layers: {added[0]}"),
+        (added[1] <= 30, f"over 30 kernels to move the scales of {2 * LAYERS} layers: {added[1]}"),
+    ]
+    for row in exchanges:
+        small = row["small_all_reduces"]
+        checks.append((len(small) == 1, f"{len(small)} small all-reduces for {row['scales']} scales, not 1"))
+        checks.append((not row["other_collectives"], f"collectives: {', '.join(row['other_collectives'])}"))
+    return [what for holds, what in checks if not holds]
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    cells = [["one layer, forward and backward", "GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
+    for row in results["layers"]:
+        target = row["target"]
+        in_fp8 = sum(gemm["call"] == FP8_GEMM for gemm in row["gemms"])
+        cells.append(
+            [
+                row["program"],
+                f"{in_fp8} fp8" if in_fp8 else f"{len(row['gemms'])} bf16",
+                str(row["kernels"]),
+                f"{row['mib']:.0f}",
+                f"{target['kernels']} and {target['mib']}" if target else "",
+                "" if target is None else "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
+            ]
+        )
+    updates = [["fp8 layers", "scales", "kernels of the optimizer's side", "without fp8", "added"]]
+    for r in results["updates"]:
+        counts = r["layers"], r["scales"], r["kernels"], r["without_fp8"], r["kernels"] - r["without_fp8"]
+        updates.append([str(n) for n in counts])
+    exchanges = [["8 devices, shard_map: layers", "scales", "small all-reduces", "all-reduces of gradients"]]
+    exchanges += [
+        [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
+        for r in results["exchanges"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, updates, exchanges))
+
+
+def _sizes(sizes: list[int]) -> str:
+    return ", ".join(f"{size} B" for size in sizes) or "none"
+
+
+def write_readme(results: dict[str, Any]) -> None:
+    """Puts the tables between their markers in README.md."""
+    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    write_between(*MARKERS, f"{tables(results)}\n\n{results['device']}; {found}.")
+
+
+def main() -> int:
+    """Runs what the command line asks for; returns the exit status."""
+    if parse_arguments(__doc__).table:
+        write_readme(json.loads(RESULTS.read_text()))
+        return 0
+    found = versions()
+    rows = []
+    for layer in layers():
+        print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
+        rows.append(measure_layer(layer))
+    print(f"compiling: a step with {LAYERS} layers", file=sys.stderr, flush=True)
+    updates = [measure_update(n) for n in (LAYERS, 2 * LAYERS)]
+    exchanges = [measure_exchange(LAYERS, in_fp8=in_fp8) for in_fp8 in (True, False)]
+    results = {
+        "command": "python benchmarks/h100_fp8.py",
+        "device": "H100 (compiled, not run)",
+        "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
+        "versions": found,
+        "layers": rows,
+        "updates": updates,
+        "exchanges": exchanges,
+        "missed": missed_by_step(updates, exchanges),
+    }
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    write_readme(results)
+    print(tables(results), *results["missed"], sep="\n")
+    return 1 if results["missed"] or any(row["missed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
