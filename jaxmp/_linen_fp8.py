@@ -1,8 +1,10 @@
 """fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into a model as it is."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp import _einsum, _layer, amax
+from jaxmp import _einsum, _layer, _paths, _scales, amax
 
 
 class Fp8DotGeneral(nn.Module):
@@ -85,36 +87,57 @@ _CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
 
 
-def intercept_layers(recipe: Any, chosen: _layer.Filter) -> contextlib.AbstractContextManager[Any]:
-    """A context in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
+# Of nested regions flax asks the outermost first; only the innermost may answer.
+_INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
+
+
+@contextlib.contextmanager
+def intercept_layers(recipe: Any, chosen: _layer.Filter) -> Iterator[None]:
+    """A region in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
 
     Args:
       recipe: the recipe of these layers.
       chosen: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
-        with weights (embeddings and convolutions count), found by an abstract run of the model.
+        with weights (embeddings and convolutions count), found by an abstract run of the model; once there are params
+        with scale leaves, for the layers that hold them.
     """
-    ends: set[str] = set()  # the first and the last layer of the model that is running
-    looking = False
+    by_default: Callable[[str], bool] | None = None  # of the model that is running
 
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        nonlocal ends, looking
-        module = context.module
-        if looking or not _layer.is_enabled() or module.scope is None:
+        nonlocal by_default
+        module, method = context.module, context.method_name
+        if _INNERMOST.get() is not interceptor or not _layer.is_enabled() or module.scope is None:
             return next_fun(*args, **kwargs)
-        if chosen is None and not module.path:  # the whole model is called
-            looking = True
+        if chosen is None and by_default is None and not module.path:  # the whole model is called
+            by_default = _default_of(module, method, args, kwargs)
             try:
-                ends = _ends_of(module, context.method_name, args, kwargs)
+                return interceptor(next_fun, args, kwargs, context)
             finally:
-                looking = False
+                by_default = None
         path = "/".join(module.path)
-        if context.method_name != "__call__" or not isinstance(module, _CONVERTED) or path in ends:
+        if method != "__call__" or not isinstance(module, _CONVERTED) or not _is_plain(module):
             return next_fun(*args, **kwargs)
-        if not _is_plain(module) or not _layer.wants_fp8(path, module, chosen):
+        if not (by_default(path) if by_default else _layer.wants_fp8(path, module, chosen)):
             return next_fun(*args, **kwargs)
         return _in_fp8(module, recipe)(*args, **kwargs)
 
-    return nn.intercept_methods(interceptor)
+    token = _INNERMOST.set(interceptor)
+    try:
+        with nn.intercept_methods(interceptor):
+            yield
+    finally:
+        _INNERMOST.reset(token)
+
+
+def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
+    """Which layers of a model run in fp8 where no filter says it, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
+    scales = [path for path, _ in leaves if _scales.is_scale(path)]
+    if scales and not module.is_initializing():  # a method may call some layers only: other ends, the same params
+        held = {_paths.path_str(path).rpartition("/")[0].rpartition("/")[0] for path in scales}
+        return held.__contains__
+    ends = _ends_of(module, method, args, kwargs)
+    return lambda path: path not in ends
 
 
 def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
@@ -129,7 +152,7 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
     fresh = module.clone(parent=None)
     names = {"params", "dropout", *(module.scope.rngs if module.scope is not None else ())}
     rngs = {name: jax.random.key(0) for name in names}
-    with nn.intercept_methods(note):
+    with _layer.switched(False), nn.intercept_methods(note):
         jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
     return {order[0], order[-1]} if order else set()
 

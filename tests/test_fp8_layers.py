@@ -1,0 +1,620 @@
+"""fp8 layers of linen and nnx: which layers run in fp8, which leaves they hold, and that models of all kinds train."""
+
+import functools
+import warnings
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxmp
+from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
+from helpers import assert_bitwise
+from jaxmp import _paths, _scales
+from jaxmp.fp8 import CurrentScaling, DelayedScaling, autocast, is_scale
+from jaxmp.linen import Fp8DotGeneral, Fp8Einsum
+
+F32, BF16 = np.float32, jnp.bfloat16
+RECIPE = DelayedScaling(amax_history_len=4)
+LEAVES = [GRAD, LHS, RHS]  # sorted
+KEY = jax.random.key(0)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)), F32)  # [batch, features]
+SEQUENCE = X.reshape(2, SIDE, SIDE)  # [batch, time, features]
+FP8 = functools.partial(Fp8DotGeneral, recipe=RECIPE)
+
+
+def converted(params):
+    """Paths of the layers that hold scale leaves."""
+    paths = [_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return sorted({path.rsplit("/", 2)[0] for path in paths if is_scale(path)})
+
+
+def all_true(path, layer):
+    return True
+
+
+def without_leaves(params):
+    if not isinstance(params, dict):
+        return params
+    return {name: without_leaves(x) for name, x in params.items() if not name.startswith("Fp8DotGeneral")}
+
+
+def init(model, *args, **kwargs):
+    return model.init({"params": KEY, "dropout": KEY}, *args, **kwargs)["params"]
+
+
+def mean_square(y):
+    return jnp.mean(y.astype(F32) ** 2)
+
+
+def amaxes_of(apply, params, *args):
+    """Gradients of the scale leaves of a mean-square loss, by the layer that holds them."""
+    opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
+    f = jax.jit(
+        lambda params: jaxmp.value_and_grad(lambda p: mean_square(apply(p, *args)))(params, opt_state=opt_state)
+    )
+    _, grads = f(params)
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    named = {_paths.path_str(path): np.asarray(x) for path, x in leaves}
+    found = {}
+    for path, x in named.items():
+        if is_scale(path):
+            layer, _, name = f"/{path}".rsplit("/", 2)
+            found.setdefault(layer.removeprefix("/"), {})[name] = x
+    return found, grads
+
+
+def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
+    """Two steps: the loss falls, every scale leaf has moved, and the compiled step serves both."""
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
+    params = jax.tree.map(jnp.asarray, params)  # nn.remat initializes NumPy arrays, which jit counts as another type
+    before = _scales.partition(params)[0]
+
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = jaxmp.value_and_grad(lambda p: mean_square(apply(p, *args)))(params, opt_state=opt_state)
+        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        return params, opt_state, loss
+
+    opt_state, losses = tx.init(params), []
+    for _ in range(steps):
+        params, opt_state, loss = step(params, opt_state)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert step._cache_size() == 1
+    after = _scales.partition(params)[0]
+    moved = [np.all(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
+    assert moved and all(moved)
+    return params
+
+
+# linen: dot_general_cls
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Dense(32, dot_general_cls=FP8), X),
+        (nn.DenseGeneral((2, 16), dot_general_cls=FP8), SEQUENCE),
+        (nn.DenseGeneral(32, axis=(-2, -1), dot_general_cls=FP8), X.reshape(SIDE, 2, SIDE)),
+        (nn.DenseGeneral(16, batch_dims=(0,), dot_general_cls=FP8), SEQUENCE),
+        (Fp8Einsum((2, SIDE, 32), "btd,bdf->btf", recipe=RECIPE), SEQUENCE),
+    ],
+    ids=["Dense", "DenseGeneral", "two_axes", "batch_dims", "Einsum"],
+)
+def test_layers_hold_leaves_beside_their_kernel_and_report_amaxes(layer, x):
+    params = init(layer, x)
+    assert sorted(params) == ["Fp8DotGeneral_0", "bias", "kernel"]
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in params["Fp8DotGeneral_0"].items()} == {
+        name: ((), F32) for name in LEAVES
+    }
+    amaxes = amaxes_of(lambda p: layer.apply({"params": p}, x), params)[0][""]
+    assert_bitwise(amaxes[LHS], F32(np.max(np.abs(x))))
+    assert_bitwise(amaxes[RHS], F32(np.max(np.abs(params["kernel"]))))
+    assert float(amaxes[GRAD]) > 0
+
+
+def test_a_batch_of_one_initializes_without_a_warning_and_trains_with_one():
+    layer = nn.Dense(SIDE, dot_general_cls=FP8)
+    params = init(layer, jnp.ones((1, SIDE)))
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match="got M=1"):
+        layer.apply({"params": params}, jnp.ones((1, SIDE)))
+
+
+def test_attention():
+    layer = nn.MultiHeadDotProductAttention(
+        num_heads=2, qkv_features=2 * SIDE, out_features=SIDE, qkv_dot_general_cls=FP8, out_dot_general_cls=FP8
+    )
+    params = init(layer, SEQUENCE)
+    assert converted({"attention": params}) == [f"attention/{name}" for name in ("key", "out", "query", "value")]
+    observed, _ = amaxes_of(lambda p: layer.apply({"params": p}, SEQUENCE), params)
+    for name in ("key", "query", "value"):
+        assert_bitwise(observed[name][LHS], F32(np.max(np.abs(X))))
+    check_trains(lambda p: layer.apply({"params": p}, SEQUENCE), params)
+
+
+def test_current_scaling_needs_no_leaves():
+    layer = nn.Dense(SIDE, dot_general_cls=functools.partial(Fp8DotGeneral, recipe=CurrentScaling()))
+    params = init(layer, X)
+    assert sorted(params) == ["bias", "kernel"]
+    plain = nn.Dense(SIDE)
+    assert_bitwise(params, init(plain, X))
+    y, exact = layer.apply({"params": params}, X), plain.apply({"params": params}, X)
+    assert 0 < float(jnp.max(jnp.abs(y - exact))) < 0.3
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=CurrentScaling())
+    assert not jaxmp.state.find(tx.init(params), jaxmp.fp8.Fp8State)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_promote_all_but_kernel_keeps_the_gradient_of_the_kernel_in_float32(kind):
+    """flax casts the kernel to the layer's dtype, and its gradient is rounded on the way back."""
+    gradients = {}
+    for promote in (False, True):
+        kwargs = {"promote_dtype": jaxmp.fp8.promote_all_but_kernel} if promote else {}
+        if kind == "linen":
+            layer = nn.Dense(SIDE, dtype=BF16, dot_general_cls=FP8, **kwargs)
+            params = init(layer, X)
+            _, grads = amaxes_of(lambda p, layer=layer: layer.apply({"params": p}, X), params)
+            kernel = grads["kernel"]
+        else:
+            product = jaxmp.nnx.Fp8DotGeneral(RECIPE)
+            layer = nnx.Linear(SIDE, SIDE, dtype=BF16, dot_general=product, rngs=nnx.Rngs(0), **kwargs)
+            opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
+            _, grads = jaxmp.nnx.value_and_grad(lambda m: mean_square(m(X)))(layer, opt_state=opt_state)
+            kernel = nnx.as_pure(grads)["kernel"]
+        gradients[promote] = kernel
+        assert kernel.dtype == F32
+    rounded = lambda x: x.astype(BF16).astype(F32)  # noqa: E731
+    assert np.array_equal(rounded(gradients[False]), gradients[False])
+    assert not np.array_equal(rounded(gradients[True]), gradients[True])
+
+
+# autocast: models as they are
+
+
+class Block(nn.Module):
+    width: int = 2 * SIDE
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        h = nn.gelu(nn.Dense(self.width, name="up")(nn.LayerNorm()(x)))
+        h = nn.Dropout(self.rate, deterministic=not train)(h)
+        return x + nn.Dense(x.shape[-1], name="down")(h)
+
+
+class Model(nn.Module):
+    rate: float = 0.0
+
+    def setup(self):
+        self.embed = nn.Dense(SIDE)
+        self.blocks = [Block(rate=self.rate) for _ in range(2)]
+        self.head = nn.Dense(SIDE)
+
+    def __call__(self, x, train=False):
+        return self.head(self.encode(x, train=train))
+
+    def encode(self, x, train=False):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, train=train)
+        return x
+
+
+INNER = ["blocks_0/down", "blocks_0/up", "blocks_1/down", "blocks_1/up"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, INNER),
+        (("*up",), ["blocks_0/up", "blocks_1/up"]),
+        ("*down", ["blocks_0/down", "blocks_1/down"]),
+        (("embed", "head"), ["embed", "head"]),
+        (lambda path, layer: layer.features == SIDE, ["blocks_0/down", "blocks_1/down", "embed", "head"]),
+        ((), []),
+    ],
+    ids=["default", "globs", "glob", "ends", "function", "none"],
+)
+def test_filters(chosen, expected):
+    """By default all but the first and the last layer with weights; a filter says it all."""
+    with autocast(RECIPE, filter=chosen):
+        params = init(Model(), X)
+    assert converted(params) == sorted(expected)
+    assert_bitwise(without_leaves(params), init(Model(), X))
+    if expected:
+        with autocast(RECIPE, filter=chosen):
+            observed, _ = amaxes_of(lambda p: Model().apply({"params": p}, X), params)
+        assert sorted(observed) == sorted(expected)
+        assert all(amax > 0 for layer in observed.values() for amax in layer.values())
+
+
+def test_embeddings_and_convolutions_are_ends():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            x = nn.Embed(32, SIDE)(tokens)
+            x = nn.Dense(SIDE)(nn.Dense(SIDE)(x))
+            return nn.Conv(SIDE, (3,))(x)
+
+    with autocast(RECIPE):
+        params = init(Net(), jnp.zeros((2, SIDE), jnp.int32))
+    assert converted(params) == ["Dense_0", "Dense_1"]
+
+
+def test_the_default_counts_layers_inside_of_a_scan():
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(SIDE, name="first")(x)
+            x, _ = nn.scan(ScanBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()(x, None)
+            return nn.Dense(SIDE, name="last")(x)
+
+    with autocast(RECIPE):
+        params = init(Deep(), X)
+        assert converted(params) == EXPECTED["scan"][0]
+        observed, _ = amaxes_of(lambda p: Deep().apply({"params": p}, X), params)
+    assert sorted(observed) == EXPECTED["scan"][0]
+    assert all(np.all(amax > 0) and amax.shape == (2,) for layer in observed.values() for amax in layer.values())
+
+
+def test_params_without_leaves_do_not_run_under_delayed_scaling():
+    params = init(Model(), X)
+    with autocast(RECIPE), pytest.raises(flax.errors.ScopeParamNotFoundError, match="fp8_lhs_e4m3_log2_scale"):
+        Model().apply({"params": params}, X)
+
+
+def test_the_innermost_region_counts():
+    params = {}
+    other = DelayedScaling(fp8_format="E4M3")
+    with autocast(RECIPE):
+        with autocast(other):
+            params["inner"] = init(Model(), X)
+        with autocast(enabled=False):
+            params["off"] = init(Model(), X)
+            with autocast(RECIPE, filter=("head",)):
+                params["on_again"] = init(Model(), X)
+        params["outer"] = init(Model(), X)
+    assert sorted(params["inner"]["blocks_0"]["up"]["Fp8DotGeneral_0"]) == [
+        "fp8_grad_e4m3_log2_scale",
+        "fp8_lhs_e4m3_log2_scale",
+        "fp8_rhs_e4m3_log2_scale",
+    ]
+    assert converted(params["off"]) == []
+    assert converted(params["on_again"]) == ["head"]
+    assert converted(params["outer"]) == INNER
+    assert jaxmp.fp8.is_enabled()
+
+
+def test_disabled_layers_run_in_their_own_dtype():
+    linen_layer = nn.Dense(SIDE, dtype=BF16, dot_general_cls=FP8)
+    params = init(linen_layer, X)
+    nnx_layer = nnx.Linear(SIDE, SIDE, dtype=BF16, dot_general=jaxmp.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
+    plain = nnx.Linear(SIDE, SIDE, dtype=BF16, rngs=nnx.Rngs(0))
+    with autocast(enabled=False):
+        got = linen_layer.apply({"params": params}, X)
+        got_nnx = nnx_layer(X)
+    kept = {name: params[name] for name in ("kernel", "bias")}
+    assert_bitwise(got, nn.Dense(SIDE, dtype=BF16).apply({"params": kept}, X))
+    assert_bitwise(got_nnx, plain(X))
+    assert np.any(np.asarray(linen_layer.apply({"params": params}, X) != got))
+
+
+def test_layers_with_a_product_of_their_own_keep_it():
+    calls = []
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return jax.lax.dot_general(*args, **kwargs)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(SIDE, dot_general=own, name="own")(x)
+            x = nn.Dense(SIDE, dot_general_cls=functools.partial(Fp8DotGeneral, recipe=CurrentScaling()), name="cls")(x)
+            return nn.Dense(SIDE, name="plain")(x)
+
+    with autocast(RECIPE, filter=all_true):
+        params = init(Net(), X)
+    assert converted(params) == ["plain"]
+    assert calls
+
+
+class Net(nn.Module):
+    """One of several kinds of model round the same layers."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        if self.kind == "shared":
+            layer = nn.Dense(SIDE)
+            return layer(nn.tanh(layer(x)))
+        if self.kind == "batch_norm":
+            x = nn.Dense(SIDE)(x)
+            x = nn.BatchNorm(use_running_average=not train)(x)
+            return nn.Dense(SIDE)(x)
+        if self.kind == "remat":
+            return nn.remat(Block, static_argnums=(2,))()(x, train)
+        if self.kind == "jit":
+            return nn.jit(Block, static_argnums=(2,))()(x, train)
+        if self.kind in ("scan", "scan_remat", "scan_broadcast"):
+            block = nn.remat(ScanBlock) if self.kind == "scan_remat" else ScanBlock
+            variables = (
+                dict(variable_broadcast="params") if "broadcast" in self.kind else dict(variable_axes={"params": 0})
+            )
+            rngs = {"params": "broadcast" not in self.kind}
+            return nn.scan(block, split_rngs=rngs, length=3, **variables)()(x, None)[0]
+        if self.kind == "vmap":
+            layer = nn.vmap(
+                nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=3
+            )
+            return layer(SIDE)(x)
+        if self.kind == "attention":
+            return nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=2 * SIDE)(x.reshape(2, SIDE, SIDE))
+        if self.kind == "einsum":
+            return nn.Einsum((SIDE, 2, SIDE), "btd,dhk->bthk")(x.reshape(2, SIDE, SIDE))
+        raise ValueError(self.kind)
+
+
+class ScanBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block()(x), None
+
+
+EXPECTED = {
+    "shared": (["Dense_0"], ()),
+    "batch_norm": (["Dense_0", "Dense_1"], ()),
+    "remat": (["CheckpointBlock_0/down", "CheckpointBlock_0/up"], ()),
+    "jit": (["JitBlock_0/down", "JitBlock_0/up"], ()),
+    "scan": (["ScanScanBlock_0/Block_0/down", "ScanScanBlock_0/Block_0/up"], (3,)),
+    "scan_remat": (["ScanCheckpointScanBlock_0/Block_0/down", "ScanCheckpointScanBlock_0/Block_0/up"], (3,)),
+    "scan_broadcast": (["ScanScanBlock_0/Block_0/down", "ScanScanBlock_0/Block_0/up"], ()),
+    "vmap": (["VmapDense_0"], (3,)),
+    "attention": ([f"MultiHeadDotProductAttention_0/{name}" for name in ("key", "out", "query", "value")], ()),
+    "einsum": (["Einsum_0"], ()),
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_models_of_all_kinds_train(kind):
+    model = Net(kind)
+    layers, shape = EXPECTED[kind]
+    with autocast(RECIPE, filter=all_true):
+        variables = model.init(KEY, X)
+    params = variables.pop("params")
+    assert converted(params) == layers
+    assert all(x.shape == shape for x in jax.tree.leaves(_scales.partition(params)[0]))
+    assert_bitwise(without_leaves(params), model.init(KEY, X)["params"])
+
+    def apply(params):
+        with autocast(RECIPE, filter=all_true):
+            return model.apply({"params": params} | variables, X)
+
+    check_trains(apply, params)
+
+
+@pytest.mark.parametrize("chosen", [None, all_true], ids=["default", "filter"])
+def test_dropout_and_static_arguments(chosen):
+    model = Model(rate=0.5)
+    with autocast(RECIPE, filter=chosen):
+        params = init(model, X, train=True)
+        first = model.apply({"params": params}, X, train=True, rngs={"dropout": KEY})
+        second = model.apply({"params": params}, X, train=True, rngs={"dropout": jax.random.key(1)})
+        quiet = model.apply({"params": params}, X)
+    assert converted(params) == (INNER if chosen is None else sorted([*INNER, "embed", "head"]))
+    assert np.any(np.asarray(first != second)) and np.any(np.asarray(first != quiet))
+    with autocast(RECIPE, filter=chosen):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            jax.jit(functools.partial(model.apply, train=False))({"params": params}, X)
+
+
+def test_other_methods_run_the_layers_that_hold_scales():
+    """`encode` ends where the whole model goes on: its last layer is no end of the model."""
+    model = Model()
+    with autocast(RECIPE):
+        params = init(model, X)
+        got, _ = amaxes_of(lambda p: model.apply({"params": p}, X, method="encode"), params)
+    assert converted(params) == INNER
+    assert sorted(name for name, layer in got.items() if layer[LHS] > 0) == INNER
+
+
+def test_a_bound_model_and_a_frozen_dict():
+    model = Model()
+    with autocast(RECIPE):
+        params = init(model, X)
+        expected = model.apply({"params": params}, X)
+        assert_bitwise(model.bind({"params": params})(X), expected)
+    exact = model.apply({"params": without_leaves(params)}, X)
+    assert np.any(np.asarray(exact != expected))
+    assert_bitwise(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
+
+
+@pytest.mark.parametrize("kind", ["flax", "jaxmp"])
+def test_train_states(kind):
+    model = Model()
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "fp16", recipe=RECIPE, loss_scale=2.0**8)
+    with autocast(RECIPE):
+        params32 = init(model, X)
+    policy = jaxmp.get_policy("fp16")
+    if kind == "flax":
+        state = train_state.TrainState.create(apply_fn=model.apply, params=params32, tx=tx)
+        state = state.replace(params=policy.cast_to_param(params32))
+    else:
+        state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params32, tx=tx, policy=policy)
+
+    @jax.jit
+    def step(state, x):
+        def loss_fn(params):
+            with autocast(RECIPE):
+                return mean_square(state.apply_fn({"params": params}, x) - x)
+
+        loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, opt_state=state.opt_state)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(4):
+        before, (state, loss) = state, step(state, X)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    leaves = jax.tree.leaves(_scales.partition(state.params)[0])
+    assert len(leaves) == 3 * len(INNER) and all(x.dtype == F32 and x != 0 for x in leaves)
+    before, (state, _) = state, step(state, X.at[0, 0].set(jnp.inf))
+    assert bool(jaxmp.get_metrics(state.opt_state)["skipped"])
+    assert_bitwise((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
+
+
+def test_two_recipes_in_one_model():
+    """Each layer has its own, and the optimizer has a dict of them by path."""
+    other = DelayedScaling(amax_history_len=2, fp8_format="E4M3", power_of_two=False)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.tanh(nn.Dense(SIDE, dot_general_cls=FP8, name="up")(x))
+            return nn.Dense(SIDE, dot_general_cls=functools.partial(Fp8DotGeneral, recipe=other), name="down")(x)
+
+    params = init(Net(), X)
+    recipes = {"up/*": RECIPE, "down/*": other}
+    params = check_trains(lambda p: Net().apply({"params": p}, X), params, recipe=recipes)
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)
+    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
+    assert sorted(group.amax_history.shape for group in found.amax_states) == [(2, 1), (2, 2), (4, 1), (4, 2)]
+
+
+# nnx
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(SIDE, rngs=rngs)
+        self.up = nnx.Linear(SIDE, 2 * SIDE, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.LinearGeneral(2 * SIDE, SIDE, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.dropout(nnx.gelu(self.up(self.norm(x)))))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(SIDE, SIDE, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        self.mix = nnx.Einsum("td,de->te", (SIDE, SIDE), rngs=rngs)
+        self.head = nnx.Linear(SIDE, SIDE, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.mix(x))
+
+
+NNX_INNER = ["blocks/0/up", "blocks/0/down", "blocks/1/up", "blocks/1/down", "mix"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, NNX_INNER),
+        (("*up", "head"), ["blocks/0/up", "blocks/1/up", "head"]),
+        (lambda path, layer: isinstance(layer, nnx.Einsum), ["mix"]),
+    ],
+    ids=["default", "globs", "function"],
+)
+def test_to_fp8(chosen, expected):
+    model, plain = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
+    assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == expected
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    scales = nnx.state(model, jaxmp.nnx.Fp8Scale)
+    assert len(jax.tree.leaves(scales)) == 3 * len(expected)
+    assert all(x.dtype == F32 and x.shape == () for x in jax.tree.leaves(scales))
+    others = _scales.partition(params)[1]
+    assert_bitwise(jax.tree.leaves(others), jax.tree.leaves(nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
+    assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
+
+
+@pytest.mark.parametrize("kind", ["flax", "jaxmp"])
+def test_nnx_optimizers_move_the_scales(kind):
+    """Under nnx.jit, with Dropout's counts and BatchNorm's statistics, which a skip takes back."""
+    model = NnxNet(nnx.Rngs(0))
+    jaxmp.nnx.to_fp8(model, RECIPE)
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "fp16", recipe=RECIPE, loss_scale=2.0**8)
+    if kind == "flax":
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        jaxmp.nnx.cast_to_param(model, "fp16")
+    else:
+        optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="fp16")
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        before = jaxmp.nnx.snapshot(model)
+        compute = jaxmp.nnx.value_and_grad(lambda model, x: mean_square(model(x) - x))
+        loss, grads = compute(model, x, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+        return loss
+
+    losses = [float(step(model, optimizer, X)) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    scales = jax.tree.leaves(nnx.state(model, jaxmp.nnx.Fp8Scale))
+    assert len(scales) == 15 and all(x.dtype == F32 and x != 0 for x in scales)
+    assert model.embed.kernel[...].dtype == np.float16
+    kinds = nnx.Any(nnx.Param, nnx.BatchStat)
+    before = to_host(nnx.to_pure_dict(nnx.state(model, kinds)))
+    step(model, optimizer, X.at[0, 0].set(jnp.inf))
+    assert bool(jaxmp.get_metrics(optimizer.opt_state)["skipped"])
+    assert_bitwise(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
+
+
+def test_nnx_attention_and_einsum():
+    attention = nnx.MultiHeadAttention(2, SIDE, qkv_features=2 * SIDE, decode=False, rngs=nnx.Rngs(0))
+    assert jaxmp.nnx.to_fp8(attention, RECIPE, filter=all_true) == ["query", "key", "value", "out"]
+    opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
+    _, grads = jaxmp.nnx.value_and_grad(lambda m, x: mean_square(m(x)))(attention, SEQUENCE, opt_state=opt_state)
+    grads = nnx.as_pure(grads)
+    for name in ("query", "key", "value"):
+        assert_bitwise(grads[name]["dot_general"][LHS], F32(np.max(np.abs(X))))
+        assert float(grads[name]["dot_general"][GRAD]) > 0
+    given = nnx.MultiHeadAttention(
+        2, SIDE, qkv_features=2 * SIDE, decode=False, rngs=nnx.Rngs(0), qkv_dot_general=jaxmp.nnx.Fp8DotGeneral(RECIPE)
+    )
+    assert len(jax.tree.leaves(nnx.state(given, jaxmp.nnx.Fp8Scale))) == 3  # one object: one set for q, k and v
+    _, shared = jaxmp.nnx.value_and_grad(lambda m, x: mean_square(m(x)))(given, SEQUENCE, opt_state=opt_state)
+    (observed,) = [x for x in _dicts(nnx.to_pure_dict(shared)) if RHS in x]
+    expected = max(np.max(np.abs(getattr(given, name).kernel[...])) for name in ("query", "key", "value"))
+    assert_bitwise(observed[RHS], F32(expected))
+
+
+def _dicts(tree):
+    yield tree
+    for x in tree.values():
+        if isinstance(x, dict):
+            yield from _dicts(x)
+
+
+def test_nnx_current_scaling_needs_no_leaves():
+    model = NnxNet(nnx.Rngs(0))
+    jaxmp.nnx.to_fp8(model, CurrentScaling())
+    assert not jax.tree.leaves(nnx.state(model, jaxmp.nnx.Fp8Scale))
+    optimizer = nnx.Optimizer(
+        model, jaxmp.mixed_precision(optax.adam(1e-2), "fp8", recipe=CurrentScaling()), wrt=nnx.Param
+    )
+    step = nnx.jit(_nnx_step)
+    first, second = float(step(model, optimizer)), float(step(model, optimizer))
+    assert second < first
+
+
+def _nnx_step(model, optimizer):
+    compute = jaxmp.nnx.value_and_grad(lambda model, x: mean_square(model(x) - x))
+    loss, grads = compute(model, X, opt_state=optimizer.opt_state)
+    optimizer.update(model, grads)
+    return loss
