@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _paths, _scales
 from jaxmp.amax import AmaxState, DelayedScaling, log2_of_power_of_two
-from jaxmp.state import Fp8State, SplitFp8State
+from jaxmp.state import Fp8State, SplitFp8State, find
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
@@ -71,7 +71,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         if params is None:
             raise ValueError("fp8 scales need the params: call tx.update(grads, opt_state, params)")
         groups = _groups(recipe, params)
-        _check_histories(groups, state)
+        _check_state(groups, state, params)
         treedef = jax.tree.structure(updates)
         amaxes, leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
         moves: list[Any] = [None] * len(leaves)
@@ -159,7 +159,7 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
       recipe: the recipe that training goes on with.
 
     Returns:
-      The same state, histories float32[recipe.amax_history_len, n]; slots without a past hold 0.
+      The same state, histories float32[recipe.amax_history_len, n]; slots without a past hold 0. Copies of pmap stay.
 
     Warns:
       UserWarning: a history was cut or lengthened.
@@ -172,21 +172,25 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
       (4, 1)
     """
 
-    def resize(node: Any) -> Any:
-        if not isinstance(node, AmaxState):
-            return node
-        history, length = node.amax_history, recipe.amax_history_len
-        if history.shape[0] == length:
-            return node
-        warnings.warn(
-            f"an amax history of length {history.shape[0]} becomes one of length {length}; the newest amaxes are kept",
-            stacklevel=3,
-        )
-        newest = history[1:][max(0, history.shape[0] - length) :]  # slot 0 is where the next one goes
-        empty = jnp.zeros((length - newest.shape[0], *history.shape[1:]), history.dtype)
-        return node._replace(amax_history=jnp.concatenate([empty, newest]))
+    length = recipe.amax_history_len
 
-    return jax.tree.map(resize, opt_state, is_leaf=lambda x: isinstance(x, AmaxState))
+    def resize(group: AmaxState) -> AmaxState:
+        history = group.amax_history  # [..., old, n]; pmap's copies have an axis of their own before them
+        newest = history[..., max(1, history.shape[-2] - length + 1) :, :]  # slot 0 is where the next one goes
+        empty = [(0, 0)] * (history.ndim - 2) + [(length - newest.shape[-2], 0), (0, 0)]
+        return group._replace(amax_history=jnp.pad(newest, empty))
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, Fp8State):
+            return node
+        return node._replace(amax_states=tuple(resize(group) for group in node.amax_states))
+
+    found = [group for fp8_state in find(opt_state, Fp8State) for group in fp8_state.amax_states]
+    for old in sorted({group.amax_history.shape[-2] for group in found} - {length}):
+        warnings.warn(
+            f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept", stacklevel=2
+        )
+    return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, Fp8State))
 
 
 def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
@@ -248,7 +252,15 @@ def _check_format(path: str, recipe: Any) -> None:
         )
 
 
-def _check_histories(groups: list[_Group], state: Fp8State) -> None:
+def _check_state(groups: list[_Group], state: Fp8State, params: PyTree) -> None:
+    sizes = [jnp.size(x) for x in jax.tree.leaves(params)]
+    expected = [sum(sizes[i] for i in group.indices) for group in groups]
+    got = [jnp.size(amax_state.scale) for amax_state in state.amax_states]
+    if got != expected:
+        raise ValueError(
+            f"the state must be of this recipe and these params; it holds groups of {got} fp8 scales, the params "
+            f"{expected}. Make it with tx.init(params), or restore the one that was saved with them."
+        )
     for group, amax_state in zip(groups, state.amax_states, strict=True):
         length = amax_state.amax_history.shape[0]
         if length != group.recipe.amax_history_len:

@@ -1,0 +1,367 @@
+"""The optimizer's side of delayed scaling: histories, leaves, checkpoints, and every way to get it wrong."""
+
+import functools
+import warnings
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+from fp8_model import (
+    GRAD,
+    LHS,
+    RECIPE,
+    RHS,
+    guarded,
+    histories,
+    layer_params,
+    make_batch,
+    make_step,
+    make_tx,
+    scale_leaves,
+    start,
+    to_host,
+)
+from helpers import assert_bitwise, assert_close
+from jaxmp.fp8 import CurrentScaling, DelayedScaling, Fp8State, get_scales, resize_history, update_amax
+from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
+
+F32 = np.float32
+ANY = DelayedScaling(amax_history_len=3, power_of_two=False)
+ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
+
+
+# What an update does
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
+def test_each_leaf_follows_its_recipe(recipe, shape):
+    """All histories lie in one array, in the order of the tree; each column is the recipe's own state."""
+    names = (LHS, RHS, GRAD) if recipe is RECIPE else ANY_NAMES
+    first = 0.0 if recipe is RECIPE else 1.0
+    params = {"b": {name: jnp.full(shape, first) for name in names}, "a": {names[0]: jnp.full(shape, first)}}
+    tx = update_amax(recipe)
+    state = tx.init(params)
+    types = jax.tree.map(jax.typeof, state)
+    update = jax.jit(tx.update)
+    alone = {path: recipe.init(shape) for path in get_scales(params)}
+    for i in range(5):
+        rng = np.random.default_rng(i)
+        amax = jax.tree.map(lambda x, rng=rng: jnp.asarray(100 * rng.lognormal(size=x.shape), F32), params)
+        if i == 3:
+            amax["a"] = jax.tree.map(jnp.zeros_like, amax["a"])
+        moves, state = update(amax, state, params)
+        params = optax.apply_updates(params, moves)
+        assert jax.tree.map(jax.typeof, state) == types
+        scales = get_scales(params)
+        for path, x in scales.items():
+            observed = functools.reduce(lambda tree, key: tree[key], path.split("/"), amax)
+            alone[path] = recipe.update(alone[path], observed, backward="grad" in path)
+            if recipe is RECIPE:
+                assert_bitwise(x, alone[path].scale)
+            else:  # p + (new - p) is near new
+                assert_close(x, np.asarray(alone[path].scale), rtol=2.0**-11)
+                alone[path] = alone[path]._replace(scale=x)
+        forward, backward = sorted(state.amax_states, key=lambda group: -group.scale.size)
+        flat = {True: backward, False: forward}
+        for is_gradient, group in flat.items():
+            members = [alone[path] for path in sorted(alone) if ("grad" in path) == is_gradient]
+            assert_bitwise(group.scale, jnp.concatenate([jnp.ravel(m.scale) for m in members]))
+            columns = [m.amax_history.reshape(recipe.amax_history_len, -1) for m in members]
+            assert_bitwise(group.amax_history, jnp.concatenate(columns, axis=1))
+
+
+def test_a_leaf_that_stays_gets_minus_zero():
+    tx = update_amax(RECIPE)
+    params = scale_leaves() | {LHS: jnp.float32(-0.0)}
+    moves, _ = tx.update(scale_leaves(), tx.init(params), params)
+    assert_bitwise(moves, {name: F32(-0.0) for name in moves})
+    assert_bitwise(optax.apply_updates(params, moves), params)
+
+
+def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf():
+    tx = update_amax(ANY)
+    params = {name: jnp.ones(()) for name in ANY_NAMES}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for amax in (1e-9, 1e-9, 3.0, 1e9, 1e9, 1e9, 0.1, 0.0, np.inf, 448.0):
+        before = get_scales(params)
+        moves, state = update(dict.fromkeys(ANY_NAMES, F32(amax)), state, params)
+        params = optax.apply_updates(params, moves)
+        after = get_scales(params)
+        forward, backward = sorted(state.amax_states, key=lambda group: -group.scale.size)
+        recorded = [*to_host(forward.scale), *to_host(backward.scale)]
+        assert_bitwise([after[name] for name in ANY_NAMES], recorded)
+        for name in ANY_NAMES:
+            assert 2.0**-12.01 <= float(after[name]) / float(before[name]) <= 2.0**12.01
+    assert float(after[ANY_NAMES[0]]) != 1
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_te_semantics_let_an_inf_into_the_history(power_of_two):
+    """Only without the skip that `mixed_precision` makes of it; "jaxmp" never stores it."""
+    stored = {}
+    for semantics in ("te", "jaxmp"):
+        recipe = DelayedScaling(amax_history_len=3, semantics=semantics, power_of_two=power_of_two)
+        name = LHS if power_of_two else ANY_NAMES[0]
+        params = {name: jnp.float32(0.0 if power_of_two else 1.0)}
+        tx = update_amax(recipe)
+        state = tx.init(params)
+        scales = []
+        for amax in (3.0, np.inf, 5.0, 5.0, 5.0):
+            moves, state = tx.update({name: jnp.float32(amax)}, state, params)
+            params = optax.apply_updates(params, moves)
+            scales.append(float(get_scales(params)[name]))
+        stored[semantics] = scales
+    first = float(recipe.update(recipe.init(), F32(3.0)).scale)
+    last = float(recipe.update(recipe.init(), F32(5.0)).scale)
+    assert stored["te"] == [first, first, first, first, last]  # frozen until the inf has left the window
+    assert stored["jaxmp"] == [first, first, last, last, last]
+
+
+def test_mixed_precision_skips_an_inf_whatever_the_semantics():
+    recipe = DelayedScaling(amax_history_len=3, semantics="te")
+    tx = make_tx("bf16", recipe=recipe)
+    params, opt_state = start(tx, "bf16", layer_params(0))
+    grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=np.inf)
+    _, new = tx.update(grads, opt_state, params)
+    assert bool(jaxmp.get_metrics(new)["skipped"])
+    assert_bitwise(guarded(new), guarded(opt_state))
+
+
+def test_state_starts_from_the_leaves():
+    """A model that is loaded with its leaves goes on with their scales."""
+    params = {LHS: jnp.float32(5.0), GRAD: jnp.float32(-3.0)}
+    state = update_amax(RECIPE).init(params)
+    assert sorted(float(group.scale[0]) for group in state.amax_states) == [0.125, 32.0]
+    assert get_scales(params) == {LHS: 32.0, GRAD: 0.125}
+    (scale,) = update_amax(ANY).init({ANY_NAMES[0]: jnp.float32(0.3)}).amax_states
+    assert_bitwise(scale.scale, F32([0.3]))
+
+
+def test_get_scales_of_other_params_is_empty():
+    assert get_scales({"LayerNorm_0": {"scale": jnp.ones(2)}}) == {}
+
+
+def test_split_sends_extra_arguments_to_the_rest():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args, updates=updates, params=params)
+        return updates, state
+
+    rest = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params) or (), update)
+    tx = jaxmp.fp8.split_fp8(update_amax(RECIPE), rest)
+    params = {"w": jnp.ones(2)} | scale_leaves()
+    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, value=3)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert isinstance(state.fp8_scales, Fp8State)
+    assert seen["value"] == 3
+    for name in ("init", "updates", "params"):
+        assert [key for key, x in seen[name].items() if isinstance(x, optax.MaskedNode)] == sorted((LHS, RHS, GRAD))
+
+
+# Histories of another length
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 6])
+def test_resized_histories_keep_the_newest(length):
+    tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
+    params, opt_state = start(tx, "bf16", layer_params(0))
+    for amax in (1.0, 2.0, 4.0, 3.0):
+        grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=amax)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert histories(opt_state)[0][:, 0].tolist() == [0.0, 2.0, 4.0, 3.0]
+    with pytest.warns(UserWarning, match=f"of length 4 becomes one of length {length}; the newest amaxes are") as seen:
+        resized = resize_history(opt_state, other)
+    assert [warning.filename for warning in seen] == [__file__]
+    expected = {1: [0.0], 2: [0.0, 3.0], 3: [0.0, 4.0, 3.0], 6: [0.0, 0.0, 0.0, 2.0, 4.0, 3.0]}[length]
+    for history in histories(resized):
+        for column in range(history.shape[1]):
+            assert_bitwise(history[:, column], F32(expected))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_bitwise(resize_history(opt_state, RECIPE), opt_state)
+    # training goes on, and an update with the wrong length names the remedy
+    other_tx = make_tx("bf16", recipe=other)
+    other_tx.update(grads, resized, params)
+    message = (
+        f"the amax history must have the recipe's length, {length}; got 4, .* Call opt_state = jaxmp.fp8.resize_history"
+    )
+    with pytest.raises(ValueError, match=message):
+        other_tx.update(grads, opt_state, params)
+
+
+def test_resized_histories_of_pmap_keep_their_copies():
+    opt_state = make_tx("bf16").init(layer_params(0))
+    copies = jax.tree.map(lambda x: jnp.stack([x, x]), opt_state)
+    with pytest.warns(UserWarning, match="length 4 becomes one of length 2"):
+        resized = resize_history(copies, DelayedScaling(amax_history_len=2))
+    assert [h.shape for h in histories(resized)] == [(2, 2, h.shape[-1]) for h in histories(opt_state)]
+
+
+# Bad input
+
+
+def update_of(recipe, params, grads=None):
+    tx = make_tx("fp32", recipe=recipe)
+    return tx.update(params if grads is None else grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: make_tx("fp8").init({"w": jnp.ones(2)}),
+            r"needs layers that hold fp8 scales; got params without any. Build .* with dot_general_cls=.*autocast",
+        ),
+        (
+            lambda: make_tx("fp32", recipe=DelayedScaling(fp8_format="E4M3")).init(layer_params(0)),
+            rf"the recipe must be the one that the layer was built with; the leaf {GRAD} holds powers of two for "
+            r"float8_e5m2, the recipe says powers of two for float8_e4m3fn",
+        ),
+        (
+            lambda: make_tx("fp32", recipe=ANY).init(layer_params(0)),
+            rf"the leaf {GRAD} holds powers of two for float8_e5m2, the recipe says any scale for float8_e5m2",
+        ),
+        (
+            lambda: make_tx("bf16", recipe=None).init({"a": layer_params(0)}),
+            rf"fp8 scales are moved by a recipe, not by the optimizer; got a/{GRAD} in the params and no recipe",
+        ),
+        (
+            lambda: make_tx("bf16", recipe=CurrentScaling()).init({"a": layer_params(0)}),
+            rf"fp8 scales are moved by a recipe, not by the optimizer; got a/{GRAD}",
+        ),
+        (
+            lambda: make_tx("bf16", recipe={"a/*": RECIPE}).init({"b": layer_params(0)}),
+            rf"each fp8 scale needs a recipe; none of \['a/\*'\] matches b/{GRAD}. Add '\*' as last",
+        ),
+        (
+            lambda: make_tx("bf16", recipe={"a/*": RECIPE, "*": CurrentScaling()}).init({"b": layer_params(0)}),
+            rf"b/{GRAD} belongs to a layer with delayed scaling, but the recipe for it is CurrentScaling",
+        ),
+        (
+            lambda: update_amax(RECIPE).init(layer_params(0)),
+            r"update_amax moves scale leaves only; got w. Join it with others by split_fp8",
+        ),
+        (
+            lambda: make_tx("fp32").update(layer_params(0), make_tx("fp32").init(layer_params(0))),
+            r"need the params: call tx.update\(grads, opt_state, params\)",
+        ),
+        (lambda: DelayedScaling(amax_history_len=0), r"amax_history_len must be a whole number >= 1; got 0"),
+        (lambda: DelayedScaling(fp8_format="E5M2"), r'"E5M2" is not offered: .* Use "HYBRID"'),
+        (lambda: update_of(RECIPE, layer_params(0), {"w": jnp.ones((16, 16))}), r"grads and params must have the same"),
+        (
+            lambda: update_amax(RECIPE).update(scale_leaves(), update_amax(RECIPE).init({LHS: F32(0)}), scale_leaves()),
+            r"of this recipe and these params; it holds groups of \[1\] fp8 scales, the params \[1, 2\]. Make it with",
+        ),
+    ],
+    ids=[
+        "no_leaves", "format", "kind", "no_recipe", "stateless", "no_pattern", "stateless_pattern", "not_a_scale",
+        "no_params", "no_history", "e5m2", "other_tree", "other_state",
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# The contract of a chain
+
+
+def test_state_keeps_structure_and_types():
+    tx = make_tx("fp16")
+    state = start(tx)
+    types = jax.tree.map(jax.typeof, state)
+    step = jax.jit(make_step(tx))
+    for i in range(3):
+        batch = make_batch(i)
+        batch["x"][0, 0] = np.inf if i == 1 else 1
+        state, _ = step(state, batch)
+        assert jax.tree.map(jax.typeof, state) == types
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
+
+
+def test_an_overflow_on_one_device_rolls_everything_back():
+    """Params, masters, moments, histories, leaves, bit for bit, a weight and a leaf of -0.0 among them."""
+    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
+    params, opt_state = start(tx)
+    params["a"]["w"] = params["a"]["w"].at[0, 0].set(-0.0)
+    params["b"][GRAD] = jnp.float32(-0.0)
+    step = make_step(tx, reduce=mean_in_float32)
+    apply = jax.pmap(lambda *args: step(*args)[0], AXIS, devices=jax.devices()[:DEVICES])
+    stack = lambda tree: jax.tree.map(lambda x: np.stack([np.asarray(x)] * DEVICES), tree)  # noqa: E731
+    rows = lambda batch: {name: x.reshape(DEVICES, -1, x.shape[-1]) for name, x in batch.items()}  # noqa: E731
+    state = jax.block_until_ready(apply(stack((params, opt_state)), rows(make_batch(0, 16 * DEVICES))))
+    params = jax.tree.map(lambda x: jnp.where(x == 0, -0.0, x).astype(x.dtype), state[0])
+    state = (params, state[1])
+    batch = make_batch(1, 16 * DEVICES)
+    batch["x"][16 + 2, 3] = np.inf  # of the second device
+    new = jax.block_until_ready(apply(state, rows(batch)))
+    assert jaxmp.get_metrics(new[1])["skipped"].tolist() == [True] * DEVICES
+    assert jaxmp.get_loss_scale(new[1]).tolist() == [2.0**9] * DEVICES
+    assert_bitwise(to_host((new[0], guarded(new[1]))), to_host((state[0], guarded(state[1]))))
+
+
+# Checkpoints
+
+
+def train(tx, state, seeds):
+    step = jax.jit(make_step(tx))
+    for seed in seeds:
+        state, _ = step(state, make_batch(seed))
+    return jax.block_until_ready(state)
+
+
+@pytest.mark.parametrize("how", ["orbax", "flax"])
+def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
+    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
+    state = train(tx, start(tx), range(3))
+    fresh = start(tx)
+    if how == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "run", state)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "run", fresh)
+    else:
+        data = flax.serialization.to_bytes(state)
+        restored = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(fresh, data))
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert_bitwise(restored, state)
+    assert any(np.any(h != 0) for h in histories(restored[1]))
+    assert_bitwise(train(tx, restored, range(3, 5)), train(tx, state, range(3, 5)))
+
+
+@pytest.mark.parametrize("how", ["pmap", "jit"])
+def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
+    tx = make_tx("bf16")
+    state, batch = start(tx, "bf16"), make_batch(0, 8 * 16)
+    if how == "pmap":
+        step = make_step(tx, reduce=mean_in_float32)
+        stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 8), state)
+        rows = {name: x.reshape(8, 16, -1) for name, x in batch.items()}
+        spread = jax.block_until_ready(jax.pmap(lambda *args: step(*args)[0], AXIS)(stacked, rows))
+        saved = jax.tree.map(lambda x: x[0], spread)
+    else:
+        mesh = mesh_of(devices=8)
+        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        state = jax.tree.map(lambda x: place(x, P(AXIS) if x.ndim == 2 and x.shape[0] % 8 == 0 else P()), state)
+        batch = {name: place(x, P(AXIS)) for name, x in batch.items()}
+        saved = jax.block_until_ready(jax.jit(make_step(tx))(state, batch)[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "run", start(tx, "bf16"))
+    assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(restored))
+    assert_bitwise(to_host(restored), to_host(saved))
+    state = train(tx, restored, [1])
+    assert not bool(jaxmp.get_metrics(state[1])["skipped"])
+    assert all(np.count_nonzero(np.asarray(h)) == 2 * h.shape[1] for h in histories(state[1]))
