@@ -40,7 +40,7 @@ class Parity:
 
     seeds: int = 5
     steps: int = 1500  # half as many again as the example
-    policies: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")
+    policies: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8", "fp16+fp8")
     json: Path = Path(__file__).parents[1] / "benchmarks" / "results" / "parity.json"
 
 

@@ -125,7 +125,7 @@ class BlockScaling:
         overflow = float(jnp.finfo(x.dtype).max) if jnp.finfo(x.dtype).bits < 32 else float(np.finfo(np.float32).max)
         x = x.astype(jnp.float32)
         scale = _amax.current_scale(
-            _block_amax(x, blocked, self.block_size),
+            block_amax(x, blocked, self.block_size),
             dtype,
             power_of_two=self.power_of_two,
             amax_epsilon=self.amax_epsilon,
@@ -225,7 +225,7 @@ class MXFP8:
         blocked = _blocked_axes(x, axis)
         dtype = self.dtype(backward=backward)
         x = x.astype(jnp.float32)
-        byte = e8m0_from_amax(_block_amax(x, blocked, self.block_size), float(jnp.finfo(dtype).max))
+        byte = e8m0_from_amax(block_amax(x, blocked, self.block_size), float(jnp.finfo(dtype).max))
         scale = _float_of_e8m0(254 - byte)  # 1 / 2^(b - 127)
         q = casting.saturating_cast(_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
         return Blocks(q, lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu))
@@ -283,7 +283,7 @@ def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
     return _bits.from_bits(jnp.where(byte == 255, 0x7FC00000, bits))
 
 
-def _block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
+def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
     """max |x| over the blocks of `size` along the axes `blocked`; NaNs aside, as the fmaxf of CUDA."""
     bits = _bits.magnitude_bits(x)
     for axis in blocked:

@@ -27,7 +27,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmp import _hardware, _scales, _versions, amax, casting
+from jaxmp import _block_gemm, _hardware, _scales, _versions, _weights, amax, casting
+from jaxmp._blocks import MXFP8, BlockScaling
 from jaxmp._quantize import largest_magnitude, observe, quantize, stored
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -82,7 +83,7 @@ def dot_general(
     Args:
       lhs, rhs: float arrays; any batch and contracting dimensions.
       dimension_numbers: as for `jax.lax.dot_general`.
-      recipe: `DelayedScaling` (with `scales`) or `CurrentScaling` (without).
+      recipe: `DelayedScaling` (with `scales`), `CurrentScaling`, `BlockScaling` or `MXFP8` (without).
       scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
@@ -108,15 +109,21 @@ def dot_general(
       Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433); TransformerEngine's Linear.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    out_dtype = jnp.dtype(preferred_element_type or narrower(lhs.dtype, rhs.dtype))
+    out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     if reason := why_not_fp8(lhs.shape, rhs.shape, dimension_numbers):
         warnings.warn(f"this matmul runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
-        return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding)
+        return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
     stateful = isinstance(recipe, amax.DelayedScaling)
     if stateful != (scales is not None):
         raise ValueError(
             f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
             f"and scales={'given' if scales is not None else 'None'}."
+        )
+    axes = tuple(_versions.varying_axes(lhs) | _versions.varying_axes(rhs))  # their gradients vary over all of them
+    lhs, rhs = _versions.cast_to_varying(lhs, axes), _versions.cast_to_varying(rhs, axes)
+    if isinstance(recipe, BlockScaling | MXFP8):
+        return _block_gemm.dot_general(
+            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding
         )
     gemm = _Gemm(
         contract=(tuple(lhs_contract), tuple(rhs_contract)),
@@ -131,8 +138,6 @@ def dot_general(
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
     )
-    axes = tuple(_versions.varying_axes(lhs) | _versions.varying_axes(rhs))  # their gradients vary over all of them
-    lhs, rhs = _versions.cast_to_varying(lhs, axes), _versions.cast_to_varying(rhs, axes)
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
     return _delayed_dot(gemm, lhs, rhs, *scales)
@@ -172,7 +177,11 @@ def _delayed_forward(
     gemm: _Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
 ) -> tuple[Array, Any]:
     lhs_q, lhs_amax = _quantize_with_leaf(gemm, lhs, lhs_leaf, gemm.forward_dtype)
-    rhs_q, rhs_amax = _quantize_with_leaf(gemm, rhs, rhs_leaf, gemm.forward_dtype)
+    if _weights.holds_fp8(rhs, rhs_leaf):
+        _, inv_scale = _scales.scale_of(rhs_leaf, holds_log2=True)
+        rhs_q, rhs_amax = _Quantized(stored(rhs.astype(gemm.forward_dtype)), inv_scale), _weights.used(rhs_leaf)
+    else:
+        rhs_q, rhs_amax = _quantize_with_leaf(gemm, rhs, rhs_leaf, gemm.forward_dtype)
     out = _fprop(gemm, lhs_q, rhs_q)
     return out, (lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf)
 
@@ -315,7 +324,13 @@ def _matmul(
 
 
 def plain_dot_general(
-    lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, dtype: Any, out_sharding: Any = None
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DimensionNumbers,
+    dtype: Any,
+    out_sharding: Any = None,
+    *,
+    scales: Scales | None = None,
 ) -> Array:
     """The product without fp8: both operands and the result in `dtype`.
 
@@ -323,16 +338,21 @@ def plain_dot_general(
       >>> plain_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), (((1,), (0,)), ((), ())), jnp.bfloat16).dtype.name
       'bfloat16'
     """
+    if scales is not None and _weights.holds_fp8(rhs, scales.rhs):
+        rhs = _weights.dequantized(rhs, scales.rhs, dtype)
     return lax.dot_general(
         lhs.astype(dtype), rhs.astype(dtype), dimension_numbers, preferred_element_type=dtype, out_sharding=out_sharding
     )
 
 
-def narrower(a: Any, b: Any) -> Any:
-    """The dtype of fewer bytes, that of `a` among equals: a float32 weight does not widen bfloat16 activations.
+def result_dtype(lhs: Array, rhs: Array) -> Any:
+    """The dtype of fewer bytes, that of lhs among equals: a float32 weight does not widen bfloat16 activations.
+
+    A weight in fp8 counts as bfloat16.
 
     Example:
-      >>> narrower(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)).name
+      >>> result_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2)).name
       'bfloat16'
     """
-    return a if jnp.dtype(a).itemsize <= jnp.dtype(b).itemsize else b
+    rhs_dtype = jnp.dtype(jnp.bfloat16) if _weights.is_stored(rhs) else rhs.dtype
+    return lhs.dtype if lhs.dtype.itemsize <= rhs_dtype.itemsize else rhs_dtype

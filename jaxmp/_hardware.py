@@ -2,7 +2,7 @@
 
 The choice is made when the program is lowered, by the platform it is lowered *for* (`lax.platform_dependent`): a
 function compiled on a CPU for a GPU gets the GPU's form. Only how new the GPU is cannot be asked there; the GPUs of
-this machine stand for it, and without any the newest is assumed.
+this machine stand for it, and without any Hopper is assumed.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,10 @@ from typing import Any
 import jax
 from jax import lax
 
-_FIRST_WITH_FP8 = 8.9  # compute capability: Ada; Hopper has 9.0
+# Compute capabilities
+_FIRST_WITH_FP8 = 8.9  # Ada
+_HOPPER = 9.0
+_FIRST_WITH_BLOCKS = 10.0  # Blackwell
 
 
 def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,13 +24,26 @@ def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -
       >>> int(on_fp8_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
       0
     """
-    on_cuda = in_fp8 if _gpus_have_fp8() else otherwise
+    on_cuda = in_fp8 if _oldest_gpu() >= _FIRST_WITH_FP8 else otherwise
     return lambda *args: lax.platform_dependent(*args, cuda=on_cuda, default=otherwise)
 
 
-def _gpus_have_fp8() -> bool:
+def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`.
+
+    Example:
+      >>> int(on_block_scaled_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
+      0
+    """
+    if _oldest_gpu() < _FIRST_WITH_BLOCKS:
+        return otherwise
+    return lambda *args: lax.platform_dependent(*args, cuda=in_blocks, default=otherwise)
+
+
+def _oldest_gpu() -> float:
+    """The least compute capability of this machine's GPUs."""
     try:
         gpus = jax.devices("cuda")
     except RuntimeError:  # no GPU here: what is lowered for one will run elsewhere
-        return True
-    return all(float(getattr(gpu, "compute_capability", _FIRST_WITH_FP8)) >= _FIRST_WITH_FP8 for gpu in gpus)
+        return _HOPPER
+    return min(float(getattr(gpu, "compute_capability", _HOPPER)) for gpu in gpus)

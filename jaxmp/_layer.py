@@ -75,18 +75,19 @@ def dot_general(
       leaves: its scale leaves, in the order of `leaves_of`.
       lhs, rhs, dimension_numbers, preferred_element_type, out_sharding: as for `jax.lax.dot_general`.
     """
+    scales = _gemm.Scales(*leaves) if leaves else None
     if is_enabled():
         return _gemm.dot_general(
             lhs,
             rhs,
             dimension_numbers,
             recipe=recipe,
-            scales=_gemm.Scales(*leaves) if leaves else None,
+            scales=scales,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    dtype = jnp.dtype(preferred_element_type or _gemm.narrower(lhs.dtype, rhs.dtype))
-    return _gemm.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding)
+    dtype = jnp.dtype(preferred_element_type or _gemm.result_dtype(lhs, rhs))
+    return _gemm.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
 
 
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:

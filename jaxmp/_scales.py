@@ -163,7 +163,7 @@ def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
     """`grads` of what `enter` returned, with each scale leaf's amax of unscaled gradients: float32, 0.0 if not used."""
 
     def observed(path: str, gradient: Array) -> Array:
-        largest = jnp.maximum(lax.convert_element_type(gradient, jnp.float32), 0.0)  # not used: -inf
+        largest = jnp.maximum(_versions.max_dtype_to_float32(gradient), 0.0)  # not used: -inf
         return largest / gradient_scale if format_of(path)[0] else largest
 
     return map_scales(observed, grads)
@@ -175,7 +175,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as e:
-        if repr(_versions.max_dtype()) in str(e):
+        if any(repr(_versions.max_dtype(marks_fp8=marks)) in str(e) for marks in (False, True)):
             e.add_note(
                 "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, with which "
                 "one cannot calculate. Leave them out where the loss goes over all params (a penalty on their norm); "
@@ -201,7 +201,7 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
       >>> float(scale), float(inv_scale)
       (8.0, 0.125)
     """
-    leaf = lax.convert_element_type(leaf, jnp.float32)
+    leaf = _versions.max_dtype_to_float32(leaf)
     if not holds_log2:
         return leaf, 1.0 / leaf
     exponent = jnp.clip(leaf, np.float32(-63), np.float32(63))

@@ -6,6 +6,7 @@ Supported are jax 0.10.2 to the newest. Every other file uses the names below an
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jaxtyping import Array
 
@@ -52,14 +53,29 @@ def cast_to_varying(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def max_dtype() -> Any:
+def max_dtype(*, marks_fp8: bool = False) -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 
     An extended dtype, as keys have one; arrays are converted to and from float32 with `lax.convert_element_type`. It
     is flax's: jax has no public way to make one.
 
+    Args:
+      marks_fp8: the same with bfloat16 inside, to tell one leaf from another (see `_weights`).
+
     Example:
       >>> max_dtype()
       fp8_meta32
     """
-    return fp8_ops.fp32_max_grad
+    return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.bfloat16 if marks_fp8 else jnp.float32))
+
+
+def max_dtype_to_float32(x: Array) -> Array:
+    """`x` in float32, from either of `max_dtype` or from any float.
+
+    Example:
+      >>> max_dtype_to_float32(jax.lax.convert_element_type(jnp.float32(2.0), max_dtype()))
+      Array(2., dtype=float32)
+    """
+    if x.dtype == max_dtype(marks_fp8=True):
+        x = jax.lax.convert_element_type(x, jnp.bfloat16)
+    return jax.lax.convert_element_type(x, jnp.float32)

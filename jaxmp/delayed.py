@@ -20,9 +20,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _scales
-from jaxmp.amax import AmaxState, DelayedScaling, log2_of_power_of_two
-from jaxmp.state import Fp8State, SplitFp8State, find
+from jaxmp import _paths, _scales, _weights, sync
+from jaxmp.amax import AmaxState, DelayedScaling, log2_of_power_of_two, power_of_two
+from jaxmp.state import Fp8State, SplitFp8State, find, masters_of
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
@@ -79,6 +79,8 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         for group, old in zip(groups, state.amax_states, strict=True):
             amax = _flat([amaxes[i] for i in group.indices])  # [n]
             before = _flat([leaves[i] for i in group.indices])
+            # What was used is what the leaf says: it may come from a checkpoint, or from weights that were stored.
+            old = old._replace(scale=power_of_two(before) if group.recipe.power_of_two else before)
             new = group.recipe.update(old, amax, backward=group.backward)
             limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
             saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
@@ -132,6 +134,9 @@ def split_fp8(
             _paths.check_same_structure(updates, params, "grads", "params")
         only_scales, others = _scales.partition(updates)
         scale_params, other_params = _scales.partition(params) if params is not None else (None, None)
+        if params is not None and (amaxes := _weights.amaxes_of(masters_of(state.fp8_rest, other_params), params)):
+            only_scales = _weights.leave(only_scales, amaxes)
+            only_scales = sync.max_of_scales(only_scales, scale_params, sync.bound_axes("auto"))
         with jax.named_scope("jaxmp.update_amax"):
             moved, scales_state = scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
         updated, rest_state = rest.update(others, state.fp8_rest, other_params, **extra_args)

@@ -10,9 +10,9 @@ range. Where the scale comes from is the *recipe*; with `DelayedScaling` it come
 of earlier steps. The scales are leaves of the params, the amaxes are their gradients, the histories lie in `opt_state`:
 so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
 
-In this order: `DelayedScaling`, `CurrentScaling` (the recipes) -> `dot_general`, `einsum`, `quantize`, `dequantize`
-(what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
-`get_scales`, `resize_history` (looking at them, and restoring).
+In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the recipes) -> `dot_general`, `einsum`,
+`quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how scales move;
+`mixed_precision` joins them) -> `get_scales`, `resize_history` (looking at them, and restoring).
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxmp import _einsum, _layer, _linen_fp8
+from jaxmp._blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
 from jaxmp._gemm import (
     FallbackWarning as FallbackWarning,
     Scales as Scales,
@@ -31,6 +32,7 @@ from jaxmp._gemm import (
 from jaxmp._layer import is_enabled as is_enabled, promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._scales import is_scale as is_scale
+from jaxmp._weights import load_weights as load_weights
 from jaxmp.amax import AmaxState as AmaxState, CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from jaxmp.delayed import (
     get_scales as get_scales,

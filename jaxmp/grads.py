@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _scales, _versions, casting, state, sync
+from jaxmp import _paths, _scales, _versions, _weights, casting, state, sync
 
 
 def value_and_grad(
@@ -40,6 +40,7 @@ def value_and_grad(
     accumulate: int = 1,
     accumulate_argnums: int | Sequence[int] | None = None,
     axis_name: sync.AxisName = "auto",
+    keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its *scaled* gradients; use it where `jax.value_and_grad` stood.
 
@@ -54,6 +55,8 @@ def value_and_grad(
         batch_stats.
       axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
         names. (Leave out a tensor-parallel axis over which autodiff should sum.)
+      keep_fp8_weights: whether the kernels of fp8 layers are cast once for all microbatches, not once for each: the
+        same numbers for fewer passes and one byte a weight. The loss must use them in their layers only.
 
     Returns:
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
@@ -94,7 +97,9 @@ def value_and_grad(
             loss, aux = out if has_aux else (out, None)
             return loss, aux, carry
 
-        loss, aux, _, grads = scaled_value_and_grad(loss_fn, diff, (), batches, opt_state, k=k, axis_name=axis_name)
+        loss, aux, _, grads = scaled_value_and_grad(
+            loss_fn, diff, (), batches, opt_state, k=k, axis_name=axis_name, keep_fp8_weights=keep_fp8_weights
+        )
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
 
     return wrapped
@@ -110,6 +115,7 @@ def scaled_value_and_grad(
     *,
     k: int,
     axis_name: sync.AxisName,
+    keep_fp8_weights: bool = False,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     """The core under `value_and_grad` and its nnx bridge, which threads mutable state through the microbatches.
 
@@ -120,7 +126,7 @@ def scaled_value_and_grad(
       batches: tree with leading axis k; with k = 1, the microbatch itself.
       opt_state: holds the loss scale.
       k: number of microbatches.
-      axis_name: see `value_and_grad`.
+      axis_name, keep_fp8_weights: see `value_and_grad`.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
@@ -141,6 +147,7 @@ def scaled_value_and_grad(
     # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     has_scales = _scales.has_scales(params)
+    kernels, amaxes = _weights.keep(params) if keep_fp8_weights else ({}, {})
 
     def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
         loss, aux, carry = loss_fn(params, carry, batch)
@@ -151,9 +158,9 @@ def scaled_value_and_grad(
     def differentiate(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
         if not has_scales:
             return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
-        params = _scales.enter(params, gradient_scale)
+        params = _weights.enter(_scales.enter(params, gradient_scale), kernels)
         grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
-        return _scales.leave(grads, gradient_scale), rest
+        return _weights.leave(_scales.leave(grads, gradient_scale), amaxes), rest
 
     if k == 1:
         if has_scales:  # outside of jit, jax cannot combine the amaxes of a leaf that is used twice
@@ -313,7 +320,8 @@ def _check_differentiable(params: PyTree) -> None:
             "an nnx module holds state beside its params; use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not casting.is_float(jnp.asarray(x) if isinstance(x, (int, float, complex)) else x):
+        x = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
+        if not (casting.is_float(x) or _weights.is_stored(x)):
             raise TypeError(
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
                 f"argument {_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."

@@ -15,6 +15,7 @@ weight just below a power of two changes sign and shrinks 8000-fold in one step;
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jmp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxmp import _frozen, _paths, _scales, casting
+from jaxmp import _frozen, _paths, _scales, _weights, casting
 from jaxmp.policy import Policy, get_policy
 from jaxmp.state import MasterState, own_buffers
 from jaxmp.unscale import as_transformation
@@ -125,15 +126,17 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     units, treedef = _paths.boxed_leaves(params)
     full_units = treedef.flatten_up_to(full)
     frozen = _frozen.frozen_leaves(inner, full) if len(jax.tree.leaves(params)) == len(units) else [False] * len(units)
+    dtype_of = _param_dtypes(policy, params)
     masters = []
     for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
-                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep "
+                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
+                    f"tx.init with float32 params, before they are cast to fp8; keep others "
                     f"such leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
                 )
-        needs_master = casting.is_low_precision(policy.param_dtype_of(path)) and not is_frozen
+        needs_master = dtype_of(path).itemsize <= 2 and not is_frozen
         masters.append(full_unit if needs_master else optax.MaskedNode())
     return treedef.unflatten(masters)
 
@@ -143,6 +146,12 @@ def _view(params: PyTree, masters: PyTree) -> PyTree:
     units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
     pairs = zip(units, treedef.flatten_up_to(masters), strict=True)
     return treedef.unflatten([p if isinstance(m, optax.MaskedNode) else m for p, m in pairs])
+
+
+def _param_dtypes(policy: Policy, params: PyTree) -> Callable[[str], Any]:
+    """The dtype in which the policy stores the param at a path of this tree."""
+    stored = _weights.pairs(params) if policy.fp8_weights else {}
+    return lambda path: jnp.dtype(jnp.float8_e4m3fn) if path in stored else policy.param_dtype_of(path)
 
 
 def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
@@ -165,6 +174,8 @@ def _moved(master: Array, move: Array) -> Array:
 
 def _update_to(param: Array, master: Array) -> Array:
     """What to add to `param` in float32 to land on its rounded master; -0.0 where it is there already."""
+    if _weights.is_stored(param):  # written by apply_gradients
+        return jnp.full_like(master, -0.0)
     update = casting.round_to(master, param.dtype) - param.astype(jnp.float32)
     return jnp.where(update == 0, -0.0, update)
 
@@ -172,8 +183,11 @@ def _update_to(param: Array, master: Array) -> Array:
 def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -> None:
     units, treedef = _paths.boxed_leaves(params)
     suspects = []
+    dtype_of = _param_dtypes(policy, params)
     for i, ((path, unit), master) in enumerate(zip(units, treedef.flatten_up_to(masters), strict=True)):
-        expected = policy.param_dtype_of(path)
+        expected = dtype_of(path)
+        if not isinstance(master, optax.MaskedNode) and expected == jnp.float8_e4m3fn:
+            _weights.check_written(path)
         for x in jax.tree.leaves(unit):
             if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
                 raise ValueError(

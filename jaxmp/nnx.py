@@ -33,6 +33,7 @@ def value_and_grad(
     accumulate: int = 1,
     accumulate_argnums: Any = None,
     axis_name: sync.AxisName = "auto",
+    keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
     """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
 
@@ -45,7 +46,7 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       accumulate: number of microbatches.
       accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
-      axis_name: see `jaxmp.value_and_grad`.
+      axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
 
     Returns:
       A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)` giving `(loss, grads)` or
@@ -78,7 +79,14 @@ def value_and_grad(
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
-            loss_fn, params, rest, batches, opt_state, k=k, axis_name=axis_name
+            loss_fn,
+            params,
+            rest,
+            batches,
+            opt_state,
+            k=k,
+            axis_name=axis_name,
+            keep_fp8_weights=keep_fp8_weights,
         )
         nnx.update(model, rest)
         return ((loss, aux) if has_aux else loss), grads

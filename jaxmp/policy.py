@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import jmp
 from jaxtyping import PyTree
 
-from jaxmp import _paths, _scales, amax, casting
+from jaxmp import _paths, _scales, _weights, amax, casting
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
@@ -51,6 +51,7 @@ class Policy(jmp.Policy):
       keep_fp32: shell-style globs over the paths of leaves, upper and lower case alike; what matches stays float32.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
+      fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
 
     Example:
       >>> policy = get_policy("fp16", keep_fp32=("*norm*",))
@@ -62,6 +63,7 @@ class Policy(jmp.Policy):
     keep_fp32: tuple[str, ...] = ()
     matmul_precision: str | None = None
     recipe: Any = None
+    fp8_weights: bool = False
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -116,8 +118,9 @@ class Policy(jmp.Policy):
         Returns:
           A tree of the same structure and shapes.
         """
+        stored = _weights.store(tree) if self.fp8_weights else tree  # from the full precision that is given
         return _paths.map_with_path(
-            lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), tree
+            lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), stored
         )
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
@@ -150,7 +153,7 @@ class Policy(jmp.Policy):
         return jax.default_matmul_precision(self.matmul_precision)
 
 
-def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = ()) -> Policy:
+def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_weights: bool = False) -> Policy:
     """The policy that a name, a jmp string or a jmp policy stands for.
 
     Args:
@@ -158,6 +161,9 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = ()) -> Po
         `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, returned with the rules
         added to its own.
       keep_fp32: shell-style globs over paths such as `"encoder/LayerNorm_0/scale"`; leaves that match stay float32.
+      fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte a
+        weight. They then have float32 masters, are written by `jaxmp.apply_gradients` only, and their gradients are
+        bfloat16.
 
     Returns:
       A `Policy`.
@@ -174,6 +180,8 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = ()) -> Po
     """
     if isinstance(keep_fp32, str):
         keep_fp32 = (keep_fp32,)
+    if fp8_weights:
+        return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
     if isinstance(policy, Policy):
         return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + tuple(keep_fp32))
     if isinstance(policy, str) and policy in _PRESETS:

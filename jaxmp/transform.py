@@ -15,7 +15,7 @@ import jmp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp import _paths, casting, delayed, master, scaling, state, sync, unscale
+from jaxmp import _paths, _weights, casting, delayed, master, scaling, state, sync, unscale
 from jaxmp.policy import get_policy
 
 
@@ -118,19 +118,22 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    with _weights.writing():
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
     with jax.named_scope("jaxmp.write_params"):
         units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
         masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
-        new_units = [
-            optax.apply_updates(p, u) if m is None else jax.tree.map(_rounded_like, p, m)
-            for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)
-        ]
-    return treedef.unflatten(new_units), opt_state
+        new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
+        new_params = treedef.unflatten(new_units)
+        return _weights.write(new_params, treedef.unflatten(masters)), opt_state
 
 
-def _rounded_like(param: Any, master_param: Any) -> Any:
-    return master.model_param(master_param, param.dtype)
+def _moved(param: Any, master_param: Any, update: Any) -> Any:
+    if any(_weights.is_stored(x) for x in jax.tree.leaves(param)):
+        return param  # written last, by the scale that has moved
+    if master_param is None:
+        return optax.apply_updates(param, update)
+    return jax.tree.map(lambda p, m: master.model_param(m, p.dtype), param, master_param)
 
 
 def check_trains_casts(opt_state: Any) -> None:
