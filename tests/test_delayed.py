@@ -314,8 +314,7 @@ def test_an_overflow_on_one_device_rolls_everything_back():
 # Checkpoints
 
 
-def train(tx, state, seeds):
-    step = jax.jit(make_step(tx))
+def train(step, state, seeds):
     for seed in seeds:
         state, _ = step(state, make_batch(seed))
     return jax.block_until_ready(state)
@@ -324,7 +323,8 @@ def train(tx, state, seeds):
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
-    state = train(tx, start(tx), range(3))
+    step = jax.jit(make_step(tx))
+    state = train(step, start(tx), range(3))
     fresh = start(tx)
     if how == "orbax":
         with ocp.StandardCheckpointer() as checkpointer:
@@ -337,7 +337,7 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert_bitwise(restored, state)
     assert any(np.any(h != 0) for h in histories(restored[1]))
-    assert_bitwise(train(tx, restored, range(3, 5)), train(tx, state, range(3, 5)))
+    assert_bitwise(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
 @pytest.mark.parametrize("how", ["pmap", "jit"])
@@ -362,6 +362,6 @@ def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
         restored = checkpointer.restore(tmp_path / "run", start(tx, "bf16"))
     assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(restored))
     assert_bitwise(to_host(restored), to_host(saved))
-    state = train(tx, restored, [1])
+    state = train(jax.jit(make_step(tx)), restored, [1])
     assert not bool(jaxmp.get_metrics(state[1])["skipped"])
     assert all(np.count_nonzero(np.asarray(h)) == 2 * h.shape[1] for h in histories(state[1]))
