@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp import _hardware
+from jaxmp import _hardware, _versions
 from jaxmp._blocks import MXFP8, Blocks, BlockScaling, block_amax
 
 Recipe = BlockScaling | MXFP8
@@ -183,8 +183,26 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any) -> Array:
     def in_blocks(a_blocks: Blocks, b_blocks: Blocks) -> Array:
         a_q, a_scale = (jnp.moveaxis(t, a.axis, 2) for t in a_blocks)
         b_q, b_scale = (jnp.moveaxis(t, b.axis, 2) for t in b_blocks)
-        return jax.nn.scaled_matmul(a_q, b_q, a_scale, b_scale, preferred_element_type=jnp.float32).astype(out_dtype)
+        product = _scaled_matmul(a_q, b_q, a_scale, b_scale)
+        axes = tuple(_versions.varying_axes(a_q) | _versions.varying_axes(b_q))
+        return _versions.cast_to_varying(product, axes).astype(out_dtype)  # scaled_matmul forgets them
 
     fits = isinstance(recipe, MXFP8) and a.blocks.q.shape[a.axis] % recipe.block_size == 0
     product = _hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated
     return product(a.blocks, b.blocks)
+
+
+@jax.custom_batching.custom_vmap
+def _scaled_matmul(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)  # [B, M, N]
+
+
+@_scaled_matmul.def_vmap
+def _scaled_matmul_batch(axis_size: int, in_batched: Any, *operands: Array) -> tuple[Array, bool]:
+    """A vmapped axis joins B; scaled_matmul's own rule, until jax 0.11, wants all operands to have it."""
+    whole = [
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(operands, in_batched, strict=True)
+    ]
+    product = _scaled_matmul(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+    return product.reshape(axis_size, -1, *product.shape[1:]), True

@@ -244,9 +244,39 @@ def test_only_blackwell_multiplies_blocks(monkeypatch):
     assert short.count("@__op$block_scaled_dot(") == 2
 
 
+def scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
+    """`jax.nn.scaled_matmul` as documented; jax 0.10 has it for GPUs only."""
+    a, b, a_scales, b_scales = (t.astype(preferred_element_type) for t in (a, b, a_scales, b_scales))
+    a, b = (t * jnp.repeat(s, t.shape[-1] // s.shape[-1], axis=-1) for t, s in ((a, a_scales), (b, b_scales)))
+    return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
+
+
+@pytest.mark.parametrize("how", ["vmap", "shard_map", "shard_map_unchecked", "remat"])
+def test_hardware_path_goes_through_transformations(how, monkeypatch):
+    """Lowered for a Blackwell GPU, not run."""
+    monkeypatch.setattr(_hardware, "_oldest_gpu", lambda: 10.0)
+    x, w = normal(1, 128, 64), normal(2, 64, 32)
+    f = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=MXFP8())
+    if how == "remat":
+        f = jax.checkpoint(f)
+
+    def run(x, w):
+        return jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), argnums=(0, 1))(x, w)
+
+    if how == "vmap":
+        run, x = jax.vmap(run, in_axes=(0, None)), normal(1, 3, 128, 64)
+    elif how != "remat":
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        checked = how == "shard_map"
+        specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P() if checked else P("data"))}
+        run = jax.shard_map(run, mesh=mesh, check_vma=checked, **specs)
+    text = jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__op$block_scaled_dot(") == 3
+
+
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
 def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
-    """`jax.nn.scaled_matmul`, in its form for CPUs."""
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     recipe = MXFP8(fp8_format=fp8_format)
     x, w, g = normal(1, 3, 32, 64), normal(2, 3, 64, 96), normal(3, 3, 32, 96)
     batched = (((2,), (1,)), ((0,), (0,)))
@@ -256,6 +286,7 @@ def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     in_blocks = jax.jit(lambda *args: run(*args))
     found = in_blocks(x, w, g)
     assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(jax.jit(jax.vmap(run))(x[None], w[None], g[None])[0][0], expected[0], rtol=1e-5, atol=1e-5)
     y, _, dw = in_blocks(x.at[0, 3, 5].set(np.inf), w, g)
     assert np.isnan(y[0, 3]).all() and np.isnan(dw[0, 5]).all()
 
