@@ -53,7 +53,8 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
 
     Args:
       path: a path such as `"Dense_0/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"`, or a key path of `jax.tree_util`.
-      leaf: what lies there. Whatever is no float (a label, `optax.MaskedNode()`) is judged by its path alone.
+      leaf: what lies there, for `jax.tree_util.tree_map_with_path(is_scale, params)`. The name decides: a label or an
+        `optax.MaskedNode()` in the place of a scale is one, too.
 
     Returns:
       A Python bool.

@@ -1,0 +1,175 @@
+"""What travels when params are sharded and their kernels are kept in fp8: read off a program compiled for 8 H100s.
+
+Three Dense 4096x4096 under jit, params, masters and moments split over 8 devices along their first axis (FSDP), the
+batch [8192, 4096] over the same devices. Each kernel has to be gathered for its forward GEMM, and its gradient to be
+scattered. Counted for each program: what is gathered, in which dtype and how many bytes a weight; whether a kernel runs
+over the shards before they are gathered (a cast); what the gradients' reduce-scatter sends; bytes of scratch memory.
+
+    python benchmarks/h100_fp8_weights.py            compile, check, write the results and the table in README.md
+    python benchmarks/h100_fp8_weights.py --table    only the table, from the results that are there
+
+Exit status 1 if, with kernels stored in fp8, anything but one byte a weight is gathered, or anything is cast before.
+"""
+
+import json
+import re
+import sys
+from typing import Any, NamedTuple
+
+import h100_aot as aot  # first: it pins the local platform
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from h100 import HERE, markdown, parse_arguments, versions, write_between
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+import jaxmp
+
+RESULTS = HERE / "results" / "h100_fp8_weights.json"
+MARKERS = "<!-- h100_fp8_weights: written by h100_fp8_weights.py -->", "<!-- h100_fp8_weights: end -->"
+DEVICES, LAYERS, ROWS, WIDTH = 8, 3, 8192, 4096
+WEIGHTS = LAYERS * WIDTH * WIDTH
+# Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+_GATHER = re.compile(r"all-gather(?:-start)?\((%[\w.\-]+)")
+
+
+class Program(NamedTuple):
+    """A policy, and whether its matmuls run in fp8."""
+
+    name: str
+    policy: jaxmp.Policy
+    in_fp8: bool
+
+
+PROGRAMS = (
+    Program('"bf16": kernels in bfloat16', jaxmp.get_policy("bf16"), False),
+    Program('"fp8": kernels in float32, cast in the forward pass', jaxmp.get_policy("fp8"), True),
+    Program('"fp8", fp8_weights=True: kernels in fp8', jaxmp.get_policy("fp8", fp8_weights=True), True),
+)
+
+
+class Net(nn.Module):
+    """Dense layers one behind the other."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for _ in range(LAYERS):
+            x = nn.relu(nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)(x))
+        return x
+
+
+def everywhere(path: str, layer: Any) -> bool:
+    """The filter of a benchmark: every layer in fp8."""
+    del path, layer
+    return True
+
+
+def measure(program: Program) -> dict[str, Any]:
+    """One row of the table."""
+    m, model = aot.mesh(DEVICES), Net()
+    recipe = jaxmp.fp8.DelayedScaling(amax_history_len=16)
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), program.policy, recipe=recipe if program.in_fp8 else None)
+    layers = jaxmp.fp8.autocast(recipe, enabled=program.in_fp8, filter=everywhere)
+
+    def init() -> tuple[PyTree, Any]:
+        params32 = model.init(jax.random.key(0), jnp.zeros((16, WIDTH)))["params"]
+        return program.policy.cast_to_param(params32), tx.init(params32)
+
+    def loss_fn(params: PyTree, x: Array) -> Array:
+        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+
+    def step(params: PyTree, opt_state: Any, x: Array) -> tuple[PyTree, Any, Array]:
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        keep = jax.lax.with_sharding_constraint
+        return keep(params, shardings[0]), keep(opt_state, shardings[1]), loss
+
+    with layers:
+        state = _split(jax.eval_shape(init), m)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16, P("data"))
+        compiled = aot.compile_for(step, *state, x, donate_argnums=(0, 1), compiler_options=OPTIONS)
+    report = aot.report(compiled)
+    gathers = [line for line in (compiled.as_text() or "").splitlines() if _GATHER.search(line)]
+    gathered = report["collectives"].get("all-gather", [])
+    return {
+        "program": program.name,
+        "gathered_dtypes": sorted({re.search(r"= \(*(\w+)\[", line).group(1) for line in gathers}),  # pyright: ignore
+        "gathered_bytes_per_weight": round(sum(gathered) * DEVICES / WEIGHTS, 3),
+        "gathered_straight_from_params": sum(_GATHER.search(g).group(1).startswith("%param") for g in gathers),  # pyright: ignore
+        "gathers": len(gathers),
+        "gradient_bytes_per_weight": round(sum(report["collectives"].get("reduce-scatter", [])) / WEIGHTS, 3),
+        "temp_mib": round(report["temp_bytes"] / 2**20),
+    }
+
+
+def _split(tree: PyTree, m: Mesh) -> PyTree:
+    """Abstract arguments: matrices split along their first axis, all else on every device."""
+    return jax.tree.map(
+        lambda x: aot.spec(m, x.shape, x.dtype, P("data") if x.ndim == 2 and x.size >= WIDTH**2 else P()), tree
+    )
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    """What the last program, with kernels in fp8, does not hold to."""
+    row = rows[-1]
+    checks = (
+        (row["gathered_dtypes"] == ["f8e4m3fn"], f"gathered in {row['gathered_dtypes']}"),
+        (row["gathered_bytes_per_weight"] == 1, f"{row['gathered_bytes_per_weight']} bytes a weight gathered"),
+        (row["gathered_straight_from_params"] == row["gathers"], "kernels run over weights before they are gathered"),
+    )
+    return [what for holds, what in checks if not holds]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results as markdown."""
+    head = [
+        "params",
+        "gathered as",
+        "bytes a weight",
+        "without a pass before",
+        "gradients, bytes a weight",
+        "scratch MiB",
+    ]
+    cells = [head]
+    for row in rows:
+        straight = f"{row['gathered_straight_from_params']} of {row['gathers']}"
+        dtypes = ", ".join(row["gathered_dtypes"])
+        numbers = (row["gathered_bytes_per_weight"], straight, row["gradient_bytes_per_weight"], row["temp_mib"])
+        cells.append([row["program"], dtypes, *map(str, numbers)])
+    return markdown(cells)
+
+
+def write_readme(results: dict[str, Any]) -> None:
+    """Puts the table between its markers in README.md."""
+    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    write_between(*MARKERS, f"{table(results['rows'])}\n\n{results['device']}; {found}.")
+
+
+def main() -> int:
+    """Runs what the command line asks for; returns the exit status."""
+    if parse_arguments(__doc__).table:
+        write_readme(json.loads(RESULTS.read_text()))
+        return 0
+    found, rows = versions(), []
+    for program in PROGRAMS:
+        print(f"compiling: {program.name}", file=sys.stderr, flush=True)
+        rows.append(measure(program))
+    results = {
+        "command": "python benchmarks/h100_fp8_weights.py",
+        "device": f"{DEVICES} x H100 (compiled, not run)",
+        "versions": found,
+        "rows": rows,
+        "missed": missed(rows),
+    }
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    write_readme(results)
+    print(table(rows), *results["missed"], sep="\n")
+    return 1 if results["missed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
