@@ -1,12 +1,12 @@
-"""Trains one small transformer three times, in float32, bfloat16 and float16, and shows that the curves coincide.
+"""Trains one small transformer in float32, bfloat16, float16 and fp8, and shows that the curves coincide.
 
     make train                                  (or: python examples/train.py; --help names every knob)
 
 The text is Python's own language reference, which every Python brings along; the model reads it byte by byte. Four
-simulated CPU devices share each batch by `jax.pmap`. The three runs start from the same params and see the same
-batches. In the float16 run one device is made to overflow at three known steps, so that you can watch what happens to
-the step and to the loss scale. Expect about this, within two minutes on two cores (the reference differs from Python
-to Python; these are of 3.12):
+simulated CPU devices share each batch by `jax.pmap`. The runs start from the same params and see the same batches. In
+the float16 run one device is made to overflow at three known steps, so that you can watch what happens to the step and
+to the loss scale. Expect about this, within two minutes on two cores (the reference differs from Python to Python;
+these are of 3.12):
 
      policy   train  held-out  vs fp32  skips  loss scale       memory
     ───────────────────────────────────────────────────────────────────
@@ -40,7 +40,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -58,8 +58,9 @@ import jaxmp
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
-    policies: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")  # each is one run; gaps are measured from the first
-    # "fp8" has float32 params and bfloat16 activations; "fp16+fp8" is float16 with its loss scale, and fp8 matmuls
+    # Each is one run; gaps are measured from the first. "fp8" has float32 params and bfloat16 activations; "fp16+fp8"
+    # is float16 with its loss scale, and fp8 matmuls.
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--policy"])] = ("fp32", "bf16", "fp16", "fp8")
     steps: int = 1000  # three epochs; the curves have had the time to part
     batch_size: int = 16  # sequences a step, over all devices together: 1024 bytes
     seq_len: int = 64  # bytes of context; a short one is learned sooner
@@ -204,13 +205,13 @@ def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, recipe: Any, on_
         return jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        with in_fp8():
-            return next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
+        return next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
 
     @functools.partial(jax.pmap, axis_name="devices", donate_argnums=0, out_axes=(0, None))
     def step(state: jaxmp.linen.TrainState, tokens: jax.Array, disturbance: jax.Array) -> tuple[Any, dict[str, Any]]:
         # Third, the gradients (was: jax.value_and_grad(loss_fn)(state.params, tokens)):
-        loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
+        with in_fp8():  # and not where held-out losses are computed: fp8 is for training
+            loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
         grads = jax.tree.map(lambda g: g * disturbance.astype(g.dtype), grads)  # for the show: 1, or inf to overflow
         state = state.apply_gradients(grads=grads)
         return state, state.metrics | {"loss": jax.lax.pmean(loss, "devices")}

@@ -152,7 +152,10 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
         optimizer.update(model, grads)
         return jaxmp.get_metrics(optimizer.opt_state) | {"loss": loss}
 
-    held_out_loss = nnx.jit(loss_fn)
+    @nnx.jit
+    def held_out_loss(model: Transformer, tokens: jax.Array) -> jax.Array:
+        with jaxmp.fp8.autocast(enabled=False):  # fp8 is for training
+            return loss_fn(model, tokens)
 
     param_bytes, state_bytes = (
         sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(module, of)))
