@@ -112,7 +112,7 @@ def dtype_of(fp8_format: str, *, backward: bool = False) -> Any:
     return jnp.float8_e5m2 if backward and fp8_format == "HYBRID" else jnp.float8_e4m3fn
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class DelayedScaling:
     """The scale of a step from the amaxes of the steps before it.
 
