@@ -14,10 +14,12 @@ are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32
 Elsewhere the same fp8 numbers are multiplied in float32: exact products, other order of sums.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +39,33 @@ MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
 
 class FallbackWarning(UserWarning):
     """A matmul that was asked for in fp8 runs in its inputs' own dtype; the message says why."""
+
+
+_USES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxmp_fp8_uses", default=None)
+
+
+@contextlib.contextmanager
+def noted_uses() -> Iterator[list[str]]:
+    """A list that gets an entry for each matmul with scales that is traced in this region.
+
+    Example:
+      >>> with noted_uses() as uses:
+      ...     len(uses)
+      0
+    """
+    uses: list[str] = []
+    token = _USES.set(uses)
+    try:
+        yield uses
+    finally:
+        _USES.reset(token)
+
+
+def note_use() -> None:
+    """Says that a matmul with scales is traced here, in fp8 or not."""
+    uses = _USES.get()
+    if uses is not None:
+        uses.append("matmul")
 
 
 class Scales(NamedTuple):
@@ -77,6 +106,7 @@ def dot_general(
     scales: Scales | None = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
+    layer: str | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
@@ -88,6 +118,7 @@ def dot_general(
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
       out_sharding: how the result lies on a mesh with explicit axes, as for `jax.lax.dot_general`.
+      layer: a name for warnings.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
@@ -110,8 +141,10 @@ def dot_general(
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
+    note_use()
     if reason := why_not_fp8(lhs.shape, rhs.shape, dimension_numbers):
-        warnings.warn(f"this matmul runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
+        where = f" (layer {layer})" if layer else ""
+        warnings.warn(f"this matmul{where} runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
     stateful = isinstance(recipe, amax.DelayedScaling)
     if stateful != (scales is not None):

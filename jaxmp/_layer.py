@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,6 +67,8 @@ def dot_general(
     dimension_numbers: _gemm.DimensionNumbers,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
+    *,
+    layer: str | None = None,
 ) -> Float[Array, "..."]:
     """The product of a layer: in fp8 where that is on, else in the dtype of its result.
 
@@ -74,6 +76,7 @@ def dot_general(
       recipe: the layer's recipe.
       leaves: its scale leaves, in the order of `leaves_of`.
       lhs, rhs, dimension_numbers, preferred_element_type, out_sharding: as for `jax.lax.dot_general`.
+      layer: its name, for warnings.
     """
     scales = _gemm.Scales(*leaves) if leaves else None
     if is_enabled():
@@ -85,7 +88,9 @@ def dot_general(
             scales=scales,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
+            layer=layer,
         )
+    _gemm.note_use()
     dtype = jnp.dtype(preferred_element_type or _gemm.result_dtype(lhs, rhs))
     return _gemm.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
 
@@ -127,5 +132,39 @@ def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
         return True
     if callable(chosen):
         return bool(chosen(path, layer))
-    patterns = (chosen,) if isinstance(chosen, str) else chosen
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns_of(chosen))
+
+
+def patterns_of(chosen: str | Sequence[str]) -> tuple[str, ...]:
+    """The globs of a filter; a single one may stand by itself.
+
+    Example:
+      >>> patterns_of("*up")
+      ('*up',)
+    """
+    return (chosen,) if isinstance(chosen, str) else tuple(chosen)
+
+
+def recipe_at(recipe: Any, path: str) -> Any:
+    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches.
+
+    Example:
+      >>> recipe_at({"*mlp*": "a", "*": "b"}, "block/mlp/up")
+      'a'
+    """
+    if not isinstance(recipe, Mapping):
+        return recipe
+    pattern = _scales.first_match(recipe, path)
+    if pattern is None:
+        raise ValueError(f"each fp8 layer needs a recipe; none of {list(recipe)} matches {path}. Add '*' as last.")
+    return recipe[pattern]
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raises a TypeError for what is no recipe and no dict of recipes."""
+    for part in recipe.values() if isinstance(recipe, Mapping) else (recipe,):
+        if isinstance(part, type) or not hasattr(part, "dtype") or not hasattr(part, "fp8_format"):
+            raise TypeError(
+                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8() or a dict from "
+                f"path globs to them; got {part!r}. Layers are chosen by filter=."
+            )

@@ -4,15 +4,17 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp import _einsum, _layer, _paths, _scales, amax
+from jaxmp import _einsum, _layer, _paths, _scales, _weights, amax
 
 
 class Fp8DotGeneral(nn.Module):
@@ -47,10 +49,25 @@ class Fp8DotGeneral(nn.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
-        leaves = [self.param(name, _filled, start) for name, start in _layer.leaves_of(self.recipe).items()]
+        try:
+            leaves = [self.param(name, _filled, start) for name, start in _layer.leaves_of(self.recipe).items()]
+        except flax.errors.ScopeParamNotFoundError as e:
+            e.add_note(
+                f"jaxmp: the fp8 layer {'/'.join(self.path)} finds no scales in the params. Initialize the model as it "
+                f"is applied: under jaxmp.fp8.autocast with the same recipe and filter. Weights that were trained "
+                f"without fp8 get scales by merging them into the params of such an init."
+            )
+            raise
         with _layer.switched(_layer.is_enabled() and not self.is_initializing()):  # a batch of one is usual at init
             return _layer.dot_general(
-                self.recipe, leaves, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding
+                self.recipe,
+                leaves,
+                lhs,
+                rhs,
+                dimension_numbers,
+                preferred_element_type,
+                out_sharding,
+                layer="/".join(self.path[:-1]),
             )
 
 
@@ -102,24 +119,34 @@ def intercept_layers(recipe: Any, chosen: _layer.Filter) -> Iterator[None]:
         with scale leaves, for the layers that hold them.
     """
     by_default: Callable[[str], bool] | None = None  # of the model that is running
+    running = False
+    idle = set() if chosen is None or callable(chosen) else set(_layer.patterns_of(chosen))  # globs without a layer
 
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        nonlocal by_default
+        nonlocal by_default, running
         module, method = context.module, context.method_name
-        if _INNERMOST.get() is not interceptor or not _layer.is_enabled() or module.scope is None:
+        if _INNERMOST.get() is not interceptor or module.scope is None:
             return next_fun(*args, **kwargs)
-        if chosen is None and by_default is None and not module.path:  # the whole model is called
-            by_default = _default_of(module, method, args, kwargs)
+        if not running and not module.path:  # the whole model is called
+            if chosen is None and _layer.is_enabled():
+                by_default = _default_of(module, method, args, kwargs)
+            running = True
             try:
                 return interceptor(next_fun, args, kwargs, context)
             finally:
-                by_default = None
+                by_default, running = None, False
+                if method == "__call__" and module.is_initializing() and _layer.is_enabled():
+                    _warn_of_idle(idle)
         path = "/".join(module.path)
+        idle.difference_update([pattern for pattern in idle if _layer.wants_fp8(path, module, pattern)])
         if method != "__call__" or not isinstance(module, _CONVERTED) or not _is_plain(module):
             return next_fun(*args, **kwargs)
+        if not _layer.is_enabled():  # a kernel that is stored in fp8 needs its scale all the same
+            stored = _recipe_of_stored(module)
+            return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
         if not (by_default(path) if by_default else _layer.wants_fp8(path, module, chosen)):
             return next_fun(*args, **kwargs)
-        return _in_fp8(module, recipe)(*args, **kwargs)
+        return _in_fp8(module, _layer.recipe_at(recipe, path))(*args, **kwargs)
 
     token = _INNERMOST.set(interceptor)
     try:
@@ -155,6 +182,24 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
     with _layer.switched(False), nn.intercept_methods(note):
         jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
     return {order[0], order[-1]} if order else set()
+
+
+def _warn_of_idle(patterns: set[str]) -> None:
+    if patterns:
+        warnings.warn(
+            f"these patterns of jaxmp.fp8.autocast(filter=) match no layer of the model: {sorted(patterns)}. They are "
+            f"globs over paths such as 'block_0/up' of Dense, DenseGeneral and Einsum layers.",
+            stacklevel=2,
+        )
+
+
+def _recipe_of_stored(module: Any) -> Any:
+    """A recipe for the scales of a layer whose kernel is stored in fp8; None for any other layer."""
+    params = module.variables.get("params", {})
+    if not _weights.is_stored(params.get("kernel")):
+        return None
+    in_e4m3 = any("grad_e4m3" in name for name in params.get("Fp8DotGeneral_0", {}))
+    return amax.DelayedScaling(fp8_format="E4M3" if in_e4m3 else "HYBRID")
 
 
 def _is_plain(module: Any) -> bool:

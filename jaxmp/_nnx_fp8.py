@@ -1,5 +1,6 @@
 """fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into a model as it is."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -106,7 +107,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: _layer.Filter =
 
     Args:
       model: the module.
-      recipe: the recipe of these layers; give the same to `jaxmp.mixed_precision`.
+      recipe: the recipe of these layers, or a dict from path globs to several; give the same to
+        `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
         with weights (embeddings and convolutions count), in the order in which the model's attributes were set.
 
@@ -118,6 +120,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: _layer.Filter =
       >>> to_fp8(model)
       ['layers/1']
     """
+    _layer.check_recipe(recipe)
     layers = [(path, layer) for path, layer in _layers_in_order(model, ()) if isinstance(layer, _WITH_WEIGHTS)]
     ends = {id(layers[0][1]), id(layers[-1][1])} if layers and filter is None else set()
     converted = []
@@ -126,10 +129,17 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: _layer.Filter =
         if id(layer) in ends or not _is_plain(layer) or not _layer.wants_fp8(path, layer, filter):
             continue
         is_einsum = isinstance(layer, nnx.Einsum)
-        product = nnx.data(Fp8Einsum(recipe) if is_einsum else Fp8DotGeneral(recipe))
+        own = _layer.recipe_at(recipe, path)
+        product = nnx.data(Fp8Einsum(own) if is_einsum else Fp8DotGeneral(own))
         setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
         layer.promote_dtype = _layer.promote_all_but_kernel
         converted.append(path)
+    if not converted and layers and not any(isinstance(x, Fp8DotGeneral) for _, x in _layers_in_order(model, ())):
+        reason = "they are the first and the last" if filter is None else "the filter matches none"
+        warnings.warn(
+            f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
+            stacklevel=2,
+        )
     return converted
 
 

@@ -20,8 +20,9 @@ Two things need care, and both are done where the loss is differentiated:
 """
 
 import contextlib
+import fnmatch
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -65,6 +66,18 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
     """
     del leaf
     return _NAME.fullmatch(path if isinstance(path, str) else _paths.path_str(path)) is not None
+
+
+def first_match(patterns: Iterable[str], path: str) -> str | None:
+    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+
+    Example:
+      >>> first_match(("*up", "*"), "block/up/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"), first_match(("*up",), "down")
+      ('*up', None)
+    """
+    parts = path.split("/")
+    levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return next((p for p in patterns if any(fnmatch.fnmatchcase(level, p) for level in levels)), None)
 
 
 def has_scales(tree: PyTree) -> bool:
@@ -175,8 +188,8 @@ def explained() -> Iterator[None]:
     """Adds to an error about the dtype of scale leaves what it means."""
     try:
         yield
-    except (TypeError, ValueError) as e:
-        if any(repr(_versions.max_dtype(marks_fp8=marks)) in str(e) for marks in (False, True)):
+    except (TypeError, ValueError, AttributeError, AssertionError) as e:
+        if any(word in str(e) for word in ("fp8_meta", "UndefinedPrimal")):
             e.add_note(
                 "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, with which "
                 "one cannot calculate. Leave them out where the loss goes over all params (a penalty on their norm); "

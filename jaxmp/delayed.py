@@ -9,7 +9,6 @@ All histories of a model lie in one array [len, n], not in one for each leaf, so
 kernels for them however many layers there are. The n scales are in the order of the tree.
 """
 
-import fnmatch
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -226,7 +225,7 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
     for i, (path, leaf) in enumerate(_paths_and_leaves(params)):
         if not _scales.is_scale(path, leaf):
             raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
-        pattern = next((p for p in recipes if fnmatch.fnmatchcase(path, p)), None)
+        pattern = _scales.first_match(recipes, path)
         if pattern is None:
             raise ValueError(f"each fp8 scale needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
         _check_format(path, recipes[pattern])
@@ -235,7 +234,8 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
         raise ValueError(
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
-            "jaxmp.nnx.to_fp8) and init it so, or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+            "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
+            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
         )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
 

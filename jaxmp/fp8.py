@@ -53,7 +53,8 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: _layer.Filter 
     dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
 
     Args:
-      recipe: the recipe of these layers, default `DelayedScaling()`; give the same to `jaxmp.mixed_precision`.
+      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from path globs to several; give the
+        same to `jaxmp.mixed_precision`.
       enabled: False switches fp8 off.
       filter: which layers, by `(path, module) -> bool` or path globs such as `("*mlp*",)`; None for all but the first
         and the last layer with weights (embeddings and convolutions count), in the order in which they are called.
@@ -68,9 +69,9 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: _layer.Filter 
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_layer.switched(enabled))
-        if enabled:
-            recipe = DelayedScaling() if recipe is None else recipe
-            stack.enter_context(_linen_fp8.intercept_layers(recipe, filter))
+        recipe = DelayedScaling() if recipe is None else recipe
+        _layer.check_recipe(recipe)
+        stack.enter_context(_linen_fp8.intercept_layers(recipe, filter))
         yield
 
 

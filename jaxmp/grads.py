@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _scales, _versions, _weights, casting, state, sync
+from jaxmp import _gemm, _paths, _scales, _versions, _weights, casting, state, sync
 
 
 def value_and_grad(
@@ -158,8 +158,12 @@ def scaled_value_and_grad(
     def differentiate(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
         if not has_scales:
             return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
+        stored = any(_weights.is_stored(x) for x in jax.tree.leaves(params))
         params = _weights.enter(_scales.enter(params, gradient_scale), kernels)
-        grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
+        with _gemm.noted_uses() as uses:
+            grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
+        if not uses:
+            _warn_of_no_fp8(stored or bool(kernels))
         return _weights.leave(_scales.leave(grads, gradient_scale), amaxes), rest
 
     if k == 1:
@@ -326,6 +330,20 @@ def _check_differentiable(params: PyTree) -> None:
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
                 f"argument {_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
             )
+
+
+def _warn_of_no_fp8(in_fp8: bool) -> None:
+    wrong = (
+        "so it computes with kernels that are stored in fp8 as if they were the weights"
+        if in_fp8
+        else ("so it trains without fp8")
+    )
+    warnings.warn(
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Enter jaxmp.fp8.autocast in the "
+        f"loss, as round model.init, inside of the function that is differentiated or round the call that traces it. "
+        f"(A part of the loss that was jitted and traced before is not seen here.)",
+        stacklevel=2,
+    )
 
 
 def _checked_loss(loss: Any) -> Float[Array, ""]:

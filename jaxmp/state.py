@@ -338,10 +338,16 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
-    scales = jnp.concatenate([jnp.ravel(group.scale) for group in found[0].amax_states])
-    # The newest amax is in the last slot: of the history's axis, which pmap's copies put behind one of their own.
-    newest = jnp.concatenate([jnp.ravel(group.amax_history[..., -1, :]) for group in found[0].amax_states])
-    values = (jnp.min(scales), jnp.max(scales), jnp.max(newest), found[0].saturated_tensors, found[0].unused_tensors)
+    # The last axis is that of the scales; pmap's copies put one of their own before it, which stays.
+    scales = jnp.concatenate([group.scale for group in found[0].amax_states], axis=-1)
+    newest = jnp.concatenate([group.amax_history[..., -1, :] for group in found[0].amax_states], axis=-1)
+    values = (
+        jnp.min(scales, axis=-1),
+        jnp.max(scales, axis=-1),
+        jnp.max(newest, axis=-1),
+        found[0].saturated_tensors,
+        found[0].unused_tensors,
+    )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 
 

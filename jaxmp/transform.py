@@ -79,6 +79,11 @@ def mixed_precision(
         loss_scale = scaling.DynamicLossScale() if policy.uses_float16 else None
     chain = master.keep_master_params(inner, policy)
     recipe = policy.recipe if recipe is None else recipe
+    if policy.fp8_weights and not delayed.is_delayed(recipe):
+        raise ValueError(
+            f"kernels are stored in fp8 with the scales of delayed scaling; got fp8_weights=True and the recipe "
+            f'{recipe!r}. Pass recipe=jaxmp.fp8.DelayedScaling(), or use the policy "fp8".'
+        )
     if delayed.is_delayed(recipe):
         chain = delayed.split_fp8(delayed.update_amax(recipe), chain)
     return unscale.unscale_and_skip(

@@ -260,7 +260,8 @@ def _check_gradients(grads: PyTree) -> None:
         if not casting.is_float(g):
             raise TypeError(
                 f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at "
-                f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree."
+                f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree; with "
+                f"kernels stored in fp8, differentiate by jaxmp.value_and_grad."
             )
 
 

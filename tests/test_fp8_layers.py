@@ -4,6 +4,7 @@ import functools
 import warnings
 
 import flax
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -617,3 +618,58 @@ def _nnx_step(model, optimizer):
     loss, grads = compute(model, X, opt_state=optimizer.opt_state)
     optimizer.update(model, grads)
     return loss
+
+
+# --- what a user may get wrong ----------------------------------------------------------------------------------------
+
+
+def test_a_filter_that_matches_nothing_is_warned_of():
+    with pytest.warns(UserWarning, match=r"match no layer of the model: \['\*upp'\]"):
+        with autocast(RECIPE, filter=("*upp", "*down")):
+            init(Model(), X)
+    model = nnx.Sequential(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(1)))
+    with pytest.warns(UserWarning, match="no layer was turned to fp8: the filter matches none. .* 'layers/0'"):
+        assert jaxmp.nnx.to_fp8(model, filter=("*x",)) == []
+    with pytest.warns(UserWarning, match="no layer was turned to fp8: they are the first and the last"):
+        assert jaxmp.nnx.to_fp8(model) == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", ("*mlp*",), jaxmp.fp8.MXFP8, {"*": "delayed"}], ids=str)
+def test_what_is_no_recipe_is_refused(recipe):
+    with pytest.raises(TypeError, match=r"a recipe is jaxmp.fp8.DelayedScaling\(\).*Layers are chosen by filter="):
+        with autocast(recipe):
+            pass
+    with pytest.raises(TypeError, match="a recipe is"):
+        jaxmp.nnx.to_fp8(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), recipe)
+
+
+def test_a_loss_outside_of_autocast_is_warned_of():
+    with autocast(RECIPE):
+        params = init(Model(), X)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
+    loss_fn = lambda p: jnp.mean(Model().apply({"params": p}, X).astype(jnp.float32) ** 2)  # noqa: E731
+    with pytest.warns(
+        UserWarning, match="hold fp8 scales, but the loss multiplied nothing in fp8, so it trains without"
+    ):
+        jaxmp.value_and_grad(loss_fn)(params, opt_state=tx.init(params))
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
+    with pytest.warns(UserWarning, match="kernels that are stored in fp8 as if they were the weights"):
+        jaxmp.value_and_grad(loss_fn)(policy.cast_to_param(params), opt_state=tx.init(params))
+
+
+def test_params_without_scales_are_explained():
+    params = init(Model(), X)
+    with pytest.raises(flax.errors.ScopeParamNotFoundError) as caught, autocast(RECIPE):
+        Model().apply({"params": params}, X)
+    assert "Initialize the model as it is applied: under jaxmp.fp8.autocast" in caught.value.__notes__[0]
+
+
+def test_a_dict_of_recipes_goes_by_the_path_of_the_layer():
+    e4m3 = jaxmp.fp8.DelayedScaling(fp8_format="E4M3")
+    recipes = {"*up": e4m3, "*": RECIPE}
+    with autocast(recipes, filter=("*up", "*down")):
+        params = init(Model(), X)
+    assert "fp8_grad_e4m3_log2_scale" in params["blocks_0"]["up"]["Fp8DotGeneral_0"]
+    assert "fp8_grad_e5m2_log2_scale" in params["blocks_0"]["down"]["Fp8DotGeneral_0"]
+    jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)

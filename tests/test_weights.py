@@ -301,3 +301,25 @@ def test_kept_kernels_are_cast_once():
 
     assert saturations_in_loop(keep=False) > 0
     assert saturations_in_loop(keep=True) == 0
+
+
+def test_they_need_delayed_scaling():
+    policy = jaxmp.get_policy("bf16", fp8_weights=True)
+    for recipe in (None, jaxmp.fp8.CurrentScaling()):
+        with pytest.raises(ValueError, match="stored in fp8 with the scales of delayed scaling; got fp8_weights=True"):
+            jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
+
+
+def test_linen_layers_that_are_switched_off_multiply_by_the_weight_itself():
+    _, params, _ = make()
+    with jaxmp.fp8.autocast(enabled=False):
+        off = Net().apply({"params": params}, X)
+    expected = Net().apply({"params": jaxmp.fp8.load_weights(params, jnp.bfloat16)}, X)
+    assert_close(off, expected, rtol=2.0**-6, atol=2.0**-8)
+
+
+def test_jax_value_and_grad_says_what_to_do():
+    tx, params, opt_state = make()
+    grads = jax.tree.map(jnp.zeros_like, params)  # in fp8, as jax.grad makes them
+    with pytest.raises(TypeError, match="kernels stored in fp8, differentiate by jaxmp.value_and_grad"):
+        jaxmp.apply_gradients(tx, grads, opt_state, params)
