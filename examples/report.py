@@ -125,7 +125,7 @@ def plot(runs: list[Run], cfg: Any, path: Path) -> None:
             scale.plot(skips, [run.loss_scales[i] for i in skips], "kx", ms=9, mew=2, label="skipped step")
     loss.set(title="Loss", xlabel="step", ylabel="cross-entropy [nats per byte]")
     gap.axhspan(-1, 1, color="0.92", zorder=0)
-    gap.text(0, -0.95, "±1%", va="bottom", color="0.4")
+    gap.text(1, -0.95, "±1% ", va="bottom", ha="right", color="0.4", transform=gap.get_yaxis_transform())
     gap.set(title=f"Training loss against {runs[0].policy}", xlabel="step", ylabel="difference [%]", ylim=(-2, 2))
     scale.set(title="Loss scale", xlabel="step", ylabel="loss scale")
     scale.set_yscale("log", base=2)
@@ -133,7 +133,7 @@ def plot(runs: list[Run], cfg: Any, path: Path) -> None:
     for axes in (loss, gap, scale):
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=9)
+            axes.legend(frameon=False, fontsize=9, **({"loc": "lower left", "ncols": 3} if axes is gap else {}))
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path)
     plt.close(fig)

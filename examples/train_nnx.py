@@ -13,6 +13,7 @@ a minute on two cores:
     ───────────────────────────────────────────────────────────────────
      bf16    1.9591    1.9942               0           1  0.28 + 1.66
      fp16    1.9565    1.9920   -0.11%      4      524288  0.28 + 1.66
+     fp8     1.9614    1.9944   +0.01%      0           1  0.55 + 1.16
 
     fp16 step 0: a device overflowed, all skip; loss scale stays 1048576 (hysteresis)
     fp16 step 1: a device overflowed, all skip; loss scale 1048576 -> 524288
