@@ -324,8 +324,8 @@ def _check_differentiable(params: PyTree) -> None:
             "an nnx module holds state beside its params; use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        x = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
-        if not (casting.is_float(x) or _weights.is_stored(x)):
+        as_array = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
+        if not (casting.is_float(as_array) or _weights.is_stored(x)):
             raise TypeError(
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
                 f"argument {_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
