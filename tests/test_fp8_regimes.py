@@ -32,15 +32,13 @@ def test_scales_and_histories_are_those_of_one_device(regime_name, framework, na
     devices = devices_of(regime_name, framework, name, accumulate)
     metrics = regimes.check_run(job, POLICIES[name][1], devices)  # alike on all devices; a skip changes nothing
     single = [copies[0] for copies in devices_of("single", framework, name, 1)]
-    for step, (copies, expected) in enumerate(zip(devices, single, strict=True)):
+    for copies, expected in zip(devices, single, strict=True):
         got, want = job.values(copies[0]), make_job(framework, name).values(expected)
         if framework == "exact" and name == "fp8":
             assert_bitwise(got, want)
         elif framework == "exact":  # gradients of float16 params are rounded to float16 on each device
             assert_bitwise(got["fp8"], want["fp8"])
-        elif step <= 1:  # until the first update, no sum has been rounded apart
-            assert_bitwise(got["fp8"], want["fp8"])
-        else:
+        else:  # sums of bfloat16 products are rounded apart, and so is what XLA fuses apart
             tolerance = regimes.TOLERANCE["bf16"]
             for ours, theirs in zip(got["fp8"].amax_states, want["fp8"].amax_states, strict=True):
                 assert_close(ours.amax_history, theirs.amax_history, rtol=tolerance)
