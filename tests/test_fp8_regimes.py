@@ -38,8 +38,8 @@ def test_scales_and_histories_are_those_of_one_device(regime_name, framework, na
             assert_bitwise(got, want)
         elif framework == "exact":  # gradients of float16 params are rounded to float16 on each device
             assert_bitwise(got["fp8"], want["fp8"])
-        else:  # sums of bfloat16 products are rounded apart, and so is what XLA fuses apart
-            tolerance = regimes.TOLERANCE["bf16"]
+        else:  # what is rounded apart in bfloat16 may fall to another neighbour in e5m2
+            tolerance = 2.0**-3
             for ours, theirs in zip(got["fp8"].amax_states, want["fp8"].amax_states, strict=True):
                 assert_close(ours.amax_history, theirs.amax_history, rtol=tolerance)
     assert metrics[-1]["fp8/unused"] == 0
