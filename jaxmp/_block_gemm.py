@@ -88,7 +88,7 @@ def dot_general(
       ((2, 3, 5), 200.0, 983208.0)
     """
     dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
-    if not _is_explicit(lhs) and not _is_explicit(rhs):
+    if not is_explicit(lhs) and not is_explicit(rhs):
         return dot(lhs, rhs)
     plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
     sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
@@ -96,7 +96,7 @@ def dot_general(
     return left_to_xla(lhs, rhs)
 
 
-def _is_explicit(x: Array) -> bool:
+def is_explicit(x: Array) -> bool:
     """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do."""
     return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 

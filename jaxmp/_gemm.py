@@ -19,7 +19,7 @@ import contextvars
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +29,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmp import _block_gemm, _hardware, _scales, _versions, _weights, amax, casting
+from jaxmp import _block_gemm, _hardware, _regions, _scales, _versions, _weights, amax, casting, sync
+from jaxmp._block_gemm import DimensionNumbers
 from jaxmp._blocks import MXFP8, BlockScaling
 from jaxmp._quantize import largest_magnitude, observe, quantize, stored
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
 
 
@@ -54,11 +54,8 @@ def noted_uses() -> Iterator[list[str]]:
       0
     """
     uses: list[str] = []
-    token = _USES.set(uses)
-    try:
+    with _regions.region(_USES, uses):
         yield uses
-    finally:
-        _USES.reset(token)
 
 
 def note_use() -> None:
@@ -234,9 +231,8 @@ def _quantize_with_leaf(gemm: _Gemm, x: Array, leaf: Array, dtype: Any) -> tuple
         scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
         observed = observe(x, scale)
         values = stored(quantize(x, scale, dtype))
-        differs = tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf))
-        if differs:  # a leaf that all devices share, in a shard_map that is differentiated from outside
-            observed = lax.pmax(observed, differs)
+        # A leaf that all devices share, in a shard_map that is differentiated from outside, gets the MAX here.
+        observed = sync.max_over(observed, tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf)))
         return _Quantized(values, inv_scale), lax.convert_element_type(observed, leaf.dtype)
 
 
@@ -306,8 +302,7 @@ def _backprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized, grad: _Quantized) -
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
     """How `x` lies on a mesh with explicit axes, where a GEMM over a split dimension must be told of its result."""
-    sharding = jax.typeof(x).sharding
-    return tuple(sharding.spec) if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+    return tuple(jax.typeof(x).sharding.spec) if _block_gemm.is_explicit(x) else None
 
 
 def _permuted(spec: tuple[Any, ...] | None, order: tuple[int, ...]) -> PartitionSpec | None:

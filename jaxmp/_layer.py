@@ -3,13 +3,13 @@
 import contextlib
 import contextvars
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp import _gemm, _scales
+from jaxmp import _gemm, _regions, _scales
 from jaxmp.amax import DelayedScaling
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
@@ -36,11 +36,8 @@ def switched(enabled: bool) -> Iterator[None]:
       ...     is_enabled()
       False
     """
-    token = _ENABLED.set(enabled)
-    try:
+    with _regions.region(_ENABLED, enabled):
         yield
-    finally:
-        _ENABLED.reset(token)
 
 
 def leaves_of(recipe: Any) -> dict[str, float]:
@@ -152,17 +149,13 @@ def recipe_at(recipe: Any, path: str) -> Any:
       >>> recipe_at({"*mlp*": "a", "*": "b"}, "block/mlp/up")
       'a'
     """
-    if not isinstance(recipe, Mapping):
-        return recipe
-    pattern = _scales.first_match(recipe, path)
-    if pattern is None:
-        raise ValueError(f"each fp8 layer needs a recipe; none of {list(recipe)} matches {path}. Add '*' as last.")
-    return recipe[pattern]
+    recipes = _scales.recipes_of(recipe)
+    return recipes[_scales.pattern_for(recipes, path, "fp8 layer")]
 
 
 def check_recipe(recipe: Any) -> None:
     """Raises a TypeError for what is no recipe and no dict of recipes."""
-    for part in recipe.values() if isinstance(recipe, Mapping) else (recipe,):
+    for part in _scales.recipes_of(recipe).values():
         if isinstance(part, type) or not hasattr(part, "dtype") or not hasattr(part, "fp8_format"):
             raise TypeError(
                 f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8() or a dict from "

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp import _einsum, _layer, _paths, _scales, _weights, amax
+from jaxmp import _einsum, _layer, _paths, _regions, _scales, _weights, amax
 
 
 class Fp8DotGeneral(nn.Module):
@@ -148,12 +148,8 @@ def intercept_layers(recipe: Any, chosen: _layer.Filter) -> Iterator[None]:
             return next_fun(*args, **kwargs)
         return _in_fp8(module, _layer.recipe_at(recipe, path))(*args, **kwargs)
 
-    token = _INNERMOST.set(interceptor)
-    try:
-        with nn.intercept_methods(interceptor):
-            yield
-    finally:
-        _INNERMOST.reset(token)
+    with _regions.region(_INNERMOST, interceptor), nn.intercept_methods(interceptor):
+        yield
 
 
 def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
@@ -213,16 +209,15 @@ def _in_fp8(module: Any, recipe: Any) -> Any:
     """The same layer, in the same scope, in fp8."""
     scope: Any = module.scope
     if isinstance(module, nn.Einsum):
-        fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Einsum) if f.name not in _OF_MODULES}
+        fields = {
+            f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Einsum) if f.name not in ("parent", "name")
+        }
         return Fp8Einsum(**fields, recipe=recipe, parent=scope)
     return module.clone(
         parent=scope,
         dot_general_cls=functools.partial(Fp8DotGeneral, recipe=recipe),
         promote_dtype=_layer.promote_all_but_kernel,
     )
-
-
-_OF_MODULES = ("parent", "name")
 
 
 def _filled(key: Array, value: float) -> Float[Array, ""]:

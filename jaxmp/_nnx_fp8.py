@@ -1,5 +1,6 @@
 """fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into a model as it is."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -88,12 +89,9 @@ class Fp8Einsum(nnx.Module):
         """As `jnp.einsum` of two operands; `precision` is not used."""
         del precision
 
-        def dot(lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
-            out_sharding = kwargs.get("out_sharding")
-            return self.dot_general(
-                lhs, rhs, dimension_numbers, None, preferred_element_type, out_sharding=out_sharding
-            )
-
+        dot = functools.partial(
+            self.dot_general, preferred_element_type=preferred_element_type, out_sharding=kwargs.get("out_sharding")
+        )
         return _einsum.einsum_by(dot, subscripts, lhs, rhs)
 
 
@@ -121,7 +119,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: _layer.Filter =
       ['layers/1']
     """
     _layer.check_recipe(recipe)
-    layers = [(path, layer) for path, layer in _layers_in_order(model, ()) if isinstance(layer, _WITH_WEIGHTS)]
+    modules = _modules_in_order(model)
+    layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
     ends = {id(layers[0][1]), id(layers[-1][1])} if layers and filter is None else set()
     converted = []
     for path, layer in layers:
@@ -134,7 +133,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: _layer.Filter =
         setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
         layer.promote_dtype = _layer.promote_all_but_kernel
         converted.append(path)
-    if not converted and layers and not any(isinstance(x, Fp8DotGeneral) for _, x in _layers_in_order(model, ())):
+    if not converted and layers and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
         reason = "they are the first and the last" if filter is None else "the filter matches none"
         warnings.warn(
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
@@ -152,8 +151,8 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(layer, nnx.Einsum) and layer.einsum_op is jnp.einsum
 
 
-def _layers_in_order(node: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Modules below `node` in the order in which they were set, each once."""
+def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:
+    """`model` and the modules below it, by path, in the order in which they were set, each once."""
     seen: set[int] = set()
     found: list[tuple[str, Any]] = []
 
@@ -175,5 +174,5 @@ def _layers_in_order(node: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
             if not str(name).startswith("_pytree__"):
                 walk(child, (*path, str(name)))
 
-    walk(node, path)
+    walk(model, ())
     return found

@@ -66,6 +66,16 @@ def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(path_str(path), x) for path, x in found], treedef
 
 
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of `tree` by their paths, in its order; boxes are looked into.
+
+    Example:
+      >>> leaves_by_path({"b": [1], "a": 2})
+      {'a': 2, 'b/0': 1}
+    """
+    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """`jax.tree.map` whose function also gets the path: `f("a/b", leaf, *leaves_of_rest)`.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import layout
 from jaxtyping import Array, Float
@@ -30,8 +29,7 @@ def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Arr
       >>> quantize(jnp.array([1.0, 1000.0]), jnp.float32(2.0), jnp.float8_e4m3fn).tolist()
       [2.0, 448.0]
     """
-    limit = np.float32(jnp.finfo(dtype).max)
-    return jnp.clip(jnp.asarray(x).astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+    return casting.saturating_cast(jnp.asarray(x).astype(jnp.float32) * scale, dtype)
 
 
 def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, "..."]:

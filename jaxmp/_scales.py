@@ -22,7 +22,7 @@ Two things need care, and both are done where the loss is differentiated:
 import contextlib
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -68,16 +68,32 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
     return _NAME.fullmatch(path if isinstance(path, str) else _paths.path_str(path)) is not None
 
 
-def first_match(patterns: Iterable[str], path: str) -> str | None:
-    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+def recipes_of(recipe: Any) -> Mapping[str, Any]:
+    """The recipes by path globs, of a dict of them or of a single one.
 
     Example:
-      >>> first_match(("*up", "*"), "block/up/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"), first_match(("*up",), "down")
-      ('*up', None)
+      >>> recipes_of("a")
+      {'*': 'a'}
+    """
+    return recipe if isinstance(recipe, Mapping) else {"*": recipe}
+
+
+def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
+    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+
+    Raises:
+      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies there.
+
+    Example:
+      >>> pattern_for({"*up": "a", "*": "b"}, "block/up/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale", "fp8 scale")
+      '*up'
     """
     parts = path.split("/")
     levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-    return next((p for p in patterns if any(fnmatch.fnmatchcase(level, p) for level in levels)), None)
+    for pattern in recipes:
+        if any(fnmatch.fnmatchcase(level, pattern) for level in levels):
+            return pattern
+    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
 
 
 def has_scales(tree: PyTree) -> bool:

@@ -28,7 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _quantize, _scales, _versions, amax
+from jaxmp import _paths, _quantize, _regions, _scales, _versions, amax
 
 _DTYPE = jnp.float8_e4m3fn
 _WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_fp8_weights", default=False)
@@ -69,6 +69,12 @@ def pairs(tree: PyTree) -> dict[str, str]:
     return found
 
 
+def stored_pairs(params: PyTree) -> dict[str, str]:
+    """Those of `pairs` whose kernel is stored in fp8."""
+    by_path = _paths.leaves_by_path(params)
+    return {kernel: leaf for kernel, leaf in pairs(params).items() if is_stored(by_path[kernel])}
+
+
 def store(params: PyTree) -> PyTree:
     """`params` with the kernels of fp8 layers in fp8, and their scale leaves as their magnitudes ask for.
 
@@ -84,7 +90,7 @@ def store(params: PyTree) -> PyTree:
       >>> stored["kernel"].dtype.name, float(stored["dot"]["fp8_rhs_e4m3_log2_scale"]), float(stored["kernel"][0, 0])
       ('float8_e4m3fn', 7.0, 384.0)
     """
-    by_path = _by_path(params)
+    by_path = _paths.leaves_by_path(params)
     new: dict[str, Any] = {}
     for kernel, leaf in pairs(params).items():
         w = by_path[kernel]
@@ -112,8 +118,7 @@ def load_weights(params: PyTree, dtype: Any) -> PyTree:
       >>> load_weights(store(params), jnp.bfloat16)["kernel"].tolist()
       [[3.0, 3.0], [3.0, 3.0]]
     """
-    by_path = _by_path(params)
-    found = {kernel: leaf for kernel, leaf in pairs(params).items() if is_stored(by_path[kernel])}
+    by_path, found = _paths.leaves_by_path(params), stored_pairs(params)
     return _paths.map_with_path(
         lambda path, x: dequantized(x, by_path[found[path]], dtype) if path in found else x, params
     )
@@ -135,25 +140,22 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
 
     A stored kernel is saturated: its own magnitudes cannot tell when the scale has to fall.
     """
-    leaves, weights = _by_path(params), _by_path(masters)
-    amaxes = {}
-    for kernel, leaf in pairs(params).items():
-        if is_stored(leaves[kernel]):
-            found = kernel in weights
-            ndim = jnp.ndim(leaves[leaf])
-            amaxes[leaf] = (
-                _quantize.largest_magnitude(weights[kernel], keep=ndim) if found else jnp.zeros_like(leaves[leaf])
-            )
-    return amaxes
+    leaves, weights = _paths.leaves_by_path(params), _paths.leaves_by_path(masters)
+    return {
+        leaf: _quantize.largest_magnitude(weights[kernel], keep=jnp.ndim(leaves[leaf]))
+        if kernel in weights
+        else jnp.zeros_like(leaves[leaf])
+        for kernel, leaf in stored_pairs(params).items()
+    }
 
 
 def write(params: PyTree, masters: PyTree) -> PyTree:
     """`params` with each stored kernel made anew from its master, by the scale that its leaf in `params` stands for."""
-    by_path, weights = _by_path(params), _by_path(masters)
+    by_path, weights = _paths.leaves_by_path(params), _paths.leaves_by_path(masters)
     new = {
         kernel: cast(weights[kernel], by_path[leaf])
-        for kernel, leaf in pairs(params).items()
-        if is_stored(by_path[kernel]) and kernel in weights
+        for kernel, leaf in stored_pairs(params).items()
+        if kernel in weights
     }
     return _paths.map_with_path(lambda path, x: new.get(path, x), params)
 
@@ -161,11 +163,8 @@ def write(params: PyTree, masters: PyTree) -> PyTree:
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
     """A region whose caller writes stored kernels from their masters: an update that is added cannot express them."""
-    token = _WRITING.set(True)
-    try:
+    with _regions.region(_WRITING, True):
         yield
-    finally:
-        _WRITING.reset(token)
 
 
 def check_written(path: str) -> None:
@@ -180,7 +179,7 @@ def check_written(path: str) -> None:
 
 def keep(params: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
     """(fp8 kernel by its path, amax by the path of its leaf) of every kernel that is not stored in fp8 already."""
-    by_path = _by_path(params)
+    by_path = _paths.leaves_by_path(params)
     kernels, amaxes = {}, {}
     for kernel, leaf in pairs(params).items():
         if not is_stored(by_path[kernel]):
@@ -197,7 +196,7 @@ def enter(params: PyTree, kept: dict[str, Array]) -> PyTree:
       params: the params, scale leaves typed by `_scales.enter`.
       kept: fp8 kernels made by `keep`, by path.
     """
-    by_path = _by_path(params)
+    by_path = _paths.leaves_by_path(params)
     found = {kernel: leaf for kernel, leaf in pairs(params).items() if kernel in kept or is_stored(by_path[kernel])}
     marked = set(found.values())
 
@@ -258,7 +257,3 @@ dequantized.defvjp(_dequantized_forward, _dequantized_backward)
 def _against(scale: Array, w: Array) -> Array:
     """`scale`, whose axes are the first of w, in a shape that broadcasts against w."""
     return scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-    return {_paths.path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -10,7 +10,6 @@ kernels for them however many layers there are. The n scales are in the order of
 """
 
 import warnings
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,7 +57,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
     """
 
     def init_fn(params: PyTree) -> Fp8State:
-        leaves = [x for _, x in _paths_and_leaves(params)]
+        leaves = jax.tree.leaves(params)
         states = []
         for group in _groups(recipe, params):
             start = [_scales.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
@@ -151,8 +150,7 @@ def is_delayed(recipe: Recipe) -> bool:
       >>> is_delayed(DelayedScaling()), is_delayed(None)
       (True, False)
     """
-    parts = recipe.values() if isinstance(recipe, Mapping) else (recipe,)
-    return any(isinstance(part, DelayedScaling) for part in parts)
+    return any(isinstance(part, DelayedScaling) for part in _scales.recipes_of(recipe).values())
 
 
 def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
@@ -207,12 +205,11 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
       >>> get_scales({"fp8_lhs_e4m3_log2_scale": jnp.float32(3.0)})
       {'fp8_lhs_e4m3_log2_scale': Array(8., dtype=float32)}
     """
-    found = [(path, x) for path, x in _paths_and_leaves(params) if _scales.is_scale(path)]
-    return {path: _scales.scale_of(x, holds_log2=_scales.format_of(path)[2])[0] for path, x in found}
-
-
-def _paths_and_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    return [(_paths.path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+    return {
+        path: _scales.scale_of(x, holds_log2=_scales.format_of(path)[2])[0]
+        for path, x in _paths.leaves_by_path(params).items()
+        if _scales.is_scale(path)
+    }
 
 
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:
@@ -220,14 +217,12 @@ def _flat(leaves: list[Array]) -> Float[Array, "n"]:
 
 
 def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
-    recipes = recipe if isinstance(recipe, Mapping) else {"*": recipe}
+    recipes = _scales.recipes_of(recipe)
     members: dict[tuple[str, bool], list[int]] = {}
-    for i, (path, leaf) in enumerate(_paths_and_leaves(params)):
+    for i, (path, leaf) in enumerate(_paths.boxed_leaves(params)[0]):
         if not _scales.is_scale(path, leaf):
             raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
-        pattern = _scales.first_match(recipes, path)
-        if pattern is None:
-            raise ValueError(f"each fp8 scale needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
+        pattern = _scales.pattern_for(recipes, path, "fp8 scale")
         _check_format(path, recipes[pattern])
         members.setdefault((pattern, _scales.format_of(path)[0]), []).append(i)
     if not members:

@@ -16,6 +16,7 @@ In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the 
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,9 +104,5 @@ def einsum(
       (2, 16, 4, 16)
     """
 
-    def dot(lhs: Array, rhs: Array, dimension_numbers: Any) -> Array:
-        return dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, scales=scales, preferred_element_type=preferred_element_type
-        )
-
+    dot = functools.partial(dot_general, recipe=recipe, scales=scales, preferred_element_type=preferred_element_type)
     return _einsum.einsum_by(dot, subscripts, lhs, rhs)

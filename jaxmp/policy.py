@@ -102,8 +102,10 @@ class Policy(jmp.Policy):
           >>> str(get_policy("bf16", keep_fp32=("*scale",)).param_dtype_of("ln/scale"))
           'float32'
         """
-        kept = _scales.is_scale(path) or _paths.matches(path, self.keep_fp32)
-        return jnp.dtype(jnp.float32) if kept else self.param_dtype
+        return jnp.dtype(jnp.float32) if self._keeps_float32(path) else self.param_dtype
+
+    def _keeps_float32(self, path: str) -> bool:
+        return _scales.is_scale(path) or _paths.matches(path, self.keep_fp32)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """`tree` as it is stored for the model: floating leaves in `param_dtype`, what `keep_fp32` names in float32.
@@ -127,8 +129,7 @@ class Policy(jmp.Policy):
         """`tree` with floating leaves in `compute_dtype`, what `keep_fp32` names in float32; overflow becomes inf."""
 
         def cast(path: str, x: Any) -> Any:
-            kept = _scales.is_scale(path) or _paths.matches(path, self.keep_fp32)
-            return casting.cast_float(x, jnp.float32 if kept else self.compute_dtype)
+            return casting.cast_float(x, jnp.float32 if self._keeps_float32(path) else self.compute_dtype)
 
         return _paths.map_with_path(cast, tree)
 

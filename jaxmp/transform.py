@@ -182,7 +182,7 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
     fresh = tx.init(params)
     if len(state.find(fresh, state.MasterState)) != 1:
         raise ValueError("wrap_state moves a state into one mixed_precision(inner, policy); tx holds none, or several")
-    given = {_paths.path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(inner_state)}
+    given = _paths.leaves_by_path(inner_state)
 
     def take(path: str, x: Any) -> Any:
         if path not in given:
