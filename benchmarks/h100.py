@@ -39,7 +39,7 @@ import jaxmp
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h100_optimizer.json"
 README = HERE / "README.md"
-BEGIN, END = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"
+MARKERS = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax", "optax", "jaxmp")
 SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
 
@@ -337,10 +337,10 @@ def write_between(begin: str, end: str, text: str) -> None:
     README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
-def write_readme(results: dict[str, Any]) -> None:
-    """Puts the table between its markers in README.md."""
+def write_readme(markers: tuple[str, str], tables: str, results: dict[str, Any]) -> None:
+    """Puts tables, and what they were measured with, between their markers in README.md."""
     found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(BEGIN, END, f"{table(results['rows'])}\n\n{results['device']}; {found}.")
+    write_between(*markers, f"{tables}\n\n{results['device']}; {found}.")
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -361,7 +361,8 @@ def versions() -> dict[str, str]:
 def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
     if parse_arguments(__doc__).table:
-        write_readme(json.loads(RESULTS.read_text()))
+        results = json.loads(RESULTS.read_text())
+        write_readme(MARKERS, table(results["rows"]), results)
         return 0
 
     found = versions()
@@ -380,7 +381,7 @@ def main() -> int:
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(results)
+    write_readme(MARKERS, table(rows), results)
     print(table(rows))
     return 1 if any(row["missed"] for row in rows) else 0
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax.linen import fp8_ops
-from h100 import HERE, SMALL, markdown, parse_arguments, versions, write_between
+from h100 import HERE, SMALL, markdown, parse_arguments, versions, write_readme
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -347,16 +347,11 @@ def _sizes(sizes: list[int]) -> str:
     return ", ".join(f"{size} B" for size in sizes) or "none"
 
 
-def write_readme(results: dict[str, Any]) -> None:
-    """Puts the tables between their markers in README.md."""
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(*MARKERS, f"{tables(results)}\n\n{results['device']}; {found}.")
-
-
 def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
     if parse_arguments(__doc__).table:
-        write_readme(json.loads(RESULTS.read_text()))
+        results = json.loads(RESULTS.read_text())
+        write_readme(MARKERS, tables(results), results)
         return 0
     found = versions()
     rows = []
@@ -377,7 +372,7 @@ def main() -> int:
         "missed": missed_by_step(updates, exchanges),
     }
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(results)
+    write_readme(MARKERS, tables(results), results)
     print(tables(results), *results["missed"], sep="\n")
     return 1 if results["missed"] or any(row["missed"] for row in rows) else 0
 

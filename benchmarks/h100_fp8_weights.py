@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from h100 import HERE, markdown, parse_arguments, versions, write_between
+from h100 import HERE, markdown, parse_arguments, versions, write_readme
+from h100_fp8 import OPTIONS, everywhere
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -31,8 +32,6 @@ RESULTS = HERE / "results" / "h100_fp8_weights.json"
 MARKERS = "<!-- h100_fp8_weights: written by h100_fp8_weights.py -->", "<!-- h100_fp8_weights: end -->"
 DEVICES, LAYERS, ROWS, WIDTH = 8, 3, 8192, 4096
 WEIGHTS = LAYERS * WIDTH * WIDTH
-# Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _GATHER = re.compile(r"all-gather(?:-start)?\((%[\w.\-]+)")
 
 
@@ -59,12 +58,6 @@ class Net(nn.Module):
         for _ in range(LAYERS):
             x = nn.relu(nn.Dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)(x))
         return x
-
-
-def everywhere(path: str, layer: Any) -> bool:
-    """The filter of a benchmark: every layer in fp8."""
-    del path, layer
-    return True
 
 
 def measure(program: Program) -> dict[str, Any]:
@@ -143,16 +136,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(cells)
 
 
-def write_readme(results: dict[str, Any]) -> None:
-    """Puts the table between its markers in README.md."""
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(*MARKERS, f"{table(results['rows'])}\n\n{results['device']}; {found}.")
-
-
 def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
     if parse_arguments(__doc__).table:
-        write_readme(json.loads(RESULTS.read_text()))
+        results = json.loads(RESULTS.read_text())
+        write_readme(MARKERS, table(results["rows"]), results)
         return 0
     found, rows = versions(), []
     for program in PROGRAMS:
@@ -166,7 +154,7 @@ def main() -> int:
         "missed": missed(rows),
     }
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(results)
+    write_readme(MARKERS, table(rows), results)
     print(table(rows), *results["missed"], sep="\n")
     return 1 if results["missed"] else 0
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxmp
 import regimes
+from fp8_model import fp8_state, matmul, scale_leaves
 from regimes import Job, guarded, squared_error
 
 ROWS, WIDTH = 128, 16  # 16 rows on each of 4 devices in each of 2 microbatches: the least that an fp8 GEMM takes
@@ -42,11 +43,6 @@ def make_job(framework: str, name: str, axis_name: str | None = None, accumulate
     return {"exact": _exact_job, "linen": _linen_job, "nnx": _nnx_job}[framework](policy, dtype, accumulate)
 
 
-def fp8_state(opt_state: Any) -> jaxmp.fp8.Fp8State:
-    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
-    return found
-
-
 def _values(params: Any, opt_state: Any) -> dict[str, Any]:
     return {
         "params": params,
@@ -55,29 +51,19 @@ def _values(params: Any, opt_state: Any) -> dict[str, Any]:
     }
 
 
-_DIMS = (((1,), (0,)), ((), ()))
-_NAMES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
-
-
-def _layer(w: Any) -> dict[str, Any]:
-    return {"w": jnp.asarray(w, jnp.float32)} | {name: jnp.zeros(()) for name in _NAMES}
-
-
-def _dot(layer: Any, x: Any) -> Any:
-    scales = jaxmp.fp8.Scales(*(layer[name] for name in _NAMES))
-    return jaxmp.fp8.dot_general(x, layer["w"], _DIMS, recipe=RECIPE, scales=scales)
-
-
 def _exact_job(policy_name: str, dtype: str, accumulate: int) -> Job:
     policy = jaxmp.get_policy(policy_name)
     rng = np.random.default_rng(3)
-    params32 = {name: _layer(rng.integers(-8, 9, (WIDTH, WIDTH)) / 8) for name in ("a", "b")}
+    params32 = {
+        name: {"w": jnp.asarray(rng.integers(-8, 9, (WIDTH, WIDTH)) / 8, jnp.float32)} | scale_leaves()
+        for name in ("a", "b")
+    }
     inner = jaxmp.mixed_precision(optax.sgd(1 / 4), policy, loss_scale=regimes.loss_scale_of(dtype), recipe=RECIPE)
     tx = optax.chain(jaxmp.reduce_gradients(), inner)
 
     def loss_fn(params: Any, batch: Any) -> Any:
-        h = _dot(params["a"], batch["x"].astype(policy.compute_dtype))
-        return jnp.mean(_dot(params["b"], h).astype(jnp.float32) * batch["y"])
+        h = matmul(params["a"], batch["x"].astype(policy.compute_dtype), RECIPE)
+        return jnp.mean(matmul(params["b"], h, RECIPE).astype(jnp.float32) * batch["y"])
 
     def step(state: Any, batch: Any, mean: Any) -> Any:
         del mean  # the chain reduces

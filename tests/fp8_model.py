@@ -9,6 +9,7 @@ import optax
 
 import jaxmp
 from jaxmp.fp8 import DelayedScaling, Scales
+from regimes import guarded as guarded
 
 SIDE = 16  # the least that an fp8 GEMM takes
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -80,16 +81,14 @@ def make_step(tx: Any, loss_fn: Any = model_loss, reduce: Any = None, **kwargs: 
     return step
 
 
+def fp8_state(opt_state: Any) -> jaxmp.fp8.Fp8State:
+    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
+    return found
+
+
 def histories(opt_state: Any) -> list[Any]:
     """The history of each group of scale leaves, float32[len, n], copies of pmap kept apart."""
-    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
-    return [group.amax_history for group in found.amax_states]
-
-
-def guarded(opt_state: Any) -> Any:
-    """What a skipped step must not change."""
-    (found,) = jaxmp.state.find(opt_state, jaxmp.UnscaleState)
-    return found.guarded
+    return [group.amax_history for group in fp8_state(opt_state).amax_states]
 
 
 def to_host(tree: Any) -> Any:
@@ -98,6 +97,5 @@ def to_host(tree: Any) -> Any:
 
 def amaxes(grads: Any) -> dict[str, np.ndarray]:
     """The amaxes in a tree of gradients, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    named = [(jaxmp._paths.path_str(path), x) for path, x in leaves]
-    return {path: np.asarray(x) for path, x in named if jaxmp.fp8.is_scale(path)}
+    found = jaxmp._paths.leaves_by_path(grads)
+    return {path: np.asarray(x) for path, x in found.items() if jaxmp.fp8.is_scale(path)}

@@ -21,6 +21,12 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(_bits(a), _bits(b), err_msg=path)
 
 
+def sqnr(exact: Any, rounded: Any) -> float:
+    """Signal to quantization noise, in dB."""
+    exact, rounded = np.asarray(exact, np.float64), np.asarray(rounded, np.float64)
+    return float(10 * np.log10(np.sum(exact**2) / np.sum((exact - rounded) ** 2)))
+
+
 def _pairs(actual: Any, expected: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     pairs = []

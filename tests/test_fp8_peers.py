@@ -16,6 +16,8 @@ from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
+from fp8_model import fp8_state
+from helpers import sqnr
 
 WIDTH, ROWS = 64, 64
 OWN = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -46,11 +48,6 @@ TEACHER = np.random.default_rng(99).normal(size=(WIDTH, WIDTH)).astype(np.float3
 
 def squared_error(model, variables, x, y):
     return jnp.mean((model.apply(variables, x) - y) ** 2)
-
-
-def sqnr(reference, value):
-    reference, value = np.asarray(reference, np.float64), np.asarray(value, np.float64)
-    return 10 * np.log10(np.sum(reference**2) / np.sum((reference - value) ** 2))
 
 
 def flax_amaxes(variables):
@@ -88,8 +85,7 @@ def our_step(model, policy="fp8", inner=None, **kwargs):
 
 def newest_amaxes(opt_state):
     """The newest amaxes of our state: of lhs and rhs, and of gradients."""
-    (state,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
-    return [np.asarray(group.amax_history[-1]) for group in state.amax_states]
+    return [np.asarray(group.amax_history[-1]) for group in fp8_state(opt_state).amax_states]
 
 
 def test_flax_divides_its_amaxes_by_the_loss_scale():

@@ -5,7 +5,6 @@ float32, whatever the order. So results are those of the oracle to the bit.
 """
 
 import functools
-import math
 import re
 
 import jax
@@ -18,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 import jaxmp
 from fp8_model import GRAD, LHS, MATMUL, RHS, scale_leaves
-from helpers import assert_bitwise, assert_close
+from helpers import assert_bitwise, assert_close, sqnr
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, FallbackWarning, Scales, dequantize, dot_general, einsum, quantize
 
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
@@ -99,12 +98,6 @@ def test_quantize_saturates_and_keeps_nan(dtype, source):
 def test_dequantize_by_any_scale():
     q = jnp.array([448.0, -3.0, 0.0], E4M3)
     assert_bitwise(dequantize(q, jnp.float32(3.0), BF16), (np.float32([448, -3, 0]) * F32(1 / 3)).astype(BF16))
-
-
-def sqnr(exact, rounded):
-    """Signal to quantization noise, in dB."""
-    exact, rounded = np.asarray(exact, F64), np.asarray(rounded, F64)
-    return 10 * math.log10(np.sum(exact**2) / np.sum((exact - rounded) ** 2))
 
 
 def test_noise_of_the_casts():
