@@ -1,0 +1,91 @@
+"""Who serves a kernel: XLA from plain jax.numpy, or Mosaic GPU from Pallas.
+
+    "auto"        mosaic where the program is lowered for an NVIDIA GPU and the kernel can serve, else xla
+    "xla"         the reference in jax.numpy, on any device
+    "mosaic"      the kernel; raises where it cannot serve, and says which condition failed
+    "interpret"   the kernel, interpreted on a CPU: for tests. It checks values, not whether Mosaic can lower them.
+
+"auto" is decided when the program is lowered, by the platform it is lowered for (`lax.platform_dependent`): a function
+that is traced on a CPU and compiled for a GPU gets the kernel. What cannot be asked there is how new the GPU is; the
+GPUs of this machine stand for it, and without any Hopper is assumed.
+
+A kernel sees whole arrays. Inside `jax.shard_map` and `jax.pmap` these are the device's own; under plain `jax.jit` with
+arrays that are split over devices XLA would gather them first. So "auto" takes a kernel there only where that kernel
+says itself how it is partitioned (`partitioned=True`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+NAMES = ("auto", "xla", "mosaic", "interpret")
+FIRST_JAX = (0, 11, 2)  # before it, `plgpu.kernel` writes no refs and interprets nothing
+FIRST_CAPABILITY = 9.0  # Hopper
+
+
+def run(
+    backend: str,
+    kernel: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    unmet: str | None = None,
+    partitioned: bool = False,
+) -> Any:
+    """Calls `kernel(*args, interpret=...)` or `reference(*args)`, as `backend` says.
+
+    Args:
+      backend: one of `NAMES`.
+      kernel: takes `interpret=`: False, or what `pl.kernel` takes for it.
+      reference: the same function in jax.numpy.
+      *args: pytrees of arrays.
+      unmet: why the kernel cannot serve these arguments (shapes, dtypes); None if it can.
+      partitioned: whether the kernel brings its own rule for arrays that are split over devices under plain jit.
+
+    Raises:
+      ValueError: an unknown backend; "mosaic" or "interpret" where it cannot serve, with the condition that failed.
+
+    Example:
+      >>> run("xla", None, lambda x: x + 1, 1)
+      2
+    """
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}; got {backend!r}")
+    if backend == "xla":
+        return reference(*args)
+    if backend == "auto":
+        if unmet or why_no_kernels() or not (partitioned or _sees_own_arrays()):
+            return reference(*args)
+        return lax.platform_dependent(*args, cuda=lambda *a: kernel(*a, interpret=False), default=reference)
+    reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet
+    if reason:
+        raise ValueError(f'backend="{backend}" cannot serve here: {reason}. Use backend="auto", or "xla".')
+    if backend == "mosaic":
+        return kernel(*args, interpret=False)
+    from jax.experimental.pallas import mosaic_gpu
+
+    return kernel(*args, interpret=mosaic_gpu.InterpretGPUParams())
+
+
+def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
+    """Why no kernel can serve with this jax and these GPUs; None if they can.
+
+    Args:
+      needs_gpu: whether a machine without a GPU, on which programs for one can still be compiled, is a reason.
+    """
+    if jax.__version_info__ < FIRST_JAX:
+        return f"kernels need jax >= {'.'.join(map(str, FIRST_JAX))}; this is {jax.__version__}"
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:
+        return "there is no NVIDIA GPU" if needs_gpu else None
+    oldest = min(float(getattr(gpu, "compute_capability", FIRST_CAPABILITY)) for gpu in gpus)
+    if oldest < FIRST_CAPABILITY:
+        return f"kernels need compute capability >= {FIRST_CAPABILITY} (Hopper); a GPU here has {oldest}"
+    return None
+
+
+def _sees_own_arrays() -> bool:
+    """Whether arrays here are a device's own: in shard_map or pmap, or because there is one device only."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or jax.device_count() == 1
