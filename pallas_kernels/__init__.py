@@ -9,3 +9,8 @@ One idea to a file:
 
 It is the bottom layer: nothing here imports `jaxmp`, and an import contract holds that.
 """
+
+from pallas_kernels.backend import why_no_kernels as why_no_kernels
+from pallas_kernels.cast import cast_tree as cast_tree
+from pallas_kernels.unscale import gradient_norm as gradient_norm, unscale_and_check as unscale_and_check
+from pallas_kernels.update import multi_tensor_update as multi_tensor_update

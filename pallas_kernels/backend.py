@@ -50,8 +50,7 @@ def run(
       >>> run("xla", None, lambda x: x + 1, 1)
       2
     """
-    if backend not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}; got {backend!r}")
+    check(backend)
     if backend == "xla":
         return reference(*args)
     if backend == "auto":
@@ -66,6 +65,12 @@ def run(
     from jax.experimental.pallas import mosaic_gpu
 
     return kernel(*args, interpret=mosaic_gpu.InterpretGPUParams())
+
+
+def check(backend: str) -> None:
+    """Raises a ValueError if there is no such backend."""
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}; got {backend!r}")
 
 
 def why_no_kernels(*, needs_gpu: bool = False) -> str | None:

@@ -1,0 +1,298 @@
+"""Optimizer state in few bits: moments in 16 or 8, the low bits of a split master.
+
+**Moments.** An exponential average moves by a thousandth of its size in a step; rounded to nearest in 8 bits, or in
+bfloat16, it would stand still. So they are rounded *stochastically*: up or down with such odds that the average is
+right. The noise is a hash of (element, leaf, step): the same on every device and in every run.
+
+    bfloat16    truncated, after 16 random bits were added to the bits that go
+    8 bits      x = sign(c) (|c| / top)^power * s      with a scale s for each group of 256 neighbours, its largest |x|
+
+`power` compands: it puts more of the 255 codes at small values. The second moment is used by its root, so it takes
+twice the power of the first. It is never rounded to zero, which would make a weight jump.
+
+**Split masters** (TransformerEngine's `store_param_remainders`). A bfloat16 param is the upper half of its float32
+master, rounded; the optimizer keeps what that is short of:
+
+    bits(master) = bits(param) << 16  +  remainder        int16; or int8, for a master of 24 bits
+
+Ties round away from zero, so that 16 bits are enough to tell them apart: param + remainder = master, exactly.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+GROUP = 256  # neighbours along the last axis that share a scale
+LEAST = 4096  # smaller leaves keep their moments in float32: they are few bytes and matter most
+
+_LARGEST_SPLIT = np.int32(0x7F7F7FFF)  # the largest float32 that rounds to a finite bfloat16
+
+
+class Quantized(NamedTuple):
+    """A moment in 8 bits.
+
+    Attributes:
+      codes: int8 (signed), uint8 (not negative) or an 8-bit float, of the shape of the param.
+      scales: float32, one for each `GROUP` neighbours along the last axis.
+    """
+
+    codes: Array
+    scales: Float[Array, "..."]
+
+
+class Codec(NamedTuple):
+    """How a float32 in [-1, 1] becomes 8 bits.
+
+    Attributes:
+      dtype: name of the codes' dtype.
+      top: the code of 1.
+      power: of the companding.
+    """
+
+    dtype: str
+    top: float
+    power: int
+
+
+def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
+    """The codec of a moment that is stored in `state_dtype`; None where that needs no scale.
+
+    Args:
+      state_dtype: float32, bfloat16, int8, float8_e4m3fn or float8_e5m2.
+      signed: True for first moments; second ones are not negative.
+
+    Raises:
+      ValueError: another dtype.
+
+    Example:
+      >>> codec_of(jnp.int8, signed=False)
+      Codec(dtype='uint8', top=255.0, power=4)
+    """
+    name = jnp.dtype(state_dtype).name
+    if name in ("float32", "bfloat16"):
+        return None
+    if name == "int8":
+        return Codec("int8", 127.0, 2) if signed else Codec("uint8", 255.0, 4)
+    if name in ("float8_e4m3fn", "float8_e5m2"):
+        return Codec(name, float(jnp.finfo(name).max), 1 if signed else 2)
+    raise ValueError(
+        f"state_dtype must be float32, bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2; got {name}"
+    )
+
+
+def codec_for(stored: str, *, signed: bool) -> Codec | None:
+    """The codec of a moment that is stored with this dtype, given by name; uint8 is int8's of second moments.
+
+    Example:
+      >>> codec_for("uint8", signed=False) == codec_of(jnp.int8, signed=False)
+      True
+    """
+    return codec_of("int8" if stored == "uint8" else stored, signed=signed)
+
+
+def takes_scales(shape: tuple[int, ...]) -> bool:
+    """Whether a moment of this shape is stored in 8 bits: if it is large, and whole groups fill its last axis.
+
+    Example:
+      >>> takes_scales((768, 3072)), takes_scales((3072,)), takes_scales((1000, 10))
+      (True, False, False)
+    """
+    return bool(shape) and shape[-1] % GROUP == 0 and int(np.prod(shape)) >= LEAST
+
+
+def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | Quantized:
+    """A moment of zeros, as it is stored.
+
+    Example:
+      >>> zeros((16, 256), jnp.int8, signed=True).scales.shape
+      (16, 1)
+    """
+    codec = codec_of(state_dtype, signed=signed)
+    if codec is None:
+        return jnp.zeros(shape, state_dtype)
+    if not takes_scales(shape):
+        return jnp.zeros(shape, jnp.float32)
+    scales = jnp.zeros((*shape[:-1], shape[-1] // GROUP), jnp.float32)
+    return Quantized(jnp.zeros(shape, codec.dtype), scales)
+
+
+# --- the arithmetic: on a block of a kernel, and on whole arrays ------------------------------------------------------
+
+
+def noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
+    """32 random bits for each element, a hash of its number, that of its leaf and the step; as uint32.
+
+    Example:
+      >>> noise(jnp.arange(2), 0.0, 1.0).dtype.name
+      'uint32'
+    """
+    salt = jnp.asarray(step, jnp.float32).astype(jnp.int32) * np.int32(0x2545F491) + jnp.asarray(
+        leaf, jnp.float32
+    ).astype(jnp.int32) * np.int32(0x27D4EB2F)
+    x = (index * np.int32(-0x61C88647) + salt).astype(jnp.uint32)  # the golden ratio, as Knuth hashes
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):  # the finalizer of MurmurHash3
+        x = x ^ lax.shift_right_logical(x, jnp.full_like(x, shift))
+        x = x if factor is None else x * jnp.full_like(x, factor)
+    return x
+
+
+def low_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The lower 16 of 32 random bits, as int32."""
+    return (bits & np.uint32(0xFFFF)).astype(jnp.int32)
+
+
+def high_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The upper 16 of 32 random bits, as int32."""
+    return lax.shift_right_logical(bits, jnp.full_like(bits, 16)).astype(jnp.int32)
+
+
+def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
+    """float32 `x` in bfloat16, rounded up or down by 16 random bits.
+
+    Example:
+      >>> float(to_bfloat16(jnp.float32(1.0), jnp.int32(0xFFFF)))
+      1.0
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # never beyond what is finite
+    bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
+    return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+
+
+def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 values of codes.
+
+    Example:
+      >>> decode(Codec("int8", 127.0, 2), jnp.array([127, -127], jnp.int8), jnp.float32(3.0)).tolist()
+      [3.0, -3.0]
+    """
+    y = codes.astype(jnp.float32) * np.float32(1 / codec.top)
+    if codec.power == 2 and codec.dtype == "int8":
+        y = y * jnp.abs(y)
+    elif codec.power > 1:
+        y = y * y
+        y = y * y if codec.power == 4 else y
+    return y * scales
+
+
+def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
+    """The codes of float32 `x` under the scale `largest`, rounded up or down so that the mean of `decode` is `x`.
+
+    Args:
+      codec: how.
+      x: finite; not negative for codecs of second moments.
+      largest: at least the largest |x| of the group.
+      random: 16 random bits for each element, as int32.
+    """
+    inverse = jnp.where(largest > 0, 1.0 / largest, 0.0)
+    y = jnp.minimum(jnp.abs(x) * inverse, 1.0)
+    t = y
+    for _ in range(codec.power.bit_length() - 1):
+        t = jnp.sqrt(t)
+    t = t * codec.top
+    low, high = _neighbours(codec, t)
+    y_low, y_high = _powered(codec, low), _powered(codec, high)
+    up = (y - y_low) * 65536.0 > (y_high - y_low) * random.astype(jnp.float32)
+    code = jnp.where(up, high, low)
+    if codec.dtype == "int8" or codec.power == 1:
+        code = jnp.where(x < 0, -code, code)
+    else:
+        code = jnp.where(x > 0, jnp.where(code > 0, code, high), code)
+    if codec.dtype.startswith("float8"):
+        return code.astype(codec.dtype)
+    return code.astype(jnp.int32).astype(codec.dtype)
+
+
+def _neighbours(codec: Codec, t: Float[Array, "..."]) -> tuple[Array, Array]:
+    """The largest code that is not above t, and the next one, at most `top`; as float32."""
+    if not codec.dtype.startswith("float8"):
+        low = t.astype(jnp.int32).astype(jnp.float32)
+        return low, jnp.minimum(low + 1.0, codec.top)
+    info = jnp.finfo(codec.dtype)
+    exponent = lax.bitcast_convert_type(t, jnp.int32) & np.int32(0x7F800000)
+    exponent = jnp.maximum(exponent, np.int32((127 + int(info.minexp)) << 23))
+    spacing = lax.bitcast_convert_type(exponent - np.int32(info.nmant << 23), jnp.float32)
+    inverse = lax.bitcast_convert_type(np.int32((254 + info.nmant) << 23) - exponent, jnp.float32)
+    low = (t * inverse).astype(jnp.int32).astype(jnp.float32) * spacing
+    return low, jnp.minimum(low + spacing, codec.top)
+
+
+def _powered(codec: Codec, code: Float[Array, "..."]) -> Float[Array, "..."]:
+    y = code * np.float32(1 / codec.top)
+    for _ in range(codec.power.bit_length() - 1):
+        y = y * y
+    return y
+
+
+# --- split masters ---------------------------------------------------------------------------------------------------
+
+
+def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 master of a bfloat16 param and its remainder (int16, or int8 of a master of 24 bits).
+
+    Example:
+      >>> float(join(jnp.bfloat16(1.0), jnp.int16(1))) == 1 + 2**-23
+      True
+    """
+    bits = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
+    low = remainder.astype(jnp.int32)
+    return lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
+
+
+def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
+    """The bfloat16 param of a float32 master, and the remainder in `dtype`, int16 or int8.
+
+    What is beyond the range of bfloat16 is taken to its end.
+
+    Example:
+      >>> param, remainder = split(jnp.float32(1 + 2**-23), jnp.int16)
+      >>> float(param), int(remainder)
+      (1.0, 1)
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    sign = bits & np.int32(-0x80000000)
+    size = jnp.minimum(bits & np.int32(0x7FFFFFFF), _LARGEST_SPLIT)
+    if jnp.dtype(dtype) == jnp.int8:
+        size = (size + np.int32(0x80)) & np.int32(-0x100)
+        size = jnp.minimum(size, _LARGEST_SPLIT & np.int32(-0x100))
+    upper = (size + np.int32(0x8000)) & np.int32(-0x10000)
+    param = lax.bitcast_convert_type(upper | sign, jnp.float32).astype(jnp.bfloat16)
+    low = size - upper
+    return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
+
+
+def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, signed: bool) -> Any:
+    """float32 `x` stored as `like` is: float32, bfloat16 or `Quantized`, with 16 random bits for each element.
+
+    Example:
+      >>> stored = requantize(jnp.ones((16, 256)), zeros((16, 256), jnp.int8, signed=True), jnp.int32(0), signed=True)
+      >>> int(stored.codes[0, 0]), float(stored.scales[0, 0])
+      (127, 1.0)
+    """
+    if not isinstance(like, Quantized):
+        return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
+    codec = codec_for(like.codes.dtype.name, signed=signed)
+    assert codec is not None
+    grouped = x.reshape(*x.shape[:-1], -1, GROUP)
+    random = jnp.broadcast_to(random, x.shape).reshape(grouped.shape)
+    scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
+    return Quantized(encode(codec, grouped, scales, random).reshape(x.shape), scales[..., 0])
+
+
+def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
+    """The float32 values of a moment, however it is stored.
+
+    Example:
+      >>> float(dequantize(jnp.bfloat16(0.5), signed=True))
+      0.5
+    """
+    if not isinstance(stored, Quantized):
+        return stored.astype(jnp.float32)
+    codec = codec_for(stored.codes.dtype.name, signed=signed)
+    assert codec is not None
+    shape = stored.codes.shape
+    grouped = stored.codes.reshape(*shape[:-1], -1, GROUP)
+    return decode(codec, grouped, stored.scales[..., None]).reshape(shape)

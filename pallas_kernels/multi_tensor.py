@@ -1,0 +1,172 @@
+"""One launch for many arrays: the same elementwise arithmetic over all leaves of a tree.
+
+XLA makes a kernel (or more) of each leaf, so that an optimizer's step over 1000 leaves is 1000 launches. Here a launch
+covers a *bucket* of leaves. Its blocks are numbered through, and a block finds out which leaf it belongs to:
+
+    block i -> leaf k, offset o          from sums of sizes that are known when the kernel is traced
+    values  = switch(k: load leaf k at o)
+    values' = f(values)                  stands once, whatever the number of leaves
+    switch(k: store values' at o)
+
+Only loads and stores are there once for each leaf: so 32 leaves take half a second to compile, not several. Buckets
+are filled so that they look alike (as the layers of a network do), and what looks alike is traced and compiled once.
+
+A leaf of any size is served: a run of whole blocks, then blocks of 128, then single elements as scalars. Arrays that
+are changed are written in place (`jax.new_ref`); where `when` is false nothing is read and nothing is written.
+
+`apply` runs the kernel, `reference` the same `f` on whole arrays in jax.numpy.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from pallas_kernels import launch
+from pallas_kernels.leaves import Function, Leaf, Level, Result, Values, shape_of, signature_of
+
+UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, launch.THREADS, 1), Level(1, 1, 0))
+READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, launch.THREADS, 1), Level(1, 1, 0))
+MOST = 128  # leaves to a launch
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+def reference(
+    f: Function, leaves: Sequence[Leaf], scalars: Sequence[Any], *, n_sums: int = 0, when: Bool[Array, ""] | None = None
+) -> Result:
+    """`f` on each leaf as a whole, in jax.numpy: what a kernel is tested against, and what runs elsewhere.
+
+    Example:
+      >>> double = lambda values: ((values.reads[0] * values.scalars[0],), ())
+      >>> reference(double, [Leaf(reads=(jnp.ones(2),), outs=(jnp.float32,))], [2.0]).leaves
+      [(Array([2., 2.], dtype=float32),)]
+    """
+    found: list[tuple[Array, ...]] = []
+    sums = [jnp.zeros((), jnp.float32)] * n_sums
+    for leaf in leaves:
+        shape = shape_of(leaf)
+        grouped = (*shape[:-1], -1, leaf.group) if leaf.group > 1 else shape
+
+        def view(x: Array, shape: tuple[int, ...] = shape, grouped: Any = grouped) -> Array:
+            return x.reshape(grouped) if x.shape == shape else x[..., None]
+
+        values = Values(
+            tuple(view(x) for x in leaf.reads),
+            tuple(view(x) for x in leaf.states),
+            tuple(jnp.float32(c) for c in leaf.numbers),
+            tuple(jnp.asarray(s, jnp.float32) for s in scalars),
+            leaf.kind,
+            lambda x: jnp.max(x, axis=-1, keepdims=True),
+            functools.partial(_flat_index, shape, grouped),
+        )
+        new, parts = f(values)
+        old = (*leaf.states, *leaf.writes)
+        dtypes = [x.dtype for x in old] + list(leaf.outs)
+        shapes = [x.shape for x in old] + [shape] * len(leaf.outs)
+        new = [x.astype(d).reshape(s) for x, d, s in zip(new, dtypes, shapes, strict=True)]
+        if when is not None:
+            new[: len(old)] = [jnp.where(when, n, o) for n, o in zip(new, old, strict=False)]
+        found.append(tuple(new))
+        sums = [
+            total + jnp.sum(jnp.asarray(part)) for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)
+        ]
+    return Result(found, tuple(sums))
+
+
+def _flat_index(shape: tuple[int, ...], grouped: tuple[int, ...]) -> Int[Array, "..."]:
+    stride, index = 1, jnp.zeros(shape, jnp.int32)
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
+        stride *= shape[axis]
+    return index.reshape(grouped)
+
+
+# --- buckets -----------------------------------------------------------------------------------------------------
+
+
+def buckets(signatures: Sequence[Any], most: int) -> list[list[int]]:
+    """Indices of the leaves of each launch, at most `most` each: as many launches that look alike as possible.
+
+    Example:
+      >>> buckets(["kernel", "bias", "kernel", "bias", "kernel", "bias", "embedding"], most=3)
+      [[0, 1], [2, 3], [4, 5], [6]]
+    """
+    count = -(-len(signatures) // most)
+    kinds: dict[Any, list[int]] = {}
+    for i, signature in enumerate(signatures):
+        kinds.setdefault(signature, []).append(i)
+    alike: list[list[int]] = [[] for _ in range(count)]
+    rest: list[int] = []
+    for members in kinds.values():
+        share = len(members) // count
+        for j in range(count):
+            alike[j] += members[j * share : (j + 1) * share]
+        rest += members[count * share :]
+    return [bucket for bucket in alike if bucket] + [rest[i : i + most] for i in range(0, len(rest), most)]
+
+
+# --- the kernel --------------------------------------------------------------------------------------------------
+
+
+def apply(
+    f: Function,
+    leaves: Sequence[Leaf],
+    scalars: Sequence[Any],
+    *,
+    name: str,
+    n_sums: int = 0,
+    when: Bool[Array, ""] | None = None,
+    levels: tuple[Level, ...] = UPDATE_LEVELS,
+    interpret: Any = False,
+) -> Result:
+    """`f` over all leaves in as few launches as `MOST` leaves to a launch allow; arguments as for `reference`.
+
+    Args:
+      f: hashable, and equal for equal arithmetic: a function of a module, or a `functools.partial` of one.
+      leaves: none of them empty.
+      scalars: numbers or float32[].
+      name: of the kernel.
+      n_sums: how many sums `f` returns at most.
+      when: bool[]; False leaves states and writes as they are, without reading them.
+      levels: sizes of blocks, for leaves without groups.
+      interpret: what `pl.kernel` takes for it.
+    """
+    flat = [
+        leaf._replace(
+            reads=tuple(x.reshape(-1) for x in leaf.reads),
+            states=tuple(x.reshape(-1) for x in leaf.states),
+            writes=tuple(x.reshape(-1) for x in leaf.writes),
+        )
+        for leaf in leaves
+    ]
+    flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
+    packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
+    members = buckets([signature_of(leaf) for leaf in flat], MOST)
+    regions = [tuple(launch.regions([flat[i] for i in bucket], levels)) for bucket in members]
+    ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
+    sums = jnp.zeros((n_sums, ends[-1]), jnp.float32).reshape(-1)  # one for each block; added up in the end
+    found: list[Any] = [None] * len(leaves)
+    for bucket, own_regions, start in zip(members, regions, ends, strict=False):
+        arrays = [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket]
+        statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
+        numbers = np.asarray([flat[i].numbers for i in bucket], np.float32).reshape(-1)
+        results, sums = launch.launch(
+            packed,
+            numbers,
+            np.asarray([start], np.int32),
+            sums,
+            arrays,
+            program=launch.Program(f, own_regions, statics, n_sums, name),
+            interpret=interpret,
+        )
+        for i, new in zip(bucket, results, strict=True):
+            old = (*leaves[i].states, *leaves[i].writes)
+            shapes = [x.shape for x in old] + [shape_of(leaves[i])] * len(leaves[i].outs)
+            found[i] = tuple(x.reshape(s) for x, s in zip(new, shapes, strict=True))
+    return Result(found, tuple(jnp.sum(sums.reshape(n_sums, -1), axis=1)) if n_sums else ())

@@ -1,0 +1,81 @@
+"""Gradients unscaled, looked at and measured, a whole tree in a few launches.
+
+    g      = f32(grad) * inv_scale
+    finite = no inf or NaN in any g
+    norm   = sqrt(sum g^2)
+
+`unscale_and_check` writes g; `gradient_norm` only reads, and leaves the unscaling to the pass that uses the gradients.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from pallas_kernels.leaves import Values
+from pallas_kernels.tree import checked, over_tree
+
+
+def unscale_and_check(
+    tree: PyTree, inv_scale: Float[Array, ""], *, backend: str = "auto"
+) -> tuple[PyTree, Bool[Array, ""]]:
+    """Gradients in float32, unscaled, and whether all of them are finite.
+
+    Args:
+      tree: gradients; float16, bfloat16 or float32, of any shapes.
+      inv_scale: float32[], 1 / loss scale.
+      backend: see `backend`.
+
+    Returns:
+      The tree in float32; bool[].
+
+    Raises:
+      TypeError: leaves of another dtype, named by path.
+      ValueError: a backend that cannot serve.
+
+    Example:
+      >>> unscale_and_check({"w": jnp.array([8.0, jnp.inf], jnp.float16)}, jnp.float32(0.5), backend="xla")
+      ({'w': Array([ 4., inf], dtype=float32)}, Array(False, dtype=bool))
+    """
+    leaves, treedef = checked(tree)
+    out, (bad,) = over_tree(_unscale, leaves, inv_scale, (jnp.float32,), 1, "unscale_and_check", backend)
+    return treedef.unflatten([x for (x,) in out]), bad == 0
+
+
+def gradient_norm(
+    tree: PyTree, inv_scale: Float[Array, ""], *, backend: str = "auto"
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """The global norm of the unscaled gradients, and whether all of them are finite, in one pass over the tree.
+
+    Args:
+      tree: gradients; float16, bfloat16 or float32, of any shapes.
+      inv_scale: float32[], 1 / loss scale.
+      backend: see `backend`.
+
+    Returns:
+      float32[], summed in float32 (it may be inf on finite gradients); bool[].
+
+    Raises:
+      TypeError: leaves of another dtype, named by path.
+      ValueError: a backend that cannot serve.
+
+    Example:
+      >>> gradient_norm([jnp.array([6.0]), jnp.array([8.0], jnp.float16)], jnp.float32(0.5), backend="xla")
+      (Array(5., dtype=float32), Array(True, dtype=bool))
+    """
+    leaves, _ = checked(tree)
+    _, (squares, bad) = over_tree(_measure, leaves, inv_scale, (), 2, "gradient_norm", backend)
+    return jnp.sqrt(squares), bad == 0
+
+
+def _unscale(values: Values) -> tuple[list[Array], list[Array]]:
+    g = values.reads[0].astype(jnp.float32) * values.scalars[0]
+    return [g], [_is_bad(g)]
+
+
+def _measure(values: Values) -> tuple[list[Array], list[Array]]:
+    g = values.reads[0].astype(jnp.float32) * values.scalars[0]
+    return [], [g * g, _is_bad(g)]
+
+
+def _is_bad(g: Array) -> Array:
+    """1.0 where g is inf or NaN, else 0.0; a sum of these cannot lose a NaN, as a maximum can."""
+    return jnp.where(jnp.abs(g) < jnp.inf, jnp.zeros_like(g), jnp.ones_like(g))
