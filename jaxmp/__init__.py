@@ -9,6 +9,10 @@ from jaxmp import nnx as nnx
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm
+from jaxmp.compress import compress_moments as compress_moments
+from jaxmp.fused import fused_adamw as fused_adamw
+from jaxmp.fused import fused_lion as fused_lion
+from jaxmp.fused import fused_sgd as fused_sgd
 from jaxmp.grads import value_and_grad as value_and_grad
 from jaxmp.master import keep_master_params as keep_master_params
 from jaxmp.policy import Policy as Policy

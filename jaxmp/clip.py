@@ -74,13 +74,23 @@ def clip_by_global_norm(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
         del state, params
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
-        coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
-        factor = jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
+        factor = factor_of(norm, max_norm)
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
         clipped = _scales.map_scales(lambda _, g, amax: amax, clipped, updates)  # no gradients
         return clipped, GlobalNormState(norm)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def factor_of(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
+    """What gradients of this norm are multiplied by so that it is at most `max_norm`; 1.0 for `max_norm` 0.
+
+    Example:
+      >>> float(factor_of(jnp.float32(4.0), 0.0)), float(factor_of(jnp.float32(0.5), 1.0))
+      (1.0, 1.0)
+    """
+    coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
+    return jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
 
 
 def global_norm(

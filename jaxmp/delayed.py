@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _scales, _weights, sync
+from jaxmp import _in_place, _paths, _scales, _weights, sync
 from jaxmp.amax import AmaxState, DelayedScaling, log2_of_power_of_two, power_of_two
 from jaxmp.state import Fp8State, SplitFp8State, find, masters_of
 
@@ -125,22 +125,42 @@ def split_fp8(
         only_scales, others = _scales.partition(params)
         return SplitFp8State(scales.init(only_scales), rest.init(others))
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, SplitFp8State]:
+    def move_scales(updates: PyTree, state: Any, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, Any]:
         if params is not None:
             _paths.check_same_structure(updates, params, "grads", "params")
-        only_scales, others = _scales.partition(updates)
+        only_scales, _ = _scales.partition(updates)
         scale_params, other_params = _scales.partition(params) if params is not None else (None, None)
         if params is not None and (amaxes := _weights.amaxes_of(masters_of(state.fp8_rest, other_params), params)):
             only_scales = _weights.leave(only_scales, amaxes)
             only_scales = sync.max_of_scales(only_scales, scale_params, sync.bound_axes("auto"))
         with jax.named_scope("jaxmp.update_amax"):
-            moved, scales_state = scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
-        updated, rest_state = rest.update(others, state.fp8_rest, other_params, **extra_args)
+            return scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
+
+    def others_of(tree: Any) -> Any:
+        return None if tree is None else _scales.partition(tree)[1]
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SplitFp8State]:
+        moved, scales_state = move_scales(updates, state, params, **extra_args)
+        updated, rest_state = rest.update(others_of(updates), state.fp8_rest, others_of(params), **extra_args)
         return _scales.merge(moved, updated), SplitFp8State(scales_state, rest_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    if not isinstance(rest, _in_place.InPlace):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+    def write_fn(
+        grads: PyTree, state: Any, params: PyTree, step: _in_place.Step, **extra_args: Any
+    ) -> tuple[PyTree, SplitFp8State, Float[Array, ""]]:
+        amaxes = _scales.map_scales(lambda _, g: g.astype(jnp.float32), grads)
+        moved, scales_state = move_scales(amaxes, state, params, **extra_args)
+        scale_params, other_params = _scales.partition(params)
+        new_scales = _in_place.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = _in_place.select(step.taken, scales_state, state.fp8_scales)
+        written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
+        return _scales.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
+
+    return _in_place.in_place(init_fn, update_fn, write_fn, measures=rest.measures)
 
 
 def is_delayed(recipe: Recipe) -> bool:

@@ -24,20 +24,23 @@ import jmp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxmp import _frozen, _paths, _scales, _weights, casting
+from jaxmp import _frozen, _in_place, _paths, _scales, _weights, _write, casting
 from jaxmp.policy import Policy, get_policy
 from jaxmp.state import MasterState, own_buffers
 from jaxmp.unscale import as_transformation
 
 
 def keep_master_params(
-    inner: optax.GradientTransformation, policy: str | jmp.Policy
+    inner: optax.GradientTransformation, policy: str | jmp.Policy, *, remainder_bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` so that it updates float32 masters of 16-bit params; see the module's docstring.
 
     Args:
       inner: any optax transform.
       policy: which params have 16 bits: `param_dtype`, less what `keep_fp32` names.
+      remainder_bits: None: a master is float32. 16: the state keeps only what a bfloat16 param is short of its float32
+        master, two bytes; 8: of a master of 24 bits, one byte (see `pallas_kernels.moments`). Such params can only be
+        written, by `jaxmp.apply_gradients`.
 
     Returns:
       A transform with `MasterState`. Its `init(params)` takes the params in float32 (best: masters then keep the
@@ -46,7 +49,8 @@ def keep_master_params(
 
     Raises:
       TypeError: params that are no floats and not frozen, named by path.
-      ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params.
+      ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params;
+        `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
 
     Warns:
       UserWarning: at `init`, patterns of `keep_fp32` that match no param.
@@ -63,19 +67,28 @@ def keep_master_params(
     """
     policy = get_policy(policy)
     inner = optax.with_extra_args_support(as_transformation(inner))
+    remainder = _write.remainder_dtype(remainder_bits, policy)
 
     def init_fn(params: PyTree) -> MasterState:
         _warn_of_idle_patterns(policy, params)
         _refuse_scales(params)
         full = casting.cast_floats(params, jnp.float32)
         masters = _make_masters(inner, policy, params, full)
-        return own_buffers(MasterState(masters, inner.init(_view(full, masters))), foreign=params)
+        inner_state = inner.init(_view(full, masters))
+        if remainder is not None:
+            masters = _split_masters(policy, params, masters, remainder)
+        return own_buffers(MasterState(masters, inner_state), foreign=params)
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         if params is None:
             raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
+        if remainder is not None:
+            raise ValueError(
+                "params whose masters are split (remainder_bits=) can only be written together with them; got "
+                "tx.update. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)."
+            )
         _paths.check_same_structure(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
         moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
@@ -86,7 +99,16 @@ def keep_master_params(
         new_updates = treedef.unflatten([update for update, _ in pairs])
         return new_updates, MasterState(treedef.unflatten([master for _, master in pairs]), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def write_fn(
+        grads: PyTree, state: Any, params: PyTree, step: _in_place.Step, **extra_args: Any
+    ) -> tuple[PyTree, MasterState, Array]:
+        _paths.check_same_structure(grads, params, "grads", "params")
+        _check_dtypes(inner, policy, params, state.master_params)
+        return _write.write(inner, grads, state, params, step, extra_args)
+
+    if remainder is None and not isinstance(inner, _in_place.InPlace):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return _in_place.in_place(init_fn, update_fn, write_fn, measures=getattr(inner, "measures", False))
 
 
 def model_param(master: PyTree, dtype: Any) -> PyTree:
@@ -141,6 +163,17 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     return treedef.unflatten(masters)
 
 
+def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) -> PyTree:
+    """`masters` with remainders in the place of those whose params are bfloat16."""
+    units, treedef = _paths.boxed_leaves(params)
+    dtype_of = _param_dtypes(policy, params)
+    short = [
+        jax.tree.map(lambda m: _write.remainder_of(m, dtype), master) if dtype_of(path) == jnp.bfloat16 else master
+        for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True)
+    ]
+    return treedef.unflatten(short)
+
+
 def _view(params: PyTree, masters: PyTree) -> PyTree:
     """The params as the inner optimizer sees them: the master where there is one."""
     units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
@@ -158,18 +191,13 @@ def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
     """(update of the param, new master) of one leaf or box."""
     if isinstance(master, optax.MaskedNode):
         return jax.tree.map(_kept, param, move), master
-    new_master = jax.tree.map(_moved, master, move)
+    new_master = jax.tree.map(_write.moved, master, move)
     return jax.tree.map(_update_to, param, new_master), new_master
 
 
 def _kept(param: Any, move: Array) -> Array:
     """The move of a float32 param; -0.0 for a frozen 16-bit one, which stays as it is, -0.0 itself included."""
     return jnp.full_like(move, -0.0) if casting.is_low_precision(param.dtype) else move
-
-
-def _moved(master: Array, move: Array) -> Array:
-    moved = master + move.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(moved), moved, master)
 
 
 def _update_to(param: Array, master: Array) -> Array:

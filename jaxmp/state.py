@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp import _paths, amax, casting, scaling
+from pallas_kernels import moments
 
 
 class LossScaleState(NamedTuple):
@@ -75,7 +76,8 @@ class MasterState(NamedTuple):
 
     Attributes:
       master_params: the tree of the params with a float32 master where the param has 16 bits, and `optax.MaskedNode()`
-        where it needs none (float32 params, frozen params).
+        where it needs none (float32 params, frozen params). With `remainder_bits`, int16 or int8: what a bfloat16 param
+        is short of its master.
       master_inner: state of the wrapped optimizer, made from float32 params.
     """
 
@@ -147,6 +149,16 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     if isinstance(scaler, scaling.StaticLossScale | scaling.NoOpLossScale):
         return LossScaleState(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
+
+
+def is_own(scaler: Any) -> bool:
+    """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else.
+
+    Example:
+      >>> is_own(scaling.NoOpLossScale())
+      True
+    """
+    return isinstance(scaler, scaling.DynamicLossScale | scaling.StaticLossScale | scaling.NoOpLossScale)
 
 
 def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
@@ -252,7 +264,9 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
     def in_float32(param: Any, master: Any) -> Any:  # each may be boxed
         if master is None:
             return casting.cast_floats(param, jnp.float32)
-        return jax.tree.unflatten(jax.tree.structure(param), jax.tree.leaves(master))
+        pairs = zip(jax.tree.leaves(param), jax.tree.leaves(master), strict=True)
+        whole = [m if m.dtype == jnp.float32 else moments.join(p, m) for p, m in pairs]
+        return jax.tree.unflatten(jax.tree.structure(param), whole)
 
     return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=_paths.is_box)
 

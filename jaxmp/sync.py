@@ -165,6 +165,16 @@ def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTre
     return _scales.map_scales(scatter, grads, params)
 
 
+def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
+    """The largest `count` of any device, where devices are known to differ in it; else `count`.
+
+    Example:
+      >>> as_common(jnp.float32(2.0), "auto")
+      Array(2., dtype=float32)
+    """
+    return max_over(count, tuple(a for a in bound_axes(axis_name) if a in _versions.varying_axes(count)))
+
+
 def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
     """The sum of `x` over `axes`, or `x` where there are none."""
     return lax.psum(x, axes) if axes else x

@@ -15,7 +15,7 @@ import jmp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp import _paths, _weights, casting, delayed, master, scaling, state, sync, unscale
+from jaxmp import _in_place, _paths, _weights, casting, delayed, master, scaling, state, sync, unscale
 from jaxmp.policy import get_policy
 
 
@@ -28,6 +28,7 @@ def mixed_precision(
     recipe: delayed.Recipe = None,
     skip_nonfinite: bool = True,
     skip_if: unscale.SkipIf | None = None,
+    remainder_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, skipped overflows.
 
@@ -47,6 +48,8 @@ def mixed_precision(
         path globs to several) the scale leaves of the params are moved by it; stateless recipes need nothing here.
       skip_nonfinite: whether steps with non-finite gradients are skipped, with any policy; see `unscale_and_skip`.
       skip_if: `(grads, metrics) -> bool[]`, a reason of your own to skip a step.
+      remainder_bits: None for float32 masters; 16 or 8: bfloat16 params are the upper half of their masters, and the
+        state keeps two bytes or one of what they are short of. For `apply_gradients` only; see `keep_master_params`.
 
     Returns:
       An optax transform. `init` takes params in float32, or as cast by the policy. `update` takes `loss_scale=` and
@@ -77,7 +80,7 @@ def mixed_precision(
                 f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
         loss_scale = scaling.DynamicLossScale() if policy.uses_float16 else None
-    chain = master.keep_master_params(inner, policy)
+    chain = master.keep_master_params(inner, policy, remainder_bits=remainder_bits)
     recipe = policy.recipe if recipe is None else recipe
     if policy.fp8_weights and not delayed.is_delayed(recipe):
         raise ValueError(
@@ -123,8 +126,11 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
-    with _weights.writing():
+    with _weights.writing(), _in_place.offered() as offer:
         updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    if offer.params is not None:
+        with jax.named_scope("jaxmp.write_params"):
+            return _weights.write(offer.params, state.masters_of(opt_state, params)), opt_state
     with jax.named_scope("jaxmp.write_params"):
         units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
         masters = treedef.flatten_up_to(state.masters_of(opt_state, params))

@@ -11,6 +11,7 @@ The inner transform always runs and its result is selected, so that there is no 
 on the host. The scale moves after it was used, never before (DeepSpeed and mpx unscale with the new one).
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _paths, _scales, _versions, casting, scaling, state as states, sync
+import pallas_kernels
+from jaxmp import _in_place, _paths, _scales, _versions, casting, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -91,7 +93,7 @@ def unscale_and_skip(
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics names this as unscaled_fp16.',
             stacklevel=3,
         )
-    guarded = optax.with_extra_args_support(as_transformation(inner))
+    guarded: Any = optax.with_extra_args_support(as_transformation(inner))
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
@@ -127,52 +129,77 @@ def unscale_and_skip(
             grads = casting.cast_floats(grads, jnp.float32)  # that may keep 16 bits
             # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
             grads = _scales.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
+        offer = _in_place.current() if isinstance(guarded, _in_place.InPlace) and params is not None else None
+        norm, bad = jnp.full((), jnp.nan, jnp.float32), None
+        inv_scale = casting.reciprocal(used_scale)
+        if offer is not None:
+            given, inv_scale = (updates, inv_scale) if states.is_own(template) else (grads, jnp.ones((), jnp.float32))
+            if guarded.measures or looks(grads_finite):
+                with jax.named_scope("jaxmp.measure_gradients"):
+                    norm, locally_finite = pallas_kernels.gradient_norm(_scales.partition(given)[1], inv_scale)
+                    bad = ~locally_finite
         with jax.named_scope("jaxmp.check_finite"):
-            finite, taken, saturated = decide(grads, state, params, grads_finite)
+            finite, taken, saturated = decide(grads, state, params, grads_finite, bad)
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
         next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
-        with jax.named_scope("jaxmp.optimizer"):
-            new_updates, new_guarded = guarded.update(
-                grads,
-                state.guarded,
-                params,
-                grads_finite=taken,
-                loss_scale=used_scale,
-                next_loss_scale=next_scaling.loss_scale if own_scale_moves else used_scale,
-                **extra_args,
-            )
+        extra_args |= {
+            "grads_finite": taken,
+            "loss_scale": used_scale,
+            "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
+        }
+        with jax.named_scope("jaxmp.optimizer"), _in_place.withdrawn():
+            if offer is not None:
+                step = _in_place.Step(inv_scale, norm, taken)
+                offer.params, new_guarded, found = guarded.write(given, state.guarded, params, step, **extra_args)
+                saturated = jnp.where(taken, sync.as_common(found, axis_name), saturated)
+                new_updates = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)  # nobody adds them
+            else:
+                new_updates, new_guarded = guarded.update(grads, state.guarded, params, **extra_args)
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~taken
             pinned = (
                 scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
             )
-            return jax.tree.map(lambda u: _finite_or(taken, u, -0.0), new_updates), states.UnscaleState(
-                scaling=jax.tree.map(_in_dtype_of, next_scaling, state.scaling),
+            if offer is None:
+                new_updates = jax.tree.map(lambda u: _in_place.finite_or(taken, u, -0.0), new_updates)
+                keep = functools.partial(_in_place.finite_or, taken)
+                new_guarded = jax.tree.map(keep, new_guarded, state.guarded)
+            return new_updates, states.UnscaleState(
+                scaling=jax.tree.map(_in_place.in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
                 pinned_overflows=jnp.where(finite, 0, _count(state.pinned_overflows, pinned)),
                 unscaled_fp16=state.unscaled_fp16,
                 saturated_params=saturated,
-                guarded=jax.tree.map(lambda new, old: _finite_or(taken, new, old), new_guarded, state.guarded),
+                guarded=new_guarded,
             )
 
+    def looks(known_finite: Any) -> bool:
+        return known_finite is None and (skip_nonfinite or scales)
+
     def decide(
-        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any
+        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any, measured_bad: Any
     ) -> tuple[Array, Array, Array]:
-        """(all finite, step is taken, saturated params), the same on every device: at most one MAX."""
-        must_look = known_finite is None and (skip_nonfinite or scales)
+        """(all finite, step is taken, saturated params), the same on every device: at most one MAX.
+
+        measured_bad: whether a gradient of this device is not finite, where the pass over them is made already.
+        """
+        must_look = looks(known_finite)
         only_scales, grads = _scales.partition(grads)
         amaxes = jax.tree.leaves(only_scales)
         own = [x for x in amaxes if _versions.varying_axes(x)]  # of leaves that are split over devices
-        overflows = sync.any_nonfinite((grads, own)) if must_look else jnp.zeros((), bool)
+        overflows = jnp.zeros((), bool)
+        if must_look:
+            overflows = sync.any_nonfinite((grads, own) if measured_bad is None else own)
+            overflows = overflows if measured_bad is None else overflows | measured_bad
         unwanted = jnp.zeros((), bool)
         if skip_if is not None:
             unwanted = jnp.asarray(skip_if(grads, states.get_metrics(state)), bool)
         axes = sync.bound_axes(axis_name)
         saturated = state.saturated_params
         if must_look or skip_if is not None:
-            if params is not None:
+            if params is not None and measured_bad is None:
                 saturated = states.count_saturated(state, params)
             # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
             # read all masters once more to have the count in time.
@@ -263,21 +290,6 @@ def _check_gradients(grads: PyTree) -> None:
                 f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree; with "
                 f"kernels stored in fp8, differentiate by jaxmp.value_and_grad."
             )
-
-
-def _in_dtype_of(new: Any, old: Any) -> Any:
-    new = jnp.asarray(new)
-    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
-
-
-def _finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
-    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces."""
-    new = jnp.asarray(new)
-    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
-    new = _in_dtype_of(new, old)
-    if jnp.issubdtype(new.dtype, jnp.inexact):
-        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
-    return jnp.where(taken, new, old)
 
 
 def _count(count: Array, happened: Bool[Array, ""]) -> Array:

@@ -76,7 +76,7 @@ def shape_of(leaf: Leaf) -> tuple[int, ...]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> shape_of(Leaf(reads=(jnp.ones((4, 256)), jax.numpy.ones((4, 1)))))
+      >>> shape_of(Leaf(reads=(jnp.ones((4, 256)), jnp.ones((4, 1)))))
       (4, 256)
     """
     return max((x.shape for x in (*leaf.reads, *leaf.states, *leaf.writes)), key=math.prod)

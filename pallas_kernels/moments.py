@@ -20,6 +20,7 @@ Ties round away from zero, so that 16 bits are enough to tell them apart: param 
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -119,6 +120,25 @@ def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | 
     return Quantized(jnp.zeros(shape, codec.dtype), scales)
 
 
+def like(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Any:
+    """The same as `zeros`, shapes and dtypes only."""
+    return jax.eval_shape(lambda: zeros(shape, state_dtype, signed=signed))
+
+
+def flat_index(shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """The number of each element in an array of this shape, row by row.
+
+    Example:
+      >>> flat_index((2, 2)).tolist()
+      [[0, 1], [2, 3]]
+    """
+    stride, index = 1, jnp.zeros(shape, jnp.int32)
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.int32, shape, axis) * np.int32(stride & 0x7FFFFFFF)
+        stride *= shape[axis]
+    return index
+
+
 # --- the arithmetic: on a block of a kernel, and on whole arrays ------------------------------------------------------
 
 
@@ -215,7 +235,7 @@ def _neighbours(codec: Codec, t: Float[Array, "..."]) -> tuple[Array, Array]:
     exponent = lax.bitcast_convert_type(t, jnp.int32) & np.int32(0x7F800000)
     exponent = jnp.maximum(exponent, np.int32((127 + int(info.minexp)) << 23))
     spacing = lax.bitcast_convert_type(exponent - np.int32(info.nmant << 23), jnp.float32)
-    inverse = lax.bitcast_convert_type(np.int32((254 + info.nmant) << 23) - exponent, jnp.float32)
+    inverse = lax.bitcast_convert_type(np.int32(254 << 23) - exponent, jnp.float32) * np.float32(2.0**info.nmant)
     low = (t * inverse).astype(jnp.int32).astype(jnp.float32) * spacing
     return low, jnp.minimum(low + spacing, codec.top)
 

@@ -17,17 +17,16 @@ are changed are written in place (`jax.new_ref`); where `when` is false nothing 
 `apply` runs the kernel, `reference` the same `f` on whole arrays in jax.numpy.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from pallas_kernels import launch
 from pallas_kernels.leaves import Function, Leaf, Level, Result, Values, shape_of, signature_of
+from pallas_kernels.moments import flat_index
 
 UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, launch.THREADS, 1), Level(1, 1, 0))
 READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, launch.THREADS, 1), Level(1, 1, 0))
@@ -63,7 +62,7 @@ def reference(
             tuple(jnp.asarray(s, jnp.float32) for s in scalars),
             leaf.kind,
             lambda x: jnp.max(x, axis=-1, keepdims=True),
-            functools.partial(_flat_index, shape, grouped),
+            lambda shape=shape, grouped=grouped: flat_index(shape).reshape(grouped),
         )
         new, parts = f(values)
         old = (*leaf.states, *leaf.writes)
@@ -77,14 +76,6 @@ def reference(
             total + jnp.sum(jnp.asarray(part)) for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)
         ]
     return Result(found, tuple(sums))
-
-
-def _flat_index(shape: tuple[int, ...], grouped: tuple[int, ...]) -> Int[Array, "..."]:
-    stride, index = 1, jnp.zeros(shape, jnp.int32)
-    for axis in reversed(range(len(shape))):
-        index += lax.broadcasted_iota(jnp.int32, shape, axis) * stride
-        stride *= shape[axis]
-    return index.reshape(grouped)
 
 
 # --- buckets -----------------------------------------------------------------------------------------------------

@@ -261,9 +261,9 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     moved = _finite_or(weight - learning_rate * (u + decay * weight), weight)
     results = list(_moments.split(moved, stored.dtype)) if kind.is_split else [moved]
     narrow = any(name != "float32" for name in kind.moments)
-    random = _moments.noise(values.index(), leaf, step) if narrow else None
+    random: Any = _moments.noise(values.index(), leaf, step) if narrow else None
     for n, (x, codec, name) in enumerate(zip(new, codecs, kind.moments, strict=True)):
-        bits = None if random is None else (_moments.high_bits if n else _moments.low_bits)(random)
+        bits: Any = None if random is None else (_moments.high_bits if n else _moments.low_bits)(random)
         if codec is not None:
             largest = values.group_max(jnp.abs(x))
             results += [_moments.encode(codec, x, largest, bits), largest]

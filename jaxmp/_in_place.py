@@ -1,0 +1,132 @@
+"""Optimizers that write params and state themselves, where these stand.
+
+optax's contract is an *update* that somebody else adds to the params: for 16-bit params that is a float32 tree to write
+and to read again, and a skip is a selection over the whole state. A transform made by `in_place` can also do all of it
+at once: it gets the scaled gradients and what was decided about the step, and returns params and state.
+
+`jaxmp.apply_gradients` offers that (`offered`); the outermost transform that can, `unscale_and_skip`, takes it and
+delivers the params. In a chain whose other parts are plain optax everything works as ever.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp import _regions, casting
+
+
+class Step(NamedTuple):
+    """What is known of a step when it is written.
+
+    Attributes:
+      inv_scale: float32[], 1 / loss scale.
+      grad_norm: float32[], global norm of the unscaled gradients; NaN if nobody asked for it (`measures`).
+      taken: bool[], whether the step is taken.
+      backend: which kernels serve; see `pallas_kernels.backend`.
+    """
+
+    inv_scale: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    taken: Bool[Array, ""]
+    backend: str = "auto"
+
+
+# (grads still scaled, state, params, step, **extra_args) -> (params, state, saturated masters float32[])
+Write = Callable[..., tuple[PyTree, Any, Float[Array, ""]]]
+
+
+class InPlace(optax.GradientTransformationExtraArgs):
+    """An optax transform with `write` beside `init` and `update`; `measures`: whether `write` needs the norm."""
+
+    write: Write
+    measures: bool
+
+
+def in_place(init: Any, update: Any, write: Write, *, measures: bool = False) -> InPlace:
+    """An optax transform that can also write in place.
+
+    Example:
+      >>> tx = in_place(lambda params: (), None, None)
+      >>> isinstance(tx, optax.GradientTransformationExtraArgs), tx.init(None)
+      (True, ())
+    """
+    made = InPlace(init, update)
+    made.write, made.measures = write, measures
+    return made
+
+
+class Offer:
+    """Where the params go that an optimizer has written; `params` is None until then."""
+
+    params: PyTree | None = None
+
+
+_OFFER: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("jaxmp_in_place", default=None)
+
+
+@contextlib.contextmanager
+def offered() -> Iterator[Offer]:
+    """A region whose caller takes the params from the optimizer, if that has written them.
+
+    Example:
+      >>> with offered() as offer:
+      ...     current() is offer
+      True
+    """
+    offer = Offer()
+    with _regions.region(_OFFER, offer):
+        yield offer
+
+
+def current() -> Offer | None:
+    """The offer of the innermost region, or None."""
+    return _OFFER.get()
+
+
+@contextlib.contextmanager
+def withdrawn() -> Iterator[None]:
+    """A region without an offer: a second `unscale_and_skip` inside of one that has taken it."""
+    with _regions.region(_OFFER, None):
+        yield
+
+
+def in_dtype_of(new: Any, old: Any) -> Any:
+    """`new` in the dtype of `old`, strongly typed.
+
+    Example:
+      >>> in_dtype_of(1, jnp.float32(0.0))
+      Array(1., dtype=float32)
+    """
+    new = jnp.asarray(new)
+    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
+
+
+def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
+    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces.
+
+    Example:
+      >>> finite_or(jnp.array(True), jnp.array([2.0, jnp.inf]), jnp.ones(2)).tolist()
+      [2.0, 1.0]
+    """
+    new = jnp.asarray(new)
+    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
+    new = in_dtype_of(new, old)
+    if jnp.issubdtype(new.dtype, jnp.inexact):
+        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
+    return jnp.where(taken, new, old)
+
+
+def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """`new` if the step is taken, else `old`; in the dtypes of `old`.
+
+    Example:
+      >>> select(jnp.array(False), {"count": jnp.int32(2)}, {"count": jnp.int32(1)})
+      {'count': Array(1, dtype=int32)}
+    """
+    return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)
