@@ -141,12 +141,13 @@ def apply(
     members = buckets([signature_of(leaf) for leaf in flat], MOST)
     regions = [tuple(launch.regions([flat[i] for i in bucket], levels)) for bucket in members]
     ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
-    sums = jnp.zeros((n_sums, ends[-1]), jnp.float32).reshape(-1)  # one for each block; added up in the end
+    # One for each block, added up in the end. No operand is left empty: the compiler does not survive it.
+    sums = jnp.zeros(max(n_sums * ends[-1], 1), jnp.float32)
     found: list[Any] = [None] * len(leaves)
     for bucket, own_regions, start in zip(members, regions, ends, strict=False):
         arrays = [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket]
         statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
-        numbers = np.asarray([flat[i].numbers for i in bucket], np.float32).reshape(-1)
+        numbers = np.asarray([flat[i].numbers or (0.0,) for i in bucket], np.float32).reshape(-1)
         results, sums = launch.launch(
             packed,
             numbers,
