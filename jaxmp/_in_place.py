@@ -42,13 +42,20 @@ Write = Callable[..., tuple[PyTree, Any, Float[Array, ""]]]
 
 
 class InPlace(optax.GradientTransformationExtraArgs):
-    """An optax transform with `write` beside `init` and `update`; `measures`: whether `write` needs the norm."""
+    """An optax transform with `write` beside `init` and `update`.
+
+    Attributes:
+      write: params and state after a step.
+      measures: whether `write` needs the global norm of the gradients.
+      backend: which kernels are to serve; see `pallas_kernels.backend`.
+    """
 
     write: Write
     measures: bool
+    backend: str
 
 
-def in_place(init: Any, update: Any, write: Write, *, measures: bool = False) -> InPlace:
+def in_place(init: Any, update: Any, write: Write, *, measures: bool = False, backend: str = "auto") -> InPlace:
     """An optax transform that can also write in place.
 
     Example:
@@ -57,8 +64,14 @@ def in_place(init: Any, update: Any, write: Write, *, measures: bool = False) ->
       (True, ())
     """
     made = InPlace(init, update)
-    made.write, made.measures = write, measures
+    made.write, made.measures, made.backend = write, measures, backend
     return made
+
+
+def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
+    """The same round `inner`, which knows what it needs; an `inner` that only knows updates needs nothing."""
+    wanted = {"measures": inner.measures, "backend": inner.backend} if isinstance(inner, InPlace) else {}
+    return in_place(init, update, write, **wanted)
 
 
 class Offer:

@@ -160,7 +160,7 @@ def split_fp8(
         written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
         return _scales.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
 
-    return _in_place.in_place(init_fn, update_fn, write_fn, measures=rest.measures)
+    return _in_place.in_place_of(init_fn, update_fn, write_fn, rest)
 
 
 def is_delayed(recipe: Recipe) -> bool:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _in_place, clip, compress
 from jaxmp.state import GlobalNormState
-from pallas_kernels import update as kernels
+from pallas_kernels import backend as kernel_backend, update as kernels
 from pallas_kernels.moments import Quantized
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
@@ -38,6 +38,7 @@ def fused_adamw(
     mask: Mask = None,
     max_norm: float | None = None,
     state_dtype: Any = jnp.float32,
+    backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw`, with clipping, as a multi-tensor update; see the module's docstring.
 
@@ -53,6 +54,8 @@ def fused_adamw(
         clipping.
       state_dtype: how moments are stored: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2; see
         `compress_moments`.
+      backend: "auto" (kernels where they can serve, else XLA), "xla", "mosaic" or "interpret"; a named one that cannot
+        serve raises and says why, at `apply_gradients`.
 
     Returns:
       An optax transform whose results equal `optax.adamw`'s within rounding of float32.
@@ -80,7 +83,7 @@ def fused_adamw(
 
     rule = kernels.AdamW(b1, b2, eps, eps_root)
     fields = {optax.ScaleByAdamState: ("mu", "nu")}
-    return _fused(plain, rule, fields, learning_rate, scalars, weight_decay, mask, max_norm, state_dtype)
+    return _fused(plain, rule, fields, learning_rate, scalars, weight_decay, mask, max_norm, state_dtype, backend)
 
 
 def fused_lion(
@@ -92,6 +95,7 @@ def fused_lion(
     mask: Mask = None,
     max_norm: float | None = None,
     state_dtype: Any = jnp.float32,
+    backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.lion`, with clipping, as a multi-tensor update; arguments as for `fused_adamw`.
 
@@ -106,10 +110,8 @@ def fused_lion(
       Chen et al. 2023, "Symbolic discovery of optimization algorithms" (arXiv 2302.06675).
     """
     plain = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
-    fields = {optax.ScaleByLionState: ("mu",)}
-    return _fused(
-        plain, kernels.Lion(b1, b2), fields, learning_rate, lambda _: (), weight_decay, mask, max_norm, state_dtype
-    )
+    rule, fields = kernels.Lion(b1, b2), {optax.ScaleByLionState: ("mu",)}
+    return _fused(plain, rule, fields, learning_rate, _none, weight_decay, mask, max_norm, state_dtype, backend)
 
 
 def fused_sgd(
@@ -119,6 +121,7 @@ def fused_sgd(
     *,
     max_norm: float | None = None,
     state_dtype: Any = jnp.float32,
+    backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.sgd` with momentum, and clipping, as a multi-tensor update; arguments as for `fused_adamw`.
 
@@ -132,7 +135,13 @@ def fused_sgd(
     plain = optax.sgd(learning_rate, momentum, nesterov)
     fields = {optax.TraceState: ("trace",)}
     rule = kernels.Momentum(momentum, nesterov)
-    return _fused(plain, rule, fields, learning_rate, lambda _: (), 0.0, None, max_norm, state_dtype)
+    return _fused(plain, rule, fields, learning_rate, _none, 0.0, None, max_norm, state_dtype, backend)
+
+
+def _none(state: Any) -> tuple[Any, ...]:
+    """The scalars of a rule that has none."""
+    del state
+    return ()
 
 
 def _fused(
@@ -145,6 +154,7 @@ def _fused(
     mask: Mask,
     max_norm: float | None,
     state_dtype: Any,
+    backend: str,
 ) -> optax.GradientTransformationExtraArgs:
     """`plain` with `write`: its state, read and written by a kernel.
 
@@ -155,8 +165,9 @@ def _fused(
       learning_rate: of `plain`.
       scalars: the rule's scalars, from the state before the step.
       weight_decay, mask: of `plain`.
-      max_norm, state_dtype: as for `fused_adamw`.
+      max_norm, state_dtype, backend: as for `fused_adamw`.
     """
+    kernel_backend.check(backend)
     is_wide = jnp.dtype(state_dtype) == jnp.float32
     stored = optax.with_extra_args_support(plain) if is_wide else compress.compress_moments(plain, state_dtype)
     if max_norm is not None:
@@ -211,7 +222,7 @@ def _fused(
 
         return [(w.param, w.master) for w in new], _map_states(advance, state), saturated
 
-    return _in_place.in_place(stored.init, stored.update, write_fn, measures=bool(max_norm))
+    return _in_place.in_place(stored.init, stored.update, write_fn, measures=bool(max_norm), backend=backend)
 
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:

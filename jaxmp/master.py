@@ -108,7 +108,7 @@ def keep_master_params(
 
     if remainder is None and not isinstance(inner, _in_place.InPlace):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    return _in_place.in_place(init_fn, update_fn, write_fn, measures=getattr(inner, "measures", False))
+    return _in_place.in_place_of(init_fn, update_fn, write_fn, inner)
 
 
 def model_param(master: PyTree, dtype: Any) -> PyTree:

@@ -136,7 +136,9 @@ def unscale_and_skip(
             given, inv_scale = (updates, inv_scale) if states.is_own(template) else (grads, jnp.ones((), jnp.float32))
             if guarded.measures or looks(grads_finite):
                 with jax.named_scope("jaxmp.measure_gradients"):
-                    norm, locally_finite = pallas_kernels.gradient_norm(_scales.partition(given)[1], inv_scale)
+                    norm, locally_finite = pallas_kernels.gradient_norm(
+                        _scales.partition(given)[1], inv_scale, backend=guarded.backend
+                    )
                     bad = ~locally_finite
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite, bad)
@@ -149,7 +151,7 @@ def unscale_and_skip(
         }
         with jax.named_scope("jaxmp.optimizer"), _in_place.withdrawn():
             if offer is not None:
-                step = _in_place.Step(inv_scale, norm, taken)
+                step = _in_place.Step(inv_scale, norm, taken, guarded.backend)
                 offer.params, new_guarded, found = guarded.write(given, state.guarded, params, step, **extra_args)
                 saturated = jnp.where(taken, sync.as_common(found, axis_name), saturated)
                 new_updates = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)  # nobody adds them

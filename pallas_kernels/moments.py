@@ -265,7 +265,8 @@ def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
 def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
     """The bfloat16 param of a float32 master, and the remainder in `dtype`, int16 or int8.
 
-    What is beyond the range of bfloat16 is taken to its end.
+    What is beyond the range of bfloat16 is taken to its end. (A device that flushes subnormals takes masters below
+    1.2e-38 to what is left of them.)
 
     Example:
       >>> param, remainder = split(jnp.float32(1 + 2**-23), jnp.int16)

@@ -201,6 +201,8 @@ SAMPLE = (
     ("jit_data", "nnx", "bf16", 1),
     ("jit_fsdp", "plain", "fp16", 1),
     ("explicit", "plain", "bf16", 2),
+    ("shard_map", "fused", "fp16", 1),
+    ("jit_fsdp", "fused", "bf16", 1),
 )
 
 
@@ -244,9 +246,13 @@ def squared_error(prediction: Any, y: Any) -> Any:
 
 @functools.cache
 def make_job(framework: str, dtype: str, axis_name: str | None = None, accumulate: int = 1) -> Job:
-    """A small regression model in `framework` ("plain", "linen", "nnx"); `axis_name` is for BatchNorm's statistics."""
-    if framework == "plain":
-        return _plain_job(dtype, accumulate)
+    """A small regression model in `framework`; `axis_name` is for BatchNorm's statistics.
+
+    framework: "plain", "linen", "nnx", or "fused": the plain one with an optimizer that writes in place, and with split
+    masters for bfloat16.
+    """
+    if framework in ("plain", "fused"):
+        return _plain_job(dtype, accumulate, fused=framework == "fused")
     assert accumulate == 1, "BatchNorm sees other microbatches where each device cuts its own part of the batch"
     return {"linen": _linen_job, "nnx": _nnx_job}[framework](dtype, axis_name)
 
@@ -267,11 +273,12 @@ def plain_loss(params: Any, batch: Any) -> Any:
     return squared_error(h.astype(w.dtype) @ params["out"]["w"], batch["y"])
 
 
-def _plain_job(dtype: str, accumulate: int) -> Job:
+def _plain_job(dtype: str, accumulate: int, *, fused: bool) -> Job:
     policy = jaxmp.get_policy(dtype, keep_fp32=("*ln*",))
-    tx = optax.chain(
-        jaxmp.reduce_gradients(), jaxmp.mixed_precision(optimizer(), policy, loss_scale=loss_scale_of(dtype))
-    )
+    inner = jaxmp.fused_adamw(1e-2, eps=1e-3, max_norm=1.0) if fused else optimizer()
+    bits = 16 if fused and dtype == "bf16" else None
+    mixed = jaxmp.mixed_precision(inner, policy, loss_scale=loss_scale_of(dtype), remainder_bits=bits)
+    tx = optax.chain(jaxmp.reduce_gradients(), mixed)
     params32 = plain_params()
 
     def step(state: Any, batch: Any, mean: Any) -> Any:

@@ -15,7 +15,7 @@ import regimes
 from helpers import assert_bitwise, assert_close
 from regimes import AXIS, DEVICES, REGIMES, SAMPLE, make_job, trace_of
 
-FRAMEWORKS, DTYPES = ("plain", "linen", "nnx"), ("fp16", "bf16")
+FRAMEWORKS, DTYPES = ("plain", "linen", "nnx", "fused"), ("fp16", "bf16")
 MATRIX = [(*case, 1) for case in itertools.product(REGIMES, FRAMEWORKS, DTYPES)]
 MATRIX += [(regime, "plain", dtype, 2) for regime, dtype in itertools.product(REGIMES, DTYPES)]
 CASES = [

@@ -1,0 +1,340 @@
+"""Optimizers that write in place: the same numbers as optax's own, in less memory."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+import pallas_kernels
+from helpers import assert_bitwise, assert_close
+from pallas_kernels import moments
+
+SHAPES = {"dense": {"kernel": (16, 512), "bias": (7,)}, "norm": {"scale": (3,)}, "scalar": ()}
+STEPS, BAD_STEP = 6, 3
+CLIP = 0.1
+
+
+def normal(seed, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s), jnp.float32), shapes, is_leaf=is_shape)
+
+
+def run(tx, policy, *, updates=False, steps=STEPS, bad=BAD_STEP, seed=0):
+    """(params, state) after some steps on random gradients, one of which is not finite."""
+    policy = jaxmp.get_policy(policy)
+    params32 = normal(seed)
+    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+
+    @jax.jit
+    def step(params, opt_state, grads):
+        if not updates:
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+        moves, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, moves), opt_state
+
+    for i in range(steps):
+        scale = float(jaxmp.get_loss_scale(opt_state))
+        grads = jax.tree.map(lambda g, p: (g * 0.1 * scale).astype(p.dtype), normal(100 + i), params)  # noqa: B023
+        if i == bad:
+            grads["norm"]["scale"] = grads["norm"]["scale"].at[1].set(jnp.nan)
+        params, opt_state = step(params, opt_state, grads)
+    return params, opt_state
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 10)
+DECAYS = {"dense": {"kernel": True, "bias": False}, "norm": {"scale": False}, "scalar": True}
+PAIRS = {
+    "adamw": (
+        lambda **kw: jaxmp.fused_adamw(1e-2, weight_decay=0.1, **kw),
+        lambda: optax.adamw(1e-2, weight_decay=0.1),
+    ),
+    "adamw-schedule-mask": (
+        lambda **kw: jaxmp.fused_adamw(SCHEDULE, 0.8, 0.95, 1e-6, 1e-8, weight_decay=0.1, mask=DECAYS, **kw),
+        lambda: optax.adamw(SCHEDULE, 0.8, 0.95, 1e-6, 1e-8, weight_decay=0.1, mask=DECAYS),
+    ),
+    "lion": (lambda **kw: jaxmp.fused_lion(1e-3, **kw), lambda: optax.lion(1e-3)),
+    "sgd": (lambda **kw: jaxmp.fused_sgd(1e-2, **kw), lambda: optax.sgd(1e-2, 0.9)),
+    "nesterov": (lambda **kw: jaxmp.fused_sgd(1e-2, 0.8, True, **kw), lambda: optax.sgd(1e-2, 0.8, True)),
+}
+
+
+def chained(plain):
+    return optax.chain(jaxmp.clip_by_global_norm(CLIP), plain())
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_equals_optax(name, policy):
+    fused, plain = PAIRS[name]
+    got, got_state = run(jaxmp.mixed_precision(fused(max_norm=CLIP), policy), policy)
+    expected, expected_state = run(jaxmp.mixed_precision(chained(plain), policy), policy)
+    assert jax.tree.structure(got_state) == jax.tree.structure(expected_state)  # a checkpoint of one serves the other
+    masters = [jaxmp.get_master_params(*x) for x in ((got_state, got), (expected_state, expected))]
+    assert_close(*masters, rtol=1e-6, atol=1e-6)
+    ulp = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 1e-6}[policy]
+    assert_close(got, expected, rtol=ulp, atol=1e-6)
+    metrics, expected_metrics = jaxmp.get_metrics(got_state), jaxmp.get_metrics(expected_state)
+    assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-6)
+    assert_bitwise(metrics, expected_metrics)
+    assert int(metrics["skipped_steps"]) == 1
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_without_apply_gradients_it_is_optax(name):
+    fused, plain = PAIRS[name]
+    got = run(jaxmp.mixed_precision(fused(max_norm=CLIP), "bf16"), "bf16", updates=True)
+    assert_bitwise(got, run(jaxmp.mixed_precision(chained(plain), "bf16"), "bf16", updates=True))
+
+
+def test_unwrapped_it_is_an_optax_optimizer():
+    params = normal(0)
+    for fused, plain in PAIRS.values():
+        tx, expected = fused(), plain()
+        assert_bitwise(
+            tx.update(params, tx.init(params), params), expected.update(params, expected.init(params), params)
+        )
+
+
+@pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
+@pytest.mark.parametrize(
+    ("policy", "kwargs", "bits"),
+    [
+        ("fp16", {}, None),
+        ("bf16", {}, 16),
+        ("bf16", {"state_dtype": jnp.int8}, 8),
+        ("bf16", {"state_dtype": jnp.bfloat16}, None),
+        ("fp32", {}, None),
+    ],
+    ids=["fp16", "split", "8-bit", "bfloat16-moments", "fp32"],
+)
+def test_the_kernels_do_the_same(policy, kwargs, bits):
+    states = []
+    for backend in ("interpret", "xla"):
+        inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP, backend=backend, **kwargs)
+        states.append(run(jaxmp.mixed_precision(inner, policy, remainder_bits=bits), policy, steps=3, bad=1))
+    (params, state), (expected, expected_state) = states
+    ulp = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 1e-6}[policy]
+    assert_close(params, expected, rtol=ulp, atol=1e-6)
+    if "state_dtype" not in kwargs:
+        masters = [jaxmp.get_master_params(*x) for x in ((state, params), (expected_state, expected))]
+        assert_close(*masters, rtol=1e-6, atol=1e-6)
+    metrics, expected_metrics = jaxmp.get_metrics(state), jaxmp.get_metrics(expected_state)
+    assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-5)
+    assert_bitwise(metrics, expected_metrics)
+
+
+# --- split masters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "optax"])
+def test_split_masters_train_to_the_same_bits(fused):
+    inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP) if fused else chained(lambda: optax.adamw(1e-2))
+    full = run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16", steps=30)
+    split = run(jaxmp.mixed_precision(inner, "bf16", remainder_bits=16), "bf16", steps=30)
+    assert_bitwise(split[0], full[0])
+    assert_bitwise(jaxmp.get_master_params(split[1], split[0]), jaxmp.get_master_params(full[1], full[0]))
+    (masters,) = jaxmp.state.find(split[1], jaxmp.MasterState)
+    assert {x.dtype.name for x in jax.tree.leaves(masters.master_params)} == {"int16"}
+
+
+def test_a_master_of_24_bits_is_near_the_full_one():
+    full = run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2), "bf16"), "bf16")
+    short = run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2), "bf16", remainder_bits=8), "bf16")
+    masters = [jaxmp.get_master_params(s, p) for p, s in (short, full)]
+    assert_close(*masters, rtol=STEPS * 2.0**-16, atol=1e-6)  # half a unit of 16 bits of mantissa in each step
+
+
+def test_initial_masters_are_the_float32_params():
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0x00800000, 0x7F000000, 4096).astype(np.uint32)
+    bits[:4] = [0x3F808000, 0x3F818000, 0x3F800000, 0xBF808000]  # ties, both ways; a bfloat16; a negative tie
+    params32 = jnp.asarray(bits.view(np.float32))
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
+    params = jaxmp.get_policy("bf16").cast_to_param(params32)
+    got = np.asarray(jaxmp.get_master_params(tx.init(params32), params)).view(np.uint32)
+    rounded_down = (bits & 0x1FFFF) == 0x8000
+    expected = np.where(rounded_down, bits - 1, bits)  # the midway point is the upper one's
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
+    inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP, state_dtype=jnp.int8)
+    tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=8)
+    params, opt_state = run(tx, "bf16", steps=2, bad=None)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
+    after, after_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+    assert_bitwise(after, params)
+    assert_bitwise(jaxmp.state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
+    assert bool(jaxmp.get_metrics(after_state)["skipped"])
+
+
+def test_bytes_stored_for_each_parameter():
+    """FlashOptim's AdamW stores 7, gradients of 2 included; the same is 5.04 + 2 here."""
+    params32 = {"w": jnp.zeros((256, 1024))}
+    expected = {None: 14.0, 16: 12.0, 8: 5 + 2 * 4 / moments.GROUP}
+    for bits, stored in expected.items():
+        state_dtype = jnp.int8 if bits == 8 else jnp.float32
+        tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, state_dtype=state_dtype), "bf16", remainder_bits=bits)
+        held = tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32)
+        scalars = 64
+        n_bytes = sum(x.nbytes for x in jax.tree.leaves(held))
+        assert stored * params32["w"].size <= n_bytes <= stored * params32["w"].size + scalars
+
+
+# --- where it is used ------------------------------------------------------------------------------------------------
+
+
+def test_inside_a_chain_and_under_a_shared_scale():
+    tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(jaxmp.fused_sgd(0.5), "fp16", loss_scale=2.0))
+    params = jnp.ones(2, jnp.float16)
+    params, opt_state = jaxmp.apply_gradients(tx, jnp.array([2.0, -2.0], jnp.float16), tx.init(params), params)
+    assert params.tolist() == [0.5, 1.5]
+    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(4.0, hysteresis=1))
+    scale_state = shared.init()
+    bad = jnp.array([jnp.inf, 0.0], jnp.float16)
+    after, opt_state, scale_state = shared.apply_gradients(tx, bad, opt_state, params, scale_state)
+    assert_bitwise(after, params)
+    assert float(jaxmp.get_loss_scale(shared.update(scale_state))) == 2.0
+
+
+def test_a_scaler_of_your_own_and_a_reason_of_your_own():
+    class Halves:
+        loss_scale = jnp.float32(2.0)
+
+        def scale(self, tree):
+            return jax.tree.map(lambda x: x * 2, tree)
+
+        def unscale(self, tree):
+            return jax.tree.map(lambda x: x.astype(jnp.float32) / 2, tree)
+
+        def adjust(self, finite):
+            del finite
+            return self
+
+    jax.tree_util.register_static(Halves)
+    params = jnp.ones(2, jnp.bfloat16)
+    for skip_if, expected in ((None, 0.5), (lambda grads, metrics: jnp.max(grads) > 0.5, 1.0)):
+        tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5), "bf16", loss_scale=Halves(), skip_if=skip_if)
+        got, _ = jaxmp.apply_gradients(tx, jnp.full(2, 2.0, jnp.bfloat16), tx.init(params), params)
+        assert got.tolist() == [expected] * 2
+
+
+def fp8_params(**kwargs):
+    model = nn.Sequential([nn.Dense(32), nn.Dense(32), nn.Dense(16)])
+    policy = jaxmp.get_policy("fp8", **kwargs)
+    with jaxmp.fp8.autocast(policy.recipe, filter=("*",)):
+        params32 = model.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+
+    def loss_fn(params, x):
+        with jaxmp.fp8.autocast(policy.recipe, filter=("*",)):
+            return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    return policy, params32, loss_fn
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["float32-kernels", "fp8-kernels"])
+def test_with_fp8_layers(fp8_weights):
+    policy, params32, loss_fn = fp8_params(fp8_weights=fp8_weights)
+    x = jax.random.normal(jax.random.key(1), (16, 16))
+    outcomes = []
+    for inner in (jaxmp.fused_adamw(1e-2, max_norm=CLIP), chained(lambda: optax.adamw(1e-2))):
+        tx = jaxmp.mixed_precision(inner, policy)
+        params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+
+        @jax.jit
+        def step(params, opt_state, x, tx=tx):
+            _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+        for i in range(4):
+            params, opt_state = step(params, opt_state, x * (jnp.nan if i == 2 else 1.0))
+        outcomes.append((params, opt_state))
+    (got, state), (expected, expected_state) = outcomes
+    assert jax.tree.structure(state) == jax.tree.structure(expected_state)
+    masters = [jaxmp.get_master_params(s, p) for p, s in outcomes]
+    assert_close(*masters, rtol=1e-5, atol=1e-6)
+    assert_bitwise(jaxmp.fp8.get_scales(got), jaxmp.fp8.get_scales(expected))
+    metrics, expected_metrics = jaxmp.get_metrics(state), jaxmp.get_metrics(expected_state)
+    assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-5)
+    assert_bitwise(metrics, expected_metrics)
+
+
+def test_in_linen_and_nnx():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2))
+
+    tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5), "bf16", remainder_bits=16)
+    model = Net()
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16")
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    assert model.w[...].dtype == jnp.bfloat16 and model.w[...].tolist() == [0.5, 0.5]
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, policy="bf16")
+    state = state.apply_gradients(grads={"w": jnp.ones(2, jnp.bfloat16)})
+    assert state.params["w"].tolist() == [0.5, 0.5]
+
+
+def test_the_second_step_compiles_nothing_and_donation_copies_nothing():
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "fp16")
+    params32 = normal(0)
+    params, opt_state = jaxmp.get_policy("fp16").cast_to_param(params32), tx.init(params32)
+    step = jax.jit(lambda p, s, g: jaxmp.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
+    grads = jax.tree.map(jnp.ones_like, params)
+    before = jax.tree.map(jax.typeof, (params, opt_state))
+    params, opt_state = step(params, opt_state, grads)
+    assert jax.tree.map(jax.typeof, (params, opt_state)) == before
+    step(params, opt_state, grads)
+    assert step._cache_size() == 1
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_split_masters_need_apply_gradients():
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"can only be written together with them; got tx.update"):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", remainder_bits=16), "params in float16"),
+        (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=12), "None .*, 16 or 8; got 12"),
+        (lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.float16), "state_dtype must be .* got float16"),
+        (lambda: jaxmp.fused_adamw(1e-3, max_norm=-1.0), "max_norm must be >= 0"),
+        (lambda: jaxmp.fused_adamw(1e-3, backend="triton"), "backend must be one of .* got 'triton'"),
+        (lambda: jaxmp.compress_moments(optax.sgd(1.0), jnp.int8).init(jnp.ones(2)), "finds moments by name"),
+    ],
+    ids=["fp16", "bits", "state_dtype", "max_norm", "backend", "no-moments"],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_mosaic_says_why_it_cannot_serve():
+    reason = pallas_kernels.why_no_kernels(needs_gpu=True)
+    if reason is None:
+        pytest.skip("kernels can serve on this machine's GPU")
+    tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5, backend="mosaic"), "bf16")
+    params = jnp.ones(2, jnp.bfloat16)
+    with pytest.raises(ValueError, match='backend="mosaic" cannot serve here: '):
+        jaxmp.apply_gradients(tx, params, tx.init(params), params)
+
+
+def test_an_empty_tree_and_empty_leaves():
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=CLIP), "fp16")
+    assert jaxmp.apply_gradients(tx, {}, tx.init({}), {})[0] == {}
+    params = {"a": jnp.zeros((0, 3), jnp.float16), "b": jnp.ones(1, jnp.float16)}
+    step = functools.partial(jaxmp.apply_gradients, tx, jax.tree.map(jnp.ones_like, params), tx.init(params))
+    params, _ = step(params)
+    assert params["a"].shape == (0, 3) and params["b"].dtype == jnp.float16
