@@ -41,7 +41,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -60,7 +60,8 @@ class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
     # Each is one run; gaps are measured from the first. "fp8" has float32 params and bfloat16 activations; "fp16+fp8"
-    # is float16 with its loss scale, and fp8 matmuls.
+    # is float16 with its loss scale, and fp8 matmuls; "bf16+8bit" has 24-bit masters and 8-bit moments: 5 bytes a
+    # parameter in all, where bf16 has 14.
     policies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--policy"])] = ("fp32", "bf16", "fp16", "fp8")
     steps: int = 1000  # three epochs; the curves have had the time to part
     batch_size: int = 16  # sequences a step, over all devices together: 1024 bytes
@@ -167,33 +168,49 @@ class Transformer(nn.Module):
 
 def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
     """One run. `on_log` is called every `log_every` steps."""
-    policy, recipe = precision_of(policy_name)
-    with policy.default_matmul_precision():  # "fp32" means float32: no TensorFloat-32 in the baseline
-        return _train(cfg, policy_name, policy, recipe, on_log)
+    precision = precision_of(policy_name)
+    with precision.policy.default_matmul_precision():  # "fp32" means float32: no TensorFloat-32 in the baseline
+        return _train(cfg, policy_name, precision, on_log)
 
 
-def precision_of(policy_name: str) -> tuple[jaxmp.Policy, jaxmp.fp8.DelayedScaling | None]:
-    """The policy of a run and, with fp8 matmuls, their recipe."""
-    policy = jaxmp.get_policy(policy_name.removesuffix("+fp8"), keep_fp32=("*norm*",))
-    return policy, jaxmp.fp8.DelayedScaling() if policy_name.endswith("+fp8") else policy.recipe
+class Precision(NamedTuple):
+    """What a run's name stands for."""
+
+    policy: jaxmp.Policy
+    recipe: Any  # of its fp8 matmuls, if it has any
+    small_state: bool  # 24-bit masters, 8-bit moments
 
 
-def _train(cfg: Config, policy_name: str, policy: jaxmp.Policy, recipe: Any, on_log: OnLog) -> Run:
-    started = time.perf_counter()
-    train_text, held_out_text = load_text()
-    model = Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
+def precision_of(policy_name: str) -> Precision:
+    """The precision of a run: a policy, and what is added to it."""
+    name, *added = policy_name.split("+")
+    policy = jaxmp.get_policy(name, keep_fp32=("*norm*",))
+    return Precision(policy, jaxmp.fp8.DelayedScaling() if "fp8" in added else policy.recipe, "8bit" in added)
+
+
+def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation:
+    """AdamW, clipped; any optax optimizer would do."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, cfg.learning_rate, round(cfg.warmup * cfg.steps), cfg.steps, 0.1 * cfg.learning_rate
     )
-    tx = optax.chain(
-        jaxmp.clip_by_global_norm(cfg.max_norm),
-        optax.adamw(schedule, b2=0.95, weight_decay=cfg.weight_decay, mask=jaxmp.weight_decay_mask),
-    )
+    decay: dict[str, Any] = {"weight_decay": cfg.weight_decay, "mask": jaxmp.weight_decay_mask}
+    if small_state:
+        return jaxmp.fused_adamw(schedule, b2=0.95, max_norm=cfg.max_norm, state_dtype=jnp.int8, **decay)
+    return optax.chain(jaxmp.clip_by_global_norm(cfg.max_norm), optax.adamw(schedule, b2=0.95, **decay))
+
+
+def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -> Run:
+    started = time.perf_counter()
+    policy, recipe, small_state = precision
+    train_text, held_out_text = load_text()
+    model = Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
+    tx = optimizer_of(cfg, small_state)
     is_fp16 = policy.param_dtype == jnp.float16
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)  # or leave it at "auto"
 
     # A Flax loop becomes one in mixed precision in three places, and in fp8 in one more. First, the optimizer:
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe)
+    bits = 8 if small_state else None
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe, remainder_bits=bits)
     tx = optax.chain(jaxmp.reduce_gradients("devices"), tx)  # in place of jax.lax.pmean(grads): the mean in float32
 
     def in_fp8() -> contextlib.AbstractContextManager[None]:  # all Dense layers but the last, the logits

@@ -5,8 +5,8 @@ Between two steps the moments lie in bfloat16 or in 8 bits; for the step they ar
     moments -> float32 -> inner.update -> float32 -> rounded stochastically -> moments
 
 See `pallas_kernels.moments` for the formats and for why the rounding is stochastic. Adam's two moments cost 8 bytes a
-parameter in float32, 4 in bfloat16, 2.03 in 8 bits. Small leaves, and those whose last axis is no multiple of 256, stay
-in float32 in the 8-bit formats.
+parameter in float32, 4 in bfloat16, 2.03 in 8 bits. In the 8-bit formats small leaves, and those whose last axis is no
+multiple of 32, stay in float32.
 """
 
 from typing import Any, NamedTuple

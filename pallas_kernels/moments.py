@@ -5,7 +5,7 @@ bfloat16, it would stand still. So they are rounded *stochastically*: up or down
 right. The noise is a hash of (element, leaf, step): the same on every device and in every run.
 
     bfloat16    truncated, after 16 random bits were added to the bits that go
-    8 bits      x = sign(c) (|c| / top)^power * s      with a scale s for each group of 256 neighbours, its largest |x|
+    8 bits      x = sign(c) (|c| / top)^power * s      with a scale s for each group of neighbours, its largest |x|
 
 `power` compands: it puts more of the 255 codes at small values. The second moment is used by its root, so it takes
 twice the power of the first. It is never rounded to zero, which would make a weight jump.
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-GROUP = 256  # neighbours along the last axis that share a scale
+GROUPS = (256, 128, 64, 32)  # neighbours along the last axis that share a scale: the first of these that divides it
 LEAST = 4096  # smaller leaves keep their moments in float32: they are few bytes and matter most
 
 _LARGEST_SPLIT = np.int32(0x7F7F7FFF)  # the largest float32 that rounds to a finite bfloat16
@@ -37,11 +37,16 @@ class Quantized(NamedTuple):
 
     Attributes:
       codes: int8 (signed), uint8 (not negative) or an 8-bit float, of the shape of the param.
-      scales: float32, one for each `GROUP` neighbours along the last axis.
+      scales: float32, one for each group of neighbours along the last axis.
     """
 
     codes: Array
     scales: Float[Array, "..."]
+
+    @property
+    def group(self) -> int:
+        """How many neighbours share a scale."""
+        return self.codes.shape[-1] // self.scales.shape[-1]
 
 
 class Codec(NamedTuple):
@@ -94,14 +99,18 @@ def codec_for(stored: str, *, signed: bool) -> Codec | None:
     return codec_of("int8" if stored == "uint8" else stored, signed=signed)
 
 
-def takes_scales(shape: tuple[int, ...]) -> bool:
-    """Whether a moment of this shape is stored in 8 bits: if it is large, and whole groups fill its last axis.
+def group_of(shape: tuple[int, ...]) -> int | None:
+    """How many neighbours share a scale in a moment of this shape; None if it is not stored in 8 bits.
+
+    Small leaves are not, nor are those whose last axis no group divides.
 
     Example:
-      >>> takes_scales((768, 3072)), takes_scales((3072,)), takes_scales((1000, 10))
-      (True, False, False)
+      >>> group_of((768, 3072)), group_of((768, 1600)), group_of((3072,)), group_of((1000, 10))
+      (256, 64, None, None)
     """
-    return bool(shape) and shape[-1] % GROUP == 0 and int(np.prod(shape)) >= LEAST
+    if not shape or int(np.prod(shape)) < LEAST:
+        return None
+    return next((group for group in GROUPS if shape[-1] % group == 0), None)
 
 
 def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | Quantized:
@@ -114,9 +123,10 @@ def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | 
     codec = codec_of(state_dtype, signed=signed)
     if codec is None:
         return jnp.zeros(shape, state_dtype)
-    if not takes_scales(shape):
+    group = group_of(shape)
+    if group is None:
         return jnp.zeros(shape, jnp.float32)
-    scales = jnp.zeros((*shape[:-1], shape[-1] // GROUP), jnp.float32)
+    scales = jnp.zeros((*shape[:-1], shape[-1] // group), jnp.float32)
     return Quantized(jnp.zeros(shape, codec.dtype), scales)
 
 
@@ -297,7 +307,7 @@ def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, 
         return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
     codec = codec_for(like.codes.dtype.name, signed=signed)
     assert codec is not None
-    grouped = x.reshape(*x.shape[:-1], -1, GROUP)
+    grouped = x.reshape(*x.shape[:-1], -1, like.codes.shape[-1] // like.scales.shape[-1])
     random = jnp.broadcast_to(random, x.shape).reshape(grouped.shape)
     scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
     return Quantized(encode(codec, grouped, scales, random).reshape(x.shape), scales[..., 0])
@@ -315,5 +325,5 @@ def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
     codec = codec_for(stored.codes.dtype.name, signed=signed)
     assert codec is not None
     shape = stored.codes.shape
-    grouped = stored.codes.reshape(*shape[:-1], -1, GROUP)
+    grouped = stored.codes.reshape(*shape[:-1], -1, stored.group)
     return decode(codec, grouped, stored.scales[..., None]).reshape(shape)

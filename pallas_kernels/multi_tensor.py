@@ -120,7 +120,7 @@ def apply(
 
     Args:
       f: hashable, and equal for equal arithmetic: a function of a module, or a `functools.partial` of one.
-      leaves: none of them empty.
+      leaves: none of them empty. Those whose group does not fill a warpgroup are left to `reference`.
       scalars: numbers or float32[].
       name: of the kernel.
       n_sums: how many sums `f` returns at most.
@@ -128,13 +128,21 @@ def apply(
       levels: sizes of blocks, for leaves without groups.
       interpret: what `pl.kernel` takes for it.
     """
+    served = [i for i, leaf in enumerate(leaves) if leaf.group == 1 or leaf.group % launch.THREADS == 0]
+    others = [i for i in range(len(leaves)) if i not in set(served)]
+    rest = reference(f, [leaves[i] for i in others], scalars, n_sums=n_sums, when=when)
+    found: list[Any] = [None] * len(leaves)
+    for i, new in zip(others, rest.leaves, strict=True):
+        found[i] = new
+    if not served:
+        return rest
     flat = [
         leaf._replace(
             reads=tuple(x.reshape(-1) for x in leaf.reads),
             states=tuple(x.reshape(-1) for x in leaf.states),
             writes=tuple(x.reshape(-1) for x in leaf.writes),
         )
-        for leaf in leaves
+        for leaf in (leaves[i] for i in served)
     ]
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
@@ -143,7 +151,6 @@ def apply(
     ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
     # One for each block, added up in the end. No operand is left empty: the compiler does not survive it.
     sums = jnp.zeros(max(n_sums * ends[-1], 1), jnp.float32)
-    found: list[Any] = [None] * len(leaves)
     for bucket, own_regions, start in zip(members, regions, ends, strict=False):
         arrays = [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket]
         statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
@@ -157,8 +164,9 @@ def apply(
             program=launch.Program(f, own_regions, statics, n_sums, name),
             interpret=interpret,
         )
-        for i, new in zip(bucket, results, strict=True):
+        for i, new in zip((served[i] for i in bucket), results, strict=True):
             old = (*leaves[i].states, *leaves[i].writes)
             shapes = [x.shape for x in old] + [shape_of(leaves[i])] * len(leaves[i].outs)
             found[i] = tuple(x.reshape(s) for x, s in zip(new, shapes, strict=True))
-    return Result(found, tuple(jnp.sum(sums.reshape(n_sums, -1), axis=1)) if n_sums else ())
+    totals = jnp.sum(sums.reshape(n_sums, -1), axis=1) if n_sums else ()
+    return Result(found, tuple(a + b if others else a for a, b in zip(totals, rest.sums, strict=True)))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import backend as backends, moments as _moments, multi_tensor
-from pallas_kernels.moments import GROUP, Quantized
+from pallas_kernels.moments import Quantized
 
 _FLOAT16_MAX = 65504.0
 
@@ -219,14 +219,14 @@ def _check(i: int, w: Weight, rule: Rule) -> None:
 def _leaf(i: int, w: Weight) -> multi_tensor.Leaf:
     is_split = w.master.dtype != jnp.float32
     states: list[Array] = [w.param, w.master] if is_split else [w.master]  # type: ignore
-    stored, grouped = [], False
+    stored, group = [], 1
     for m in w.moments:
-        grouped |= isinstance(m, Quantized)
+        group = m.group if isinstance(m, Quantized) else group
         states += m if isinstance(m, Quantized) else [m]
         stored.append((m.codes if isinstance(m, Quantized) else m).dtype.name)
     writes = () if is_split or w.param is None else (w.param,)
     kind = _Kind(is_split, writes[0].dtype.name if writes else None, tuple(stored))
-    return multi_tensor.Leaf((w.grad,), tuple(states), writes, (), (w.decay, float(i)), kind, GROUP if grouped else 1)
+    return multi_tensor.Leaf((w.grad,), tuple(states), writes, (), (w.decay, float(i)), kind, group)
 
 
 def _put_back(w: Weight, new: Sequence[Array]) -> Weight:

@@ -178,7 +178,7 @@ def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
 def test_bytes_stored_for_each_parameter():
     """FlashOptim's AdamW stores 7, gradients of 2 included; the same is 5.04 + 2 here."""
     params32 = {"w": jnp.zeros((256, 1024))}
-    expected = {None: 14.0, 16: 12.0, 8: 5 + 2 * 4 / moments.GROUP}
+    expected = {None: 14.0, 16: 12.0, 8: 5 + 2 * 4 / moments.GROUPS[0]}
     for bits, stored in expected.items():
         state_dtype = jnp.int8 if bits == 8 else jnp.float32
         tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, state_dtype=state_dtype), "bf16", remainder_bits=bits)
