@@ -119,7 +119,7 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
     started = time.perf_counter()
     policy, recipe, small_state = train.precision_of(policy_name)
     if small_state:
-        raise SystemExit("8-bit state is shown by train.py; flax's nnx.Optimizer, used here, adds updates to the params")
+        raise SystemExit("8-bit state is shown by train.py; flax's nnx.Optimizer, used here, adds updates to params")
     shape = (jax.device_count() // cfg.fsdp, cfg.fsdp)
     mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     rows = NamedSharding(mesh, P(("data", "fsdp")))
