@@ -21,6 +21,8 @@ from jaxtyping import Array
 
 from pallas_kernels import backend as backends, reference, tiles
 
+DTYPES = tuple(jax.numpy.dtype(d) for d in tiles.DTYPES)
+
 
 class Pass(NamedTuple):
     """What is fixed about a pass when it is traced."""
@@ -46,7 +48,7 @@ def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: An
       rows: None where the tensors have to be matrices.
     """
     for x in arrays:
-        if x.dtype not in [jax.numpy.dtype(d) for d in tiles.DTYPES]:
+        if x.dtype not in DTYPES:
             raise TypeError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}. Cast it with .astype first.")
         if rows is None and x.ndim != 2:
             raise ValueError(f"{name} takes matrices, [M, N]; got shape {x.shape}. Reshape it to two axes.")
@@ -71,6 +73,16 @@ def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: s
     return _outputs(plan, flat)
 
 
+def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backend: str = "auto") -> list[Array]:
+    """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)` where that serves.
+
+    Returns:
+      For each value q, its transpose, amax, and the wide one where there is one, one behind the other.
+    """
+    unmet = plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
+    return backends.run(backend, functools.partial(_kernel, plan), instead, *args, unmet=unmet, partitioned=True)
+
+
 @functools.lru_cache(maxsize=512)
 def _by_backend(plan: Pass, backend: str) -> Callable[..., list[Array]]:
     """Flat arrays to flat arrays, with a rule for vmap."""
@@ -79,9 +91,7 @@ def _by_backend(plan: Pass, backend: str) -> Callable[..., list[Array]]:
     @jax.custom_batching.custom_vmap
     def run_one(*args: Array) -> list[Array]:
         with jax.named_scope(f"pallas_kernels.{plan.name}"):
-            unmet = plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
-            kernel = functools.partial(_kernel, plan)
-            return backends.run(backend, kernel, plain, *args, unmet=unmet, partitioned=True)
+            return run_or(plan, plain, args, backend)
 
     @run_one.def_vmap
     def run_batch(axis_size: int, in_batched: Sequence[bool], *args: Array) -> tuple[list[Array], list[bool]]:
@@ -179,7 +189,8 @@ def _spec(sharding: Any, ndim: int) -> tuple[Any, ...]:
 
 def _names(spec: Sequence[Any]) -> tuple[str, ...]:
     """The mesh axes that split a tensor."""
-    return tuple(name for entry in spec if entry is not None for name in (entry if isinstance(entry, tuple) else [entry]))
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    return tuple(name for entry in entries for name in entry)
 
 
 def _sharding_rule(plan: Pass, ndim: int) -> str:
@@ -204,9 +215,7 @@ def _why_not_here(args: Sequence[Array]) -> str | None:
 def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
     """`outs`, typed as varying over every manual axis over which an argument does."""
     axes = frozenset().union(*(_varying_axes(x) for x in args))
-    return [
-        lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") if axes - _varying_axes(x) else x for x in outs
-    ]
+    return [lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") if axes - _varying_axes(x) else x for x in outs]
 
 
 def _varying_axes(x: Array) -> frozenset[str]:

@@ -6,7 +6,6 @@ e4m3's range); the largest magnitude is that of the values *before* they are sca
 
 from typing import Any
 
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -91,9 +91,9 @@ def run_tiles(
         """Shared memory in which neither a row nor a column of a fragment meets itself in one bank."""
         size = jnp.dtype(dtype).itemsize
         width = min(128, shape[1] * size)
-        return plgpu.SMEM(
-            shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
-        )
+        tiling: Any = plgpu.TilingTransform
+        swizzle: Any = plgpu.SwizzleTransform
+        return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
 
     def load(ref: Any) -> Array:
         return plgpu.load(ref, layout=layout.WGMMA, optimized=False).astype(jnp.float32)
