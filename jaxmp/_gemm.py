@@ -156,7 +156,6 @@ def dot_general(
         lhs_spec=_explicit_spec(lhs),
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
-        turns=scales is not None and _turns(lhs, rhs, dimension_numbers, out_sharding),
         activation=activation,
     )
     if scales is None:
@@ -192,18 +191,19 @@ def why_not_fp8(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
     del grad_leaf
-    gemm = gemm._replace(turns=False)  # there is no backward pass
     lhs_q, _ = _operands.quantize(gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation)
-    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf)
+    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf, None)
     return _three_gemms.fprop(gemm, lhs_q, rhs_q)
 
 
 def _delayed_forward(
     gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
 ) -> tuple[Array, Any]:
-    rows = lhs.ndim - gemm.summed if gemm.turns else None
-    lhs_q, lhs_amax = _operands.quantize(gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=rows, activation=gemm.activation)
-    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf)
+    lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
+    lhs_q, lhs_amax = _operands.quantize(
+        gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=lhs_rows, activation=gemm.activation
+    )
+    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = _three_gemms.fprop(gemm, lhs_q, rhs_q)
     return out, (*_three_gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
@@ -211,7 +211,7 @@ def _delayed_forward(
 
 def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
     lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
-    rows = lhs_q.turned.ndim - gemm.summed if gemm.turns else None
+    rows, _ = _rows(gemm, lhs_q, rhs_q)
     grad_q, grad_amax = _operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows)
     d_lhs, d_rhs = _three_gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
     if gemm.activation is not None:
@@ -223,15 +223,23 @@ def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, .
 _delayed_dot.defvjp(_delayed_forward, _delayed_backward)
 
 
-def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array) -> tuple[Quantized, Array]:
+def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
+    """How many axes of lhs and rhs are rows; None for what is not to be written turned as well."""
+    summed = len(gemm.contract[0])
+    specs = (gemm.lhs_spec, gemm.rhs_spec, gemm.out_sharding)
+    on_explicit_axes = any(spec is not None for spec in specs)
+    if on_explicit_axes or not _three_gemms.is_of_matrices((lhs.ndim, rhs.ndim), gemm.contract, gemm.batch):
+        return None, None
+    return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
+
+
+def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
     """The weight in fp8: cast here, or as it is stored."""
-    rows = gemm.summed if gemm.rhs_starts else rhs.ndim - gemm.summed
     if not _weights.holds_fp8(rhs, leaf):
-        return _operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows if gemm.turns else None)
+        rows = rows if _operands.is_whole(rhs) else None
+        return _operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows)
     _, inv_scale = _scales.scale_of(leaf, holds_log2=True)
-    values = stored(rhs.astype(gemm.forward_dtype))
-    turned = jnp.transpose(values, (*range(rows, rhs.ndim), *range(rows))) if gemm.turns else None
-    return Quantized(values, inv_scale, turned), _weights.used(leaf)
+    return Quantized(stored(rhs.astype(gemm.forward_dtype)), inv_scale), _weights.used(leaf)
 
 
 # --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
@@ -266,13 +274,6 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
         values = stored(quantize(x, scale, dtype))
         # The cast turns inf into a finite number; nobody else would learn of the overflow.
         return Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
-
-
-def _turns(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, out_sharding: Any) -> bool:
-    """Whether the tensors of a matmul are to be written both ways round."""
-    if out_sharding is not None or _block_gemm.is_explicit(lhs) or _block_gemm.is_explicit(rhs):
-        return False
-    return _three_gemms.can_turn((lhs.ndim, rhs.ndim), *dimension_numbers)
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jaxmp import _quantize, _scales, _versions, sync
 from jaxmp._three_gemms import Gemm, Quantized
-from pallas_kernels import activation as activations, passes, reference
+from pallas_kernels import activation as activations, backend, passes, reference
 
 
 def activated(x: Array, activation: str | None) -> Array:
@@ -53,12 +53,13 @@ def quantize(
       x: the tensor.
       leaf: its scale leaf.
       dtype: of fp8.
-      rows: how many of its axes are rows, for a tensor that is wanted turned as well; None for one that is not.
+      rows: how many of its axes are rows, for a tensor that is wanted turned as well; None for one that is not. It is
+        turned where a kernel can do that.
       activation: what it goes through first.
     """
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
-        if rows is None:
+        if rows is None or _why_not_turned(x, rows, activation):
             y = activated(x, activation)
             observed = _quantize.observe(y, scale)
             values, turned = _quantize.stored(_quantize.quantize(y, scale, dtype)), None
@@ -69,12 +70,36 @@ def quantize(
         return Quantized(values, inv_scale, turned), lax.convert_element_type(observed, leaf.dtype)
 
 
+def is_whole(x: Array) -> bool:
+    """Whether `x` lies on one device as far as a trace can tell, or is a device's own: in shard_map and pmap.
+
+    A weight that is split (FSDP) is gathered before it is multiplied: once, if there is one form of it only.
+
+    Example:
+      >>> is_whole(jnp.ones(2))
+      True
+    """
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def _why_not_turned(x: Array, rows: int, activation: str | None) -> str | None:
+    """Why no kernel can write this tensor both ways, wherever the program runs; None if one can."""
+    if x.dtype not in passes.DTYPES:
+        return f"it is {x.dtype}"
+    return backend.why_no_kernels() or passes.why_not(_plan(jnp.float8_e4m3fn, rows, activation), (x,))
+
+
+def _plan(dtype: Any, rows: int, activation: str | None) -> passes.Pass:
+    compute = None if activation is None else activations.ACTIVATIONS[activation][0]
+    name = "cast_transpose_amax" if compute is None else f"{compute.__name__}_cast_transpose_amax"
+    return passes.Pass(name, compute, 1, 1, jnp.dtype(dtype), None, rows, activations.UNMET.get(activation or ""))
+
+
 @functools.lru_cache(maxsize=256)
 def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array, Array], Any]:
     """(x, scale) -> (q, q turned, amax): by the kernel where it can serve."""
-    compute = None if activation is None else activations.ACTIVATIONS[activation][0]
-    name = "cast_transpose_amax" if compute is None else f"{compute.__name__}_cast_transpose_amax"
-    plan = passes.Pass(name, compute, 1, 1, dtype, None, rows, activations.UNMET.get(activation or ""))
+    plan = _plan(dtype, rows, activation)
 
     def by_xla(x: Array, scale: Array) -> list[Array]:
         y = activated(x, activation)
@@ -83,8 +108,6 @@ def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array
 
     @jax.custom_batching.custom_vmap
     def both(x: Array, scale: Array) -> list[Array]:
-        if x.dtype not in passes.DTYPES:
-            return by_xla(x, scale)
         return passes.run_or(plan, by_xla, (x, scale))
 
     @both.def_vmap

@@ -79,8 +79,13 @@ def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backe
     Returns:
       For each value q, its transpose, amax, and the wide one where there is one, one behind the other.
     """
-    unmet = plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
-    return backends.run(backend, functools.partial(_kernel, plan), instead, *args, unmet=unmet, partitioned=True)
+    kernel = functools.partial(_kernel, plan)
+    return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args), partitioned=True)
+
+
+def why_not(plan: Pass, args: Sequence[Array]) -> str | None:
+    """Why no kernel can serve these tensors here, on whatever hardware; None if one can."""
+    return plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
 
 
 @functools.lru_cache(maxsize=512)
