@@ -9,3 +9,11 @@ One idea to a file:
 
 It is the bottom layer: nothing here imports `jaxmp`, and an import contract holds that.
 """
+
+from pallas_kernels.activation import (
+    activation_cast_transpose_amax as activation_cast_transpose_amax,
+    activation_grad_cast_transpose_amax as activation_grad_cast_transpose_amax,
+    silu_gated_cast_transpose_amax as silu_gated_cast_transpose_amax,
+    silu_gated_grad_cast_transpose_amax as silu_gated_grad_cast_transpose_amax,
+)
+from pallas_kernels.cast_transpose import cast_transpose_amax as cast_transpose_amax
