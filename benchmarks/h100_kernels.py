@@ -139,7 +139,9 @@ def said_by_ptxas() -> Iterator[list[str]]:
             yield said
         finally:
             sys.stdout.flush()
-            os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+            for descriptor, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
             file.seek(0)
             said.append(file.read())
 
