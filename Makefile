@@ -84,6 +84,7 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_fp8.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_fp8_weights.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'

@@ -7,12 +7,13 @@ Compiles for H100 (`h100_aot.py`) and reads the final HLO:
 
         in MiB                      x, g [8192, 4096] bf16    W [4096, 4096] f32
         read once                   64 each                   64
-        write q                     32 each                   16
-        q^T for cuBLASLt            32 + 32 each              16 + 16             432 altogether, 352 if q and q^T are
-                                                                                  written in one pass
+        write q and q^T             32 + 32 each              16 + 16             352 altogether, 432 if q is read again
+                                                                                  to make q^T
+    The same behind a gelu, which need not be in memory; its gradient reads x and its own (64 each) and writes (64).
 
 2.  The optimizer's side of a step with 24 fp8 layers, which moves 72 scales and their histories.
 3.  A data-parallel step of these layers on 8 devices: flags and amaxes are to travel in one small all-reduce.
+4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight.
 
     python benchmarks/h100_fp8.py            compile, check the targets, write the results and the tables in README.md
     python benchmarks/h100_fp8.py --table    only the tables, from the results that are there
@@ -44,6 +45,8 @@ RESULTS = HERE / "results" / "h100_fp8.json"
 MARKERS = "<!-- h100_fp8: written by h100_fp8.py -->", "<!-- h100_fp8: end -->"
 ROWS, WIDTH = 8192, 4096
 LAYERS = 24
+BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048
+BLOCKS = ("bf16", "jaxmp.fp8.autocast", "flax Fp8DirectDotGeneralOp")
 MATMUL = (((1,), (0,)), ((), ()))
 FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
 GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
@@ -57,6 +60,7 @@ class Target(NamedTuple):
 
     kernels: int
     mib: float
+    after_a_gemm: int = 0  # of the kernels, how many may read the result of a GEMM
 
 
 class Layer(NamedTuple):
@@ -76,16 +80,21 @@ def layers() -> list[Layer]:
     """The same Dense layer in bfloat16, in jaxmp's recipes, and in flax's own fp8."""
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    delayed = Target(kernels=16, mib=440)
-    trained = Target(kernels=19, mib=440)  # value_and_grad makes amaxes of gradients: a scalar kernel each
+    delayed = Target(kernels=12, mib=380)
+    trained = Target(kernels=15, mib=380)  # value_and_grad makes amaxes of gradients: a scalar kernel each
+    behind_gelu = Target(kernels=14, mib=600, after_a_gemm=1)  # the gelu's own gradient
+    scales = fp8.Scales(scale, scale, scale)
     return [
         Layer("bf16", by_vjp(lambda w, x: x @ w.astype(x.dtype)), w),
-        Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, fp8.Scales(scale, scale, scale)), delayed),
+        Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, scales), delayed),
         Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), trained),
         Layer("jaxmp.fp8.dot_general, CurrentScaling", by_vjp(_current), w, Target(kernels=16, mib=630)),
         Layer("jaxmp.fp8.dot_general, BlockScaling", by_vjp(_blocks(fp8.BlockScaling())), w, rounded=5),
         Layer("jaxmp.fp8.dot_general, MXFP8", by_vjp(_blocks(fp8.MXFP8())), w, rounded=6),
         Layer("linen Dense, flax Fp8DirectDotGeneralOp", by_vjp(_flax), _params(flax_dense, False)),
+        Layer('jaxmp.fp8.dot_general(activation="gelu")', by_vjp(_gelu_fused), (w, scales), behind_gelu),
+        Layer("gelu, then jaxmp.fp8.dot_general", by_vjp(_behind_gelu(_delayed)), (w, scales)),
+        Layer("gelu, then flax Fp8DirectDotGeneralOp", by_vjp(_behind_gelu(_flax)), _params(flax_dense, False)),
     ]
 
 
@@ -102,6 +111,15 @@ def by_vjp(f: Callable[[PyTree, Array], Array]) -> Callable[..., Any]:
 def _delayed(params: PyTree, x: Array) -> Array:
     w, scales = params
     return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
+
+
+def _gelu_fused(params: PyTree, x: Array) -> Array:
+    w, scales = params
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales, activation="gelu")
+
+
+def _behind_gelu(f: Callable[[PyTree, Array], Array]) -> Callable[[PyTree, Array], Array]:
+    return lambda params, x: f(params, jax.nn.gelu(x))
 
 
 def _current(w: Array, x: Array) -> Array:
@@ -204,12 +222,16 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
     sums = {gemm["stage"]: gemm["algorithm"] for gemm in row["gemms"]}
     results = {gemm["stage"]: gemm["result"] for gemm in row["gemms"]}
     operands = {gemm["stage"]: gemm["operands"] for gemm in row["gemms"]}
+    after = row["kernels_after_a_gemm"]
     checks = (
         (calls == [FP8_GEMM] * 3, f"GEMMs: {', '.join(calls)}"),
         (sums == {"fprop": FAST, "dgrad": FULL, "wgrad": FULL}, f"sums: {sums}"),
         (results == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "f32"}, f"results: {results}"),
         (all(found.count("f32") == 2 for found in operands.values()), f"operands: {operands}"),
-        (not row["kernels_after_a_gemm"], f"{row['kernels_after_a_gemm']} kernels on the result of a GEMM"),
+        (
+            row["kernels_after_a_gemm"] <= target.after_a_gemm,
+            f"{row['kernels_after_a_gemm']} kernels on the result of a GEMM",
+        ),
         (row["kernels"] <= target.kernels, f"over {target.kernels} kernels"),
         (row["mib"] <= target.mib, f"over {target.mib} MiB"),
     )
@@ -218,6 +240,63 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
 
 def _dtype(type_text: str) -> str:
     return type_text.lstrip("(").split("[")[0]
+
+
+# --- a transformer block ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm."""
+
+    dot_general_cls: Any = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        cls = self.dot_general_cls
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(
+            HEADS, dtype=x.dtype, use_bias=False, qkv_dot_general_cls=cls, out_dot_general_cls=cls
+        )(y)
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y))
+        return x + nn.Dense(BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y)
+
+
+def measure_block(name: str, devices: int) -> dict[str, Any]:
+    """Counts of one block, forward and backward; on several devices data-parallel, gradients reduced."""
+    in_fp8 = name == "jaxmp.fp8.autocast"
+    model = Block(fp8_ops.Fp8DirectDotGeneralOp if name.startswith("flax") else None)
+    m = aot.mesh(devices)
+    x = aot.spec(m, (devices * SEQUENCES, LENGTH, BLOCK_WIDTH), jnp.bfloat16, P("data") if devices > 1 else None)
+    with fp8.autocast(enabled=in_fp8, filter=everywhere):
+        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    def run(variables: PyTree, x: Array) -> Any:
+        def loss_fn(variables: PyTree, x: Array) -> Array:
+            with fp8.autocast(enabled=in_fp8, filter=everywhere):
+                y: Any = model.apply(variables, x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(variables, x)
+        return (lax.pmean((loss, grads[0]), "data"), grads[1]) if devices > 1 else (loss, grads)
+
+    if devices > 1:
+        out_specs = (P(), P("data"))
+        run = jax.shard_map(run, mesh=m, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=False)
+    compiled = aot.compile_for(run, _abstract(variables, m), x, compiler_options=OPTIONS)
+    report, runs = aot.report(compiled), aot.instructions(compiled)
+    gemms = [i for i in runs if i.kind.startswith(GEMM)]
+    moved = sum(i.bytes_read + i.bytes_written for i in gemms)
+    return {
+        "block": name,
+        "devices": devices,
+        "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
+        "gemms": len(gemms),
+        "kernels": report["kernels"] - len(gemms),
+        "pallas": sum("mosaic" in i.kind for i in runs),
+        "mib": round((report["bytes_read"] + report["bytes_written"] - moved) / 2**20, 1),
+        "collectives": {kind: len(sizes) for kind, sizes in report["collectives"].items()},
+    }
 
 
 # --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
@@ -340,7 +419,17 @@ def tables(results: dict[str, Any]) -> str:
         [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
         for r in results["exchanges"]
     ]
-    return "\n\n".join(markdown(part) for part in (cells, updates, exchanges))
+    head = ["transformer block", "devices", "GEMMs", "of them fp8", "kernels beside", "of them Pallas", "MiB beside"]
+    blocks = [[*head, "collectives"]]
+    blocks += [
+        [
+            *(str(r[key]) for key in ("block", "devices", "gemms", "fp8_gemms", "kernels", "pallas")),
+            f"{r['mib']:.0f}",
+            ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none",
+        ]
+        for r in results["blocks"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, blocks, updates, exchanges))
 
 
 def _sizes(sizes: list[int]) -> str:
@@ -358,6 +447,10 @@ def main() -> int:
     for layer in layers():
         print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
         rows.append(measure_layer(layer))
+    blocks = []
+    for name, devices in [(name, devices) for devices in (1, 8) for name in BLOCKS]:
+        print(f"compiling: a block, {name}, {devices} devices", file=sys.stderr, flush=True)
+        blocks.append(measure_block(name, devices))
     print(f"compiling: a step with {LAYERS} layers", file=sys.stderr, flush=True)
     updates = [measure_update(n) for n in (LAYERS, 2 * LAYERS)]
     exchanges = [measure_exchange(LAYERS, in_fp8=in_fp8) for in_fp8 in (True, False)]
@@ -367,6 +460,7 @@ def main() -> int:
         "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
         "versions": found,
         "layers": rows,
+        "blocks": blocks,
         "updates": updates,
         "exchanges": exchanges,
         "missed": missed_by_step(updates, exchanges),

@@ -26,13 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmp import _block_gemm, _hardware, _regions, _scales, _versions, _weights, amax, casting, sync
+from jaxmp import _block_gemm, _operands, _regions, _scales, _three_gemms, _versions, _weights, amax, casting
 from jaxmp._block_gemm import DimensionNumbers
 from jaxmp._blocks import MXFP8, BlockScaling
-from jaxmp._quantize import largest_magnitude, observe, quantize, stored
+from jaxmp._quantize import largest_magnitude, quantize, stored
+from jaxmp._three_gemms import Gemm, Quantized
+from pallas_kernels.activation import check_activation
 
 MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
 
@@ -73,27 +74,6 @@ class Scales(NamedTuple):
     grad: Array
 
 
-class _Gemm(NamedTuple):
-    """What is fixed about one fp8 matmul when it is traced."""
-
-    contract: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    forward_dtype: Any
-    backward_dtype: Any
-    holds_log2: bool
-    lhs_dtype: Any
-    rhs_dtype: Any
-    out_dtype: Any
-    lhs_spec: tuple[Any, ...] | None  # how lhs lies on a mesh with explicit axes, one entry a dimension; else None
-    rhs_spec: tuple[Any, ...] | None
-    out_sharding: Any
-
-
-class _Quantized(NamedTuple):
-    values: Array  # fp8
-    inv_scale: Float[Array, ""]
-
-
 def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
@@ -103,6 +83,7 @@ def dot_general(
     scales: Scales | None = None,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
+    activation: str | None = None,
     layer: str | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
@@ -115,6 +96,9 @@ def dot_general(
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
       out_sharding: how the result lies on a mesh with explicit axes, as for `jax.lax.dot_general`.
+      activation: "gelu", "gelu_exact" or "silu" (`pallas_kernels.activation`): lhs goes through it first. With
+        `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
+        not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
       layer: a name for warnings.
 
     Returns:
@@ -122,7 +106,7 @@ def dot_general(
       GEMM's accumulator.
 
     Raises:
-      ValueError: a recipe with state and no scales, or the other way round.
+      ValueError: a recipe with state and no scales, or the other way round; an unknown activation.
 
     Warns:
       FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
@@ -139,7 +123,12 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()
-    if reason := why_not_fp8(lhs.shape, rhs.shape, dimension_numbers):
+    reason = why_not_fp8(lhs.shape, rhs.shape, dimension_numbers)
+    if activation is not None:
+        check_activation(activation)
+        if reason or scales is None:  # what is not fused rounds it to the dtype of lhs, as a network does
+            lhs, activation = _operands.activated(lhs, activation).astype(lhs.dtype), None
+    if reason:
         where = f" (layer {layer})" if layer else ""
         warnings.warn(f"this matmul{where} runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
@@ -155,7 +144,7 @@ def dot_general(
         return _block_gemm.dot_general(
             lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding
         )
-    gemm = _Gemm(
+    gemm = Gemm(
         contract=(tuple(lhs_contract), tuple(rhs_contract)),
         batch=(tuple(lhs_batch), tuple(rhs_batch)),
         forward_dtype=recipe.dtype(backward=False),
@@ -167,6 +156,7 @@ def dot_general(
         lhs_spec=_explicit_spec(lhs),
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
+        activation=activation,
     )
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
@@ -199,67 +189,83 @@ def why_not_fp8(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _delayed_dot(gemm: _Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
-    return _delayed_forward(gemm, lhs, rhs, lhs_leaf, rhs_leaf, grad_leaf)[0]
+def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
+    del grad_leaf
+    lhs_q, _ = _operands.quantize(gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation)
+    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf, None)
+    return _three_gemms.fprop(gemm, lhs_q, rhs_q)
 
 
 def _delayed_forward(
-    gemm: _Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
+    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
 ) -> tuple[Array, Any]:
-    lhs_q, lhs_amax = _quantize_with_leaf(gemm, lhs, lhs_leaf, gemm.forward_dtype)
-    if _weights.holds_fp8(rhs, rhs_leaf):
-        _, inv_scale = _scales.scale_of(rhs_leaf, holds_log2=True)
-        rhs_q, rhs_amax = _Quantized(stored(rhs.astype(gemm.forward_dtype)), inv_scale), _weights.used(rhs_leaf)
-    else:
-        rhs_q, rhs_amax = _quantize_with_leaf(gemm, rhs, rhs_leaf, gemm.forward_dtype)
-    out = _fprop(gemm, lhs_q, rhs_q)
-    return out, (lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf)
+    lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
+    lhs_q, lhs_amax = _operands.quantize(
+        gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=lhs_rows, activation=gemm.activation
+    )
+    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
+    before = None if gemm.activation is None else lhs
+    out = _three_gemms.fprop(gemm, lhs_q, rhs_q)
+    return out, (*_three_gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
 
 
-def _delayed_backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
-    lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf = residuals
-    grad_q, grad_amax = _quantize_with_leaf(gemm, grad, grad_leaf, gemm.backward_dtype)
-    return *_backprop(gemm, lhs_q, rhs_q, grad_q), lhs_amax, rhs_amax, grad_amax
+def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
+    lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    rows, _ = _rows(gemm, lhs_q, rhs_q)
+    grad_q, grad_amax = _operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows)
+    d_lhs, d_rhs = _three_gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
+    if gemm.activation is not None:
+        with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
+            d_lhs = _operands.activation_gradient(d_lhs, before, gemm.activation)
+    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax
 
 
 _delayed_dot.defvjp(_delayed_forward, _delayed_backward)
 
 
-def _quantize_with_leaf(gemm: _Gemm, x: Array, leaf: Array, dtype: Any) -> tuple[_Quantized, Array]:
-    """`x` cast with the leaf's scale, and its amax in the leaf's dtype."""
-    with jax.named_scope("jaxmp.fp8_quantize"):
-        scale, inv_scale = _scales.scale_of(leaf, holds_log2=gemm.holds_log2)
-        observed = observe(x, scale)
-        values = stored(quantize(x, scale, dtype))
-        # A leaf that all devices share, in a shard_map that is differentiated from outside, gets the MAX here.
-        observed = sync.max_over(observed, tuple(_versions.varying_axes(observed) - _versions.varying_axes(leaf)))
-        return _Quantized(values, inv_scale), lax.convert_element_type(observed, leaf.dtype)
+def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
+    """How many axes of lhs and rhs are rows; None for what is not to be written turned as well."""
+    summed = len(gemm.contract[0])
+    specs = (gemm.lhs_spec, gemm.rhs_spec, gemm.out_sharding)
+    on_explicit_axes = any(spec is not None for spec in specs)
+    if on_explicit_axes or not _three_gemms.is_of_matrices((lhs.ndim, rhs.ndim), gemm.contract, gemm.batch):
+        return None, None
+    return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
+
+
+def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
+    """The weight in fp8: cast here, or as it is stored."""
+    if not _weights.holds_fp8(rhs, leaf):
+        rows = rows if _operands.is_whole(rhs) else None
+        return _operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows)
+    _, inv_scale = _scales.scale_of(leaf, holds_log2=True)
+    return Quantized(stored(rhs.astype(gemm.forward_dtype)), inv_scale), _weights.used(leaf)
 
 
 # --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _current_dot(gemm: _Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
+def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
     return _current_forward(gemm, recipe, lhs, rhs)[0]
 
 
-def _current_forward(gemm: _Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
     lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
     rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False)
-    return _fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
+    return _three_gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
 
 
-def _current_backward(gemm: _Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
+def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
     grad_q = _quantize_by_itself(recipe, grad, gemm.backward_dtype, backward=True)
     lhs_q, rhs_q = residuals
-    return _backprop(gemm, lhs_q, rhs_q, grad_q)
+    return _three_gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 
 _current_dot.defvjp(_current_forward, _current_backward)
 
 
-def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) -> _Quantized:
+def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) -> Quantized:
     with jax.named_scope("jaxmp.fp8_quantize"):
         largest = largest_magnitude(x)
         scale = recipe.scale(largest, backward=backward)
@@ -267,88 +273,12 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
             scale = amax.power_of_two(jnp.clip(amax.log2_of_power_of_two(scale), np.float32(-63), np.float32(63)))
         values = stored(quantize(x, scale, dtype))
         # The cast turns inf into a finite number; nobody else would learn of the overflow.
-        return _Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
-
-
-# --- the three GEMMs ---------------------------------------------------------------------------------------------
-
-
-def _fprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized) -> Array:
-    with jax.named_scope("jaxmp.fp8_fprop"):
-        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
-
-
-def _backprop(gemm: _Gemm, lhs: _Quantized, rhs: _Quantized, grad: _Quantized) -> tuple[Array, Array]:
-    """Gradients of lhs and rhs; the result's dimensions are (batch, free of lhs, free of rhs)."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
-    lhs_free = _others(lhs.values.ndim, lhs_contract, lhs_batch)
-    rhs_free = _others(rhs.values.ndim, rhs_contract, rhs_batch)
-    batch = len(lhs_batch)
-    grad_batch = tuple(range(batch))
-    grad_lhs = tuple(range(batch, batch + len(lhs_free)))
-    grad_rhs = tuple(range(batch + len(lhs_free), grad.values.ndim))
-    with jax.named_scope("jaxmp.fp8_dgrad"):
-        order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
-        numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
-        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
-        d_lhs = jnp.transpose(d_lhs, _inverse(order))
-    with jax.named_scope("jaxmp.fp8_wgrad"):
-        order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
-        numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
-        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
-        d_rhs = jnp.transpose(d_rhs, _inverse(order))
-    return d_lhs, d_rhs
+        return Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
     """How `x` lies on a mesh with explicit axes, where a GEMM over a split dimension must be told of its result."""
     return tuple(jax.typeof(x).sharding.spec) if _block_gemm.is_explicit(x) else None
-
-
-def _permuted(spec: tuple[Any, ...] | None, order: tuple[int, ...]) -> PartitionSpec | None:
-    return None if spec is None else PartitionSpec(*(spec[i] for i in order))
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    """The permutation that undoes `order`."""
-    return [order.index(i) for i in range(len(order))]
-
-
-def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(i for i in range(ndim) if not any(i in some for some in taken))
-
-
-def _matmul(
-    gemm: _Gemm,
-    a: _Quantized,
-    b: _Quantized,
-    contract: Any,
-    batch: Any,
-    out_dtype: Any,
-    out_sharding: Any,
-    *,
-    fast: bool,
-) -> Array:
-    """One GEMM of fp8 operands, unscaled, in `out_dtype`."""
-    dimension_numbers = (contract, batch)
-    inv_scale = a.inv_scale * b.inv_scale
-    presets = lax.DotAlgorithmPreset
-    algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    # A power of two commutes with rounding to bfloat16, so the GEMM may write that and be unscaled by what XLA folds
-    # into it. Any other scale, and the narrow range of float16, need the accumulator itself.
-    narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
-    accumulator = jnp.bfloat16 if narrow else jnp.float32
-
-    dot = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
-
-    def in_fp8(a: Array, b: Array) -> Array:
-        return dot(a, b, precision=algorithm, preferred_element_type=accumulator)
-
-    def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
-        return dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=lax.Precision.HIGHEST).astype(accumulator)
-
-    out = _hardware.on_fp8_hardware(in_fp8, in_float32)(a.values, b.values)
-    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
 
 
 def plain_dot_general(

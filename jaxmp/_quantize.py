@@ -84,7 +84,7 @@ def observe(x: Array, scale: Array) -> Array:
 
 
 @observe.def_vmap
-def _observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
+def observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
     """Under vmap: one amax for the batch where all of it shares one scale, else one for each member."""
     x_batched, scale_batched = in_batched
     if not scale_batched:

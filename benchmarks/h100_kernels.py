@@ -1,0 +1,227 @@
+"""Every Pallas kernel, compiled for an H100 that is not there: registers, spills, bytes, and what a mesh makes of it.
+
+ptxas says how many registers a thread holds, and whether some had to be spilled to memory: a kernel that is bound by
+memory traffic must spill none. The final HLO says what is read and written; on eight devices under plain jit, that
+nothing is gathered for a kernel that says itself how it is split.
+
+    python benchmarks/h100_kernels.py            compile, check, write the results and the tables in README.md
+    python benchmarks/h100_kernels.py --table    only the tables, from the results that are there
+
+A new kernel is a line in `kernels()`. Exit status 1 if a kernel spills, reads or writes more than it has to, or makes
+XLA gather its operand.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before jax is imported
+
+import h100_aot as aot  # first: it pins the local platform
+import jax
+import jax.numpy as jnp
+from h100 import HERE, markdown, parse_arguments, versions, write_readme
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+
+RESULTS = HERE / "results" / "h100_kernels.json"
+MARKERS = "<!-- h100_kernels: written by h100_kernels.py -->", "<!-- h100_kernels: end -->"
+SIDE = 4096
+SLACK = 0.1  # MiB: partial results and scalars
+
+
+class Kernel(NamedTuple):
+    """One row: a function whose arguments are `arguments`, and what it has to move at least."""
+
+    name: str
+    variant: str
+    run: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    least_mib: float
+
+
+def kernels() -> list[Kernel]:
+    """All kernels, in the dtypes that are worth a row. The first tensor decides about the bytes of a wide result."""
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    k = pallas_kernels
+    return [
+        *_matrix("cast_transpose_amax", lambda x, s: k.cast_transpose_amax(x, s, e4m3), inputs=1),
+        *_matrix("cast_transpose_amax, e5m2", lambda x, s: k.cast_transpose_amax(x, s, e5m2), inputs=1),
+        *(
+            row
+            for f in ("gelu", "silu")
+            for row in _matrix(
+                f"{f}_cast_transpose_amax",
+                lambda x, s, f=f: k.activation_cast_transpose_amax(x, s, e4m3, activation=f),
+                inputs=1,
+            )
+        ),
+        *(
+            row
+            for f in ("gelu", "silu")
+            for row in _matrix(
+                f"{f}_grad_cast_transpose_amax",
+                lambda g, x, s, f=f: k.activation_grad_cast_transpose_amax(g, x, s, e5m2, activation=f),
+                inputs=2,
+                wide=True,
+            )
+        ),
+        *_matrix(
+            "silu_gated_cast_transpose_amax",
+            lambda a, b, s: k.silu_gated_cast_transpose_amax(a, b, s, e4m3),
+            inputs=2,
+        ),
+        *_matrix(
+            "silu_gated_grad_cast_transpose_amax",
+            lambda g, a, b, s, t: k.silu_gated_grad_cast_transpose_amax(g, a, b, (s, t), e5m2),
+            inputs=3,
+            values=2,
+            wide=True,
+        ),
+    ]
+
+
+def _matrix(
+    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False
+) -> Iterator[Kernel]:
+    """Rows of a kernel on square matrices: each is read once, each value written twice in fp8, and wide if it is."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        size = jnp.dtype(dtype).itemsize
+        x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        least = (inputs * size + values * (2 + wide * size)) * SIDE**2 / 2**20
+        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values, least)
+
+
+def measure(kernel: Kernel) -> dict[str, Any]:
+    """Compiles one kernel and returns its row."""
+    m = aot.mesh()
+    arguments = [aot.spec(m, x.shape, x.dtype) for x in kernel.arguments]
+    with said_by_ptxas() as said:
+        compiled = aot.compile_for(kernel.run, *arguments)
+    runs = aot.instructions(compiled)
+    ours = [i for i in runs if "mosaic" in i.kind]
+    row = {
+        "kernel": kernel.name,
+        "variant": kernel.variant,
+        "registers": max((int(n) for n in re.findall(r"Used (\d+) registers", said[0])), default=None),
+        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said[0])),
+        "launches": len(ours),
+        "beside": len(runs) - len(ours),
+        "mib": round(sum(i.bytes_read + i.bytes_written for i in runs) / 2**20, 2),
+        "least_mib": kernel.least_mib,
+    }
+    checks = (
+        (bool(ours), "it is not in the program"),
+        (row["registers"] is not None, "ptxas said nothing"),
+        (not row["spilled_bytes"], f"{row['spilled_bytes']} bytes spilled"),
+        (row["mib"] <= kernel.least_mib + SLACK, f"{row['mib']} MiB, not {kernel.least_mib}"),
+    )
+    row["missed"] = [what for holds, what in checks if not holds]
+    return row
+
+
+@contextmanager
+def said_by_ptxas() -> Iterator[list[str]]:
+    """What the compiler prints in this region, which it does behind Python's back."""
+    said: list[str] = []
+    sys.stdout.flush()
+    with tempfile.TemporaryFile(mode="w+") as file:
+        kept = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stdout.flush()
+            for descriptor, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            file.seek(0)
+            said.append(file.read())
+
+
+def measure_split(spec: P) -> dict[str, Any]:
+    """cast_transpose_amax of a matrix that is split over eight devices, under plain jit."""
+    m = aot.mesh(8, ("a", "b"), (4, 2))
+    arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
+    compiled = aot.compile_for(lambda x, s: pallas_kernels.cast_transpose_amax(x, s, jnp.float8_e4m3fn), *arguments)
+    report = aot.report(compiled)
+    found = report["collectives"]
+    small = sum(found.get("all-reduce", [])) <= 4 and set(found) <= {"all-reduce"}
+    q, q_t, _ = compiled.output_shardings
+    checks = (
+        (small, f"collectives: {found}"),
+        (any("mosaic" in i.kind for i in aot.instructions(compiled)), "the kernel is not in the program"),
+        (_padded(q.spec) == _padded(spec), f"q is split as {q.spec}"),
+        (_padded(q_t.spec) == _padded(spec)[::-1], f"q.T is split as {q_t.spec}"),
+    )
+    return {"x": str(spec), "collectives": found, "missed": [what for holds, what in checks if not holds]}
+
+
+def _padded(spec: P) -> tuple[Any, ...]:
+    return (*spec, *[None] * (2 - len(spec)))
+
+
+def tables(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "holds"]]
+    cells += [
+        [
+            row["kernel"],
+            row["variant"],
+            str(row["registers"]),
+            f"{row['spilled_bytes']} B",
+            str(row["launches"]),
+            str(row["beside"]),
+            f"{row['mib']:.1f}",
+            f"{row['least_mib']:.0f}",
+            "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
+        ]
+        for row in results["kernels"]
+    ]
+    split = [["cast_transpose_amax under jit, x on a 4 x 2 mesh (a, b) as", "collectives", "holds"]]
+    split += [
+        [
+            row["x"],
+            ", ".join(f"{kind} of {sum(sizes)} B" for kind, sizes in row["collectives"].items()) or "none",
+            "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
+        ]
+        for row in results["split"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, split))
+
+
+def main() -> int:
+    """Runs what the command line asks for; returns the exit status."""
+    if parse_arguments(__doc__).table:
+        results = json.loads(RESULTS.read_text())
+        write_readme(MARKERS, tables(results), results)
+        return 0
+    found = versions()
+    rows = []
+    for kernel in kernels():
+        print(f"compiling: {kernel.name} of {kernel.variant}", file=sys.stderr, flush=True)
+        rows.append(measure(kernel))
+    results = {
+        "command": "python benchmarks/h100_kernels.py",
+        "device": "H100 (compiled, not run)",
+        "side": SIDE,
+        "versions": found,
+        "kernels": rows,
+        "split": [measure_split(spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())],
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    write_readme(MARKERS, tables(results), results)
+    print(tables(results))
+    return 1 if any(row["missed"] for row in (*rows, *results["split"])) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

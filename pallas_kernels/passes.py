@@ -1,0 +1,238 @@
+"""A pass of `tiles` as the rest of JAX sees it: for arrays of any rank, on one device and on many, under vmap.
+
+- **Rank.** A tensor is read as a matrix whose rows are its first `rows` axes. Its transpose has these axes last, so
+  that neither it nor the tensor has to be reshaped where they are split over devices.
+- **Devices.** Inside `jax.shard_map` and `jax.pmap` a kernel gets the device's own arrays. Under plain `jax.jit` XLA
+  knows nothing about a kernel and would gather its operands. `custom_partitioning` tells it: every axis may be split,
+  the copy lies as the tensor does, the transpose the other way round, and amax is the MAX over the axes that split it.
+- **vmap.** The reference; a kernel that was asked for by name runs once for each member.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from pallas_kernels import backend as backends, reference, tiles
+
+DTYPES = tuple(jax.numpy.dtype(d) for d in tiles.DTYPES)
+
+
+class Pass(NamedTuple):
+    """What is fixed about a pass when it is traced."""
+
+    name: str
+    compute: Callable[..., Any] | None  # as for `tiles.run_tiles`
+    inputs: int  # how many tensors come in
+    values: int  # how many are made of them
+    dtype: Any
+    wide_dtype: Any
+    rows: int
+    unmet: str | None = None  # why no kernel can serve this, whatever the shape
+
+
+def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: Any, rows: int | None = None) -> None:
+    """Raises for what no backend can serve, naming the argument.
+
+    Args:
+      name: of the function that was called.
+      arrays: its tensors.
+      scales: its scales.
+      dtype: what to cast to.
+      rows: None where the tensors have to be matrices.
+    """
+    for x in arrays:
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}. Cast it with .astype first.")
+        if rows is None and x.ndim != 2:
+            raise ValueError(f"{name} takes matrices, [M, N]; got shape {x.shape}. Reshape it to two axes.")
+        if x.shape != arrays[0].shape:
+            raise ValueError(f"{name} takes tensors of one shape; got {arrays[0].shape} and {x.shape}.")
+    if dtype not in tiles.FP8_DTYPES:
+        raise TypeError(
+            f"{name} casts to jnp.float8_e4m3fn or jnp.float8_e5m2; got {getattr(dtype, '__name__', dtype)}."
+        )
+    for scale in scales:
+        if scale.shape or scale.dtype != jax.numpy.float32:
+            raise TypeError(f"{name} takes one float32 scale, shape (); got {scale.dtype}{list(scale.shape)}.")
+
+
+def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: str) -> list[tiles.Output]:
+    """The pass, by the backend that `backend` names; see `pallas_kernels.backend`.
+
+    Raises:
+      ValueError: a backend that cannot serve here.
+    """
+    flat = _by_backend(plan, backend)(*arrays, *scales)
+    return _outputs(plan, flat)
+
+
+def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backend: str = "auto") -> list[Array]:
+    """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)` where that serves.
+
+    Returns:
+      For each value q, its transpose, amax, and the wide one where there is one, one behind the other.
+    """
+    kernel = functools.partial(_kernel, plan)
+    return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args), partitioned=True)
+
+
+def why_not(plan: Pass, args: Sequence[Array]) -> str | None:
+    """Why no kernel can serve these tensors here, on whatever hardware; None if one can."""
+    return plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
+
+
+@functools.lru_cache(maxsize=512)
+def _by_backend(plan: Pass, backend: str) -> Callable[..., list[Array]]:
+    """Flat arrays to flat arrays, with a rule for vmap."""
+    plain = functools.partial(_reference, plan)
+
+    @jax.custom_batching.custom_vmap
+    def run_one(*args: Array) -> list[Array]:
+        with jax.named_scope(f"pallas_kernels.{plan.name}"):
+            return run_or(plan, plain, args, backend)
+
+    @run_one.def_vmap
+    def run_batch(axis_size: int, in_batched: Sequence[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+        outs_batched = [True] * _n_outputs(plan)
+        if backend in ("auto", "xla"):
+            return jax.vmap(plain, [0 if b else None for b in in_batched], axis_size=axis_size)(*args), outs_batched
+        mapped = [x for x, b in zip(args, in_batched, strict=True) if b]
+
+        def one(members: list[Array]) -> list[Array]:
+            it = iter(members)
+            return run_one(*(next(it) if b else x for x, b in zip(args, in_batched, strict=True)))
+
+        return lax.map(one, mapped), outs_batched
+
+    return run_one
+
+
+def _reference(plan: Pass, *args: Array) -> list[Array]:
+    arrays, scales = args[: plan.inputs], args[plan.inputs :]
+    values = [x.astype(jax.numpy.float32) for x in arrays]
+    if plan.compute is None:
+        values = [arrays[0]]
+    else:
+        made = plan.compute(*values)
+        values = list(made) if isinstance(made, tuple) else [made]
+    outs: list[Array] = []
+    for value, scale in zip(values, scales, strict=True):
+        outs += reference.cast_transpose_amax(value, scale, plan.dtype, plan.rows)
+        outs += [] if plan.wide_dtype is None else [value.astype(plan.wide_dtype)]
+    return outs
+
+
+def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
+    """The kernel on arrays that are this device's own; its shards may be odd where the whole was not."""
+    arrays, scales = args[: plan.inputs], args[plan.inputs :]
+    shape = arrays[0].shape
+    if tiles.why_not(shape, plan.rows):
+        return _reference(plan, *args)
+    sides = math.prod(shape[: plan.rows]), math.prod(shape[plan.rows :])
+    turned = (*shape[plan.rows :], *shape[: plan.rows])
+    found = tiles.run_tiles(
+        plan.compute,
+        [x.reshape(sides) for x in arrays],
+        scales,
+        plan.dtype,
+        name=plan.name,
+        wide_dtype=plan.wide_dtype,
+        interpret=interpret,
+    )
+    outs: list[Array] = []
+    for value in found:
+        outs += [value.q.reshape(shape), value.q_t.reshape(turned), value.amax]
+        outs += [] if value.wide is None else [value.wide.reshape(shape)]
+    return outs
+
+
+def _kernel(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
+    on_device = functools.partial(_on_device, plan, interpret=interpret)
+    if interpret or jax.sharding.get_abstract_mesh().manual_axes:
+        return _varying(on_device(*args), args)
+    ndim = args[0].ndim
+    split = custom_partitioning(lambda *args: on_device(*args))
+    split.def_partition(
+        partition=functools.partial(_partition, plan, on_device),
+        infer_sharding_from_operands=lambda mesh, operands, results: _results(plan, operands[0].sharding, ndim),
+        sharding_rule=_sharding_rule(plan, ndim),
+    )
+    return split(*args)
+
+
+def _partition(plan: Pass, on_device: Any, mesh: Any, operands: Sequence[Any], results: Any) -> Any:
+    """What `custom_partitioning` asks for: (mesh, what a device runs, shardings of results and operands)."""
+    del results
+    sharding, ndim = operands[0].sharding, len(operands[0].shape)
+    names = _names(_spec(sharding, ndim))
+
+    def lowered(*args: Array) -> list[Array]:
+        outs = on_device(*args)
+        return [lax.pmax(x, names) if names and x.ndim == 0 else x for x in outs]
+
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return mesh, lowered, _results(plan, sharding, ndim), (*[sharding] * plan.inputs, *[whole] * plan.values)
+
+
+def _results(plan: Pass, sharding: Any, ndim: int) -> list[Any]:
+    spec = _spec(sharding, ndim)
+    as_it_is, turned = PartitionSpec(*spec), PartitionSpec(*spec[plan.rows :], *spec[: plan.rows])
+    one = [as_it_is, turned, PartitionSpec()] + ([] if plan.wide_dtype is None else [as_it_is])
+    return [NamedSharding(sharding.mesh, p) for p in one * plan.values]
+
+
+def _spec(sharding: Any, ndim: int) -> tuple[Any, ...]:
+    return (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+
+
+def _names(spec: Sequence[Any]) -> tuple[str, ...]:
+    """The mesh axes that split a tensor."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    return tuple(name for entry in entries for name in entry)
+
+
+def _sharding_rule(plan: Pass, ndim: int) -> str:
+    """For Shardy, einsum-like: "i j, -> i j, j i, " for a matrix and its scale."""
+    axes = [f"d{i}" for i in range(ndim)]
+    as_it_is, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
+    one = [as_it_is, turned, ""] + ([] if plan.wide_dtype is None else [as_it_is])
+    return f"{', '.join([as_it_is] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
+
+
+def _why_not_here(args: Sequence[Array]) -> str | None:
+    """Why no kernel can stand in this region of the program; None if one can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
+        return f"only the axes {mesh.manual_axes} of the mesh {mesh.axis_names} are manual here"
+    kinds = getattr(getattr(jax.typeof(args[0]).sharding, "mesh", None), "axis_types", ())
+    if any(kind == jax.sharding.AxisType.Explicit for kind in kinds):
+        return "the tensor lies on a mesh with explicit axes"
+    return None
+
+
+def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
+    """`outs`, typed as varying over every manual axis over which an argument does."""
+    axes = frozenset().union(*(_varying_axes(x) for x in args))
+    return [lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") if axes - _varying_axes(x) else x for x in outs]
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    tracked = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset(getattr(jax.typeof(x), "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
+
+
+def _n_outputs(plan: Pass) -> int:
+    return plan.values * (3 if plan.wide_dtype is None else 4)
+
+
+def _outputs(plan: Pass, flat: Sequence[Array]) -> list[tiles.Output]:
+    size = _n_outputs(plan) // plan.values
+    parts = [flat[k * size : (k + 1) * size] for k in range(plan.values)]
+    return [tiles.Output(q, q_t, amax, wide[0] if wide else None) for q, q_t, amax, *wide in parts]

@@ -1,0 +1,166 @@
+"""Every function of this package in plain jax.numpy: what the kernels must equal, and what runs where they cannot.
+
+Arithmetic is float32 whatever comes in; casts to fp8 saturate (clip first: a bare cast makes NaN of what lies beyond
+e4m3's range); the largest magnitude is that of the values *before* they are scaled.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Array:
+    """float32 `x` in an fp8 dtype, rounded to nearest even; beyond the range its largest finite value, NaN stays NaN.
+
+    Example:
+      >>> saturating_cast(jnp.array([1000.0, -jnp.inf, 0.0]), jnp.float8_e4m3fn).tolist()
+      [448.0, -448.0, 0.0]
+    """
+    limit = np.float32(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit).astype(dtype)
+
+
+def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """max |x| in float32; inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
+
+    Example:
+      >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
+      (3.0, inf)
+    """
+    magnitude = jnp.abs(x.astype(jnp.float32))
+    if not magnitude.size:
+        return jnp.zeros((), jnp.float32)
+    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf))
+
+
+def transpose(x: Array, rows: int = 1) -> Array:
+    """`x`, read as a matrix whose rows are its first `rows` axes, with the rows behind the columns.
+
+    Example:
+      >>> transpose(jnp.zeros((2, 3, 4)), rows=2).shape
+      (4, 2, 3)
+    """
+    return jnp.transpose(x, (*range(rows, x.ndim), *range(rows)))
+
+
+def cast_transpose_amax(
+    x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any, rows: int = 1
+) -> tuple[Array, Array, Float[Array, ""]]:
+    """(q, its transpose, amax of x) with q = fp8(clip(x * scale)).
+
+    Example:
+      >>> q, q_t, amax = cast_transpose_amax(jnp.array([[1.0, -3.0]]), jnp.float32(2.0), jnp.float8_e4m3fn)
+      >>> q.tolist(), q_t.tolist(), float(amax)
+      ([[2.0, -6.0]], [[2.0], [-6.0]], 3.0)
+    """
+    q = saturating_cast(x.astype(jnp.float32) * scale, dtype)
+    return q, transpose(q, rows), largest_magnitude(x)
+
+
+# --- activations: float32 in, float32 out ----------------------------------------------------------------------------
+
+_SQRT_2_OVER_PI = np.float32(np.sqrt(2 / np.pi))
+_CUBIC = np.float32(0.044715)
+_SQRT_HALF = np.float32(np.sqrt(0.5))
+_INV_SQRT_2_PI = np.float32(1 / np.sqrt(2 * np.pi))
+
+
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as `jax.nn.gelu` by default.
+
+    Example:
+      >>> round(float(gelu(jnp.float32(1.0))), 4)
+      0.8412
+    """
+    return np.float32(0.5) * x * (np.float32(1) + jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x))))
+
+
+def gelu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`grad` times the derivative of `gelu` at x.
+
+    Example:
+      >>> round(float(gelu_grad(jnp.float32(1.0), jnp.float32(0.0))), 4)
+      0.5
+    """
+    t = jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x)))
+    slope = _SQRT_2_OVER_PI * (np.float32(1) + np.float32(3) * _CUBIC * (x * x))
+    half = np.float32(0.5)
+    return grad * (half * (np.float32(1) + t) + half * x * ((np.float32(1) - t * t) * slope))
+
+
+def gelu_exact(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x (1 + erf(x / sqrt(2))) / 2, as `jax.nn.gelu(approximate=False)`.
+
+    Example:
+      >>> round(float(gelu_exact(jnp.float32(1.0))), 4)
+      0.8413
+    """
+    return np.float32(0.5) * x * (np.float32(1) + lax.erf(x * _SQRT_HALF))
+
+
+def gelu_exact_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`grad` times the derivative of `gelu_exact` at x.
+
+    Example:
+      >>> round(float(gelu_exact_grad(jnp.float32(1.0), jnp.float32(0.0))), 4)
+      0.5
+    """
+    cdf = np.float32(0.5) * (np.float32(1) + lax.erf(x * _SQRT_HALF))
+    return grad * (cdf + x * (_INV_SQRT_2_PI * jnp.exp(np.float32(-0.5) * (x * x))))
+
+
+def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / (1 + exp(-x)).
+
+    Example:
+      >>> float(sigmoid(jnp.float32(0.0)))
+      0.5
+    """
+    return np.float32(1) / (np.float32(1) + jnp.exp(-x))
+
+
+def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x sigmoid(x), as `jax.nn.silu`.
+
+    Example:
+      >>> float(silu(jnp.float32(0.0)))
+      0.0
+    """
+    return x * sigmoid(x)
+
+
+def silu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`grad` times the derivative of `silu` at x.
+
+    Example:
+      >>> float(silu_grad(jnp.float32(1.0), jnp.float32(0.0)))
+      0.5
+    """
+    s = sigmoid(x)
+    return grad * (s + x * s * (np.float32(1) - s))
+
+
+def silu_gated(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """silu(a) * b: the gated unit of SwiGLU.
+
+    Example:
+      >>> float(silu_gated(jnp.float32(0.0), jnp.float32(5.0)))
+      0.0
+    """
+    return silu(a) * b
+
+
+def silu_gated_grad(
+    grad: Float[Array, "..."], a: Float[Array, "..."], b: Float[Array, "..."]
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """The gradients of a and b of `silu_gated`.
+
+    Example:
+      >>> da, db = silu_gated_grad(jnp.float32(1.0), jnp.float32(0.0), jnp.float32(5.0))
+      >>> float(da), float(db)
+      (2.5, 0.0)
+    """
+    return silu_grad(grad * b, a), grad * silu(a)
