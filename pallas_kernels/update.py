@@ -1,7 +1,8 @@
 """The optimizer's side of a step as one pass: gradient, master and moments in; master, moments and model's copy out.
 
     g          = factor * grad                    unscaled, and clipped by the global norm
-    u, moments = rule(g, w, moments)              AdamW, Lion, SGD with momentum
+    moments    = rule.moments(g, moments)         AdamW, Lion, SGD with momentum
+    u          = rule.direction(g, moments)
     w          = w - lr * (u + decay * w)
     param      = round(w)                         where the model holds fewer bits
 
@@ -27,15 +28,19 @@ _FLOAT16_MAX = 65504.0
 
 
 class Rule(Protocol):
-    """How an optimizer turns a gradient into a step; hashable, and equal for equal arithmetic."""
+    """How an optimizer turns a gradient into a step; hashable, and equal for equal arithmetic. All is float32."""
 
     @property
     def signed(self) -> tuple[bool, ...]:
         """Of each moment, whether it can be negative."""
         ...
 
-    def step(self, g: Array, moments: tuple[Array, ...], scalars: tuple[Any, ...]) -> tuple[Array, tuple[Array, ...]]:
-        """(what to subtract from the weight, times lr; new moments), all float32; scalars: the rule's own."""
+    def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The moments after the step."""
+        ...
+
+    def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
+        """What the weight moves against, times lr; from moments before or after, and the rule's own scalars."""
         ...
 
 
@@ -52,13 +57,16 @@ class AdamW(NamedTuple):
         """The first moment is signed, the second not."""
         return True, False
 
-    def step(self, g: Array, moments: tuple[Array, ...], scalars: tuple[Any, ...]) -> tuple[Array, tuple[Array, ...]]:
-        """The step and the moments after it."""
-        mu, nu = moments
-        mu = (1 - self.b1) * g + self.b1 * mu
-        nu = (1 - self.b2) * (g * g) + self.b2 * nu
-        root = jnp.sqrt(nu / scalars[1] + self.eps_root)
-        return (mu / scalars[0]) / (root + self.eps), (mu, nu)
+    def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Averages of g and of g^2."""
+        mu, nu = old
+        return (1 - self.b1) * g + self.b1 * mu, (1 - self.b2) * (g * g) + self.b2 * nu
+
+    def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
+        """The mean over the root of the mean square, both without the bias of their start at zero."""
+        del g, old
+        mu, nu = new
+        return (mu / scalars[0]) / (jnp.sqrt(nu / scalars[1] + self.eps_root) + self.eps)
 
 
 class Lion(NamedTuple):
@@ -72,14 +80,16 @@ class Lion(NamedTuple):
         """One moment, signed."""
         return (True,)
 
-    def step(self, g: Array, moments: tuple[Array, ...], scalars: tuple[Any, ...]) -> tuple[Array, tuple[Array, ...]]:
-        """The step and the moment after it."""
-        del scalars
-        (mu,) = moments
-        x = (1 - self.b1) * g + self.b1 * mu
+    def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The average of g."""
+        return ((1 - self.b2) * g + self.b2 * old[0],)
+
+    def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
+        """The sign of a shorter average; 0 and NaN stay."""
+        del new, scalars
+        x = (1 - self.b1) * g + self.b1 * old[0]
         one = jnp.ones_like(x)
-        u = jnp.where(x > 0, one, jnp.where(x < 0, -one, x))  # the sign; 0 and NaN stay
-        return u, ((1 - self.b2) * g + self.b2 * mu,)
+        return jnp.where(x > 0, one, jnp.where(x < 0, -one, x))
 
 
 class Momentum(NamedTuple):
@@ -93,12 +103,14 @@ class Momentum(NamedTuple):
         """One moment, signed."""
         return (True,)
 
-    def step(self, g: Array, moments: tuple[Array, ...], scalars: tuple[Any, ...]) -> tuple[Array, tuple[Array, ...]]:
-        """The step and the moment after it."""
-        del scalars
-        (trace,) = moments
-        trace = g + self.decay * trace
-        return (g + self.decay * trace if self.nesterov else trace), (trace,)
+    def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The sum of all g, old ones decayed."""
+        return (g + self.decay * old[0],)
+
+    def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
+        """That sum, or the next one."""
+        del old, scalars
+        return g + self.decay * new[0] if self.nesterov else new[0]
 
 
 class Weight(NamedTuple):
@@ -256,8 +268,8 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         for codec in codecs
     ]
     g = values.reads[0].astype(jnp.float32) * factor
-    u, new = rule.step(g, tuple(old), tuple(own))
-    new = [_finite_or(x, before) for x, before in zip(new, old, strict=True)]
+    new = tuple(_finite_or(x, before) for x, before in zip(rule.moments(g, tuple(old)), old, strict=True))
+    u = rule.direction(g, tuple(old), new, tuple(own))
     moved = _finite_or(weight - learning_rate * (u + decay * weight), weight)
     results = list(_moments.split(moved, stored.dtype)) if kind.is_split else [moved]
     narrow = any(name != "float32" for name in kind.moments)
