@@ -75,7 +75,7 @@ def clip_by_global_norm(
         del state, params
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
         coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
-        factor = jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
+        factor = casting.computed_once(jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0))
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
         clipped = _scales.map_scales(lambda _, g, amax: amax, clipped, updates)  # no gradients
         return clipped, GlobalNormState(norm)

@@ -129,6 +129,7 @@ def unscale_and_skip(
             grads = _scales.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite)
+            finite, taken = casting.computed_once((finite, taken))
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
         next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
         with jax.named_scope("jaxmp.optimizer"):
