@@ -9,7 +9,7 @@ job: float16 params and gradients, float32 masters and moments, a dynamic loss s
     trace, lower,     of the jitted step, with jax's caches cleared before; the least of three, or fewer where one
     compile           takes long
 
-    python benchmarks/cpu.py            measure, write the results and the table in README.md; under five minutes
+    python benchmarks/cpu.py            measure, write the results and the table in README.md; minutes
     python benchmarks/cpu.py --table    only the table, from the results that are there
 
 Exit status 1 if a target is missed: jaxmp's step at most 1.05 of the best by hand, trace + compile at most 2 at 1000
