@@ -6,6 +6,7 @@
 #   make lint       the first of these: ruff, import layers, pyright
 #   make parity     the long comparison: several seeds
 #   make campaign   the slow full matrix behind the sampled tests
+#   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make clean      remove environments and everything else that make made
 #
@@ -26,11 +27,11 @@ JOBS ?= 2
 LINT ?= 1
 NOTEBOOKS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks campaign h100 clean
+.PHONY: help train parity test lint pytest notebooks campaign bench h100 clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,10p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,11p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -77,6 +78,9 @@ campaign: $(STAMP)/dev
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev
 	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
+
+bench: $(STAMP)/examples
+	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
 # Compiling for an H100 takes the CUDA plugin of one jax version, but neither a GPU nor a driver.
 h100: $(VENV_H100)/.jaxmp-$(KEY)/h100

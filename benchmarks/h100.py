@@ -15,36 +15,30 @@ gradients in, masters, moments and params out.
 Exit status 1 if a target is missed.
 """
 
-import argparse
 import functools
-import importlib.metadata
 import json
-import platform
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.dynamic_scale import DynamicScale
+import tables
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import PyTree
+from recipes import LEARNING_RATE, MAX_NORM, Step, by_hand, flax_dynamic_scale, plain
+from tables import HERE, markdown, parse_arguments, write_readme
 
 import jaxmp
 
-HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h100_optimizer.json"
-README = HERE / "README.md"
 MARKERS = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax", "optax", "jaxmp")
 SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
-
-LEARNING_RATE, MAX_NORM = 1e-3, 1.0
-Step = Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]  # (params, opt_state, grads) -> (params, opt_state)
+versions = functools.partial(tables.versions, PACKAGES, "make h100")
 
 
 class Target(NamedTuple):
@@ -114,75 +108,6 @@ def jaxmp_programs(n_leaves: int) -> Iterator[Program]:
 
 
 # --- what it is measured against --------------------------------------------------------------------------------------
-
-
-class ByHandState(NamedTuple):
-    """fp16 training as one writes it without a library."""
-
-    masters: PyTree  # float32, as params
-    adamw: Any
-    scale: Float[Array, ""]
-    good_steps: Int[Array, ""]
-
-
-def by_hand() -> tuple[Callable[[PyTree], ByHandState], Step]:
-    """Unscale, clip, AdamW on masters, select old or new, cast: jnp and optax, nothing else."""
-    adamw = optax.adamw(LEARNING_RATE)
-
-    def init(params: PyTree) -> ByHandState:
-        return ByHandState(params, adamw.init(params), jnp.float32(2.0**16), jnp.int32(0))
-
-    def step(params: PyTree, state: ByHandState, grads: PyTree) -> tuple[PyTree, ByHandState]:
-        del params  # the masters are the truth
-        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
-        norm = optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / (norm + 1e-6)), grads)
-        updates, adamw_state = adamw.update(grads, state.adamw, state.masters)
-        new = optax.apply_updates(state.masters, updates), adamw_state
-        masters, adamw_state = _select(finite, new, (state.masters, state.adamw))
-        grow = finite & (state.good_steps + 1 == 2000)
-        scale = state.scale * jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)
-        good_steps = jnp.where(finite & ~grow, state.good_steps + 1, 0)
-        params = jax.tree.map(lambda w: w.astype(jnp.float16), masters)
-        return params, ByHandState(masters, adamw_state, scale, good_steps)
-
-    return init, step
-
-
-def flax_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
-    """flax's recipe for float16 compute: `DynamicScale` round the gradient, float32 params, select."""
-
-    def init(params: PyTree) -> Any:
-        return tx.init(params), DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
-
-    def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        opt_state, dynamic_scale = state
-
-        def loss_fn(params: PyTree) -> Float[Array, ""]:  # the loss with these gradients
-            return sum(map(jnp.vdot, jax.tree.leaves(params), jax.tree.leaves(grads)), jnp.float32(0.0))
-
-        dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(loss_fn)(params)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, opt_state = _select(finite, new, (params, opt_state))
-        return params, (opt_state, dynamic_scale)
-
-    return init, step
-
-
-def plain(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
-    """optax in float32: nothing scaled, nothing skipped."""
-
-    def step(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return tx.init, step
-
-
-def _select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(functools.partial(jnp.where, finite), new, old)
 
 
 def baseline_programs() -> Iterator[Program]:
@@ -322,40 +247,6 @@ def table(rows: list[dict[str, Any]]) -> str:
             ]
         )
     return markdown(cells)
-
-
-def markdown(cells: list[list[str]]) -> str:
-    """A markdown table of its rows, the first being the head, with the columns aligned."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [cells[0], ["-" * w for w in widths], *cells[1:]]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-
-
-def write_between(begin: str, end: str, text: str) -> None:
-    """Replaces what stands between two markers in README.md."""
-    before, rest = README.read_text().split(begin)
-    README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
-
-
-def write_readme(markers: tuple[str, str], tables: str, results: dict[str, Any]) -> None:
-    """Puts tables, and what they were measured with, between their markers in README.md."""
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(*markers, f"{tables}\n\n{results['device']}; {found}.")
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """The command line: `--table` or nothing."""
-    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--table", action="store_true", help="only write README.md's tables from the stored results")
-    return parser.parse_args()
-
-
-def versions() -> dict[str, str]:
-    """Of everything that the numbers depend on; stops the program where something is missing."""
-    try:
-        return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES}
-    except importlib.metadata.PackageNotFoundError as e:
-        raise SystemExit(f"{e.name} is missing: `make h100` installs what this needs, and runs it") from e
 
 
 def main() -> int:

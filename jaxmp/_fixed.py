@@ -40,7 +40,7 @@ def unscale(tree: PyTree, loss_scale: Float[Array, ""]) -> PyTree:
       >>> unscale({"w": jnp.array([8.0], jnp.float16)}, jnp.float32(4.0))
       {'w': Array([2.], dtype=float32)}
     """
-    inv_scale = casting.reciprocal(loss_scale)
+    inv_scale = casting.computed_once(casting.reciprocal(loss_scale))
     return jax.tree.map(lambda x: x.astype(jnp.float32) * inv_scale if casting.is_float(x) else x, tree)
 
 
