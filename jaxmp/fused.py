@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _in_place, casting, clip, compress
+from jaxmp import _in_place, clip, compress
 from jaxmp.state import GlobalNormState
 from pallas_kernels import backend as kernel_backend, update as kernels
 from pallas_kernels.moments import Quantized
@@ -189,7 +189,6 @@ def _fused(
         factor = step.inv_scale
         if max_norm:
             factor = factor * clip.factor_of(step.grad_norm, max_norm)
-        factor = casting.computed_once(factor)
         schedule = next(iter(_find(state, optax.ScaleByScheduleState)), None)
         rate = learning_rate(schedule.count) if callable(learning_rate) and schedule is not None else learning_rate
         compressed = next(iter(_find(state, compress.CompressedState)), None)

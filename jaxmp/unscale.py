@@ -142,7 +142,8 @@ def unscale_and_skip(
                     bad = ~locally_finite
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite, bad)
-            finite, taken = casting.computed_once((finite, taken))
+            if offer is None:  # kernels read scalars from memory, once
+                finite, taken = casting.computed_once((finite, taken))
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
         next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
         extra_args |= {

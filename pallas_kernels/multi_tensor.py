@@ -22,6 +22,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool
 
 from pallas_kernels import launch
@@ -46,6 +47,8 @@ def reference(
       >>> reference(double, [Leaf(reads=(jnp.ones(2),), outs=(jnp.float32,))], [2.0]).leaves
       [(Array([2., 2.], dtype=float32),)]
     """
+    # Computed once: they come from all leaves, and XLA would copy that whole chain into the kernel of each.
+    scalars, when = lax.optimization_barrier((tuple(jnp.asarray(s, jnp.float32) for s in scalars), when))
     found: list[tuple[Array, ...]] = []
     sums = [jnp.zeros((), jnp.float32)] * n_sums
     for leaf in leaves:
@@ -59,7 +62,7 @@ def reference(
             tuple(view(x) for x in leaf.reads),
             tuple(view(x) for x in leaf.states),
             tuple(jnp.float32(c) for c in leaf.numbers),
-            tuple(jnp.asarray(s, jnp.float32) for s in scalars),
+            scalars,
             leaf.kind,
             lambda x: jnp.max(x, axis=-1, keepdims=True),
             lambda shape=shape, grouped=grouped: flat_index(shape).reshape(grouped),
