@@ -133,43 +133,44 @@ def apply(
     """
     served = [i for i, leaf in enumerate(leaves) if leaf.group == 1 or leaf.group % launch.THREADS == 0]
     others = [i for i in range(len(leaves)) if i not in set(served)]
-    rest = reference(f, [leaves[i] for i in others], scalars, n_sums=n_sums, when=when)
-    found: list[Any] = [None] * len(leaves)
-    for i, new in zip(others, rest.leaves, strict=True):
-        found[i] = new
-    if not served:
-        return rest
-    flat = [
-        leaf._replace(
-            reads=tuple(x.reshape(-1) for x in leaf.reads),
-            states=tuple(x.reshape(-1) for x in leaf.states),
-            writes=tuple(x.reshape(-1) for x in leaf.writes),
-        )
-        for leaf in (leaves[i] for i in served)
-    ]
+    if others:
+        by_xla = reference(f, [leaves[i] for i in others], scalars, n_sums=n_sums, when=when)
+        kernels = {"name": name, "n_sums": n_sums, "when": when, "levels": levels, "interpret": interpret}
+        by_kernel = apply(f, [leaves[i] for i in served], scalars, **kernels) if served else Result([], by_xla.sums)
+        found = dict(zip((*others, *served), (*by_xla.leaves, *by_kernel.leaves), strict=True))
+        sums = [a + b for a, b in zip(by_xla.sums, by_kernel.sums, strict=True)] if served else by_xla.sums
+        return Result([found[i] for i in range(len(leaves))], tuple(sums))
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
+    flat = [_flattened(leaf) for leaf in leaves]
     members = buckets([signature_of(leaf) for leaf in flat], MOST)
     regions = [tuple(launch.regions([flat[i] for i in bucket], levels)) for bucket in members]
     ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
     # One for each block, added up in the end. No operand is left empty: the compiler does not survive it.
-    sums = jnp.zeros(max(n_sums * ends[-1], 1), jnp.float32)
+    partial = jnp.zeros(max(n_sums * ends[-1], 1), jnp.float32)
+    moved: list[Any] = [None] * len(leaves)
     for bucket, own_regions, start in zip(members, regions, ends, strict=False):
-        arrays = [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket]
         statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
-        numbers = np.asarray([flat[i].numbers or (0.0,) for i in bucket], np.float32).reshape(-1)
-        results, sums = launch.launch(
+        results, partial = launch.launch(
             packed,
-            numbers,
+            np.asarray([flat[i].numbers or (0.0,) for i in bucket], np.float32).reshape(-1),
             np.asarray([start], np.int32),
-            sums,
-            arrays,
+            partial,
+            [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket],
             program=launch.Program(f, own_regions, statics, n_sums, name),
             interpret=interpret,
         )
-        for i, new in zip((served[i] for i in bucket), results, strict=True):
-            old = (*leaves[i].states, *leaves[i].writes)
-            shapes = [x.shape for x in old] + [shape_of(leaves[i])] * len(leaves[i].outs)
-            found[i] = tuple(x.reshape(s) for x, s in zip(new, shapes, strict=True))
-    totals = jnp.sum(sums.reshape(n_sums, -1), axis=1) if n_sums else ()
-    return Result(found, tuple(a + b if others else a for a, b in zip(totals, rest.sums, strict=True)))
+        for i, new in zip(bucket, results, strict=True):
+            moved[i] = _shaped(leaves[i], new)
+    totals = jnp.sum(partial.reshape(n_sums, -1), axis=1) if n_sums else ()
+    return Result(moved, tuple(totals))
+
+
+def _flattened(leaf: Leaf) -> Leaf:
+    reads, states, writes = (tuple(x.reshape(-1) for x in part) for part in (leaf.reads, leaf.states, leaf.writes))
+    return leaf._replace(reads=reads, states=states, writes=writes)
+
+
+def _shaped(leaf: Leaf, new: Sequence[Array]) -> tuple[Array, ...]:
+    shapes = [x.shape for x in (*leaf.states, *leaf.writes)] + [shape_of(leaf)] * len(leaf.outs)
+    return tuple(x.reshape(shape) for x, shape in zip(new, shapes, strict=True))
