@@ -48,7 +48,8 @@ def reference(
       [(Array([2., 2.], dtype=float32),)]
     """
     # Computed once: they come from all leaves, and XLA would copy that whole chain into the kernel of each.
-    scalars, when = lax.optimization_barrier((tuple(jnp.asarray(s, jnp.float32) for s in scalars), when))
+    shared: tuple[Array, ...] = tuple(jnp.asarray(s, jnp.float32) for s in scalars)
+    shared, when = lax.optimization_barrier((shared, when))
     found: list[tuple[Array, ...]] = []
     sums = [jnp.zeros((), jnp.float32)] * n_sums
     for leaf in leaves:
@@ -62,7 +63,7 @@ def reference(
             tuple(view(x) for x in leaf.reads),
             tuple(view(x) for x in leaf.states),
             tuple(jnp.float32(c) for c in leaf.numbers),
-            scalars,
+            shared,
             leaf.kind,
             lambda x: jnp.max(x, axis=-1, keepdims=True),
             lambda shape=shape, grouped=grouped: flat_index(shape).reshape(grouped),
