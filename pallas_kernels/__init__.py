@@ -5,7 +5,9 @@ One idea to a file:
 - `reference`: every function in plain jax.numpy, at once the oracle of the tests and the "xla" backend;
 - `backend`: what this device and this jax version can run, and `backend=`: "auto" (mosaic where it can run, else xla)
   or the name of one, which raises where it cannot serve and says why;
-- one file for each kernel.
+- `tiles`: the pass over a matrix that casts, transposes and takes the amax; `passes`: the same for any rank, on meshes
+  and under vmap;
+- one file for each kernel or family: `cast_transpose`, `activation`.
 
 It is the bottom layer: nothing here imports `jaxmp`, and an import contract holds that.
 """
