@@ -20,30 +20,29 @@ gradients in, masters, moments and params out.
 Exit status 1 if a target is missed.
 """
 
-import argparse
-import importlib.metadata
+import functools
 import itertools
 import json
-import platform
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import h100_aot as aot  # first: it pins the local platform
 import jax
+import tables
 import trees
 from h100_peers import baseline_programs
-from h100_programs import GPT2, MANY, SMALL, Program, Step, Target, fused_programs, jaxmp_programs
+from h100_programs import GPT2, MANY, SMALL, Program, Target, fused_programs, jaxmp_programs
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import PyTree
+from recipes import Step
+from tables import HERE, markdown, parse_arguments, write_readme
 
-HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "h100_optimizer.json"
-README = HERE / "README.md"
 MARKERS = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax", "optax", "jaxmp")
+versions = functools.partial(tables.versions, PACKAGES, "make h100")
 
 
 # --- compiling and counting -------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def missed_by_many_leaves(rows: list[dict[str, Any]]) -> list[str]:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def tables(rows: list[dict[str, Any]]) -> str:
+def readme_tables(rows: list[dict[str, Any]]) -> str:
     """The rows as markdown tables that also read well as plain text: GPT-2 small, then the larger trees."""
     return "\n\n".join((_table([r for r in rows if r["tree"] == GPT2.name]), _larger(rows)))
 
@@ -244,45 +243,11 @@ def _holds(row: dict[str, Any]) -> str:
     return "no: " + "; ".join(row["missed"]) if row["missed"] else "yes"
 
 
-def markdown(cells: list[list[str]]) -> str:
-    """A markdown table of its rows, the first being the head, with the columns aligned."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [cells[0], ["-" * w for w in widths], *cells[1:]]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-
-
-def write_between(begin: str, end: str, text: str) -> None:
-    """Replaces what stands between two markers in README.md."""
-    before, rest = README.read_text().split(begin)
-    README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
-
-
-def write_readme(markers: tuple[str, str], tables: str, results: dict[str, Any]) -> None:
-    """Puts tables, and what they were measured with, between their markers in README.md."""
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(*markers, f"{tables}\n\n{results['device']}; {found}.")
-
-
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """The command line: `--table` or nothing."""
-    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--table", action="store_true", help="only write README.md's tables from the stored results")
-    return parser.parse_args()
-
-
-def versions() -> dict[str, str]:
-    """Of everything that the numbers depend on; stops the program where something is missing."""
-    try:
-        return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES}
-    except importlib.metadata.PackageNotFoundError as e:
-        raise SystemExit(f"{e.name} is missing: `make h100` installs what this needs, and runs it") from e
-
-
 def main() -> int:
     """Runs what the command line asks for; returns the exit status."""
     if parse_arguments(__doc__).table:
         results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, tables(results["rows"]), results)
+        write_readme(MARKERS, readme_tables(results["rows"]), results)
         return 0
 
     found = versions()
@@ -300,8 +265,8 @@ def main() -> int:
     }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, tables(rows), results)
-    print(tables(rows), *results["missed"], sep="\n")
+    write_readme(MARKERS, readme_tables(rows), results)
+    print(readme_tables(rows), *results["missed"], sep="\n")
     return 1 if results["missed"] or any(row["missed"] for row in rows) else 0
 
 

@@ -32,10 +32,11 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax.linen import fp8_ops
-from h100 import HERE, SMALL, markdown, parse_arguments, versions, write_readme
+from h100 import SMALL, versions
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
+from tables import HERE, markdown, parse_arguments, write_readme
 
 import jaxmp
 from jaxmp import fp8

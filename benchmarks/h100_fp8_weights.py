@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from h100 import HERE, markdown, parse_arguments, versions, write_readme
+from h100 import versions
 from h100_fp8 import OPTIONS, everywhere
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
+from tables import HERE, markdown, parse_arguments, write_readme
 
 import jaxmp
 

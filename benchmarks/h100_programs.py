@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import optax
 import trees
 from jaxtyping import PyTree
+from recipes import LEARNING_RATE, MAX_NORM, Step
 
 import jaxmp
 
-LEARNING_RATE, MAX_NORM = 1e-3, 1.0
 SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
-Step = Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]  # (params, opt_state, grads) -> (params, opt_state)
 
 
 class Tree(NamedTuple):
