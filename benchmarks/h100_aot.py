@@ -15,7 +15,8 @@ Needs a CUDA plugin beside jax, no driver and no GPU (about 1 GB):
 How bytes are counted: every instruction of the final HLO that runs reads its operands once and writes its results once.
 A buffer that two kernels read counts twice, one that a kernel reads several times counts once; caches count for
 nothing. A slice reads what it takes out, not what it takes it from. A conditional counts as its dearest branch, a loop
-as one turn of its body.
+as one turn of its body. What a kernel of our own does with its operands the HLO does not say: it counts as reading all,
+unless `report` is told how many bytes are there to be written only (what is updated in place has to be an operand).
 
 What this cannot tell: time, GEMM autotuning, run-time faults. Import it before anything else touches jax: it pins the
 local platform to cpu.
@@ -107,21 +108,30 @@ def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
     return list(_walk("ENTRY", blocks))
 
 
-def report(compiled: jax.stages.Compiled, n_params: int | None = None) -> dict[str, Any]:
+def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread_bytes: int = 0) -> dict[str, Any]:
     """Counts of a compiled program.
 
     Args:
       compiled: what `compile_for` returned.
       n_params: number of parameters to divide by.
+      unread_bytes: of operands of Mosaic kernels that are aliased with a result and never read, as the model's params
+        are beside float32 masters. They are taken off the bytes read.
 
     Returns:
       kernels: instructions that launch something, collectives left out.
       bytes_read, bytes_written: by kernels, packing left out; bytes_per_param: their sum over `n_params`.
       packing_bytes: read and written by kernels that do nothing but gather what a collective sends, or scatter what it
         brought. It belongs to the exchange of gradients, not to what is done with them.
+      mosaic_bytes_read: of the bytes read those by Mosaic kernels.
+      unpacked_bytes: of those read and written, by XLA's kernels that take what a collective brought and make operands
+        of Mosaic kernels of it. A kernel of our own wants each leaf in a buffer of its own, where one of XLA's would
+        have been fused with the unpacking (and with the division by the number of devices).
       copies, largest_copy_bytes: of one buffer to another, unchanged.
       collectives: bytes that each one moves in, by kind, in order.
       temp_bytes, alias_bytes: of XLA's memory analysis: scratch, and outputs that live in donated inputs.
+
+    Raises:
+      ValueError: `unread_bytes` that no Mosaic kernel has among its operands.
     """
     blocks = computations(compiled)
     runs = list(_walk("ENTRY", blocks))
@@ -132,13 +142,22 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None) -> dict[s
     packing = [i for i in kernels if _only_moves(i, blocks) and (i.name in feeding or i.sources & names)]
     local = [i for i in kernels if i not in packing]
     copies = [i for i in local if _only_moves(i, blocks, {"parameter", "bitcast", "tuple", "copy"})]
-    read, written = sum(i.bytes_read for i in local), sum(i.bytes_written for i in local)
+    mosaic = [i for i in local if i.kind.startswith("mosaic_gpu")]
+    wanted = frozenset().union(*(i.sources for i in mosaic))
+    unpacking = [i for i in local if i not in mosaic and i.sources & names and i.name in wanted]
+    by_mosaic = sum(i.bytes_read for i in mosaic)
+    if unread_bytes > by_mosaic:
+        raise ValueError(f"Mosaic kernels have operands of {by_mosaic} bytes; {unread_bytes} of these cannot be unread")
+    read = sum(i.bytes_read for i in local) - unread_bytes
+    written = sum(i.bytes_written for i in local)
     by_kind = {c: [i.bytes_read for i in collectives if i.op.startswith(c)] for c in _COLLECTIVES}
     memory: Any = compiled.memory_analysis()
     return {
         "kernels": len(kernels),
         "bytes_read": read,
         "bytes_written": written,
+        "mosaic_bytes_read": by_mosaic - unread_bytes,
+        "unpacked_bytes": sum(i.bytes_read + i.bytes_written for i in unpacking),
         "bytes_per_param": round((read + written) / n_params, 3) if n_params else None,
         "packing_bytes": sum(i.bytes_read + i.bytes_written for i in packing),
         "copies": len(copies),

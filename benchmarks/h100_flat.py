@@ -23,9 +23,11 @@ import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
-from h100 import HERE, gpt2_small, markdown, parse_arguments, versions, write_readme
+import trees
+from h100 import versions
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
+from tables import HERE, markdown, parse_arguments, write_readme
 
 import jaxmp
 
@@ -45,7 +47,7 @@ class Program(NamedTuple):
 
 def blocks() -> PyTree:
     """The twelve blocks of GPT-2 small: 144 leaves, 85 million values; float16."""
-    tree = {name: block for name, block in gpt2_small().items() if name.startswith("h_")}
+    tree = {name: block for name, block in trees.gpt2().items() if name.startswith("h_")}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float16), tree)
 
 

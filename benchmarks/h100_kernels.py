@@ -25,8 +25,9 @@ os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before jax is imported
 import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
-from h100 import HERE, markdown, parse_arguments, versions, write_readme
+from h100 import versions
 from jax.sharding import PartitionSpec as P
+from tables import HERE, markdown, parse_arguments, write_readme
 
 import pallas_kernels
 

@@ -40,10 +40,45 @@ def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[
     return lambda *args: lax.platform_dependent(*args, cuda=in_blocks, default=otherwise)
 
 
+def why_not_fp8_gemms() -> str | None:
+    """Why fp8 matmuls do not run in fp8 on this machine; None if they do.
+
+    Example:
+      >>> why_not_fp8_gemms()  # on a CPU
+      'there is no NVIDIA GPU'
+    """
+    return _why_not(_FIRST_WITH_FP8, "fp8 tensor cores come with", "Ada")
+
+
+def why_not_block_scaled_gemms() -> str | None:
+    """The same for matmuls of MXFP8 blocks.
+
+    Example:
+      >>> why_not_block_scaled_gemms()  # on a CPU
+      'there is no NVIDIA GPU'
+    """
+    return _why_not(_FIRST_WITH_BLOCKS, "block scales come with", "Blackwell")
+
+
+def _why_not(first: float, what: str, generation: str) -> str | None:
+    capability = _capability()
+    if capability is None:
+        return "there is no NVIDIA GPU"
+    if capability < first:
+        return f"{what} compute capability {first} ({generation}); a GPU here has {capability}"
+    return None
+
+
 def _oldest_gpu() -> float:
-    """The least compute capability of this machine's GPUs."""
+    """The least compute capability of this machine's GPUs; without one, what is lowered for GPUs will run elsewhere."""
+    capability = _capability()
+    return _HOPPER if capability is None else capability
+
+
+def _capability() -> float | None:
+    """The same; None without a GPU."""
     try:
         gpus = jax.devices("cuda")
-    except RuntimeError:  # no GPU here: what is lowered for one will run elsewhere
-        return _HOPPER
+    except RuntimeError:
+        return None
     return min(float(getattr(gpu, "compute_capability", _HOPPER)) for gpu in gpus)

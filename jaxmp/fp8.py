@@ -12,7 +12,8 @@ so fp8 works in any loop, and never meets clipping, weight decay, Adam or the lo
 
 In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the recipes) -> `dot_general`, `einsum`,
 `quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how scales move;
-`mixed_precision` joins them) -> `get_scales`, `resize_history` (looking at them, and restoring).
+`mixed_precision` joins them) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says what
+serves all this on the machine at hand.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxmp import _einsum, _layer, _linen_fp8
+from jaxmp._backends import backends as backends
 from jaxmp._blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
 from jaxmp._gemm import (
     FallbackWarning as FallbackWarning,

@@ -1,0 +1,109 @@
+"""The programs that `h100.py` compiles: what one is, and jaxmp's."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import trees
+from jaxtyping import PyTree
+from recipes import LEARNING_RATE, MAX_NORM, Step
+
+import jaxmp
+
+SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
+
+
+class Tree(NamedTuple):
+    """What is trained."""
+
+    name: str
+    shapes: PyTree
+
+
+GPT2 = Tree("GPT-2 small", trees.gpt2())
+MANY = Tree("1000 leaves", trees.gpt2(layers=83))
+LLAMA = Tree("Llama 1B", trees.llama_1b())
+
+
+class Target(NamedTuple):
+    """What a program may cost; every field is checked."""
+
+    bytes_per_param: float
+    small_all_reduces: int  # for flags (and sums), each at most SMALL bytes
+    rounded_leaves: int = 0  # leaves for which a rounding to 16 bits has to be in the program
+    kernels: int | None = None
+    largest_copy_bytes: int = SMALL
+    stored_bytes_per_param: float | None = None  # params and optimizer state
+
+
+class Program(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    mode: str  # how many devices, and how they share the work
+    step: Step
+    init: Callable[[PyTree], Any]  # from float32 params
+    devices: int = 1
+    params_dtype: Any = jnp.float16
+    target: Target | None = None
+    tree: Tree = GPT2
+    writes_params_only: bool = False  # its kernels take the params as operands, and never read them
+
+
+def jaxmp_programs() -> Iterator[Program]:
+    """`jaxmp.mixed_precision` in its two forms, on one device and on eight that hold the same params."""
+    inner = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
+    tx = jaxmp.mixed_precision(inner, "fp16")
+
+    def update(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    forms = (
+        ("jaxmp.apply_gradients", applied(tx), 30.5, 0),
+        ("jaxmp update + optax.apply_updates", update, 32.5, len(jax.tree.leaves(GPT2.shapes))),
+    )
+    for name, step, limit, rounded in forms:
+        yield Program(name, "1 device", step, tx.init, target=Target(limit, 0, rounded))
+        yield Program(name, "8, jit", step, tx.init, devices=8, target=Target(limit, 0, rounded))
+        yield Program(name, "8, shard_map", step, tx.init, devices=8, target=Target(limit, 1, rounded))
+
+
+def fused_programs() -> Iterator[Program]:
+    """`jaxmp.fused_adamw` in a few launches: with masters, with split masters, and with moments in 8 bits."""
+    name = "jaxmp.fused_adamw, fp16"
+    tx = jaxmp.mixed_precision(_fused_adamw(), "fp16")
+    one = Program(name, "1 device", applied(tx), tx.init, writes_params_only=True)
+    few = Target(30.5, 0, kernels=32, largest_copy_bytes=0)
+    yield one._replace(target=few)
+    # 4 more: the mean over devices is written once and read once, since the kernel wants each leaf in its own buffer.
+    yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
+    yield one._replace(tree=MANY, target=few._replace(kernels=None))
+    yield one._replace(tree=LLAMA, target=few)
+
+    tx = jaxmp.mixed_precision(_fused_adamw(), "bf16", remainder_bits=16)
+    name = "jaxmp.fused_adamw, bf16, 16 bits of remainder"
+    split = Program(name, "1 device", applied(tx), tx.init, params_dtype=jnp.bfloat16)
+    yield split._replace(target=few._replace(bytes_per_param=28.5))
+
+    tx = jaxmp.mixed_precision(_fused_adamw(state_dtype=jnp.int8), "bf16", remainder_bits=8)
+    name = "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments"
+    small = split._replace(name=name, step=applied(tx), init=tx.init)
+    small = small._replace(target=few._replace(bytes_per_param=14.5, stored_bytes_per_param=7.0))
+    yield small
+    yield small._replace(tree=LLAMA)
+
+
+def _fused_adamw(**kwargs: Any) -> optax.GradientTransformation:
+    return jaxmp.fused_adamw(LEARNING_RATE, max_norm=MAX_NORM, **kwargs)
+
+
+def applied(tx: optax.GradientTransformation) -> Step:
+    """A step through `jaxmp.apply_gradients`."""
+
+    def step(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    return step

@@ -1,0 +1,115 @@
+"""`python -m jaxmp`: what serves what, read off real and pretended devices."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import jaxmp
+import pallas_kernels
+from jaxmp import __main__ as command, _backends
+from pallas_kernels import backend as kernel_backend
+
+FUSED = "fused optimizer update"
+FP8, MXFP8, BLOCKS = "fp8 matmul", "block-scaled matmul, MXFP8", "block-scaled matmul, BlockScaling"
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that puts GPUs of one compute capability into this machine."""
+
+    def install(capability, n=1):
+        gpus = [SimpleNamespace(device_kind="NVIDIA GPU", compute_capability=capability)] * n
+        monkeypatch.setattr(jax, "devices", lambda platform=None: gpus)
+        monkeypatch.setattr(jax, "device_count", lambda: n)
+        monkeypatch.setattr(kernel_backend, "FIRST_JAX", (0, 0, 0))  # whatever this jax is
+
+    return install
+
+
+def served():
+    return {row.operation: row for row in _backends.backends()}
+
+
+@pytest.mark.parametrize("arguments", [[], ["backends"]], ids=["alone", "backends"])
+def test_it_prints_versions_devices_and_every_operation(arguments):
+    run = subprocess.run([sys.executable, "-m", "jaxmp", *arguments], capture_output=True, text=True, check=True)
+    assert f"jaxmp {jaxmp.__version__}: python " in run.stdout
+    assert f"jax {jax.__version__}, jaxlib " in run.stdout
+    assert "8 x cpu\n" in run.stdout
+    for row in _backends.backends():
+        assert any(line.split() == " ".join(row).split() for line in run.stdout.splitlines())
+
+
+def test_an_unknown_command_is_named(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["backend"])
+    assert "'backend'" in capsys.readouterr().err
+
+
+def test_without_a_gpu_xla_serves_and_matmuls_are_emulated():
+    rows = served()
+    assert rows[FUSED].backend == "xla"
+    assert rows[FUSED].reason == pallas_kernels.why_no_kernels(needs_gpu=True)
+    for operation in (FP8, MXFP8, BLOCKS):
+        assert rows[operation].backend == "emulated"
+        assert rows[operation].reason.endswith("in float32")
+    assert rows[FP8].reason.startswith("there is no NVIDIA GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "fused", "fp8", "mxfp8"),
+    [
+        ("8.0", "xla", "emulated", "emulated"),
+        ("8.9", "xla", "cublasLt fp8", "emulated"),
+        ("9.0", "mosaic", "cublasLt fp8", "emulated"),
+        ("10.0", "mosaic", "cublasLt fp8", "cudnn mxfp8"),
+    ],
+    ids=["Ampere", "Ada", "Hopper", "Blackwell"],
+)
+def test_each_generation_gets_what_it_can_run(machine, capability, fused, fp8, mxfp8):
+    machine(capability)
+    rows = served()
+    assert (rows[FUSED].backend, rows[FP8].backend, rows[MXFP8].backend) == (fused, fp8, mxfp8)
+    assert rows[BLOCKS].backend == "emulated"
+    for operation in (FUSED, FP8, MXFP8):
+        if rows[operation].backend in ("xla", "emulated"):
+            assert f"a GPU here has {float(capability)}" in rows[operation].reason
+    exact = "float32" if fp8 == "emulated" else "bfloat16"
+    assert rows[BLOCKS].reason.endswith(f"in {exact}")
+
+
+def test_the_oldest_gpu_counts(machine, monkeypatch):
+    machine("9.0")
+    gpus = [SimpleNamespace(compute_capability=capability) for capability in ("9.0", "8.0")]
+    monkeypatch.setattr(jax, "devices", lambda platform=None: gpus)
+    assert "a GPU here has 8.0" in served()[FUSED].reason
+
+
+def test_several_gpus_get_kernels_where_each_sees_its_own_arrays(machine):
+    machine("9.0", n=8)
+    row = served()[FUSED]
+    assert row.backend == "mosaic"
+    assert "under plain jit xla" in row.reason
+
+
+def test_an_old_jax_is_the_reason(machine, monkeypatch):
+    machine("9.0")
+    monkeypatch.setattr(kernel_backend, "FIRST_JAX", (99, 0, 0))
+    assert served()[FUSED].reason == f"kernels need jax >= 99.0.0; this is {jax.__version__}"
+
+
+def test_an_operation_without_a_kernel_says_so(machine, monkeypatch):
+    machine("9.0")
+    monkeypatch.delattr(pallas_kernels, "cast_tree")
+    assert served()["cast of params (pallas_kernels.cast_tree)"][1:] == ("xla", "there is no kernel for it")
+
+
+def test_devices_are_counted_with_their_capability(machine, capsys):
+    machine("9.0", n=8)
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert "8 x NVIDIA GPU, compute capability 9.0\n" in out
+    assert "mosaic" in out
