@@ -7,7 +7,9 @@ One idea to a file:
   or the name of one, which raises where it cannot serve and says why;
 - `tiles`: the pass over a matrix that casts, transposes and takes the amax; `passes`: the same for any rank, on meshes
   and under vmap;
-- one file for each kernel or family: `cast_transpose`, `activation`.
+- `leaves`, `launch`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same where they are split over
+  devices; `tree`: the same for whole trees; `moments`: optimizer state in few bits;
+- one file for each kernel or family: `cast_transpose`, `activation`; `unscale`, `cast`, `update`.
 
 It is the bottom layer: nothing here imports `jaxmp`, and an import contract holds that.
 """

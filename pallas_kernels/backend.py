@@ -9,9 +9,9 @@
 that is traced on a CPU and compiled for a GPU gets the kernel. What cannot be asked there is how new the GPU is; the
 GPUs of this machine stand for it, and without any Hopper is assumed.
 
-A kernel sees whole arrays. Inside `jax.shard_map` and `jax.pmap` these are the device's own; under plain `jax.jit` with
-arrays that are split over devices XLA would gather them first. So "auto" takes a kernel there only where that kernel
-says itself how it is partitioned (`partitioned=True`).
+A kernel sees whole arrays. Inside `jax.shard_map` and `jax.pmap` these are the device's own. Under plain `jax.jit` with
+arrays that are split over devices XLA would gather them first, so kernels say by `custom_partitioning` how they are
+split (`passes`, `meshes`). Meshes with explicit axes, and regions in which only some axes are manual, are left to XLA.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,6 @@ def run(
     reference: Callable[..., Any],
     *args: Any,
     unmet: str | None = None,
-    partitioned: bool = False,
 ) -> Any:
     """Calls `kernel(*args, interpret=...)` or `reference(*args)`, as `backend` says.
 
@@ -41,7 +40,6 @@ def run(
       reference: the same function in jax.numpy.
       *args: pytrees of arrays.
       unmet: why the kernel cannot serve these arguments (shapes, dtypes); None if it can.
-      partitioned: whether the kernel brings its own rule for arrays that are split over devices under plain jit.
 
     Raises:
       ValueError: an unknown backend; "mosaic" or "interpret" where it cannot serve, with the condition that failed.
@@ -54,10 +52,10 @@ def run(
     if backend == "xla":
         return reference(*args)
     if backend == "auto":
-        if unmet or why_no_kernels() or not (partitioned or _sees_own_arrays()):
+        if unmet or why_no_kernels() or why_not_here(args):
             return reference(*args)
         return lax.platform_dependent(*args, cuda=lambda *a: kernel(*a, interpret=False), default=reference)
-    reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet
+    reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet or why_not_here(args)
     if reason:
         raise ValueError(f'backend="{backend}" cannot serve here: {reason}. Use backend="auto", or "xla".')
     if backend == "mosaic":
@@ -91,6 +89,13 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
     return None
 
 
-def _sees_own_arrays() -> bool:
-    """Whether arrays here are a device's own: in shard_map or pmap, or because there is one device only."""
-    return bool(jax.sharding.get_abstract_mesh().manual_axes) or jax.device_count() == 1
+def why_not_here(args: Any) -> str | None:
+    """Why no kernel can stand in this region of a program, with these arrays; None if one can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
+        return f"only the axes {mesh.manual_axes} of the mesh {mesh.axis_names} are manual here"
+    for x in jax.tree.leaves(args):
+        lies_on = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if any(kind == jax.sharding.AxisType.Explicit for kind in getattr(lies_on, "axis_types", None) or ()):
+            return "an array lies on a mesh with explicit axes"
+    return None

@@ -120,28 +120,29 @@ def launch(
     Returns:
       Of each leaf its states, writes and outs; and `sums` with those of this launch.
     """
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     bucket = [Leaf(*a, *s) for a, s in zip(arrays, program.statics, strict=True)]
-    held = [(tuple(map(jax.new_ref, leaf.states)), tuple(map(jax.new_ref, leaf.writes))) for leaf in bucket]
-    fresh = [tuple(jax.ShapeDtypeStruct(shape_of(leaf), d) for d in leaf.outs) for leaf in bucket]
-    held_sums = [jax.new_ref(sums)] if program.n_sums else []
+    read = [leaf.reads for leaf in bucket]
+    fresh = [tuple(lax.empty(shape_of(leaf), d) for d in leaf.outs) for leaf in bucket]
+    written = [(leaf.states, leaf.writes, outs) for leaf, outs in zip(bucket, fresh, strict=True)]
     body = functools.partial(_body, program, bucket)
     functools.update_wrapper(body, _body).__name__ = program.name  # as profiles and compiled programs call the kernel
-    (fresh,) = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
-        out_type=(fresh,),
         grid=(n_blocks(program.regions),),
         grid_names=("block",),
         interpret=interpret,
         # The other semantics infers layouts by a search, which takes ten times as long over many leaves.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(packed, numbers, first_sum, [leaf.reads for leaf in bucket], held, held_sums)
-    results = [
-        (*map(jax.freeze, states), *map(jax.freeze, writes), *outs)
-        for (states, writes), outs in zip(held, fresh, strict=True)
-    ]
-    return results, jax.freeze(held_sums[0]) if held_sums else sums
+    )
+
+    def run(refs: Any) -> None:
+        kernel(packed, numbers, first_sum, read, *refs)
+
+    written, sums = pl.run_state(run)((written, sums))
+    return [(*states, *writes, *outs) for states, writes, outs in written], sums
 
 
 def _body(program: Program, bucket: list[Leaf], packed: Any, numbers: Any, first_sum: Any, *refs: Any) -> None:
@@ -163,9 +164,8 @@ def _run(
     numbers: Any,
     first_sum: Any,
     read: Any,
-    held: Any,
-    held_sums: Any,
-    fresh: Any,
+    written: Any,
+    sums: Any,
 ) -> None:
     """One block of a region: load by leaf, `f`, store by leaf."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -182,7 +182,8 @@ def _run(
     def load(k: int) -> Any:
         leaf = region.leaves[k]
         access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group)
-        refs = (*read[leaf], *held[leaf][0])
+        states, _, _ = written[leaf]
+        refs = (*read[leaf], *states)
         values = tuple(tuple(access.load(ref, place(k, piece)) for ref in refs) for piece in range(level.pieces))
         return values, tuple(numbers[leaf * n_numbers + n] for n in range(n_numbers))
 
@@ -221,12 +222,12 @@ def _run(
         leaf = region.leaves[k]
         access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group)
         for piece, new in enumerate(results):
-            for ref, x in zip((*held[leaf][0], *held[leaf][1], *fresh[leaf]), new, strict=True):
+            for ref, x in zip([ref for part in written[leaf] for ref in part], new, strict=True):
                 access.store(ref, place(k, piece), x)
 
     lax.switch(which, [functools.partial(store, k) for k in range(len(region.leaves))])
     for n, total in enumerate(totals):
-        held_sums[0][n * (held_sums[0].shape[0] // program.n_sums) + first_sum[0] + i] = total
+        sums[n * (sums.shape[0] // program.n_sums) + first_sum[0] + i] = total
 
 
 class _Access(NamedTuple):

@@ -154,8 +154,8 @@ def apply(
         statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
         results, partial = launch.launch(
             packed,
-            np.asarray([flat[i].numbers or (0.0,) for i in bucket], np.float32).reshape(-1),
-            np.asarray([start], np.int32),
+            _vector([x for i in bucket for x in flat[i].numbers or (0.0,)], jnp.float32),
+            _vector([start], jnp.int32),
             partial,
             [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket],
             program=launch.Program(f, own_regions, statics, n_sums, name),
@@ -165,6 +165,11 @@ def apply(
             moved[i] = _shaped(leaves[i], new)
     totals = jnp.sum(partial.reshape(n_sums, -1), axis=1) if n_sums else ()
     return Result(moved, tuple(totals))
+
+
+def _vector(values: Sequence[Any], dtype: Any) -> Array:
+    """A vector of known numbers, made of literals: `custom_partitioning` takes no arrays that are constants."""
+    return jnp.concatenate([jnp.full(1, x, dtype) for x in values])
 
 
 def _flattened(leaf: Leaf) -> Leaf:

@@ -80,12 +80,12 @@ def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backe
       For each value q, its transpose, amax, and the wide one where there is one, one behind the other.
     """
     kernel = functools.partial(_kernel, plan)
-    return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args), partitioned=True)
+    return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args))
 
 
 def why_not(plan: Pass, args: Sequence[Array]) -> str | None:
     """Why no kernel can serve these tensors here, on whatever hardware; None if one can."""
-    return plan.unmet or tiles.why_not(args[0].shape, plan.rows) or _why_not_here(args)
+    return plan.unmet or tiles.why_not(args[0].shape, plan.rows) or backends.why_not_here(args)
 
 
 @functools.lru_cache(maxsize=512)
@@ -204,17 +204,6 @@ def _sharding_rule(plan: Pass, ndim: int) -> str:
     as_it_is, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
     one = [as_it_is, turned, ""] + ([] if plan.wide_dtype is None else [as_it_is])
     return f"{', '.join([as_it_is] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
-
-
-def _why_not_here(args: Sequence[Array]) -> str | None:
-    """Why no kernel can stand in this region of the program; None if one can."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
-        return f"only the axes {mesh.manual_axes} of the mesh {mesh.axis_names} are manual here"
-    kinds = getattr(getattr(jax.typeof(args[0]).sharding, "mesh", None), "axis_types", ())
-    if any(kind == jax.sharding.AxisType.Explicit for kind in kinds):
-        return "the tensor lies on a mesh with explicit axes"
-    return None
 
 
 def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import backend as backends, multi_tensor
+from pallas_kernels import backend as backends, meshes, multi_tensor
 from pallas_kernels.leaves import Leaf
 
 
@@ -40,7 +40,7 @@ def over_tree(
 
     def kernel(arrays: list[Array], scalar: Array, interpret: Any) -> Any:
         levels = multi_tensor.UPDATE_LEVELS if outs else multi_tensor.READ_LEVELS
-        return multi_tensor.apply(f, of(arrays), [scalar], name=name, n_sums=n_sums, levels=levels, interpret=interpret)
+        return meshes.apply(f, of(arrays), [scalar], name=name, n_sums=n_sums, levels=levels, interpret=interpret)
 
     def plain(arrays: list[Array], scalar: Array) -> Any:
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)

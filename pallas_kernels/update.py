@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import backend as backends, moments as _moments, multi_tensor
+from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor
 from pallas_kernels.moments import Quantized
 
 _FLOAT16_MAX = 65504.0
@@ -186,7 +186,7 @@ def multi_tensor_update(
     all_scalars = (factor, learning_rate, jnp.asarray(step, jnp.float32), *scalars)
 
     def kernel(leaves: Any, scalars: Any, taken: Any, interpret: Any) -> Any:
-        return multi_tensor.apply(
+        return meshes.apply(
             *_of(leaves, scalars), name="multi_tensor_update", n_sums=n_sums, when=taken, interpret=interpret
         )
 

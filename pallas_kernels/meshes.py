@@ -1,0 +1,170 @@
+"""A multi-tensor kernel under plain jit, on leaves that are split over devices.
+
+XLA knows nothing about a kernel and would gather what it reads. `custom_partitioning` tells it: a leaf may be split
+along any of its axes, all its arrays alike, and each device runs the kernel on its own part. What the kernel sums up is
+added over the mesh axes that split a leaf, and over those only: a leaf that every device holds counts once. So leaves
+that are split alike share launches.
+
+On one device, and inside `jax.shard_map` and `jax.pmap`, arrays are a device's own, and nothing of this happens.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool
+
+from pallas_kernels import multi_tensor
+from pallas_kernels.leaves import Function, Leaf, Result, shape_of
+
+Spec = tuple[Any, ...]  # of each axis the mesh axes that split it
+
+
+def apply(
+    f: Function,
+    leaves: Sequence[Leaf],
+    scalars: Sequence[Any],
+    *,
+    n_sums: int = 0,
+    when: Bool[Array, ""] | None = None,
+    **kwargs: Any,
+) -> Result:
+    """`multi_tensor.apply`, wherever the leaves lie; arguments as there."""
+    launch = functools.partial(multi_tensor.apply, f, n_sums=n_sums, **kwargs)
+    if jax.sharding.get_abstract_mesh().manual_axes or kwargs.get("interpret"):
+        return launch(leaves, scalars, when=when)
+    shapes = [shape_of(leaf) for leaf in leaves]
+    arrays = [(leaf.reads, leaf.states, leaf.writes) for leaf in leaves]
+    flat, treedef = jax.tree.flatten(arrays)
+    owners = [k for k, parts in enumerate(arrays) for part in parts for _ in part]
+
+    def run(indices: Sequence[int], flat: Sequence[Array], packed: Array) -> Result:
+        """The kernel over some of the leaves, of arrays as they are on this device."""
+        parts = treedef.unflatten(flat)
+        own = [leaves[k]._replace(reads=parts[k][0], states=parts[k][1], writes=parts[k][2]) for k in indices]
+        return launch(own, [packed[i + 1] for i in range(len(scalars))], when=packed[0] > 0)
+
+    def whole(packed: Array, *flat: Array) -> list[Array]:
+        return _flat_result(run(range(len(leaves)), flat, packed))
+
+    def specs_of(operands: Any) -> list[Spec]:
+        """How each leaf lies: as the first of its arrays that has all its elements."""
+        found: dict[int, Spec] = {}
+        for k, operand in zip(owners, operands[1:], strict=True):
+            if k not in found and tuple(operand.shape) == shapes[k]:
+                found[k] = _even(operand.sharding, shapes[k], leaves[k].group)
+        return [found[k] for k in range(len(leaves))]
+
+    def results_of(mesh: Any, specs: Sequence[Spec]) -> list[NamedSharding]:
+        out = []
+        for k, leaf in enumerate(leaves):
+            ndims = [x.ndim for x in (*leaf.states, *leaf.writes)] + [len(shapes[k])] * len(leaf.outs)
+            out += [NamedSharding(mesh, PartitionSpec(*specs[k][:n])) for n in ndims]
+        return out + [NamedSharding(mesh, PartitionSpec())] * n_sums
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        specs = specs_of(operands)
+        mesh = operands[0].sharding.mesh
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for k, spec in enumerate(specs):
+            alike.setdefault(_names(spec), []).append(k)
+
+        def on_device(packed: Array, *flat: Array) -> list[Array]:
+            moved: list[Any] = [None] * len(leaves)
+            totals = [jnp.zeros((), jnp.float32)] * n_sums
+            for names, indices in alike.items():
+                result = run(indices, flat, packed)
+                for k, new in zip(indices, result.leaves, strict=True):
+                    moved[k] = new
+                added = [lax.psum(x, names) if names else x for x in result.sums]
+                totals = [a + b for a, b in zip(totals, added, strict=True)]
+            return _flat_result(Result(moved, tuple(totals)))
+
+        given = [NamedSharding(mesh, PartitionSpec())]
+        given += [NamedSharding(mesh, PartitionSpec(*specs[k])) for k in owners]
+        return mesh, on_device, results_of(mesh, specs), tuple(given)
+
+    split = custom_partitioning(whole)
+    split.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, operands, results: results_of(mesh, specs_of(operands)),
+        sharding_rule=_sharding_rule(leaves, shapes, n_sums),
+    )
+    flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
+    packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
+    return _with_rule_for_vmap(split, f, leaves, treedef, n_sums, when is not None)(packed, *flat)
+
+
+def _with_rule_for_vmap(
+    split: Callable[..., Any], f: Function, leaves: Sequence[Leaf], treedef: Any, n_sums: int, has_when: bool
+) -> Callable[..., Result]:
+    """Under vmap the reference serves."""
+
+    def plain(packed: Array, *flat: Array) -> list[Array]:
+        parts = treedef.unflatten(flat)
+        own = [x._replace(reads=r, states=s, writes=w) for x, (r, s, w) in zip(leaves, parts, strict=True)]
+        scalars = [packed[i] for i in range(1, packed.shape[0])]
+        when = packed[0] > 0 if has_when else None
+        return _flat_result(multi_tensor.reference(f, own, scalars, n_sums=n_sums, when=when))
+
+    @jax.custom_batching.custom_vmap
+    def run(packed: Array, *flat: Array) -> list[Array]:
+        return list(split(packed, *flat))
+
+    @run.def_vmap
+    def run_batch(axis_size: int, in_batched: Sequence[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+        out = jax.vmap(plain, [0 if b else None for b in in_batched], axis_size=axis_size)(*args)
+        return out, [True] * len(out)
+
+    def result(packed: Array, *flat: Array) -> Result:
+        left = run(packed, *flat)
+        found = []
+        for leaf in leaves:
+            size = len(leaf.states) + len(leaf.writes) + len(leaf.outs)
+            found.append(tuple(left[:size]))
+            left = left[size:]
+        return Result(found, tuple(left))
+
+    return result
+
+
+def _flat_result(result: Result) -> list[Array]:
+    return [x for leaf in result.leaves for x in leaf] + list(result.sums)
+
+
+def _even(sharding: Any, shape: Sequence[int], group: int) -> Spec:
+    """How an array of this shape lies, as far as its parts are equal and hold whole groups."""
+    spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    even = []
+    for axis, (size, entry) in enumerate(zip(shape, spec, strict=True)):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        even.append(entry if size % (parts * (group if axis == len(shape) - 1 else 1)) == 0 else None)
+    return tuple(even)
+
+
+def _names(spec: Spec) -> tuple[str, ...]:
+    """The mesh axes that split a leaf."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    return tuple(sorted(name for entry in entries for name in entry))
+
+
+def _sharding_rule(leaves: Sequence[Leaf], shapes: Sequence[tuple[int, ...]], n_sums: int) -> str:
+    """For Shardy, einsum-like: all arrays of a leaf share their axes, but for the last one of those by group."""
+
+    def axes(k: int, shape: Sequence[int]) -> str:
+        names = [f"l{k}a{i}" for i in range(len(shape))]
+        return " ".join(names if tuple(shape) == shapes[k] else [*names[:-1], f"l{k}g"])
+
+    given, made = ["s"], []
+    for k, leaf in enumerate(leaves):
+        given += [axes(k, x.shape) for x in (*leaf.reads, *leaf.states, *leaf.writes)]
+        made += [axes(k, x.shape) for x in (*leaf.states, *leaf.writes)] + [axes(k, shapes[k])] * len(leaf.outs)
+    return f"{', '.join(given)} -> {', '.join(made + [''] * n_sums)}"
