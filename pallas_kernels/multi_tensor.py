@@ -147,7 +147,7 @@ def apply(
     for bucket, own_regions, start in zip(members, regions, ends, strict=False):
         arrays = [(flat[i].reads, flat[i].states, flat[i].writes) for i in bucket]
         statics = tuple((flat[i].outs, (), flat[i].kind, flat[i].group) for i in bucket)
-        numbers = np.asarray([flat[i].numbers or (0.0,) for i in bucket], np.float32).reshape(-1)
+        numbers = jnp.asarray([flat[i].numbers or (0.0,) for i in bucket], jnp.float32).reshape(-1)
         results, sums = launch.launch(
             packed,
             numbers,
