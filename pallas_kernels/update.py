@@ -166,6 +166,7 @@ def multi_tensor_update(
       >>> w.param
       Array([-0.5, -0.5], dtype=bfloat16)
     """
+    backends.check(backend)
     for i, w in enumerate(weights):
         _check(i, w, rule)
     leaves = [_leaf(i, w) for i, w in enumerate(weights)]
