@@ -32,7 +32,23 @@ each_backend = pytest.mark.parametrize(
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
 SHAPES = [(), (1,), (7,), (127,), (128,), (129,), (2047,), (2048,), (8192 + 3,), (3, 5), (0,), (3, 0), (2, 3, 64)]
 TINY, MAX = np.finfo(np.float32).tiny, np.finfo(np.float32).max
-EDGES = [0.0, -0.0, 1e-40, -1e-40, TINY, -TINY, 2.0**-24, 2.0**-25, 65504.0, 65520.0, MAX, -MAX, np.inf, -np.inf, np.nan]
+EDGES = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    TINY,
+    -TINY,
+    2.0**-24,
+    2.0**-25,
+    65504.0,
+    65520.0,
+    MAX,
+    -MAX,
+    np.inf,
+    -np.inf,
+    np.nan,
+]
 
 
 def tree_of(dtype: Any, *, finite: bool = True) -> dict[str, np.ndarray]:
@@ -128,7 +144,8 @@ def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
-    tree = tree_of(None, finite=False)
+    names = ("0 ()", "2 (7,)", "4 (128,)", "7 (2048,)", "9 (3, 5)", "10 (0,)", "edges", "edges in a block")
+    tree = {name: tree_of(None, finite=False)[name] for name in names}
     for scale in (1.0, 2.0**-6):
         cast = caster(dtype, backend)(tree, np.float32(scale))
         with np.errstate(invalid="ignore"):
@@ -157,9 +174,10 @@ def test_trees_that_hold_nothing(backend, tree):
 
 
 @each_backend
-def test_more_leaves_than_a_launch_takes(backend):
+def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
     """Two kinds, three launches of which two look alike; the sums of all launches add up."""
-    count = multi_tensor.MOST + 22
+    monkeypatch.setattr(multi_tensor, "MOST", 8)
+    count = 21
     tree = [np.full(128 if i % 2 else 3, i + 1, jnp.bfloat16 if i % 2 else np.float32) for i in range(count)]
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
     assert_bitwise(unscaled, [x.astype(np.float32) * np.float32(0.5) for x in tree])
@@ -183,16 +201,14 @@ LEAVES = [
     ((129,), "float16", "bfloat16", "float16"),
     ((2048,), "int8", "float32", "float32"),
     ((8192 + 3,), "int16", "bfloat16", "bfloat16"),
-    ((2, 64), "bfloat16", "float32", "float32"),
     ((0,), "own", "float32", "float32"),
     ((16, 256), "own", "int8", "float32"),
     ((16, 256), "int8", "int8", "bfloat16"),
     ((5, 1024), "float16", "float8_e4m3fn", "float16"),
     ((2, 9, 256), "int16", "float8_e5m2", "bfloat16"),
-    ((17, 256), "bfloat16", "int8", "bfloat16"),
-    ((16, 256), "own", "float8_e5m2", "float32"),
+    ((17, 256), "bfloat16", "float8_e5m2", "bfloat16"),
 ]
-ALSO = (2, 3, 4, 11, 12, 13, 14)  # of them, those that the rules after the first are tried on: the loads are the same
+ALSO = (2, 3, 4, 10, 11, 12, 13)  # of them, those that the rules after the first are tried on: the loads are the same
 RULES = {
     "adamw": (AdamW(0.9, 0.99, 1e-6), functools.partial(oracles.adamw, b1=0.9, b2=0.99, eps=1e-6), (0.6, 0.3)),
     "lion": (Lion(0.9, 0.98), functools.partial(oracles.lion, b1=0.9, b2=0.98), ()),
@@ -200,6 +216,7 @@ RULES = {
     "nesterov": (Momentum(0.8, True), functools.partial(oracles.momentum, decay=0.8, nesterov=True), ()),
 }
 each_rule = pytest.mark.parametrize("rule", RULES)
+two_rules = pytest.mark.parametrize("rule", ["adamw", "lion"])  # with two moments, and with a sign
 FACTOR, RATE, STEP = 2.0**-8, 0.05, 7
 DECAYS = (0.1, 0.0)
 
@@ -304,8 +321,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     low, _ = oracles.neighbours(np.clip(ratio - slack, -1, 1), name, signed=signed)
     _, high = oracles.neighbours(np.clip(ratio + slack, -1, 1), name, signed=signed)
     value = oracles.decoded(moment.codes, np.ones_like(moment.scales), signed=signed)
-    first = np.min(oracles.table(name, signed=False)[1:]) if not signed else 0.0
-    assert np.all((value >= low) & (value <= np.maximum(high, first))), f"codes of {what}"
+    assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
 @each_backend
@@ -353,7 +369,7 @@ def test_backends_agree(backend, rule):
 
 
 @each_backend
-@each_rule
+@two_rules
 def test_a_step_not_taken_changes_no_bit(backend, rule):
     weights = [w._replace(decay=np.float32(w.decay)) for w in weights_of(rule)]
     assert_bitwise(updated(rule, backend, weights, taken=False)[0], weights)
@@ -362,7 +378,7 @@ def test_a_step_not_taken_changes_no_bit(backend, rule):
 
 
 @each_backend
-@each_rule
+@two_rules
 def test_nothing_non_finite_enters(backend, rule):
     """Gradients of NaN and inf in a step that is taken: these elements keep weight and moments, the others move."""
     weights = weights_of(rule)
@@ -424,9 +440,7 @@ def test_second_moments_do_not_vanish(backend):
     for w in weights_of("adamw"):
         g = np.full(w.grad.shape, 1e-5 / FACTOR)
         g.reshape(-1)[::256] = 10.0 / FACTOR
-        weights.append(
-            w._replace(grad=jnp.asarray(g, w.grad.dtype), moments=jax.tree.map(jnp.zeros_like, w.moments))
-        )
+        weights.append(w._replace(grad=jnp.asarray(g, w.grad.dtype), moments=jax.tree.map(jnp.zeros_like, w.moments)))
     for step in (1, 2):
         for new, (*_, state, _) in zip(updated("adamw", backend, weights, step=step)[0], LEAVES, strict=True):
             nu = new.moments[1]
@@ -535,7 +549,10 @@ FITTING = Weight(ONES, jnp.ones(4, jnp.bfloat16), ONES, (ONES, ONES))
             "a master is float32, or int16 or int8 beside a bfloat16 param; leaf 1 has a master of int16 and a param "
             "of float16",
         ),
-        (FITTING._replace(param=None, master=jnp.zeros(4, jnp.int8)), "leaf 1 has a master of int8 and a param of None"),
+        (
+            FITTING._replace(param=None, master=jnp.zeros(4, jnp.int8)),
+            "leaf 1 has a master of int8 and a param of None",
+        ),
         (FITTING._replace(master=jnp.ones(4, jnp.bfloat16)), "leaf 1 has a master of bfloat16"),
         (
             FITTING._replace(moments=(ONES, jnp.ones(4, jnp.float16))),
