@@ -19,6 +19,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
     "adamw": optax.adamw(1e-2),
+    "adam with mu in bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
     "nadam": optax.nadam(1e-2),
     "adabelief": optax.adabelief(1e-2),
     "lion": optax.lion(1e-3),
