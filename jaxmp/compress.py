@@ -9,6 +9,7 @@ parameter in float32, 4 in bfloat16, 2.03 in 8 bits. In the 8-bit formats small 
 multiple of 32, stay in float32.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,13 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     moments.codec_of(state_dtype, signed=True)
     inner = optax.with_extra_args_support(inner)
 
+    def store(x: Any, signed: bool, number: int, count: Array, before: Any = 0.0) -> Any:
+        x = jnp.asarray(x, jnp.float32)  # an inner transform may have its own idea (`mu_dtype`)
+        like = moments.like(x.shape, state_dtype, signed=signed)
+        if isinstance(like, Quantized):  # one inf or NaN would be the scale of its whole group
+            x = jnp.where(jnp.isfinite(x), x, before)
+        return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
+
     def init_fn(params: PyTree) -> CompressedState:
         state = inner.init(params)
         if not any(True for _ in _moments_of(state)):
@@ -70,24 +78,26 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
                 f"this optimizer has none: {type(state).__name__}. Put it round the part that holds them."
             )
 
-        def zeros(x: Any, signed: bool, number: int) -> Any:
-            del number
-            return moments.zeros(jnp.shape(x), state_dtype, signed=signed)
-
-        return CompressedState(jnp.zeros((), jnp.int32), map_moments(zeros, state))
+        count = jnp.zeros((), jnp.int32)
+        return CompressedState(count, map_moments(lambda x, signed, number: store(x, signed, number, count), state))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         count: Any = optax.safe_increment(state.compress_count)
+        before = {}
+
+        def read(x: Any, signed: bool, number: int) -> Array:
+            before[signed, number] = moments.dequantize(x, signed=signed)
+            return before[signed, number]
+
         with jax.named_scope("jaxmp.decompress_moments"):
-            full = map_moments(lambda x, signed, number: moments.dequantize(x, signed=signed), state.compressed)
+            full = map_moments(read, state.compressed)
         updates, new = inner.update(updates, full, params, **extra_args)
 
-        def store(x: Any, signed: bool, number: int) -> Any:
-            like = moments.like(jnp.shape(x), state_dtype, signed=signed)
-            return moments.requantize(x, like, _random(jnp.shape(x), number, count, signed), signed=signed)
+        def keep(x: Any, signed: bool, number: int) -> Any:
+            return store(x, signed, number, count, before[signed, number])
 
         with jax.named_scope("jaxmp.compress_moments"):
-            return updates, CompressedState(count, map_moments(store, new))
+            return updates, CompressedState(count, map_moments(keep, new))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -98,13 +108,15 @@ def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> 
 
 
 def map_moments(f: Any, state: Any) -> Any:
-    """`state` with `f(moment, signed, number of the leaf)` in the place of each moment.
+    """`state` with `f(moment, signed, number)` in the place of each moment, those of one sign numbered through.
 
     Example:
       >>> state = optax.trace(0.9).init({"a": jnp.zeros(2), "b": jnp.zeros(3)})
       >>> map_moments(lambda x, signed, number: (signed, number), state).trace
       {'a': (True, 0), 'b': (True, 1)}
     """
+
+    numbers = {True: itertools.count(), False: itertools.count()}
 
     def visit(node: Any) -> Any:
         if not _holds_moments(node):
@@ -113,7 +125,8 @@ def map_moments(f: Any, state: Any) -> Any:
         for name in node._fields:
             if name in (*_SIGNED, *_NOT_NEGATIVE):
                 leaves, treedef = jax.tree.flatten(getattr(node, name), is_leaf=lambda x: isinstance(x, Quantized))
-                new[name] = treedef.unflatten([f(x, name in _SIGNED, i) for i, x in enumerate(leaves)])
+                signed = name in _SIGNED
+                new[name] = treedef.unflatten([f(x, signed, next(numbers[signed])) for x in leaves])
         return node._replace(**new)
 
     return jax.tree.map(visit, state, is_leaf=_holds_moments)

@@ -4,6 +4,8 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from pallas_kernels.leaves import Values
@@ -44,4 +46,21 @@ def cast_tree(tree: PyTree, dtype: Any, *, scale: Float[Array, ""] | float = 1.0
 def _cast(name: str, values: Values) -> tuple[list[Array], list[Array]]:
     x = values.reads[0].astype(jnp.float32) * values.scalars[0]
     limit = float(jnp.finfo(name).max)
-    return [jnp.clip(x, -limit, limit).astype(name)], []
+    x = jnp.clip(x, -limit, limit)
+    return [_scalar_fp8(name, x) if x.ndim == 0 and name.startswith("float8") else x.astype(name)], []
+
+
+def _scalar_fp8(name: str, x: Float[Array, ""]) -> Array:
+    """A single float32 within the range, in an 8-bit float, by its bits: Mosaic converts whole vectors only."""
+    info = jnp.finfo(name)
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    least = np.int32((127 + int(info.minexp)) << 23)
+    exponent = jnp.maximum(bits & np.int32(0x7F800000), least)
+    per_spacing = lax.bitcast_convert_type(np.int32(254 << 23) - exponent, jnp.float32) * np.float32(2.0**info.nmant)
+    t = jnp.abs(x) * per_spacing  # exact: in [0, 2^(nmant + 1))
+    whole = t.astype(jnp.int32)
+    rest = t - whole.astype(jnp.float32)
+    up = (rest > 0.5) | ((rest == 0.5) & ((whole & 1) == 1))
+    code = jnp.where(up, whole + 1, whole) + lax.shift_right_logical(exponent - least, np.int32(23 - info.nmant))
+    code = jnp.where(x == x, code, np.int32(0x7F)) | (lax.shift_right_logical(bits, np.int32(24)) & np.int32(0x80))
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.dtype(name))

@@ -44,10 +44,21 @@ def apply(
     flat, treedef = jax.tree.flatten(arrays)
     owners = [k for k, parts in enumerate(arrays) for part in parts for _ in part]
 
+    # Numbers that are computed travel with the scalars: the function that is partitioned must not close over them.
+    computed = [x for leaf in leaves for x in leaf.numbers] if _any_array(leaves) else []
+
+    def numbers_of(k: int, packed: Array) -> tuple[Any, ...]:
+        size = len(leaves[k].numbers)
+        first = 1 + len(scalars) + sum(len(leaf.numbers) for leaf in leaves[:k])
+        return tuple(packed[first + i] for i in range(size)) if computed else leaves[k].numbers
+
     def run(indices: Sequence[int], flat: Sequence[Array], packed: Array) -> Result:
         """The kernel over some of the leaves, of arrays as they are on this device."""
         parts = treedef.unflatten(flat)
-        own = [leaves[k]._replace(reads=parts[k][0], states=parts[k][1], writes=parts[k][2]) for k in indices]
+        own = [
+            leaf._replace(reads=parts[k][0], states=parts[k][1], writes=parts[k][2], numbers=numbers_of(k, packed))
+            for k, leaf in ((k, leaves[k]) for k in indices)
+        ]
         return launch(own, [packed[i + 1] for i in range(len(scalars))], when=packed[0] > 0)
 
     def whole(packed: Array, *flat: Array) -> list[Array]:
@@ -98,21 +109,40 @@ def apply(
         sharding_rule=_sharding_rule(leaves, shapes, n_sums),
     )
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
-    packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
-    return _with_rule_for_vmap(split, f, leaves, treedef, n_sums, when is not None)(packed, *flat)
+    packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in (*scalars, *computed))])
+    plain = functools.partial(_plain, f, leaves, len(scalars), numbers_of, treedef, n_sums, when is not None)
+    return _with_rule_for_vmap(split, plain, leaves)(packed, *flat)
+
+
+def _any_array(leaves: Sequence[Leaf]) -> bool:
+    return any(isinstance(x, jax.Array) for leaf in leaves for x in leaf.numbers)
+
+
+def _plain(
+    f: Function,
+    leaves: Sequence[Leaf],
+    n_scalars: int,
+    numbers_of: Callable[[int, Array], tuple[Any, ...]],
+    treedef: Any,
+    n_sums: int,
+    has_when: bool,
+    packed: Array,
+    *flat: Array,
+) -> list[Array]:
+    """The reference on flat arrays."""
+    own = [
+        leaf._replace(reads=r, states=s, writes=w, numbers=numbers_of(k, packed))
+        for k, (leaf, (r, s, w)) in enumerate(zip(leaves, treedef.unflatten(flat), strict=True))
+    ]
+    scalars = [packed[i + 1] for i in range(n_scalars)]
+    when = packed[0] > 0 if has_when else None
+    return _flat_result(multi_tensor.reference(f, own, scalars, n_sums=n_sums, when=when))
 
 
 def _with_rule_for_vmap(
-    split: Callable[..., Any], f: Function, leaves: Sequence[Leaf], treedef: Any, n_sums: int, has_when: bool
+    split: Callable[..., Any], plain: Callable[..., list[Array]], leaves: Sequence[Leaf]
 ) -> Callable[..., Result]:
     """Under vmap the reference serves."""
-
-    def plain(packed: Array, *flat: Array) -> list[Array]:
-        parts = treedef.unflatten(flat)
-        own = [x._replace(reads=r, states=s, writes=w) for x, (r, s, w) in zip(leaves, parts, strict=True)]
-        scalars = [packed[i] for i in range(1, packed.shape[0])]
-        when = packed[0] > 0 if has_when else None
-        return _flat_result(multi_tensor.reference(f, own, scalars, n_sums=n_sums, when=when))
 
     @jax.custom_batching.custom_vmap
     def run(packed: Array, *flat: Array) -> list[Array]:

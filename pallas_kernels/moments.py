@@ -180,7 +180,7 @@ def high_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
-    """float32 `x` in bfloat16, rounded up or down by 16 random bits.
+    """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN stay what they are.
 
     Example:
       >>> float(to_bfloat16(jnp.float32(1.0), jnp.int32(0xFFFF)))
@@ -189,7 +189,8 @@ def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # never beyond what is finite
     bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
-    return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+    rounded = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16)
 
 
 def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -275,8 +276,8 @@ def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
 def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
     """The bfloat16 param of a float32 master, and the remainder in `dtype`, int16 or int8.
 
-    What is beyond the range of bfloat16 is taken to its end. (A device that flushes subnormals takes masters below
-    1.2e-38 to what is left of them.)
+    What is beyond the range of bfloat16 is taken to its end; NaN stays NaN. (A device that flushes subnormals takes
+    masters below 1.2e-38 to what is left of them.)
 
     Example:
       >>> param, remainder = split(jnp.float32(1 + 2**-23), jnp.int16)
@@ -290,7 +291,8 @@ def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, ".
         size = (size + np.int32(0x80)) & np.int32(-0x100)
         size = jnp.minimum(size, _LARGEST_SPLIT & np.int32(-0x100))
     upper = (size + np.int32(0x8000)) & np.int32(-0x10000)
-    param = lax.bitcast_convert_type(upper | sign, jnp.float32).astype(jnp.bfloat16)
+    param = lax.bitcast_convert_type(upper | sign, jnp.float32)
+    param = jnp.where(master == master, param, master).astype(jnp.bfloat16)
     low = size - upper
     return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
 

@@ -178,6 +178,7 @@ def multi_tensor_update(
       >>> w.param
       Array([-0.5, -0.5], dtype=bfloat16)
     """
+    backends.check(backend)
     for i, w in enumerate(weights):
         _check(i, w, rule)
     leaves = [_leaf(i, w) for i, w in enumerate(weights)]
@@ -268,8 +269,9 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         for codec in codecs
     ]
     g = values.reads[0].astype(jnp.float32) * factor
-    new = tuple(_finite_or(x, before) for x, before in zip(rule.moments(g, tuple(old)), old, strict=True))
-    u = rule.direction(g, tuple(old), new, tuple(own))
+    unguarded = rule.moments(g, tuple(old))
+    u = rule.direction(g, tuple(old), unguarded, tuple(own))
+    new = [_finite_or(x, before) for x, before in zip(unguarded, old, strict=True)]
     moved = _finite_or(weight - learning_rate * (u + decay * weight), weight)
     results = list(_moments.split(moved, stored.dtype)) if kind.is_split else [moved]
     narrow = any(name != "float32" for name in kind.moments)

@@ -1,0 +1,211 @@
+"""`compress_moments` round optax's optimizers: what is stored, what is kept, and that training goes on as it did."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+from jaxmp import compress
+from pallas_kernels import moments
+from pallas_kernels.moments import Quantized
+
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+OPTIMIZERS = {
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "adam with mu in bfloat16": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "nadam": optax.nadam(1e-2),
+    "adabelief": optax.adabelief(1e-2),
+    "lion": optax.lion(1e-3),
+    "sgd momentum": optax.sgd(1e-2, momentum=0.9),
+    "sgd nesterov": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "rmsprop": optax.rmsprop(1e-3, momentum=0.9),
+    "centered rmsprop": optax.rmsprop(1e-3, centered=True),
+    "adagrad": optax.adagrad(1e-2),
+    "clip and adam": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def params_of(dtype: Any = jnp.float32) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (16, 256), "bias": (256,), "odd": (33, 130), "scalar": ()}
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+def grads_of(params: Any, seed: int = 1) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+
+
+def is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
+
+
+@each_dtype
+@each_optimizer
+def test_what_is_stored(name, dtype):
+    """Moments in their dtypes, small and odd leaves in float32 where there are scales; all else as it was; and the
+    same after an update: structure, shapes, dtypes.
+    """
+    inner = OPTIMIZERS[name]
+    tx, params = compress.compress_moments(inner, dtype), params_of()
+    state, plain = tx.init(params), inner.init(params)
+    assert state.compress_count.dtype == jnp.int32 and state.compress_count == 0
+    seen = []
+
+    def look(x: Any, signed: bool, number: int) -> Any:
+        seen.append((x, signed))
+        return jnp.zeros(x.codes.shape if is_quantized(x) else x.shape)
+
+    as_plain = compress.map_moments(look, state.compressed)
+    assert jax.tree.structure(as_plain) == jax.tree.structure(plain)
+    assert len(seen) % len(params) == 0 and seen
+    for x, signed in seen:
+        if dtype in ("float32", "bfloat16"):
+            assert x.dtype == dtype
+        elif is_quantized(x):
+            assert x.codes.shape == (16, 256)
+            assert x.codes.dtype == ("uint8" if dtype == "int8" and not signed else dtype)
+            assert (x.scales.shape, x.scales.dtype) == ((16, 1), jnp.float32)
+        else:
+            assert x.dtype == jnp.float32 and x.shape != (16, 256)
+    updates, after = jax.eval_shape(tx.update, grads_of(params), state, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, jax.eval_shape(lambda: state))
+    assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adagrad"])
+def test_float32_changes_nothing(name):
+    inner, params = OPTIMIZERS[name], params_of()
+    tx = compress.compress_moments(inner, jnp.float32)
+    state, plain = tx.init(params), inner.init(params)
+    assert_bitwise(state.compressed, plain)  # an accumulator that starts above zero, too
+    for step in range(2):
+        updates, state = tx.update(grads_of(params, step), state, params)
+        expected, plain = inner.update(grads_of(params, step), plain, params)
+        assert_bitwise((updates, state.compressed), (expected, plain))
+    assert_bitwise(state.compress_count, np.int32(2))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd momentum", "rmsprop"])
+def test_training_goes_on_as_it_did(name, dtype):
+    """On a quadratic, beside float32 moments, jitted and compiled once."""
+    inner, params = OPTIMIZERS[name], {"w": params_of()["kernel"]}
+    tx = compress.compress_moments(inner, dtype)
+    target = jnp.asarray(np.random.default_rng(5).normal(size=(16, 256)), jnp.float32)
+
+    def losses(tx: Any) -> np.ndarray:
+        traces = []
+
+        @jax.jit
+        def step(params, state):
+            traces.append(None)
+            loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - target) ** 2))(params)
+            grads = jax.tree.map(lambda g: g * 500, grads)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        now, state, found = params, tx.init(params), []
+        for _ in range(60):
+            now, state, loss = step(now, state)
+            found.append(float(loss))
+        assert len(traces) == 1
+        return np.array(found)
+
+    ours, plain = losses(tx), losses(inner)
+    np.testing.assert_allclose(ours, plain, rtol={"float32": 1e-6, "bfloat16": 0.02}.get(dtype, 0.1), atol=2e-3)
+
+
+def test_no_two_moments_share_noise():
+    """Two transforms of a chain with moments of one sign, and the leaves of each."""
+    tx = compress.compress_moments(optax.chain(optax.trace(0.9), optax.trace(0.9)), jnp.bfloat16)
+    numbers = []
+    compress.map_moments(lambda x, signed, number: numbers.append((signed, number)), tx.init(params_of()).compressed)
+    assert len(set(numbers)) == len(numbers) == 8
+
+
+@each_dtype
+def test_runs_are_the_same_to_the_bit(dtype):
+    params, tx = params_of(), compress.compress_moments(optax.adam(1e-2), dtype)
+    update = jax.jit(tx.update)
+    first, again = (update(grads_of(params), tx.init(params), params) for _ in range(2))
+    assert_bitwise(first, again)
+
+
+# --- what is not finite ----------------------------------------------------------------------------------------------
+
+
+@each_dtype
+def test_nothing_non_finite_is_stored(dtype):
+    """A gradient of NaN or inf keeps its element of the moments as it is (within its rounding), and its neighbours,
+    who share a scale, move.
+    """
+    params = {"w": params_of()["kernel"]}
+    tx = jaxmp.mixed_precision(compress.compress_moments(optax.adam(1e-2), dtype), "fp32", skip_nonfinite=False)
+    update = jax.jit(tx.update)
+    _, state = update(grads_of(params), tx.init(params), params)
+    bad = {"w": grads_of(params)["w"].at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)}
+    updates, after = update(bad, state, params)
+    for x in jax.tree.leaves(optax.tree.get(after, "compressed")):
+        assert np.all(np.isfinite(np.asarray(x, np.float64)))
+    for field, signed in (("mu", True), ("nu", False)):
+        old, new = (
+            np.asarray(moments.dequantize(optax.tree.get(s, field)["w"], signed=signed)) for s in (state, after)
+        )
+        for place in ((0, 3), (1, 5)):
+            assert_close(new[place], old[place], rtol=0.3, atol=1e-2 * float(np.abs(old).max()))
+        assert np.mean(new[:2] != old[:2]) > 0.5
+    assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
+
+
+@each_dtype
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_skipped_steps_keep_codes_and_scales(policy, dtype):
+    params = jaxmp.get_policy(policy).cast_to_param(params_of())
+    loss_scale = {"fp16": "auto", "bf16": 4.0}[policy]
+    tx = jaxmp.mixed_precision(compress.compress_moments(optax.adamw(1e-2), dtype), policy, loss_scale=loss_scale)
+
+    @jax.jit
+    def step(grads, state, params):
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    good = grads_of(params)
+    params, state = step(good, tx.init(params), params)
+    bad = good | {"kernel": good["kernel"].at[3, 3].set(jnp.inf)}
+    kept, skipped = step(bad, state, params)
+    assert bool(jaxmp.get_metrics(skipped)["skipped"])
+    assert_bitwise(kept, params)
+    for name in ("compressed", "compress_count", "master_params"):
+        assert_bitwise(optax.tree.get(skipped, name), optax.tree.get(state, name))
+    moved, after = step(good, skipped, kept)
+    assert step._cache_size() == 1
+    assert_bitwise(optax.tree.get(after, "compress_count"), np.int32(2))
+    assert np.any(np.asarray(moved["kernel"]) != np.asarray(params["kernel"]))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int4", "uint8"])
+def test_an_unknown_dtype(dtype):
+    with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8 .*float8_e5m2; got {dtype}"):
+        compress.compress_moments(optax.adam(1e-3), dtype)
+
+
+@pytest.mark.parametrize(
+    "inner", [optax.sgd(0.1), optax.identity(), optax.scale(2.0)], ids=["sgd", "identity", "scale"]
+)
+def test_nothing_to_compress(inner):
+    tx = compress.compress_moments(inner, jnp.int8)
+    with pytest.raises(
+        ValueError, match=r"finds moments by name \(mu, trace, .*sum_of_squares\); .* has none: \w+. Put"
+    ):
+        tx.init(params_of())

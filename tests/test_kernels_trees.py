@@ -1,0 +1,575 @@
+"""One suite over backends for the multi-tensor kernels, against NumPy in float64 and against the "xla" reference.
+
+Bitwise where arithmetic is exact: casts, flags, splits, steps that are not taken. Where it rounds, XLA may fuse a
+multiplication with an addition: there within a few units of the largest term.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernel_oracles as oracles
+import pallas_kernels
+from helpers import assert_bitwise, assert_close
+from pallas_kernels import backend as backends, moments, multi_tensor
+from pallas_kernels.moments import Quantized
+from pallas_kernels.update import AdamW, Lion, Momentum, Weight, multi_tensor_update
+
+MISSING = {
+    "xla": None,
+    "interpret": backends.why_no_kernels(),
+    "mosaic": backends.why_no_kernels(needs_gpu=True),
+}
+each_backend = pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.skipif(bool(why), reason=str(why))) for name, why in MISSING.items()],
+)
+FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
+SHAPES = [(), (1,), (7,), (127,), (128,), (129,), (2047,), (2048,), (8192 + 3,), (3, 5), (0,), (3, 0), (2, 3, 64)]
+TINY, MAX = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+EDGES = [
+    0.0,
+    -0.0,
+    1e-40,
+    -1e-40,
+    TINY,
+    -TINY,
+    2.0**-24,
+    2.0**-25,
+    65504.0,
+    65520.0,
+    MAX,
+    -MAX,
+    np.inf,
+    -np.inf,
+    np.nan,
+]
+
+
+def tree_of(dtype: Any, *, finite: bool = True) -> dict[str, np.ndarray]:
+    """A tree of every awkward size, one of the three dtypes after the other (`dtype` None), or all of `dtype`."""
+    rng = np.random.default_rng(len(str(dtype)))
+    with np.errstate(over="ignore"):
+        tree = {
+            f"{i} {shape}": np.asarray(rng.normal(size=shape) * 100).astype(dtype or FLOATS[i % 3])
+            for i, shape in enumerate(SHAPES)
+        }
+        if not finite:
+            tree["edges"] = np.asarray(EDGES, np.float32).astype(dtype or jnp.float32)
+            tree["edges in a block"] = np.resize(tree["edges"], 128 + 15)
+    return tree
+
+
+@functools.cache
+def compiled(name: str, backend: str) -> Any:
+    f = getattr(pallas_kernels, name)
+    return jax.jit(lambda tree, scalar: f(tree, scalar, backend=backend))
+
+
+@functools.cache
+def caster(dtype: str, backend: str) -> Any:
+    return jax.jit(lambda tree, scale: pallas_kernels.cast_tree(tree, dtype, scale=scale, backend=backend))
+
+
+# --- unscale_and_check, gradient_norm --------------------------------------------------------------------------------
+
+
+@each_backend
+def test_unscale_and_check(backend):
+    tree = tree_of(None)
+    unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(2.0**-10))
+    assert_bitwise(unscaled, {k: x.astype(np.float32) * np.float32(2.0**-10) for k, x in tree.items()})
+    assert_bitwise(finite, True)
+    unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(1 / 3))  # one rounding each
+    assert_bitwise(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_bad_element_anywhere_is_seen(backend, bad):
+    """In a scalar, a block and a tail; in an overflow of the unscaling itself."""
+    tree = {"scalar": np.ones((), jnp.bfloat16), "block": np.ones(130, np.float32), "none": np.ones(0, np.float16)}
+    check, norm = compiled("unscale_and_check", backend), compiled("gradient_norm", backend)
+    for name, place in (("scalar", 0), ("block", 0), ("block", 127), ("block", 129)):
+        broken = tree[name].copy()
+        broken.reshape(-1)[place] = bad
+        unscaled, finite = check(tree | {name: broken}, np.float32(0.5))
+        assert_bitwise(finite, False)
+        assert_bitwise(unscaled[name], broken.astype(np.float32) * np.float32(0.5))
+        found, finite = norm(tree | {name: broken}, np.float32(0.5))
+        assert_bitwise(finite, False)
+        assert not np.isfinite(found)
+    assert_bitwise(check({**tree, "block": tree["block"] * 2}, np.float32(MAX))[1], False)
+    assert_bitwise(norm(tree, np.float32(bad))[1], False)
+
+
+@each_backend
+def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
+    tree = {jnp.dtype(d).name: tree_of(d, finite=False)["edges in a block"] for d in FLOATS}
+    tree |= {f"{name} tail": x[:15] for name, x in tree.items()}
+    expected, _ = compiled("unscale_and_check", "xla")(tree, np.float32(0.5))
+    unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
+    assert_bitwise(unscaled, expected)
+    assert_bitwise(finite, False)
+    normal = np.abs(np.asarray(EDGES, np.float32)) > 2 * TINY
+    normal |= np.asarray(EDGES, np.float32) == 0
+    with np.errstate(invalid="ignore"):
+        by_hand = np.asarray(EDGES, np.float32) * np.float32(0.5)
+    assert_bitwise(np.asarray(unscaled["float32 tail"])[normal], by_hand[normal])
+
+
+@each_backend
+def test_gradient_norm(backend):
+    tree = tree_of(None)
+    norm, finite = compiled("gradient_norm", backend)(tree, np.float32(0.25))
+    exact = 0.25 * np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree.values()))
+    assert_close(norm, float(exact), rtol=1e-6)
+    assert_bitwise(finite, True)
+
+
+@each_backend
+def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
+    norm, finite = compiled("gradient_norm", backend)([np.full(200, 1e30, np.float32)], np.float32(1.0))
+    assert_bitwise((norm, finite), (np.float32(np.inf), True))
+
+
+# --- cast_tree -------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
+def test_cast_tree(backend, dtype):
+    names = ("0 ()", "2 (7,)", "4 (128,)", "7 (2048,)", "9 (3, 5)", "10 (0,)", "edges", "edges in a block")
+    tree = {name: tree_of(None, finite=False)[name] for name in names}
+    for scale in (1.0, 2.0**-6):
+        cast = caster(dtype, backend)(tree, np.float32(scale))
+        with np.errstate(invalid="ignore"):
+            scaled = {k: x.astype(np.float32) * np.float32(scale) for k, x in tree.items()}
+        flushed = {k: (x != 0) & (np.abs(x) < TINY) for k, x in scaled.items()}  # XLA does on CPU
+        flushed = {k: f | ((tree[k] != 0) & (np.abs(tree[k].astype(np.float32)) < TINY)) for k, f in flushed.items()}
+        expected = {k: oracles.saturated(x, dtype) for k, x in scaled.items()}
+        assert_bitwise(
+            {k: np.asarray(x)[~flushed[k]] for k, x in cast.items()}, {k: x[~flushed[k]] for k, x in expected.items()}
+        )
+        assert_bitwise(cast, caster(dtype, "xla")(tree, np.float32(scale)))
+
+
+@each_backend
+@pytest.mark.parametrize("tree", [{}, None, [], [np.zeros(0, np.float16)], {"a": np.zeros((3, 0), np.float32)}])
+def test_trees_that_hold_nothing(backend, tree):
+    unscaled, finite = pallas_kernels.unscale_and_check(tree, jnp.float32(2.0), backend=backend)
+    assert_bitwise(unscaled, jax.tree.map(lambda x: x.astype(np.float32), tree))
+    assert_bitwise(finite, True)
+    assert_bitwise(pallas_kernels.gradient_norm(tree, jnp.float32(2.0), backend=backend), (np.float32(0.0), True))
+    cast = pallas_kernels.cast_tree(tree, jnp.bfloat16, backend=backend)
+    assert_bitwise(cast, jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree))
+
+
+# --- many leaves -----------------------------------------------------------------------------------------------------
+
+
+@each_backend
+def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
+    """Two kinds, three launches of which two look alike; the sums of all launches add up."""
+    monkeypatch.setattr(multi_tensor, "MOST", 8)
+    count = 21
+    tree = [np.full(128 if i % 2 else 3, i + 1, jnp.bfloat16 if i % 2 else np.float32) for i in range(count)]
+    unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
+    assert_bitwise(unscaled, [x.astype(np.float32) * np.float32(0.5) for x in tree])
+    assert_bitwise(finite, True)
+    norm, _ = compiled("gradient_norm", backend)(tree, np.float32(1.0))
+    assert_close(norm, float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree))), rtol=1e-6)
+    tree[-1][-1] = np.nan
+    assert_bitwise(compiled("unscale_and_check", backend)(tree, np.float32(0.5))[1], False)
+
+
+# --- multi_tensor_update ---------------------------------------------------------------------------------------------
+
+# shape, where the weight is, dtype of the moments, dtype of the gradient
+LEAVES = [
+    ((), "own", "float32", "float32"),
+    ((1,), "int8", "bfloat16", "bfloat16"),
+    ((7,), "float16", "float32", "float16"),
+    ((3, 5), "bfloat16", "bfloat16", "bfloat16"),
+    ((128,), "int16", "float32", "bfloat16"),
+    ((129,), "own", "bfloat16", "float32"),
+    ((129,), "float16", "bfloat16", "float16"),
+    ((2048,), "int8", "float32", "float32"),
+    ((8192 + 3,), "int16", "bfloat16", "bfloat16"),
+    ((0,), "own", "float32", "float32"),
+    ((16, 256), "own", "int8", "float32"),
+    ((16, 256), "int8", "int8", "bfloat16"),
+    ((5, 1024), "float16", "float8_e4m3fn", "float16"),
+    ((2, 9, 256), "int16", "float8_e5m2", "bfloat16"),
+    ((17, 256), "bfloat16", "float8_e5m2", "bfloat16"),
+]
+ALSO = (2, 3, 4, 10, 11, 12, 13)  # of them, those that the rules after the first are tried on: the loads are the same
+RULES = {
+    "adamw": (AdamW(0.9, 0.99, 1e-6), functools.partial(oracles.adamw, b1=0.9, b2=0.99, eps=1e-6), (0.6, 0.3)),
+    "lion": (Lion(0.9, 0.98), functools.partial(oracles.lion, b1=0.9, b2=0.98), ()),
+    "momentum": (Momentum(0.9), functools.partial(oracles.momentum, decay=0.9, nesterov=False), ()),
+    "nesterov": (Momentum(0.8, True), functools.partial(oracles.momentum, decay=0.8, nesterov=True), ()),
+}
+each_rule = pytest.mark.parametrize("rule", RULES)
+two_rules = pytest.mark.parametrize("rule", ["adamw", "lion"])  # with two moments, and with a sign
+FACTOR, RATE, STEP = 2.0**-8, 0.05, 7
+DECAYS = (0.1, 0.0)
+
+
+def stored(x: np.ndarray, dtype: str, *, signed: bool) -> Any:
+    """A moment as it is stored; what it is worth is read from there again."""
+    like = moments.zeros(x.shape, dtype, signed=signed)
+    return moments.requantize(jnp.asarray(x, jnp.float32), like, jnp.full(x.shape, 0x7FFF, jnp.int32), signed=signed)
+
+
+def leaves_of(rule: str) -> list[Any]:
+    return LEAVES if rule == "adamw" else [LEAVES[i] for i in ALSO]
+
+
+@functools.cache
+def weights_of(rule: str) -> list[Weight]:
+    """`LEAVES` as weights for this rule; some of float16's masters stand beyond its range."""
+    rng = np.random.default_rng(3)
+    made = []
+    for i, (shape, form, state, grad) in enumerate(leaves_of(rule)):
+        master = rng.normal(size=shape).astype(np.float32)
+        master.reshape(-1)[:1] = -0.0
+        if form == "float16":
+            master.reshape(-1)[1:3] = 7e4, -1e6
+        values = [rng.normal(size=shape), rng.uniform(0.1, 2, size=shape)][: len(RULES[rule][0].signed)]
+        held = tuple(stored(x, state, signed=s) for x, s in zip(values, RULES[rule][0].signed, strict=True))
+        g = jnp.asarray(rng.normal(size=shape) / FACTOR, grad)
+        if form in ("int16", "int8"):
+            param, remainder = moments.split(jnp.asarray(master), form)
+            made.append(Weight(g, param, remainder, held, DECAYS[i % 2]))
+        else:
+            param = None if form == "own" else jnp.asarray(oracles.saturated(master, form))
+            made.append(Weight(g, param, jnp.asarray(master), held, DECAYS[i % 2]))
+    return made
+
+
+@functools.cache
+def update_fn(rule: str, backend: str) -> Any:
+    """Compiled once for a rule; `decay` is traced with the rest."""
+
+    def update(weights, factor, rate, step, scalars, taken):
+        return multi_tensor_update(
+            weights,
+            RULES[rule][0],
+            factor=factor,
+            learning_rate=rate,
+            step=step,
+            scalars=scalars,
+            taken=taken,
+            backend=backend,
+        )
+
+    return jax.jit(update)
+
+
+def updated(
+    rule: str, backend: str, weights: Any, *, factor: Any = FACTOR, rate: Any = RATE, step: int = STEP, taken=True
+):
+    scalars = tuple(np.float32(s) for s in RULES[rule][2])
+    return update_fn(rule, backend)(
+        weights, np.float32(factor), np.float32(rate), np.int32(step), scalars, np.bool_(taken)
+    )
+
+
+def wide(moment: Any, *, signed: bool) -> np.ndarray:
+    if isinstance(moment, Quantized):
+        return oracles.decoded(moment.codes, moment.scales, signed=signed)
+    return np.asarray(moment).astype(np.float64)
+
+
+def weight_of(w: Weight) -> np.ndarray:
+    """The float32 weight of a leaf, wherever it stands."""
+    return np.asarray(w.master) if w.master.dtype == jnp.float32 else oracles.joined(w.param, w.master)
+
+
+@functools.cache
+def after_one_step(rule: str, backend: str) -> Any:
+    return updated(rule, backend, weights_of(rule))
+
+
+ULP = 2.0**-23
+
+
+def assert_within(actual: Any, exact: Any, tolerance: Any, what: str) -> None:
+    error = np.abs(np.asarray(actual, np.float64) - exact)
+    assert np.all(error <= tolerance), f"{what}: off by {np.max(error - tolerance)} more than allowed"
+
+
+def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: bool, what: str) -> None:
+    """The moment is one of the two neighbours of the exact value, in the format that it is stored in."""
+    if not isinstance(moment, Quantized):
+        spacing = np.abs(exact) * 2.0**-7 if moment.dtype == jnp.bfloat16 else 0.0
+        assert_within(moment, exact, tolerance + spacing, what)
+        return
+    assert moment.scales.dtype == jnp.float32
+    groups = np.max(np.abs(exact).reshape(*exact.shape[:-1], -1, oracles.GROUP), axis=-1)
+    assert_within(moment.scales, groups, 4 * ULP * groups, f"scales of {what}")
+    scales = np.repeat(np.asarray(moment.scales, np.float64), oracles.GROUP, axis=-1)
+    slack = tolerance / scales + 4 * ULP
+    ratio = exact / scales
+    name = moment.codes.dtype.name
+    low, _ = oracles.neighbours(np.clip(ratio - slack, -1, 1), name, signed=signed)
+    _, high = oracles.neighbours(np.clip(ratio + slack, -1, 1), name, signed=signed)
+    value = oracles.decoded(moment.codes, np.ones_like(moment.scales), signed=signed)
+    assert np.all((value >= low) & (value <= high)), f"codes of {what}"
+
+
+@each_backend
+@each_rule
+def test_update_is_the_oracles(backend, rule):
+    weights = weights_of(rule)
+    kind, oracle, scalars = RULES[rule]
+    after, _ = after_one_step(rule, backend)
+    like = [w._replace(decay=np.float32(w.decay)) for w in weights]
+    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), after, like)
+    for i, (w, new) in enumerate(zip(weights, after, strict=True)):
+        what = f"leaf {i} {leaves_of(rule)[i]}"
+        assert_bitwise(new.grad, w.grad)
+        g, old = np.asarray(w.grad, np.float64) * FACTOR, weight_of(w).astype(np.float64)
+        held = [wide(m, signed=s) for m, s in zip(w.moments, kind.signed, strict=True)]
+        u, exact = oracle(g, held, scalars)
+        moved = old - RATE * (u + w.decay * old)
+        tolerance = 4 * ULP * (np.abs(old) + RATE * (8 * np.abs(u) + np.abs(g) + np.abs(held[0])))
+        unit = 2.0**-16 if w.master.dtype == jnp.int8 else 0.0  # half of the last of 24 bits
+        assert_within(weight_of(new), moved, tolerance + unit * np.abs(moved), f"weight of {what}")
+        if w.param is not None and w.master.dtype == jnp.float32:
+            assert_bitwise(new.param, oracles.saturated(new.master, w.param.dtype))
+        if w.master.dtype == jnp.int16:  # the param is the nearest bfloat16, ties aside
+            assert_bitwise(*(np.asarray(x) for x in (new.param, jnp.asarray(weight_of(new)).astype(jnp.bfloat16))))
+        for n, (m, x, signed) in enumerate(zip(new.moments, exact, kind.signed, strict=True)):
+            slack = 4 * ULP * (np.abs(g) + g**2 + np.abs(held[n]))
+            assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
+
+
+@each_backend
+@each_rule
+def test_backends_agree(backend, rule):
+    """On all but the codes whose odds a last bit has tipped."""
+    if backend == "xla":
+        pytest.skip("the reference itself")
+    (after, saturated), (reference, expected) = (after_one_step(rule, b) for b in (backend, "xla"))
+    assert_bitwise(saturated, expected)
+    for a, b in zip(after, reference, strict=True):
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert x.dtype == y.dtype
+            if x.dtype in (jnp.float32, jnp.float16):
+                assert_close(x, y, rtol=2e-3 if x.dtype == jnp.float16 else 2e-5, atol=2e-6)
+            elif x.size > 100 and x.dtype not in (jnp.int16, jnp.int8):
+                assert np.mean(np.asarray(x) != np.asarray(y)) < 0.01
+
+
+@each_backend
+@two_rules
+def test_a_step_not_taken_changes_no_bit(backend, rule):
+    weights = [w._replace(decay=np.float32(w.decay)) for w in weights_of(rule)]
+    assert_bitwise(updated(rule, backend, weights, taken=False)[0], weights)
+    broken = [w._replace(grad=jnp.full_like(w.grad, jnp.nan)) for w in weights]
+    assert_bitwise(updated(rule, backend, broken, factor=np.nan, taken=False)[0], broken)
+
+
+@each_backend
+@two_rules
+def test_nothing_non_finite_enters(backend, rule):
+    """Gradients of NaN and inf in a step that is taken: these elements keep weight and moments, the others move."""
+    weights = weights_of(rule)
+    bad = [np.arange(w.grad.size).reshape(w.grad.shape) % 3 == 0 for w in weights]
+    broken = [
+        w._replace(grad=jnp.where(b, jnp.asarray([jnp.nan, jnp.inf][i % 2], w.grad.dtype), w.grad))
+        for i, (w, b) in enumerate(zip(weights, bad, strict=True))
+    ]
+    after, _ = updated(rule, backend, broken)
+    for i, (w, new, b) in enumerate(zip(weights, after, bad, strict=True)):
+        assert all(np.all(np.isfinite(np.asarray(x, np.float64))) for x in jax.tree.leaves(new._replace(grad=())))
+        is_sign = rule == "lion" and i % 2  # the sign of inf is a step like any other
+        if not is_sign:
+            assert_bitwise(weight_of(new)[b], weight_of(w)[b])
+        if w.grad.size > 100:
+            assert np.mean(weight_of(new)[~b] != weight_of(w)[~b]) > 0.99
+        for m, old in zip(new.moments, w.moments, strict=True):
+            if not isinstance(m, Quantized):
+                assert_bitwise(np.asarray(m)[b], np.asarray(old)[b])
+
+
+@each_backend
+def test_a_rate_that_is_not_finite_moves_no_weight(backend):
+    weights = weights_of("momentum")
+    after, _ = updated("momentum", backend, weights, rate=np.inf)
+    for w, new in zip(weights, after, strict=True):
+        assert_bitwise(weight_of(new), weight_of(w))
+
+
+@each_backend
+def test_masters_beyond_float16_are_counted(backend):
+    """Before the step; a master in float32, and one of bfloat16, is none of them."""
+    weights = weights_of("momentum")
+    counted = sum(2 for w in weights if w.param is not None and w.param.dtype == jnp.float16)
+    assert counted == 4
+    assert_bitwise(after_one_step("momentum", backend)[1], np.float32(counted))
+
+
+@each_backend
+def test_zeros_keep_their_sign(backend):
+    """A weight of -0.0 with no gradient stays -0.0, master and param."""
+    weights = [
+        w._replace(
+            grad=jnp.zeros_like(w.grad),
+            param=None if w.param is None else jnp.full_like(w.param, -0.0),
+            master=jnp.full_like(w.master, -0.0) if w.master.dtype == jnp.float32 else jnp.zeros_like(w.master),
+            moments=jax.tree.map(jnp.zeros_like, w.moments),
+            decay=np.float32(w.decay),
+        )
+        for w in weights_of("momentum")
+    ]
+    assert_bitwise(updated("momentum", backend, weights)[0], weights)
+
+
+@each_backend
+def test_second_moments_do_not_vanish(backend):
+    """Beside a neighbour 10^12 times as large a second moment keeps the smallest code there is."""
+    weights = []
+    for w in weights_of("adamw"):
+        g = np.full(w.grad.shape, 1e-5 / FACTOR)
+        g.reshape(-1)[::256] = 10.0 / FACTOR
+        weights.append(w._replace(grad=jnp.asarray(g, w.grad.dtype), moments=jax.tree.map(jnp.zeros_like, w.moments)))
+    for step in (1, 2):
+        for new, (*_, state, _) in zip(updated("adamw", backend, weights, step=step)[0], LEAVES, strict=True):
+            nu = new.moments[1]
+            assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
+
+
+@each_backend
+def test_steps_and_leaves_differ_in_their_noise(backend):
+    weights = weights_of("momentum")
+    twice = [after_one_step("momentum", backend)[0]]
+    twice += [updated("momentum", backend, weights, step=step)[0] for step in (STEP, STEP + 1)]
+    assert_bitwise(twice[0], twice[1])
+    for w, again in zip(twice[0], twice[2], strict=True):
+        assert_bitwise(weight_of(w), weight_of(again))
+        (m,), (n,) = w.moments, again.moments
+        if isinstance(m, Quantized):
+            assert np.mean(np.asarray(m.codes) != np.asarray(n.codes)) > 0.1
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def calls() -> dict[str, Any]:
+    one, w = jnp.float32(1.0), Weight(jnp.ones(2), None, jnp.ones(2), (jnp.ones(2),))
+    step = functools.partial(
+        multi_tensor_update, factor=one, learning_rate=one, step=1, taken=jnp.bool_(True), rule=Momentum()
+    )
+    return {
+        "unscale_and_check": lambda backend, empty=False: pallas_kernels.unscale_and_check(
+            [] if empty else w.grad, one, backend=backend
+        ),
+        "gradient_norm": lambda backend, empty=False: pallas_kernels.gradient_norm(
+            [] if empty else w.grad, one, backend=backend
+        ),
+        "cast_tree": lambda backend, empty=False: pallas_kernels.cast_tree(
+            [] if empty else w.grad, jnp.float16, backend=backend
+        ),
+        "multi_tensor_update": lambda backend, empty=False: step([] if empty else [w], backend=backend),
+    }
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["", "empty"])
+@pytest.mark.parametrize("name", calls())
+def test_an_unknown_backend(name, empty):
+    with pytest.raises(ValueError, match="backend must be one of 'auto', 'xla', 'mosaic', 'interpret'; got 'triton'"):
+        calls()[name]("triton", empty)
+
+
+@pytest.mark.parametrize("name", calls())
+def test_what_cannot_serve_says_why(name):
+    for backend in ("mosaic", "interpret"):
+        if not MISSING[backend]:
+            continue
+        with pytest.raises(ValueError) as error:
+            calls()[name](backend)
+        assert str(error.value) == (
+            f'backend="{backend}" cannot serve here: {MISSING[backend]}. Use backend="auto", or "xla".'
+        )
+
+
+def test_reasons():
+    if jax.__version_info__ < backends.FIRST_JAX:
+        assert MISSING["interpret"] == MISSING["mosaic"] == f"kernels need jax >= 0.11.2; this is {jax.__version__}"
+    elif jax.default_backend() == "cpu":
+        assert MISSING["interpret"] is None
+        assert MISSING["mosaic"] == "there is no NVIDIA GPU"
+
+
+@pytest.mark.parametrize("f", [pallas_kernels.unscale_and_check, pallas_kernels.gradient_norm])
+@pytest.mark.parametrize(
+    "leaf, got",
+    [(jnp.ones(2, jnp.int32), "int32"), (jnp.ones(2, jnp.float8_e4m3fn), "float8_e4m3fn"), (1.5, "float")],
+    ids=["int32", "fp8", "number"],
+)
+def test_leaves_of_other_dtypes(f, leaf, got):
+    tree = {"w": jnp.ones(2), "deep": [leaf]}
+    with pytest.raises(TypeError, match=rf"leaves are float16, bfloat16 or float32; got {got} at \['deep'\]\[0\]"):
+        f(tree, jnp.float32(1.0))
+    with pytest.raises(TypeError, match=rf"got {got} at the root"):
+        f(leaf, jnp.float32(1.0))
+
+
+def test_cast_tree_to_other_dtypes():
+    with pytest.raises(ValueError, match="dtype must be float16, .*, float8_e4m3fn or float8_e5m2; got int8"):
+        pallas_kernels.cast_tree([jnp.ones(2)], jnp.int8)
+    with pytest.raises(TypeError, match=r"got int32 at \[1\]"):
+        pallas_kernels.cast_tree([jnp.ones(2), jnp.arange(2)], jnp.float16)
+
+
+ONES = jnp.ones(4)
+FITTING = Weight(ONES, jnp.ones(4, jnp.bfloat16), ONES, (ONES, ONES))
+
+
+@pytest.mark.parametrize(
+    "weight, message",
+    [
+        (FITTING._replace(moments=(ONES,)), "AdamW has 2 moments; leaf 1 has 1"),
+        (
+            FITTING._replace(master=jnp.ones(3)),
+            r"all parts of a leaf have the shape of its gradient; leaf 1 has master of \(3,\) and grad of \(4,\)",
+        ),
+        (FITTING._replace(param=jnp.ones((2, 2), jnp.bfloat16)), r"leaf 1 has param of \(2, 2\) and grad of \(4,\)"),
+        (FITTING._replace(moments=(ONES, jnp.ones(()))), r"leaf 1 has moment 1 of \(\) and grad of \(4,\)"),
+        (
+            FITTING._replace(param=jnp.ones(4, jnp.float16), master=jnp.zeros(4, jnp.int16)),
+            "a master is float32, or int16 or int8 beside a bfloat16 param; leaf 1 has a master of int16 and a param "
+            "of float16",
+        ),
+        (
+            FITTING._replace(param=None, master=jnp.zeros(4, jnp.int8)),
+            "leaf 1 has a master of int8 and a param of None",
+        ),
+        (FITTING._replace(master=jnp.ones(4, jnp.bfloat16)), "leaf 1 has a master of bfloat16"),
+        (
+            FITTING._replace(moments=(ONES, jnp.ones(4, jnp.float16))),
+            "state_dtype must be float32, bfloat16, int8 .*, float8_e4m3fn or float8_e5m2; got float16",
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "xla"])
+def test_parts_that_do_not_fit(weight, message, backend):
+    one = jnp.float32(1.0)
+    with pytest.raises(ValueError, match=message):
+        multi_tensor_update(
+            [FITTING, weight],
+            AdamW(),
+            factor=one,
+            learning_rate=one,
+            step=1,
+            scalars=(one, one),
+            taken=jnp.bool_(True),
+            backend=backend,
+        )
