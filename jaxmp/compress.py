@@ -79,7 +79,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             )
 
         count = jnp.zeros((), jnp.int32)
-        return CompressedState(count, map_moments(lambda *moment: store(*moment, count), state))
+        return CompressedState(count, map_moments(lambda x, signed, n: store(x, signed, n, count), state))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         count: Any = optax.safe_increment(state.compress_count)
