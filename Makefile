@@ -8,6 +8,7 @@
 #   make campaign   the slow full matrix behind the sampled tests
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
+#   make gpu        tests and times on the GPU of this machine, under 8 minutes
 #   make clean      remove environments and everything else that make made
 #
 # Variables, as in `make test PYTHON=python3.11 VENV=.venv-other`:
@@ -21,17 +22,18 @@
 PYTHON ?=
 VENV ?= .venv
 VENV_H100 ?= .venv-h100
+VENV_GPU ?= .venv-gpu
 CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
 LINT ?= 1
 NOTEBOOKS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks campaign bench h100 clean
+.PHONY: help train parity test lint pytest notebooks campaign bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,11p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,13p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -96,6 +98,15 @@ $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc qwix
 	@touch $@
 
+# torch is compared with where it is installed beside: $(VENV_GPU)/bin/pip install torch
+gpu: $(VENV_GPU)/.jaxmp-$(KEY)/gpu
+	$(VENV_GPU)/bin/python benchmarks/gpu.py $(ARGS)
+
+$(VENV_GPU)/.jaxmp-$(KEY)/gpu: | $(VENV_GPU)/.jaxmp-$(KEY)/made
+	@echo 'Installing jaxmp and jax for CUDA into $(VENV_GPU): minutes, once.'
+	$(VENV_GPU)/bin/python $(PIP_INSTALL) -e '.[examples]' 'jax[cuda13]==0.11.2' pytest hypothesis
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest .venv-h100 build dist examples/out .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-h100 .venv-gpu build dist examples/out .pytest_cache .ruff_cache .hypothesis
 	find . -path "./.venv*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

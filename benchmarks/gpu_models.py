@@ -95,10 +95,9 @@ def rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def llama_of(bench: Bench, width: int, policy: jaxmp.Policy) -> Layer:
+def llama_of(width: int, policy: jaxmp.Policy, *, flash: bool) -> Layer:
     """A layer of this width; at 4096 it is Llama 8B's: 32 heads, 8 of them for keys and values, 14336 hidden."""
-    is_narrow = jnp.dtype(policy.compute_dtype).itemsize == 2
-    return Layer(max(width // HEAD // 4, 1), policy.compute_dtype, flash=is_narrow and not bench.tiny)
+    return Layer(max(width // HEAD // 4, 1), policy.compute_dtype, flash)
 
 
 def block(bench: Bench) -> None:
@@ -133,13 +132,23 @@ def crossover(bench: Bench) -> None:
 
 def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_name: str, trains: bool = True) -> Variant:
     policy, recipe = precision_of(policy_name)
-    model = llama_of(bench, width, policy)
     x = jax.random.normal(jax.random.key(0), (*tokens, width), policy.compute_dtype)
 
-    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+    def build(flash: bool) -> Variant:
+        model = llama_of(width, policy, flash=flash)
 
-    return train_step(bench, policy, recipe, model, loss_fn, x, x, trains=trains, tokens=tokens[0] * tokens[1])
+        def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+            return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+
+        step = train_step(policy, recipe, model, loss_fn, x, x, trains=trains, tokens=tokens[0] * tokens[1])
+        return step._replace(notes=lambda: step.notes() | {"attention": "cudnn" if flash else "xla"})
+
+    if jnp.dtype(policy.compute_dtype).itemsize == 2 and not bench.tiny:
+        try:
+            return build(flash=True)
+        except Exception as e:
+            bench.leave_out(f"flash attention, width {width}, {policy_name}", e)
+    return build(flash=False)
 
 
 # --- a training step of any model -------------------------------------------------------------------------------------
@@ -152,7 +161,6 @@ def precision_of(name: str) -> tuple[jaxmp.Policy, Any]:
 
 
 def train_step(
-    bench: Bench,
     policy: jaxmp.Policy,
     recipe: Any,
     model: nn.Module,
@@ -213,12 +221,12 @@ def example(bench: Bench) -> None:
     names = ("fp32", "fp8") if bench.tiny else ("bf16", "fp8", "fp16", "tf32", "fp32")
     size = {"width": 32, "layers": 2, "heads": 2} if bench.tiny else {"width": 512, "layers": 8, "heads": 4}
     batch = (2, 65) if bench.tiny else (128, 65)
-    build = functools.partial(_example_step, bench, size, batch)
+    build = functools.partial(_example_step, size, batch)
     what = f"training step of examples/train.py, width {size['width']}"
     bench.compare(what, {name: functools.partial(build, policy_name=name) for name in names})
 
 
-def _example_step(bench: Bench, size: dict[str, int], batch: tuple[int, int], *, policy_name: str) -> Variant:
+def _example_step(size: dict[str, int], batch: tuple[int, int], *, policy_name: str) -> Variant:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
     try:
         import train
@@ -232,4 +240,4 @@ def _example_step(bench: Bench, size: dict[str, int], batch: tuple[int, int], *,
         return train.next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
 
     count = batch[0] * (batch[1] - 1)
-    return train_step(bench, policy, recipe, model, loss_fn, tokens[:1, :-1], tokens, tokens=count, filter=None)
+    return train_step(policy, recipe, model, loss_fn, tokens[:1, :-1], tokens, tokens=count, filter=None)

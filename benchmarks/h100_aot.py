@@ -123,9 +123,8 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread
       packing_bytes: read and written by kernels that do nothing but gather what a collective sends, or scatter what it
         brought. It belongs to the exchange of gradients, not to what is done with them.
       mosaic_bytes_read: of the bytes read those by Mosaic kernels.
-      unpacked_bytes: of those read and written, by XLA's kernels that take what a collective brought and make operands
-        of Mosaic kernels of it. A kernel of our own wants each leaf in a buffer of its own, where one of XLA's would
-        have been fused with the unpacking (and with the division by the number of devices).
+      between_bytes: of those read and written, by XLA's kernels between a collective and a Mosaic kernel: the division
+        of a mean by the number of devices, say, which XLA fuses with kernels of its own and cannot fuse with ours.
       copies, largest_copy_bytes: of one buffer to another, unchanged.
       collectives: bytes that each one moves in, by kind, in order.
       temp_bytes, alias_bytes: of XLA's memory analysis: scratch, and outputs that live in donated inputs.
@@ -144,7 +143,8 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread
     copies = [i for i in local if _only_moves(i, blocks, {"parameter", "bitcast", "tuple", "copy"})]
     mosaic = [i for i in local if i.kind.startswith("mosaic_gpu")]
     wanted = frozenset().union(*(i.sources for i in mosaic))
-    unpacking = [i for i in local if i not in mosaic and i.sources & names and i.name in wanted]
+    brought = names | {i.name for i in packing if i.sources & names}
+    between = [i for i in local if i not in mosaic and i.sources & brought and i.name in wanted]
     by_mosaic = sum(i.bytes_read for i in mosaic)
     if unread_bytes > by_mosaic:
         raise ValueError(f"Mosaic kernels have operands of {by_mosaic} bytes; {unread_bytes} of these cannot be unread")
@@ -157,7 +157,7 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread
         "bytes_read": read,
         "bytes_written": written,
         "mosaic_bytes_read": by_mosaic - unread_bytes,
-        "unpacked_bytes": sum(i.bytes_read + i.bytes_written for i in unpacking),
+        "between_bytes": sum(i.bytes_read + i.bytes_written for i in between),
         "bytes_per_param": round((read + written) / n_params, 3) if n_params else None,
         "packing_bytes": sum(i.bytes_read + i.bytes_written for i in packing),
         "copies": len(copies),

@@ -78,7 +78,7 @@ def fused_programs() -> Iterator[Program]:
     one = Program(name, "1 device", applied(tx), tx.init, writes_params_only=True)
     few = Target(30.5, 0, kernels=32, largest_copy_bytes=0)
     yield one._replace(target=few)
-    # 4 more: the mean over devices is written once and read once, since the kernel wants each leaf in its own buffer.
+    # 4 more: what the mean divides by the number of devices is written and read once more, before the kernel takes it.
     yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
     yield one._replace(tree=MANY, target=few._replace(kernels=None))
     yield one._replace(tree=LLAMA, target=few)
