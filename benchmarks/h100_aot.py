@@ -199,7 +199,7 @@ def _walk(block: str, blocks: dict[str, list[str]]) -> Iterator[Instruction]:
         if op in _BLOCK:
             inner = [list(_walk(c, blocks)) for c in _called(attributes)]
             yield from max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
-        elif op not in _FREE:
+        elif op not in _FREE and 'custom_call_target="AllocateBuffer"' not in attributes:  # memory, nothing in it
             kind = re.search(r"kind=(\w+)", attributes) or re.search(r'custom_call_target="([^"]+)"', attributes)
             body = re.search(r"calls=(%[\w.\-]+)", attributes)
             fused = blocks.get(body.group(1), []) if body else []
