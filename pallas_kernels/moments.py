@@ -218,7 +218,8 @@ def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], r
       largest: at least the largest |x| of the group.
       random: 16 random bits for each element, as int32.
     """
-    inverse = jnp.where(largest > 0, 1.0 / largest, 0.0)
+    # A group of subnormals becomes zeros: the inverse of its scale would be inf.
+    inverse = jnp.where(largest >= float(jnp.finfo(jnp.float32).smallest_normal), 1.0 / largest, 0.0)
     y = jnp.minimum(jnp.abs(x) * inverse, 1.0)
     t = y
     for _ in range(codec.power.bit_length() - 1):

@@ -17,6 +17,7 @@ are changed are written in place (`jax.new_ref`); where `when` is false nothing 
 `apply` runs the kernel, `reference` the same `f` on whole arrays in jax.numpy.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,8 @@ def apply(
 
     Args:
       f: hashable, and equal for equal arithmetic: a function of a module, or a `functools.partial` of one.
-      leaves: none of them empty. Those whose group does not fill a warpgroup are left to `reference`.
+      leaves: none of them empty. Those whose group does not fill a warpgroup, and those of 2^31 elements and more, are
+        left to `reference`.
       scalars: numbers or float32[].
       name: of the kernel.
       n_sums: how many sums `f` returns at most.
@@ -132,7 +134,7 @@ def apply(
       levels: sizes of blocks, for leaves without groups.
       interpret: what `pl.kernel` takes for it.
     """
-    served = [i for i, leaf in enumerate(leaves) if leaf.group == 1 or leaf.group % launch.THREADS == 0]
+    served = [i for i, leaf in enumerate(leaves) if _why_not(leaf) is None]
     others = [i for i in range(len(leaves)) if i not in set(served)]
     if others:
         by_xla = reference(f, [leaves[i] for i in others], scalars, n_sums=n_sums, when=when)
@@ -165,6 +167,13 @@ def apply(
             moved[i] = _shaped(leaves[i], new)
     totals = jnp.sum(partial.reshape(n_sums, -1), axis=1) if n_sums else ()
     return Result(moved, tuple(totals))
+
+
+def _why_not(leaf: Leaf) -> str | None:
+    """Why a leaf is left to the reference; None if the kernel serves it."""
+    if leaf.group > 1 and leaf.group % launch.THREADS:
+        return f"its groups of {leaf.group} do not fill a warpgroup"
+    return "its elements cannot be counted in 31 bits" if math.prod(shape_of(leaf)) >= 2**31 else None
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Array:
