@@ -57,14 +57,17 @@ def measure(program: Program) -> dict[str, Any]:
     """
     m = aot.mesh(program.devices)
     shapes = program.tree.shapes
-    params = _abstract(trees.cast(shapes, program.params_dtype), m)
-    opt_state = _abstract(jax.eval_shape(program.init, shapes), m)
+    spread = functools.partial(_abstract, m=m, split="split" in program.mode)
+    params = spread(trees.cast(shapes, program.params_dtype))
+    opt_state = spread(jax.eval_shape(program.init, shapes))
     grads, step = params, program.step
     if "shard_map" in program.mode:
         grads = jax.tree.map(lambda p: aot.spec(m, (program.devices, *p.shape), p.dtype, P("data")), params)
         step = _with_reduction(program.step, m)
     started = [time.perf_counter()]
-    traced = jax.jit(step, donate_argnums=(0, 1), keep_unused=True).trace(params, opt_state, grads)
+    results = None if "shard_map" in program.mode else jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True, out_shardings=results)
+    traced = jitted.trace(params, opt_state, grads)
     started.append(time.perf_counter())
     lowered = traced.lower()
     started.append(time.perf_counter())
@@ -151,8 +154,10 @@ def _rounded_leaves(compiled: jax.stages.Compiled) -> int:
     return rounded
 
 
-def _abstract(tree: PyTree, m: Mesh) -> PyTree:
-    return jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), tree)
+def _abstract(tree: PyTree, m: Mesh, *, split: bool = False) -> PyTree:
+    """`tree` on every device of the mesh; with `split`, matrices along their first axis (FSDP)."""
+    rows = P("data") if split else P()
+    return jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype, rows if len(x.shape) == 2 else P()), tree)
 
 
 def missed_by_many_leaves(rows: list[dict[str, Any]]) -> list[str]:

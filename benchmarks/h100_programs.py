@@ -80,6 +80,14 @@ def fused_programs() -> Iterator[Program]:
     yield one._replace(target=few)
     # 4 more: what the mean divides by the number of devices is written and read once more, before the kernel takes it.
     yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
+    # Each device works on its part; sums over leaves that are split are added: norm and flag, saturated weights.
+    yield one._replace(mode="8, jit", devices=8, target=few)
+    yield one._replace(
+        mode="8, jit, split",
+        devices=8,
+        tree=LLAMA,
+        target=few._replace(kernels=64, small_all_reduces=2, largest_copy_bytes=4),
+    )
     yield one._replace(tree=MANY, target=few._replace(kernels=None))
     yield one._replace(tree=LLAMA, target=few)
 

@@ -1,5 +1,6 @@
 """The parameters that benchmarks run on: shapes and names as in the models, no values."""
 
+import math
 from typing import Any
 
 import jax
@@ -49,11 +50,16 @@ def cast(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), tree)
 
 
+def on_device(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """The shape of what one device holds of an array that may be split."""
+    return x.sharding.shard_shape(x.shape) if x.sharding else x.shape
+
+
 def size(tree: PyTree) -> int:
-    """How many values a tree has."""
-    return sum(x.size for x in jax.tree.leaves(tree))
+    """How many values of a tree a device holds."""
+    return sum(math.prod(on_device(x)) for x in jax.tree.leaves(tree))
 
 
 def nbytes(tree: PyTree) -> int:
-    """How many bytes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """How many bytes of a tree a device holds."""
+    return sum(math.prod(on_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
