@@ -248,6 +248,7 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
     sums = {gemm["stage"]: gemm["algorithm"] for gemm in row["gemms"]}
     results = {gemm["stage"]: gemm["result"] for gemm in row["gemms"]}
     operands = {gemm["stage"]: gemm["operands"] for gemm in row["gemms"]}
+    after = row["kernels_after_a_gemm"]
     checks = (
         (calls == [FP8_GEMM] * 3, f"GEMMs: {', '.join(calls)}"),
         (sums == {"fprop": FAST, "dgrad": FULL, "wgrad": FULL}, f"sums: {sums}"),
