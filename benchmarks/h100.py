@@ -224,14 +224,26 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 def _larger(rows: list[dict[str, Any]]) -> str:
-    head = ["program", "tree", "leaves", "M params", "bytes/param", "kernels", "trace s", "lower s", "compile s"]
+    head = [
+        "program",
+        "devices",
+        "tree",
+        "leaves",
+        "M params",
+        "bytes/param",
+        "kernels",
+        "trace s",
+        "lower s",
+        "compile s",
+    ]
     cells = [[*head, "holds"]]
     several = {row["program"] for row in rows if row["tree"] != GPT2.name}
     for row in sorted(rows, key=lambda row: row["program"]):
-        if row["program"] in several and row["mode"] == "1 device":
+        if row["program"] in several and (row["mode"] == "1 device" or row["tree"] != GPT2.name):
             cells.append(
                 [
                     row["program"],
+                    row["mode"],
                     row["tree"],
                     str(row["leaves"]),
                     f"{row['params'] / 1e6:.0f}",
