@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _regions, casting
+from jaxmp import _regions, _versions, casting
 
 
 class Step(NamedTuple):
@@ -75,24 +75,41 @@ def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
 
 
 class Offer:
-    """Where the params go that an optimizer has written; `params` is None until then."""
+    """Where the params go that an optimizer has written.
 
-    params: PyTree | None = None
+    Attributes:
+      params: what was written; None until then.
+    """
+
+    def __init__(self, params: PyTree) -> None:
+        self.params: PyTree | None = None
+        self._wanted = params
+        self._trace_state = _versions.trace_state()
+
+    def is_for(self, params: PyTree) -> bool:
+        """Whether `params` are all those that the offer is about, at the same level of the trace.
+
+        Inside `optax.multi_transform` an optimizer has a part of them, and inside `optax.MultiSteps` it stands in a
+        branch, whose arrays do not come out by the side.
+        """
+        wanted, given = jax.tree.leaves(self._wanted), jax.tree.leaves(params)
+        same = len(wanted) == len(given) and all(a is b for a, b in zip(wanted, given, strict=True))
+        return same and self._trace_state == _versions.trace_state()
 
 
 _OFFER: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("jaxmp_in_place", default=None)
 
 
 @contextlib.contextmanager
-def offered() -> Iterator[Offer]:
+def offered(params: PyTree) -> Iterator[Offer]:
     """A region whose caller takes the params from the optimizer, if that has written them.
 
     Example:
-      >>> with offered() as offer:
+      >>> with offered({"w": 1.0}) as offer:
       ...     current() is offer
       True
     """
-    offer = Offer()
+    offer = Offer(params)
     with _regions.region(_OFFER, offer):
         yield offer
 

@@ -6,6 +6,7 @@ Supported are jax 0.10.2 to the newest. Every other file uses the names below an
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jaxtyping import Array
@@ -21,6 +22,16 @@ def manual_axes() -> tuple[str, ...]:
       ()
     """
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def trace_state() -> Any:
+    """Equal at the same level of the same trace only: another inside of a branch or a loop.
+
+    Example:
+      >>> trace_state() == trace_state()
+      True
+    """
+    return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
 def varying_axes(x: Array) -> frozenset[str]:

@@ -87,7 +87,8 @@ def keep_master_params(
         if remainder is not None:
             raise ValueError(
                 "params whose masters are split (remainder_bits=) can only be written together with them; got "
-                "tx.update. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)."
+                "tx.update. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put "
+                "mixed_precision round the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
         _paths.check_same_structure(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)

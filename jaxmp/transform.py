@@ -126,7 +126,7 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
-    with _weights.writing(), _in_place.offered() as offer:
+    with _weights.writing(), _in_place.offered(params) as offer:
         updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
     if offer.params is not None:
         with jax.named_scope("jaxmp.write_params"):

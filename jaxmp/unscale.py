@@ -129,7 +129,9 @@ def unscale_and_skip(
             grads = casting.cast_floats(grads, jnp.float32)  # that may keep 16 bits
             # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
             grads = _scales.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
-        offer = _in_place.current() if isinstance(guarded, _in_place.InPlace) and params is not None else None
+        offer = _in_place.current() if isinstance(guarded, _in_place.InPlace) else None
+        if offer is not None and not offer.is_for(params):
+            offer = None
         norm, bad = jnp.full((), jnp.nan, jnp.float32), None
         inv_scale = casting.reciprocal(used_scale)
         if offer is not None:

@@ -204,6 +204,30 @@ def test_inside_a_chain_and_under_a_shared_scale():
     assert float(jaxmp.get_loss_scale(shared.update(scale_state))) == 2.0
 
 
+def test_part_of_an_optimizer_is_plain_optax():
+    """What has a part of the params, or stands in a branch, must not write for all."""
+    mixed = lambda inner: jaxmp.mixed_precision(inner, "bf16")  # noqa: E731
+    labels = {"a": "x", "b": "y"}
+    wraps = (
+        lambda make: optax.multi_transform({"x": mixed(make()), "y": mixed(make())}, labels),
+        lambda make: optax.masked(mixed(make()), {"a": True, "b": True}),
+        lambda make: optax.MultiSteps(mixed(make()), 2).gradient_transformation(),
+        lambda make: mixed(optax.multi_transform({"x": make(), "y": make()}, labels)),
+    )
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.full(3, 2.0, jnp.bfloat16)}
+    for wrap in wraps:
+        outcomes = []
+        for make in (lambda: jaxmp.fused_sgd(0.5), lambda: optax.sgd(0.5, 0.9)):
+            tx = wrap(make)
+            step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+            moved, opt_state = params, tx.init(params)
+            for _ in range(2):
+                moved, opt_state = step(jax.tree.map(jnp.ones_like, moved), opt_state, moved)
+            outcomes.append(moved)
+        assert_bitwise(*outcomes)
+        assert outcomes[0]["a"][0] < 1
+
+
 def test_a_scaler_of_your_own_and_a_reason_of_your_own():
     class Halves:
         loss_scale = jnp.float32(2.0)
