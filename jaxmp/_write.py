@@ -5,7 +5,7 @@ master), or (bfloat16 param, remainder), which are the two halves of one float32
 they are; any other gets float32 weights, and its updates are added here.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,22 @@ from jaxmp import _in_place, _paths, _weights, casting
 from jaxmp.policy import Policy
 from jaxmp.state import MasterState
 from pallas_kernels import moments
+
+
+class Remainder16(NamedTuple):
+    """What a bfloat16 param is short of its float32 master: int16.
+
+    A type of its own, so that a checkpoint of another kind of masters does not fit in by conversion.
+    """
+
+    remainder16: Array
+
+
+class Remainder8(NamedTuple):
+    """What a bfloat16 param is short of its master of 24 bits: int8."""
+
+    remainder8: Array
+
 
 Pair = tuple[Any, Array]  # (param or None, master)
 
@@ -128,6 +144,31 @@ def remainder_dtype(bits: int | None, policy: Policy) -> Any:
             f'params in {jnp.dtype(policy.param_dtype)}. Use the policy "bf16", or leave remainder_bits=None.'
         )
     return jnp.dtype(jnp.int16 if bits == 16 else jnp.int8)
+
+
+def boxed_remainder(master: Float[Array, "..."], dtype: Any) -> Remainder16 | Remainder8:
+    """`remainder_of` as it stands in the state.
+
+    Example:
+      >>> boxed_remainder(jnp.float32(1.0), jnp.dtype(jnp.int8))
+      Remainder8(remainder8=Array(0, dtype=int8))
+    """
+    remainder = remainder_of(master, dtype)
+    return Remainder16(remainder) if jnp.dtype(dtype) == jnp.int16 else Remainder8(remainder)
+
+
+def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
+    """Raises a ValueError if masters in the state are not of the kind that the transform was made for."""
+    units, treedef = _paths.boxed_leaves(params)
+    for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
+        for x in jax.tree.leaves(master):
+            if is_remainder(x) and x.dtype != dtype:
+                made = None if dtype is None else 8 * jnp.dtype(dtype).itemsize
+                raise ValueError(
+                    f"the state's masters must be of the kind that the transform keeps; got {x.dtype} remainders at "
+                    f"{path}, with remainder_bits={made}. Make tx with remainder_bits={8 * x.dtype.itemsize}; to "
+                    f"change it, start from the float32 masters: jaxmp.get_master_params and jaxmp.wrap_state."
+                )
 
 
 def is_remainder(master: Any) -> bool:

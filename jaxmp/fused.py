@@ -37,7 +37,7 @@ def fused_adamw(
     weight_decay: float = 1e-4,
     mask: Mask = None,
     max_norm: float | None = None,
-    state_dtype: Any = jnp.float32,
+    state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw`, with clipping, as a multi-tensor update; see the module's docstring.
@@ -50,8 +50,8 @@ def fused_adamw(
       b1, b2, eps, eps_root: as for `optax.adamw`.
       weight_decay: decoupled.
       mask: tree of bools like the params (or a function of them): which leaves decay.
-      max_norm: what the global norm of the gradients is clipped to, by `jaxmp.clip_by_global_norm`; None for no
-        clipping.
+      max_norm: what the global norm of the gradients is clipped to, by `jaxmp.clip_by_global_norm`; None or 0
+        for no clipping.
       state_dtype: how moments are stored: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2; see
         `compress_moments`.
       backend: "auto" (kernels where they can serve, else XLA), "xla", "mosaic" or "interpret"; a named one that cannot
@@ -94,7 +94,7 @@ def fused_lion(
     weight_decay: float = 1e-3,
     mask: Mask = None,
     max_norm: float | None = None,
-    state_dtype: Any = jnp.float32,
+    state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.lion`, with clipping, as a multi-tensor update; arguments as for `fused_adamw`.
@@ -120,7 +120,7 @@ def fused_sgd(
     nesterov: bool = False,
     *,
     max_norm: float | None = None,
-    state_dtype: Any = jnp.float32,
+    state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.sgd` with momentum, and clipping, as a multi-tensor update; arguments as for `fused_adamw`.
@@ -132,10 +132,26 @@ def fused_sgd(
       >>> jaxmp.apply_gradients(tx, jnp.array([1.0, -1.0], jnp.bfloat16), tx.init(params), params)[0]
       Array([0.5, 1.5], dtype=bfloat16)
     """
+    if momentum is None:
+        raise ValueError("fused_sgd keeps momentum, a number; got None. Without momentum use optax.sgd(learning_rate).")
     plain = optax.sgd(learning_rate, momentum, nesterov)
     fields = {optax.TraceState: ("trace",)}
     rule = kernels.Momentum(momentum, nesterov)
     return _fused(plain, rule, fields, learning_rate, _none, 0.0, None, max_norm, state_dtype, backend)
+
+
+def _check_numbers(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if callable(value):
+            raise ValueError(
+                f"of a fused optimizer only learning_rate may be a schedule; got one for {name}. Use a number, or "
+                f"optax's own optimizer."
+            )
+        if name == "max_norm" and value is not None and not isinstance(value, (int, float)):
+            raise ValueError(
+                f"max_norm must be a Python number or None; got {type(value).__name__}. Under optax.inject_hyperparams "
+                f'name it in static_args=("max_norm",).'
+            )
 
 
 def _none(state: Any) -> tuple[Any, ...]:
@@ -168,6 +184,7 @@ def _fused(
       max_norm, state_dtype, backend: as for `fused_adamw`.
     """
     kernel_backend.check(backend)
+    _check_numbers(weight_decay=weight_decay, max_norm=max_norm)
     is_wide = jnp.dtype(state_dtype) == jnp.float32
     stored = optax.with_extra_args_support(plain) if is_wide else compress.compress_moments(plain, state_dtype)
     if max_norm is not None:

@@ -92,6 +92,7 @@ def keep_master_params(
             )
         _paths.check_same_structure(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
+        _write.check_masters(state.master_params, params, None)
         moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
         with jax.named_scope("jaxmp.update_masters"):
             units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
@@ -105,6 +106,7 @@ def keep_master_params(
     ) -> tuple[PyTree, MasterState, Array]:
         _paths.check_same_structure(grads, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
+        _write.check_masters(state.master_params, params, remainder)
         return _write.write(inner, grads, state, params, step, extra_args)
 
     if remainder is None and not isinstance(inner, _in_place.InPlace):
@@ -169,7 +171,7 @@ def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) 
     units, treedef = _paths.boxed_leaves(params)
     dtype_of = _param_dtypes(policy, params)
     short = [
-        jax.tree.map(lambda m: _write.remainder_of(m, dtype), master) if dtype_of(path) == jnp.bfloat16 else master
+        jax.tree.map(lambda m: _write.boxed_remainder(m, dtype), master) if dtype_of(path) == jnp.bfloat16 else master
         for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True)
     ]
     return treedef.unflatten(short)

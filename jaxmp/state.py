@@ -265,10 +265,19 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         if master is None:
             return casting.cast_floats(param, jnp.float32)
         pairs = zip(jax.tree.leaves(param), jax.tree.leaves(master), strict=True)
-        whole = [m if m.dtype == jnp.float32 else moments.join(p, m) for p, m in pairs]
+        whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
     return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=_paths.is_box)
+
+
+def _upper_half(param: Array) -> Array:
+    if param.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"split masters are whole only together with the bfloat16 params of the same step; got params of "
+            f"{param.dtype}. Pass the params that apply_gradients returned with this opt_state."
+        )
+    return param
 
 
 def masters_of(opt_state: Any, params: PyTree) -> PyTree:

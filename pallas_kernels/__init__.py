@@ -24,4 +24,10 @@ from pallas_kernels.backend import why_no_kernels as why_no_kernels
 from pallas_kernels.cast import cast_tree as cast_tree
 from pallas_kernels.cast_transpose import cast_transpose_amax as cast_transpose_amax
 from pallas_kernels.unscale import gradient_norm as gradient_norm, unscale_and_check as unscale_and_check
-from pallas_kernels.update import multi_tensor_update as multi_tensor_update
+from pallas_kernels.update import (
+    AdamW as AdamW,
+    Lion as Lion,
+    Momentum as Momentum,
+    Weight as Weight,
+    multi_tensor_update as multi_tensor_update,
+)

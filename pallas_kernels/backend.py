@@ -14,11 +14,13 @@ arrays that are split over devices XLA would gather them first, so kernels say b
 split (`passes`, `meshes`). Meshes with explicit axes, and regions in which only some axes are manual, are left to XLA.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+from jaxtyping import Array
 
 NAMES = ("auto", "xla", "mosaic", "interpret")
 FIRST_JAX = (0, 11, 2)  # before it, `plgpu.kernel` writes no refs and interprets nothing
@@ -54,7 +56,8 @@ def run(
     if backend == "auto":
         if unmet or why_no_kernels() or why_not_here(args):
             return reference(*args)
-        return lax.platform_dependent(*args, cuda=lambda *a: kernel(*a, interpret=False), default=reference)
+        by_kernel = functools.partial(_typed_as, reference, functools.partial(kernel, interpret=False))
+        return lax.platform_dependent(*args, cuda=by_kernel, default=reference)
     reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet or why_not_here(args)
     if reason:
         raise ValueError(f'backend="{backend}" cannot serve here: {reason}. Use backend="auto", or "xla".')
@@ -63,6 +66,28 @@ def run(
     from jax.experimental.pallas import mosaic_gpu
 
     return kernel(*args, interpret=mosaic_gpu.InterpretGPUParams())
+
+
+def _typed_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
+    """The kernel's results, typed as varying over the axes over which the reference's vary (`jax.shard_map`)."""
+    out, treedef = jax.tree.flatten(kernel(*args))
+    if any(varying_axes(x) for x in jax.tree.leaves(args)):
+        expected = jax.make_jaxpr(lambda *a: jax.tree.leaves(reference(*a)))(*args).out_avals
+        out = [as_varying(x, varying_axes(aval)) for x, aval in zip(out, expected, strict=True)]
+    return treedef.unflatten(out)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual axes over which an array, or its abstract value, is known to vary."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    tracked = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
+
+
+def as_varying(x: Array, axes: frozenset[str]) -> Array:
+    """`x`, typed as varying over `axes` as well."""
+    missing = tuple(axes - varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def check(backend: str) -> None:

@@ -77,7 +77,10 @@ def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
       >>> codec_of(jnp.int8, signed=False)
       Codec(dtype='uint8', top=255.0, power=4)
     """
-    name = jnp.dtype(state_dtype).name
+    try:
+        name = "None" if state_dtype is None else jnp.dtype(state_dtype).name
+    except TypeError:
+        name = repr(state_dtype)
     if name in ("float32", "bfloat16"):
         return None
     if name == "int8":

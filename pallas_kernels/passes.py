@@ -208,13 +208,8 @@ def _sharding_rule(plan: Pass, ndim: int) -> str:
 
 def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
     """`outs`, typed as varying over every manual axis over which an argument does."""
-    axes = frozenset().union(*(_varying_axes(x) for x in args))
-    return [lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying") if axes - _varying_axes(x) else x for x in outs]
-
-
-def _varying_axes(x: Array) -> frozenset[str]:
-    tracked = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset(getattr(jax.typeof(x), "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
+    axes = frozenset().union(*(backends.varying_axes(x) for x in args))
+    return [backends.as_varying(x, axes) for x in outs]
 
 
 def _n_outputs(plan: Pass) -> int:

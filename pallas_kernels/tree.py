@@ -30,6 +30,9 @@ def over_tree(
     f: Any, leaves: list[Array], scalar: Any, outs: tuple[Any, ...], n_sums: int, name: str, backend: str
 ) -> tuple[list[tuple[Array, ...]], tuple[Array, ...]]:
     """`f` over the leaves that hold something; an empty one is its own result."""
+    scalar = jnp.asarray(scalar, jnp.float32)
+    if scalar.shape:
+        raise ValueError(f"{name} takes one scale, float32[], for the whole tree; got shape {scalar.shape}")
     filled = [x for x in leaves if x.size]
     if not filled:
         backends.check(backend)
@@ -45,6 +48,6 @@ def over_tree(
     def plain(arrays: list[Array], scalar: Array) -> Any:
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)
 
-    result = backends.run(backend, kernel, plain, filled, jnp.asarray(scalar, jnp.float32))
+    result = backends.run(backend, kernel, plain, filled, scalar)
     found = iter(result.leaves)
     return [next(found) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -203,7 +204,10 @@ def multi_tensor_update(
     if not filled:
         return list(weights), jnp.zeros((), jnp.float32)
     arrays = [(leaves[i].reads, leaves[i].states, leaves[i].writes) for i in filled]
-    result = backends.run(backend, kernel, plain, arrays, all_scalars, taken)
+    unmet = None
+    if any(backends.varying_axes(x) for x in jax.tree.leaves(arrays)):
+        unmet = "what varies over axes that jax.shard_map checks cannot be written in place (pass check_vma=False)"
+    result = backends.run(backend, kernel, plain, arrays, all_scalars, taken, unmet=unmet)
     moved = list(weights)
     for i, new in zip(filled, result.leaves, strict=True):
         moved[i] = _put_back(weights[i], new)

@@ -335,14 +335,54 @@ def test_split_masters_need_apply_gradients():
         (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=12), "None .*, 16 or 8; got 12"),
         (lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.float16), "state_dtype must be .* got float16"),
         (lambda: jaxmp.fused_adamw(1e-3, max_norm=-1.0), "max_norm must be >= 0"),
+        (
+            lambda: jaxmp.fused_adamw(1e-3, weight_decay=SCHEDULE),
+            "only learning_rate may be a schedule",
+        ),
+        (lambda: jaxmp.fused_adamw(1e-3, max_norm=jnp.ones(())), "max_norm must be a Python number or None"),
+        (lambda: jaxmp.fused_sgd(1e-3, momentum=None), "fused_sgd keeps momentum, a number; got None"),
         (lambda: jaxmp.fused_adamw(1e-3, backend="triton"), "backend must be one of .* got 'triton'"),
         (lambda: jaxmp.compress_moments(optax.sgd(1.0), jnp.int8).init(jnp.ones(2)), "finds moments by name"),
     ],
-    ids=["fp16", "bits", "state_dtype", "max_norm", "backend", "no-moments"],
+    ids=["fp16", "bits", "state_dtype", "max_norm", "schedule", "traced", "momentum", "backend", "no-moments"],
 )
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("other", [None, 8])
+def test_masters_of_another_kind_are_refused(other):
+    """Remainders taken for masters, or for other remainders, would be weights of the size of integers."""
+    params32 = {"w": jnp.full((2, 3), 0.3)}
+    params = jaxmp.get_policy("bf16").cast_to_param(params32)
+    made = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16).init(params32)
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=other)
+    assert jax.tree.structure(made) != jax.tree.structure(tx.init(params32))  # a checkpoint does not fit
+    steps = [functools.partial(jaxmp.apply_gradients, tx)] + [tx.update] * (other is None)
+    for step in steps:
+        with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
+            step(params, made, params)
+    with pytest.raises(ValueError, match="bfloat16 params of the same step; got params of float32"):
+        jaxmp.get_master_params(made, params32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_split_params_inside_shard_map(check_vma):
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    params32 = {"w": jnp.linspace(0.0, 1.0, 32 * 256).reshape(32, 256), "b": jnp.ones(256)}
+    specs = {"w": jax.sharding.PartitionSpec("m"), "b": jax.sharding.PartitionSpec()}
+    policy = jaxmp.get_policy("bf16")
+    outcomes = []
+    for inner in (jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)):
+        tx = jaxmp.mixed_precision(inner, policy)
+
+        def step(params32, grads, tx=tx):
+            return jaxmp.apply_gradients(tx, grads, tx.init(params32), policy.cast_to_param(params32))[0]
+
+        spread = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=check_vma)
+        outcomes.append(jax.jit(spread)(params32, params32))
+    assert_close(*outcomes, rtol=2.0**-7)
 
 
 def test_mosaic_says_why_it_cannot_serve():
