@@ -6,6 +6,9 @@ from jaxmp import casting as casting
 from jaxmp import fp8 as fp8
 from jaxmp import linen as linen
 from jaxmp import nnx as nnx
+from jaxmp._autocast import autocast as autocast
+from jaxmp._autocast import no_autocast as no_autocast
+from jaxmp._explain import explain_autocast as explain_autocast
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm

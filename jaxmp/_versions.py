@@ -90,3 +90,109 @@ def max_dtype_to_float32(x: Array) -> Array:
     if x.dtype == max_dtype(marks_fp8=True):
         x = jax.lax.convert_element_type(x, jnp.bfloat16)
     return jax.lax.convert_element_type(x, jnp.float32)
+
+
+# Primitives that call one function with their own operands: what is true of a call is true inside.
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr, closed or not, and its constants.
+
+    Example:
+      >>> open_jaxpr(jax.make_jaxpr(jnp.sin)(1.0))[1]
+      ()
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    """The functions inside an equation that calls, branches or loops, each with its constants; else `()`.
+
+    The bodies of reductions, scatters, kernels and the like are none of these.
+
+    Example:
+      >>> eqn = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0]
+      >>> [len(jaxpr.eqns) for jaxpr, _ in functions_of(eqn)]
+      [1]
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        return tuple(open_jaxpr(branch) for branch in params["branches"])
+    if name == "while":
+        return open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return (open_jaxpr(params["call_jaxpr"]),)
+    if name in CALLS or name in ("scan", "shard_map"):
+        return (open_jaxpr(params.get("jaxpr", params.get("call_jaxpr"))),)
+    return ()
+
+
+def function_name(eqn: Any) -> str:
+    """What the function that an equation calls is named; the primitive's own name where it has none.
+
+    Example:
+      >>> function_name(jax.make_jaxpr(jax.nn.elu)(1.0).jaxpr.eqns[0])
+      'elu'
+    """
+    return str(eqn.params.get("name", eqn.primitive.name))
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
+
+    Told by shapes, as the parameters that say it differ between versions: what is scanned over has an axis more.
+
+    Example:
+      >>> sums = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs))(jnp.ones(3))
+      >>> scan_counts(sums.jaxpr.eqns[0])
+      (0, 1)
+    """
+    body: Any = open_jaxpr(eqn.params["jaxpr"])[0]
+    stacked = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    scanned = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
+    carried = len(eqn.outvars) - stacked
+    return len(eqn.invars) - scanned - carried, carried
+
+
+def as_function(eqn: Any) -> Any:
+    """What an equation does, as a function of its operands that are not literals; rules of its own included.
+
+    Example:
+      >>> as_function(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0])(0.0)
+      [Array(0., dtype=float32, weak_type=True)]
+    """
+    operands = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)))
+    names = ("",) * len(operands), ("",) * len(eqn.outvars)
+    about = jax.extend.core.DebugInfo("autocast", eqn.primitive.name, *names)
+    jaxpr = jax.extend.core.Jaxpr((), operands, eqn.outvars, [eqn], eqn.effects, about)
+    run = jax.extend.core.jaxpr_as_fun(_closed(jaxpr, ()))
+    places = [operands.index(v) for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)]
+
+    def function(*values: Any) -> list[Any]:
+        by_place = dict(zip(places, values, strict=True))
+        return run(*(by_place[i] for i in range(len(operands))))
+
+    return function
+
+
+def _closed(jaxpr: Any, consts: Any) -> Any:
+    return jax.extend.core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def retraced(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr that stands in for `like` in an equation's parameters, and what has to be given to it before the rest.
+
+    Closed jaxprs hold their constants; those that are open take them as operands.
+
+    Example:
+      >>> closed = jax.make_jaxpr(jnp.sin)(1.0)
+      >>> retraced(closed, closed)[1]
+      ()
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    if hasattr(like, "consts"):
+        return _closed(jaxpr, consts), ()
+    return jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars]), consts

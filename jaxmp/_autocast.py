@@ -1,0 +1,255 @@
+"""Autocast: a function that was written for float32, run in 16 bits where that is fast and safe.
+
+A model casts by hand in a hundred places (`dtype=` of every layer, `astype` round every softmax and loss), or in none
+if something looks at each operation as it comes by and chooses the dtype for it. PyTorch does that in its dispatcher.
+JAX traces: the function is traced once as it is, in float32, and the jaxpr is run anew with casts put in
+
+    fn  --make_jaxpr-->  jaxpr  --_op_uses, _op_plan-->  a dtype for each operation  --_op_emit-->  JAX operations
+
+What comes out is JAX again, so it composes: under and over `jit`, `grad`, `vmap`, `scan`, `remat`, `shard_map`, and
+with layers that have derivatives of their own. Gradients have the dtypes of what they are gradients of, as a cast's
+derivative is the cast back: float32 params get float32 gradients, computed by 16-bit matmuls.
+
+Where we differ from torch.autocast:
+- The whole function is seen before it runs. What feeds float32 operations only runs in float32, so that norms and
+  softmaxes written by hand do not overflow; a weight in a loop is cast before the loop.
+- A mean is a sum and a division in a jaxpr, so it gives float32 (torch: the input's dtype).
+- A cast to the dtype a value was traced in leaves no trace: `x.astype(jnp.float32)` in a float32 function asks for
+  nothing. `jaxmp.no_autocast` does.
+- A disabled region runs as it was written: float32 operations get float32 back (torch hands them what comes).
+- float16 masks saturate: `where(mask, x, -1e9)` gives -65504, not -inf.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp import _op_calls, _op_emit, _op_lists, _op_modules, _op_plan, _op_regions, _versions
+from jaxmp._op_lists import FLOATS, CastLists
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Autocast:
+    """What `autocast` returns where it is given no function: a decorator, and a region for `with`."""
+
+    def __init__(self, lists: CastLists, output_dtype: Any = None):
+        self._lists = lists
+        self._output_dtype = output_dtype
+        self._entered: list[Any] = []
+
+    def __call__(self, fn: F) -> F:
+        return _wrap(fn, self._lists, self._output_dtype)
+
+    def __enter__(self) -> "Autocast":
+        region = _op_modules.region(self._lists, _wrap)
+        region.__enter__()
+        self._entered.append(region)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
+@overload
+def autocast(
+    fn: None = None,
+    dtype: Any = jnp.float16,
+    *,
+    enabled: bool = True,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    output_dtype: Any = None,
+) -> Autocast: ...
+@overload
+def autocast(
+    fn: F,
+    dtype: Any = jnp.float16,
+    *,
+    enabled: bool = True,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    output_dtype: Any = None,
+) -> F: ...
+def autocast(
+    fn: Any = None,
+    dtype: Any = jnp.float16,
+    *,
+    enabled: bool = True,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    output_dtype: Any = None,
+) -> Any:
+    """Runs a function in mixed precision, as it is: `torch.autocast` for JAX.
+
+    Matmuls and convolutions run in `dtype`; what needs float32 (exp, log, powers, sums, norms, softmax, losses) in
+    float32; the rest in the widest dtype of its inputs. float64, complex, integers, keys and fp8 are left alone.
+    Params stay float32 outside, and so do their gradients.
+
+        step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
+        @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
+        with jaxmp.autocast(dtype=jnp.float16): ...                 a region
+
+    As a region it reaches the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
+    `jaxmp.nnx.value_and_grad`, and, inside of an autocast function, every operation: `with autocast(enabled=False)`
+    there runs as it was written. Regions work when a function is traced: put them inside of what is jitted. Of nested
+    ones the innermost counts, whatever transformations lie between.
+
+    Args:
+      fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
+      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off.
+      enabled: False is the same as float32.
+      allow: names of primitives that run in `dtype` besides, or in spite of, the lists. `jaxmp.explain_autocast` gives
+        the names in a function.
+      force_fp32: names that run in float32.
+      widest: names that run in the widest dtype of their inputs.
+      output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
+
+    Returns:
+      The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is a
+      context manager as well.
+
+    Raises:
+      ValueError: a dtype it cannot run in (fp8: `jaxmp.fp8.autocast` does); an unknown name in a list, or one in two.
+      TypeError: `fn` is not callable.
+
+    Example:
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+      >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
+      >>> loss, grad = jax.value_and_grad(autocast(loss_fn))(w, x)
+      >>> loss.dtype.name, grad.dtype.name, autocast(jnp.dot)(x, w).dtype.name
+      ('float32', 'float32', 'float16')
+
+    References:
+      torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
+    """
+    if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
+        fn, dtype = None, fn
+    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest)
+    if not enabled:
+        lists = _op_lists.OFF
+    if output_dtype is not None:
+        output_dtype = jnp.dtype(output_dtype)
+        if not jnp.issubdtype(output_dtype, jnp.floating):
+            raise ValueError(f"autocast: output_dtype must be a float dtype, got {output_dtype.name}")
+    if fn is None:
+        return Autocast(lists, output_dtype)
+    if not callable(fn):
+        raise TypeError(f"autocast: fn must be a function or None (decorator, `with`), got {type(fn).__name__}")
+    return _wrap(fn, lists, output_dtype)
+
+
+def no_autocast(fn: F) -> F:
+    """A function that autocast leaves as it was written, wherever it is called.
+
+    Args:
+      fn: the function. In an autocast function it gets back the dtypes it was traced with.
+
+    Returns:
+      The function.
+
+    Example:
+      >>> dense = no_autocast(jnp.dot)
+      >>> autocast(lambda x: dense(x, x))(jnp.ones((2, 2))).dtype.name
+      'float32'
+    """
+    return _wrap(fn, _op_lists.OFF, None)
+
+
+def by_region(fn: F) -> F:
+    """`fn` under the lists of the region it is called in: what functions that are handed to jaxmp go through.
+
+    Args:
+      fn: the function.
+
+    Returns:
+      `fn` itself where there is no region, or where an autocast function that is being traced will see to it.
+
+    Example:
+      >>> with autocast(dtype=jnp.bfloat16):
+      ...     by_region(lambda x: x @ x)(jnp.ones((2, 2))).dtype.name
+      'bfloat16'
+    """
+    lists = _op_regions.current()
+    return fn if lists is None or lists.dtype is None or _op_regions.is_tracing() else _wrap(fn, lists, None)
+
+
+def _is_dtype(fn: Any) -> bool:
+    if isinstance(fn, (str, np.dtype)):
+        return True
+    try:
+        return isinstance(fn, type(jnp.float16)) or (isinstance(fn, type) and issubclass(fn, (np.generic, float, int)))
+    except TypeError:
+        return False
+
+
+def _wrap(fn: Any, lists: CastLists, output_dtype: Any) -> Any:
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        out = _op_modules.call(fn, lambda pure: _rewritten(pure, lists), args, kwargs)
+        if output_dtype is None:
+            return out
+        return jax.tree.map(lambda x: x.astype(output_dtype) if _is_float_array(x) else x, out)
+
+    return wrapped
+
+
+def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
+    """A function of pytrees, traced, planned and run anew."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if lists.dtype is None:
+            with _op_regions.region(lists):
+                return fn(*args, **kwargs)
+        traced = Traced(fn, lists, args, kwargs)
+        plan = traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)
+        with _op_regions.rewritten():
+            emitter = _op_emit.Emitter(traced.planner, _op_calls.CALLS)
+            return traced.unflatten(emitter.run(plan, traced.consts, traced.values))
+
+    return wrapped
+
+
+class Traced:
+    """A function as it was traced, and how to put its results together."""
+
+    def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if _is_float_array(x)]
+        self._out: list[Any] = []
+        self._arrays: list[int] = []
+        self._treedef: Any = None
+
+        def flat(*values: Any) -> list[Any]:
+            given = list(leaves)
+            for i, x in zip(places, values, strict=True):
+                given[i] = x
+            args, kwargs = jax.tree.unflatten(treedef, given)
+            self._out, self._treedef = jax.tree.flatten(fn(*args, **kwargs))
+            self._arrays = [i for i, x in enumerate(self._out) if isinstance(x, jax.Array)]
+            return [self._out[i] for i in self._arrays]
+
+        self.values = [leaves[i] for i in places]
+        with _op_regions.tracing(lists):
+            closed = jax.make_jaxpr(flat)(*self.values)
+        self.jaxpr, self.consts = _versions.open_jaxpr(closed)
+        self.inputs = tuple(_op_plan.value_of(v.aval) for v in self.jaxpr.invars)
+        self.planner = _op_plan.Planner()
+
+    def unflatten(self, results: list[Any]) -> Any:
+        out = list(self._out)
+        for i, x in zip(self._arrays, results, strict=True):
+            out[i] = x
+        return jax.tree.unflatten(self._treedef, out)
+
+
+def _is_float_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and x.dtype in FLOATS
