@@ -18,9 +18,10 @@ is part of its *structure*, not of its values. So a wrong order raises while the
 ends with `update` hands back the structure it was given: the second call compiles nothing.
 
 New code is better off with `jaxmp.mixed_precision` and `jaxmp.value_and_grad`: there the scale lives in `opt_state`,
-nothing can be called in a wrong order, and the optimizer can write in place. Those two and a `GradScaler` exclude each
-other: both would unscale. Masters of 16-bit params are `jaxmp.keep_master_params`, which goes well with it. fp8 scales
-do not: their gradients are amaxes, which only `jaxmp.value_and_grad` keeps apart.
+nothing can be called in a wrong order, and the optimizer can write in place. The two ways exclude each other: both
+unscale. Masters of 16-bit params are `jaxmp.keep_master_params`, which goes with either. What only `value_and_grad`
+knows is fp8 scales, and that `jax.grad` of replicated params under `jax.shard_map(check_vma=True)` sums over devices in
+the dtype of the params, where float16 overflows: pass them through `jax.lax.pcast(..., to="varying")` before.
 
 Where we differ from torch.amp.GradScaler:
 
@@ -34,11 +35,11 @@ Where we differ from torch.amp.GradScaler:
 - Gradients without a leaf are finite, as on a device that holds no params. torch raises.
 - `update(new_scale)` takes an int as well, and a number must be positive and finite; so must backoff_factor lie between
   0 and 1, and growth_interval be >= 1.
-- A factor that is no power of two multiplies in float32. torch does in float64 and rounds: an ulp at times.
-- XLA flushes float32 subnormals to zero on CPU; torch keeps them.
+- Factors multiply in float32; torch's in float64, and it rounds: for no powers of two an ulp apart at times.
+- XLA flushes float32 subnormals to zero on CPU, so 1 / scale is 0 beyond 2^126; torch keeps them.
 - Errors are ValueErrors and TypeErrors, not AssertionErrors and RuntimeErrors.
 
-References: torch/amp/grad_scaler.py of torch 2.13.
+Reference: torch/amp/grad_scaler.py of torch 2.13.
 """
 
 import copy
@@ -114,7 +115,7 @@ class GradScaler:
         axis_name: sync.AxisName = "auto",
         loss_scale: Any = None,
     ):
-        names = axis_name if axis_name is None or isinstance(axis_name, str) else tuple(axis_name)
+        names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._static, self._has_scaled = _Static(bool(enabled), names), False
         self._found_inf: dict[str, Bool[Array, ""]] = {}
         if loss_scale is None:
@@ -128,8 +129,8 @@ class GradScaler:
             return
         if (init_scale, growth_factor, backoff_factor, growth_interval) != (2.0**16, 2.0, 0.5, 2000):
             raise ValueError(
-                "loss_scale= brings its own scale and rule; got it together with init_scale, growth_factor, "
-                "backoff_factor or growth_interval. Pass those to jaxmp.DynamicLossScale."
+                "loss_scale= brings its own; got init_scale or factors or an interval beside it. Pass those to what you "
+                "make it of, such as jaxmp.DynamicLossScale."
             )
         self._loss_scale = scaling.as_loss_scale(loss_scale)
         if not isinstance(self._loss_scale, scaling.DynamicLossScale | scaling.StaticLossScale):
@@ -145,7 +146,7 @@ class GradScaler:
           tree: float arrays of any shape. What you log is to be kept from before: never divide a loss back.
 
         Returns:
-          The tree in float32 (see the module's docstring); `tree` itself if the scaler is not enabled.
+          The tree in float32; `tree` itself if the scaler is not enabled.
 
         Raises:
           TypeError: a leaf that is no float array, named by path.
@@ -161,7 +162,7 @@ class GradScaler:
             if not casting.is_float(x):
                 raise TypeError(
                     f"scale multiplies losses, which must be float arrays; got "
-                    f"{getattr(x, 'dtype', type(x).__name__)} at {_paths.path_str(path) or 'the top'}. Leave other "
+                    f"{getattr(x, 'dtype', type(x).__name__)} at {_paths.path_str(path)}. Leave other "
                     f"outputs out: return scaler.scale(loss), aux."
                 )
         return self._loss_scale.scale(tree)
@@ -169,15 +170,14 @@ class GradScaler:
     def unscale(self, grads: PyTree, *, optimizer: str = "optimizer") -> tuple[PyTree, "GradScaler"]:
         """The gradients of one optimizer, float32(g) / scale, to clip or look at before its `step`.
 
-        Reduce gradients over devices before or after, in any dtype: an overflow on one device is known to all.
+        Reduce gradients over devices before or after: an overflow on one device is known to all.
 
         Args:
           grads: scaled gradients, in any float dtypes. If several losses are summed up (microbatches), their sum.
           optimizer: the optimizer whose gradients these are; one name for each, where there are several.
 
         Returns:
-          `(grads, scaler)`: float32 gradients, and a scaler that knows whether they overflowed; if it is not enabled,
-          both as they were.
+          `(grads, scaler)`, float32 and one that knows whether they overflowed; both as they were if it is not enabled.
 
         Raises:
           ValueError: they were unscaled, or this optimizer has stepped, since the last `update`; nothing was scaled.
@@ -236,7 +236,7 @@ class GradScaler:
         if state.find(opt_state, state.UnscaleState):
             raise ValueError(
                 "gradients are unscaled once; got a tx that does it, too (mixed_precision or unscale_and_skip). Pass "
-                "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad in place of a GradScaler."
+                "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad instead of a GradScaler."
             )
         apply = functools.partial(transform.apply_gradients, tx, **extra_args)
         if not self.is_enabled():
