@@ -129,8 +129,8 @@ class GradScaler:
             return
         if (init_scale, growth_factor, backoff_factor, growth_interval) != (2.0**16, 2.0, 0.5, 2000):
             raise ValueError(
-                "loss_scale= brings its own; got init_scale or factors or an interval beside it. Pass those to what you "
-                "make it of, such as jaxmp.DynamicLossScale."
+                "loss_scale= brings its own; got init_scale, factors or an interval beside it. Pass those to what it "
+                "is made by, such as jaxmp.DynamicLossScale."
             )
         self._loss_scale = scaling.as_loss_scale(loss_scale)
         if not isinstance(self._loss_scale, scaling.DynamicLossScale | scaling.StaticLossScale):

@@ -495,7 +495,7 @@ def test_what_is_no_loss_is_not_scaled(loss, message):
         ({"growth_interval": 0}, "growth_interval must be >= 1"),
         (
             {"loss_scale": 8.0, "growth_interval": 5},
-            "loss_scale= brings its own; got init_scale or factors .* Pass those to what",
+            "loss_scale= brings its own; got .* Pass those to what it is made by",
         ),
     ],
     ids=str,
