@@ -335,7 +335,7 @@ class GradScaler:
     def state_dict(self) -> dict[str, float | int]:
         """What torch's `state_dict` holds, as Python numbers; {} if the scaler is not enabled.
 
-        For checkpoints that torch reads or wrote; a pytree as it is, a scaler also goes into any checkpoint of arrays.
+        For checkpoints that torch reads or wrote, and flax.serialization; Orbax takes the scaler itself, as any pytree.
         With a rule that has hysteresis it holds `_hysteresis_left` as well, which torch passes over.
 
         Raises:

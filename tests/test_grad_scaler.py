@@ -7,10 +7,12 @@ difference.
 import functools
 import math
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -540,6 +542,18 @@ def test_a_rule_with_hysteresis_keeps_its_count():
     assert_bitwise(fresh.load_state_dict(saved), scaler)
     del saved["_hysteresis_left"]  # torch's own
     assert int(fresh.load_state_dict(saved)._loss_scale.hysteresis_left) == 3
+
+
+def test_checkpoints(tmp_path):
+    """Orbax takes the scaler, flax the dict: both with the growth count."""
+    scaler = after(jaxmp.GradScaler(8.0, growth_interval=5), True, False)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scaler", {"scaler": scaler})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "scaler", {"scaler": jaxmp.GradScaler(growth_interval=5)})["scaler"]
+    assert_bitwise(restored, scaler)
+    saved = flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(scaler.state_dict()))
+    assert jaxmp.GradScaler().load_state_dict(saved).state_dict() == scaler.state_dict()
 
 
 def test_a_static_scale_stays_and_skips():
