@@ -27,6 +27,8 @@ from regimes import AXIS, DEVICES, mesh_of
 TORCH = load("torch_amp_grad_scaler")
 TINY = float(np.finfo(np.float32).tiny)  # XLA flushes what is smaller to zero
 SGD = optax.sgd(1.0)
+unscaled = jax.jit(lambda scaler, grads: scaler.unscale(grads))
+sgd_step = jax.jit(lambda scaler, grad, param: scaler.step(SGD, grad, SGD.init(param), param))
 LONGEST = max(len(case["found_inf"]) for case in TORCH["cases"])
 
 
@@ -102,7 +104,7 @@ def test_update_with_a_new_scale():
     for overflows, new_scale, scale, count, stepped in oracle["trace"]:
         new_scale = jnp.float32(256.0) if new_scale == "tensor256" else new_scale
         grad = jnp.float32(np.inf if overflows else 1.0)
-        param, _, scaler = scaled(scaler).step(SGD, grad, SGD.init(jnp.zeros(())), jnp.zeros(()))
+        param, _, scaler = sgd_step(scaler, grad, jnp.zeros(()))
         scaler = scaler.update(new_scale)
         assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
         assert (float(param) != 0) == bool(stepped)
@@ -174,7 +176,7 @@ def test_several_optimizers(case):
 @pytest.mark.parametrize("case", TORCH["unscale_values"], ids=lambda c: f"{c['scale']}-{c['found_inf'][0]:.0f}")
 def test_unscaled_values(case):
     grads = {"w": np.array(case["in"], np.float32)}
-    out, scaler = jax.jit(lambda s, g: s.unscale(g))(jaxmp.GradScaler(case["scale"]), grads)
+    out, scaler = unscaled(jaxmp.GradScaler(case["scale"]), grads)
     expected = np.array(case["out_bits"], np.int32).view(np.float32)
     values, found_inf = np.asarray(out["w"]), bool(scaler.found_inf())
     if case["inv_scale"] < TINY:  # is 0 here
@@ -287,10 +289,10 @@ def test_a_wrong_order_raises_while_it_is_traced(ops, message):
 
 def test_a_stage_goes_through_jit():
     """Unscaled in one function, stepped in another: the structure carries the stage."""
-    grads, scaler = jax.jit(lambda s, g: s.unscale(g))(jaxmp.GradScaler(4.0), jnp.float32(8.0))
+    grads, scaler = unscaled(jaxmp.GradScaler(4.0), jnp.float32(8.0))
     with pytest.raises(ValueError, match="which was unscaled"):
-        jax.jit(lambda s, g: s.unscale(g))(scaler, grads)
-    param, _, scaler = jax.jit(lambda s, g: s.step(SGD, g, SGD.init(g), jnp.zeros(())))(scaler, grads)
+        unscaled(scaler, grads)
+    param, _, scaler = sgd_step(scaler, grads, jnp.zeros(()))
     assert_bitwise(param, -2.0)
     assert jax.tree.structure(scaler.update()) == jax.tree.structure(jaxmp.GradScaler(4.0))
 
