@@ -16,6 +16,7 @@ from jaxmp.compress import compress_moments as compress_moments
 from jaxmp.fused import fused_adamw as fused_adamw
 from jaxmp.fused import fused_lion as fused_lion
 from jaxmp.fused import fused_sgd as fused_sgd
+from jaxmp.grad_scaler import GradScaler as GradScaler
 from jaxmp.grads import value_and_grad as value_and_grad
 from jaxmp.master import keep_master_params as keep_master_params
 from jaxmp.policy import Policy as Policy

@@ -135,3 +135,13 @@ def test_two_losses(start):
     before_a, after_a, before_b, after_b = (float(x) for x in losses.groups())
     assert after_a < 0.1 * before_a
     assert after_b < 0.1 * before_b
+
+
+def test_gradient_penalty(start):
+    out = finish(start("gradient_penalty.py", "--steps", 60, "--log-every", 30))
+    assert re.search(r"    0 +\d\.\d{4} +nan +65536   skipped\n", out)
+    fp32, fp16, scale = re.search(r"   59 +(\S+) +(\S+) +(\d+)\n", out).groups()
+    assert float(fp16) == pytest.approx(float(fp32), abs=0.3)  # behind by the steps that it skipped
+    assert float(scale) < 65536
+    found = re.search(r"distance 3: the critic finds (\S+) in fp32 and (\S+) in fp16, which skipped [1-9] steps", out)
+    assert all(2 < float(x) < 4 for x in found.groups())

@@ -1,0 +1,667 @@
+"""torch.amp's scaler as an object: recorded traces of the real one, its order of calls, and devices that agree.
+
+Where a test compares with torch and does not ask for equality, the docstring of jaxmp/grad_scaler.py names the
+difference.
+"""
+
+import functools
+import math
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+import regimes
+from helpers import assert_bitwise, assert_close
+from jaxmp import _versions, sync
+from oracle_data import load, name_of
+from regimes import AXIS, DEVICES, mesh_of
+
+TORCH = load("torch_amp_grad_scaler")
+TINY = float(np.finfo(np.float32).tiny)  # XLA flushes what is smaller to zero
+SGD = optax.sgd(1.0)
+unscaled = jax.jit(lambda scaler, grads: scaler.unscale(grads))
+sgd_step = jax.jit(lambda scaler, grad, param: scaler.step(SGD, grad, SGD.init(param), param))
+LONGEST = max(len(case["found_inf"]) for case in TORCH["cases"])
+
+
+def scaled(scaler):
+    """`scaler`, after it has scaled a loss."""
+    scaler.scale(jnp.float32(1.0))
+    return scaler
+
+
+def torch_like(init_scale=2.0**16, **kwargs):
+    """A scaler as torch makes it; one that starts at inf can only come out of a checkpoint."""
+    if 0 < init_scale < math.inf:
+        return jaxmp.GradScaler(init_scale, **kwargs)
+    saved = jaxmp.GradScaler(**kwargs).state_dict()
+    return jaxmp.GradScaler().load_state_dict(saved | {"scale": init_scale})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# traces of torch
+
+
+@jax.jit
+def run(scaler, values):
+    """One step for each gradient in `values`: (scale, growth tracker, stepped) after each."""
+
+    def one(carry, value):
+        scaler, param = carry
+        new_param, _, scaler = scaler.step(SGD, value, SGD.init(param), param)
+        scaler = scaler.update()
+        return (scaler, jnp.zeros(())), (scaler.get_scale(), scaler._loss_scale.growth_count, new_param != param)
+
+    _, trace = lax.scan(one, (scaler, jnp.zeros(())), values)
+    return trace
+
+
+SUNK = "no_floor_underflow_to_zero"
+
+
+def trace_of(case):
+    values = np.ones(LONGEST, np.float32)
+    steps = len(case["found_inf"])
+    values[:steps] = [{0: 1.0, 1: np.inf, 2: np.nan}[x] for x in case["found_inf"]]
+    return [np.asarray(x)[:steps] for x in run(torch_like(**case["kwargs"]), values)]
+
+
+@pytest.mark.parametrize("case", [case for case in TORCH["cases"] if case["name"] != SUNK], ids=name_of)
+def test_traces(case):
+    scales, counts, stepped = trace_of(case)
+    columns = [np.array([row[i] for row in case["trace"]], np.float64) for i in range(3)]
+    expected = columns[0].astype(np.float32)
+    if case["name"] in ("nonpow2", "growth_1.001"):  # torch rounds twice
+        assert_close(scales, expected, rtol=len(expected) * 2.0**-23)
+    else:
+        assert_bitwise(scales, expected)
+    assert_bitwise(counts, columns[1].astype(np.int32))
+    before = np.append(np.float32(case["kwargs"].get("init_scale", 2.0**16)), expected[:-1])
+    visible = before <= 2.0**126  # 1 / scale is 0 beyond, so a step that is taken does not move
+    assert_bitwise(stepped, columns[2].astype(bool) & visible)
+
+
+def test_with_a_scale_that_has_sunk_to_zero_nothing_is_stepped():
+    """torch takes the last step, with gradients of 1 / 0."""
+    (case,) = [case for case in TORCH["cases"] if case["name"] == SUNK]
+    assert case["trace"][-1][2] == 1
+    scales, _, stepped = trace_of(case)
+    assert_close(scales, np.array([row[0] for row in case["trace"]], np.float32), atol=TINY)
+    assert not stepped.any()
+
+
+def test_update_with_a_new_scale():
+    oracle = TORCH["update_new_scale"]
+    scaler = jaxmp.GradScaler(oracle["init_scale"], growth_interval=oracle["growth_interval"])
+    for overflows, new_scale, scale, count, stepped in oracle["trace"]:
+        new_scale = jnp.float32(256.0) if new_scale == "tensor256" else new_scale
+        grad = jnp.float32(np.inf if overflows else 1.0)
+        param, _, scaler = sgd_step(scaler, grad, jnp.zeros(()))
+        scaler = scaler.update(new_scale)
+        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
+        assert (float(param) != 0) == bool(stepped)
+
+
+NEW_SCALES = {
+    "int": (512, 512.0),
+    "float": (512.0, 512.0),
+    "int32": (jnp.int32(7), 7.0),
+    "float64": (np.float64(3), 3.0),
+}
+
+
+@pytest.mark.parametrize(("new_scale", "scale"), NEW_SCALES.values(), ids=NEW_SCALES)
+def test_types_of_new_scale(new_scale, scale):
+    """An int is taken, which torch does not; an int32 scalar is as in torch."""
+    scaler = scaled(jaxmp.GradScaler()).update(new_scale)
+    assert_bitwise(scaler.get_scale(), scale)
+    assert not scaler.get_scale().weak_type
+
+
+@pytest.mark.parametrize(
+    ("new_scale", "message"),
+    [
+        (0.0, "positive and finite; got new_scale=0.0"),
+        (math.inf, "positive and finite; got new_scale=inf"),
+        (math.nan, "positive and finite; got new_scale=nan"),
+        (
+            jnp.ones(1),
+            r"of shape \(\); got new_scale of shape \(1,\). Pass a number or a scalar, such as new_scale\[0\]",
+        ),
+        (jnp.ones(2), r"of shape \(\); got new_scale of shape \(2,\)"),
+    ],
+    ids=["0", "inf", "nan", "one_element", "two_elements"],
+)
+def test_a_new_scale_that_is_none_raises(new_scale, message):
+    with pytest.raises(ValueError, match=message):
+        scaled(jaxmp.GradScaler()).update(new_scale)
+
+
+@functools.cache
+def two_optimizers(unscale_a_first):
+    @jax.jit
+    def step(scaler, params, grad_a, grad_b):
+        if unscale_a_first:
+            grad_a, scaler = scaler.unscale(grad_a, optimizer="a")
+        a, _, scaler = scaler.step(SGD, grad_a, SGD.init(params[0]), params[0], optimizer="a")
+        b, _, scaler = scaler.step(SGD, grad_b, SGD.init(params[1]), params[1], optimizer="b")
+        found = [scaler.found_inf(optimizer=name) for name in ("a", "b")]
+        return found, (a, b), scaler.update()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "case", TORCH["multi_optimizer"], ids=lambda c: f"{c['inf_in_opt']}-{c['unscale_opt_a_first']}"
+)
+def test_several_optimizers(case):
+    """Each skips by its own gradients, and the scale falls if any of them overflowed."""
+    scaler, params = jaxmp.GradScaler(4.0, growth_interval=2), (jnp.zeros(()), jnp.zeros(()))
+    for it, (found, a, b, scale, count) in enumerate(case["trace"]):
+        grads = [jnp.float32(np.inf if it in (0, 2) and bad else 4.0) for bad in case["inf_in_opt"]]
+        got, params, scaler = two_optimizers(case["unscale_opt_a_first"])(scaler, params, *grads)
+        assert [float(x) for x in got] == [x for (x,) in found]
+        assert_bitwise(params, (a, b))
+        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
+
+
+@pytest.mark.parametrize("case", TORCH["unscale_values"], ids=lambda c: f"{c['scale']}-{c['found_inf'][0]:.0f}")
+def test_unscaled_values(case):
+    grads = {"w": np.array(case["in"], np.float32)}
+    out, scaler = unscaled(jaxmp.GradScaler(case["scale"]), grads)
+    expected = np.array(case["out_bits"], np.int32).view(np.float32)
+    values, found_inf = np.asarray(out["w"]), bool(scaler.found_inf())
+    if case["inv_scale"] < TINY:  # is 0 here
+        expected = np.where(np.isfinite(expected), np.copysign(np.float32(0.0), expected), np.float32(np.nan))
+    assert_close(values, expected, atol=TINY)
+    normal = (np.abs(grads["w"]) > TINY) & (np.abs(expected) > TINY)
+    assert_bitwise(values[normal], expected[normal])
+    made = bool(np.any(~np.isfinite(expected) & np.isfinite(grads["w"])))  # by the unscaling; torch does not look
+    assert found_inf == (case["found_inf"] == [1.0] or made)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_gradients_of_every_dtype_are_unscaled_in_float32(dtype):
+    """Exactly: 2^-24, the smallest float16, over 2^16 is no float16 any more."""
+    grads, _ = scaled(jaxmp.GradScaler()).unscale([jnp.array([2.0**-24, 8.0], dtype)])
+    assert_bitwise(grads, [jnp.array([2.0**-40, 2.0**-13])])
+
+
+def test_fused_adam():
+    """Params, count, scale and growth tracker of torch's Adam; its float32 rounds otherwise."""
+    (oracle,) = [rows for name, rows in TORCH["misc"].items() if name.startswith("fused_adam_cpu")]
+    tx, scaler, param = optax.adam(0.1), jaxmp.GradScaler(4.0, growth_interval=2), jnp.float32(1.0)
+    opt_state = tx.init(param)
+    step = jax.jit(lambda s, g, o, p: s.step(tx, g, o, p))
+    for grad, (value, unscaled, count, scale, tracker) in zip((4.0, np.inf, 8.0, 4.0), oracle, strict=True):
+        got, _ = scaled(scaler).unscale(jnp.float32(grad))
+        assert_bitwise(got, unscaled)
+        param, opt_state, scaler = step(scaler, jnp.float32(grad), opt_state, param)
+        scaler = scaler.update()
+        assert_close(param, value, rtol=3e-6)
+        assert_bitwise(optax.tree.get(opt_state, "count"), int(count))
+        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, tracker))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the order of calls
+
+MESSAGES = {
+    "_scale is None": "whose scale was never called. Differentiate lambda p: scaler.scale",
+    "unscale_() has already been called": "got unscale for 'optimizer', which was unscaled since the last update",
+    "unscale_() is being called after step()": "got unscale for 'optimizer', which has stepped since the last update",
+    "step() has already been called": "got step for 'optimizer', which has stepped since the last update",
+    "No inf checks were recorded": "got update() where none were looked at since the last one",
+}
+
+
+def play(ops):
+    """(failing op, message) or (None, stage, scale, growth tracker, param, grad) after torch's script of one param."""
+    scaler, param, grad = jaxmp.GradScaler(4.0, growth_interval=2), jnp.zeros(()), jnp.float32(8.0)
+    for i, op in enumerate(ops):
+        try:
+            if op == "scale":
+                scaler.scale(jnp.float32(1.0))
+            elif op == "unscale":
+                grad, scaler = scaler.unscale(grad)
+            elif op == "step":
+                if scaler._static.stages.is_ready("optimizer"):  # torch leaves the gradient unscaled in place
+                    grad, _ = scaler.unscale(grad)
+                    given = grad * scaler.get_scale()
+                else:
+                    given = grad
+                param, _, scaler = scaler.step(SGD, given, SGD.init(param), param)
+            else:
+                scaler = scaler.update(8.0 if op == "update8" else None)
+        except ValueError as e:
+            return i, str(e)
+    stage = dict(scaler._static.stages.known).get("optimizer", "READY")
+    return None, stage, *(x.item() for x in jax.tree.leaves(scaler)[:2]), param.item(), grad.item()
+
+
+@pytest.mark.parametrize("first", ["scale", "unscale", "step", "update", "update8"])
+def test_every_order_of_calls(first):
+    """Each of torch's recorded scripts that begins so ends in the same state, or fails at the same call."""
+    rows = [row for row in TORCH["state_machine"]["rows"] if row[0][0] == first]
+    assert rows
+    for ops, expected in rows:
+        got = play(ops)
+        if expected[0] is None:
+            assert got == tuple(expected), ops
+        else:
+            (message,) = [ours for theirs, ours in MESSAGES.items() if theirs in expected[2]]
+            assert got[0] == expected[0], ops
+            assert message in got[1], ops
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        (["unscale", "unscale"], "which was unscaled since"),
+        (["step", "unscale"], "which has stepped since"),
+        (["step", "step"], "which has stepped since"),
+        (["update"], "where none were looked at"),
+    ],
+    ids="-".join,
+)
+def test_a_wrong_order_raises_while_it_is_traced(ops, message):
+    def program(scaler, grad, param):
+        for op in ops:
+            if op == "unscale":
+                grad, scaler = scaler.unscale(grad)
+            elif op == "step":
+                param, _, scaler = scaler.step(SGD, grad, SGD.init(param), param)
+            else:
+                scaler = scaler.update()
+        return param
+
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(program, jaxmp.GradScaler(), jnp.ones(()), jnp.ones(()))
+
+
+def test_a_stage_goes_through_jit():
+    """Unscaled in one function, stepped in another: the structure carries the stage."""
+    grads, scaler = unscaled(jaxmp.GradScaler(4.0), jnp.float32(8.0))
+    with pytest.raises(ValueError, match="which was unscaled"):
+        unscaled(scaler, grads)
+    param, _, scaler = sgd_step(scaler, grads, jnp.zeros(()))
+    assert_bitwise(param, -2.0)
+    assert jax.tree.structure(scaler.update()) == jax.tree.structure(jaxmp.GradScaler(4.0))
+
+
+def test_a_scaler_that_a_jitted_function_scaled_with_is_taken_at_its_word():
+    """The gradients come from a function that is compiled already: nothing here sees its call of `scale`."""
+    gradient = jax.jit(lambda s, p: jax.grad(lambda p: s.scale(p**2))(p))
+    for _ in range(2):
+        scaler = jaxmp.GradScaler(4.0)
+        grads, _ = scaler.unscale(gradient(scaler, jnp.float32(3.0)))
+        assert_bitwise(grads, 6.0)
+
+
+def test_found_inf_is_known_from_unscale_to_update():
+    scaler = scaled(jaxmp.GradScaler())
+    with pytest.raises(
+        ValueError, match="got 'optimizer', known are: none. Ask the scaler that unscale or step returned"
+    ):
+        scaler.found_inf()
+    _, scaler = scaler.unscale(jnp.array([1.0, np.nan]), optimizer="a")
+    assert_bitwise(scaler.found_inf(optimizer="a"), True)
+    with pytest.raises(ValueError, match="got 'b', known are: 'a'"):
+        scaler.found_inf(optimizer="b")
+    with pytest.raises(ValueError, match="known are: none"):
+        scaler.update().found_inf(optimizer="a")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole steps
+
+
+def loss_fn(params, x):
+    return jnp.mean((x.astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) ** 2 + params["b"])
+
+
+PARAMS32 = {"w": np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(3, 2), "b": np.zeros((1, 1), np.float32)}
+X = np.linspace(-2.0, 3.0, 12, dtype=np.float32).reshape(4, 3)
+KEEP_BIAS = jaxmp.get_policy("fp16", keep_fp32=("b",))
+OPTIMIZERS = {
+    "adam": (optax.adam(0.1), None),
+    "masters": (jaxmp.keep_master_params(optax.adam(0.1), KEEP_BIAS), KEEP_BIAS),
+    "chain": (optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(0.1)), None),
+    "lbfgs": (optax.lbfgs(0.1, linesearch=None), None),
+}
+
+
+def start(name):
+    tx, policy = OPTIMIZERS[name]
+    params32 = jax.tree.map(jnp.asarray, PARAMS32)
+    return tx, (params32 if policy is None else policy.cast_to_param(params32)), tx.init(params32)
+
+
+def step_of(tx, *, clip=False):
+    @jax.jit
+    def step(params, opt_state, scaler, x):
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(params)
+        if clip:
+            grads, scaler = scaler.unscale(grads)
+            grads = jax.tree.map(lambda g: jnp.clip(g, -0.01, 0.01), grads)
+        params, opt_state, scaler = scaler.step(tx, grads, opt_state, params)
+        return params, opt_state, scaler.update()
+
+    return step
+
+
+@pytest.mark.parametrize(("name", "bad"), [("adam", np.inf), ("masters", np.nan), ("chain", np.nan), ("lbfgs", np.inf)])
+def test_a_skip_changes_nothing_but_the_scale(name, bad):
+    """Params, masters, moments and counts stay, bit for bit, also where a moment is -0.0."""
+    tx, params, opt_state = start(name)
+    step = step_of(tx)
+    params, opt_state, scaler = step(params, opt_state, jaxmp.GradScaler(64.0), X)
+    x = X.copy()
+    x[1, 1] = bad
+    after_params, after_state, after = step(params, opt_state, scaler, x)
+    assert_bitwise((after_params, after_state), (params, opt_state))
+    assert_bitwise((scaler.get_scale(), after.get_scale()), (64.0, 32.0))
+    last_params, _, _ = step(after_params, after_state, after, X)
+    assert not np.array_equal(last_params["w"], params["w"])
+
+
+def test_masters_move_params_of_16_bits():
+    """The 16-bit param is its rounded master, and the master takes steps that float16 would lose."""
+    tx = jaxmp.keep_master_params(optax.sgd(1e-5), KEEP_BIAS)
+    params32 = {"w": jnp.ones((3, 2)), "b": jnp.zeros((1, 1))}
+    params, opt_state, scaler = KEEP_BIAS.cast_to_param(params32), tx.init(params32), jaxmp.GradScaler(64.0)
+    step, expected = step_of(tx), np.ones((3, 2), np.float32)
+    for _ in range(3):
+        gradient = np.asarray(jax.grad(loss_fn)(params, X)["w"], np.float32)
+        params, opt_state, scaler = step(params, opt_state, scaler, X)
+        expected = expected - np.float32(1e-5) * gradient
+    masters = jaxmp.get_master_params(opt_state, params)
+    assert_close(masters["w"], expected, rtol=1e-6)
+    assert_bitwise(params["w"], masters["w"].astype(jnp.float16))
+    assert params["b"].dtype == jnp.float32
+
+
+def test_gradients_may_be_changed_between_unscale_and_step():
+    tx, params, opt_state = start("adam")
+    sgd = optax.sgd(1.0)
+    moved, _, scaler = step_of(sgd, clip=True)(params, sgd.init(params), jaxmp.GradScaler(64.0), X)
+    clipped = jax.tree.map(lambda g: np.clip(g, -0.01, 0.01), jax.grad(loss_fn)(params, X))
+    assert_bitwise(moved, jax.tree.map(lambda p, g: p - g, params, clipped))
+    assert np.any(np.abs(clipped["w"]) == np.float32(0.01))
+    _, _, scaler = step_of(tx, clip=True)(params, opt_state, scaler, X * np.float32(np.inf))
+    assert_bitwise(scaler.get_scale(), 32.0)  # the clip hid the inf from the optimizer, not from the scaler
+
+
+def test_what_a_step_would_make_nonfinite_stays():
+    """Finite gradients, but the second moment overflows: Adam would hold inf for ever."""
+    tx, params = optax.adam(0.1), jnp.array([1.0, 1.0])
+    params, opt_state, scaler = scaled(jaxmp.GradScaler(1.0)).step(tx, jnp.array([1e30, 1.0]), tx.init(params), params)
+    assert not bool(scaler.found_inf())
+    assert bool(jaxmp.all_finite((params, opt_state)))
+    assert float(params[1]) < 1.0
+
+
+@pytest.mark.parametrize("name", ["adam", "masters", "chain"])
+def test_disabled_is_plain_training(name):
+    """Bit for bit, without scale, look or skip: a NaN goes where it goes without a scaler."""
+    tx, params, opt_state = start(name)
+
+    @jax.jit
+    def plain(params, opt_state, x):
+        return jaxmp.apply_gradients(tx, jax.grad(loss_fn)(params, x), opt_state, params)
+
+    scaler, step = jaxmp.GradScaler(enabled=False), step_of(tx)
+    for x in (X, 2 * X):
+        expected = plain(params, opt_state, x)
+        params, opt_state, scaler = step(params, opt_state, scaler, x)
+        assert_bitwise((params, opt_state), expected)
+    bad = X * np.float32(np.nan)
+    assert_bitwise(step(params, opt_state, scaler, bad)[:2], plain(params, opt_state, bad))
+
+
+def test_disabled_does_nothing():
+    """Python objects come back themselves, in any order of calls."""
+    scaler, grads, loss = jaxmp.GradScaler(enabled=False), {"w": jnp.float16(np.inf)}, "not even an array"
+    assert scaler.scale(loss) is loss
+    assert scaler.unscale(grads)[0] is grads
+    assert scaler.unscale(grads)[1] is scaler
+    assert scaler.update() is scaler
+    assert scaler.update(8.0) is scaler
+    assert scaler.load_state_dict({}) is scaler
+    assert_bitwise((scaler.get_scale(), scaler.found_inf()), (1.0, False))
+    assert (scaler.is_enabled(), scaler.state_dict()) == (False, {})
+
+
+def test_an_optimizer_that_unscales_itself_is_refused():
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16")
+    params = jnp.ones(2, jnp.float16)
+    for scaler in (jaxmp.GradScaler(), jaxmp.GradScaler(enabled=False)):
+        with pytest.raises(ValueError, match=r"got a tx that does it, too .* Pass inner or jaxmp.keep_master_params"):
+            scaled(scaler).step(tx, params, tx.init(params), params)
+
+
+def test_extra_arguments_reach_the_optimizer():
+    def update(updates, state, params=None, *, factor, **_):
+        return jax.tree.map(lambda g: -factor * g, updates), state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    params, _, _ = scaled(jaxmp.GradScaler(4.0)).step(tx, jnp.float32(8.0), (), jnp.zeros(()), factor=3.0)
+    assert_bitwise(params, -6.0)
+
+
+def test_gradients_without_a_leaf_are_finite():
+    _, scaler = scaled(jaxmp.GradScaler(4.0, growth_interval=1)).unscale({})
+    assert_bitwise((scaler.found_inf(), scaler.update().get_scale()), (False, 8.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scale
+
+
+def test_losses_of_16_bits_are_scaled_in_float32():
+    """torch gives 131072 for a scalar and inf for a float16 array."""
+    scaler = jaxmp.GradScaler()
+    two = {"scalar": jnp.float16(2.0), "array": jnp.full(1, 2.0, jnp.float16), "bf16": jnp.bfloat16(2.0)}
+    assert_bitwise(scaler.scale(two), {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ((jnp.float32(1.0), {"n": jnp.int32(3)}), "got int32 at 1/n"),
+        (2.0, "got float at <root>. Leave other outputs out: return scaler.scale"),
+    ],
+    ids=["int_leaf", "python_float"],
+)
+def test_what_is_no_loss_is_not_scaled(loss, message):
+    with pytest.raises(TypeError, match=message):
+        jaxmp.GradScaler().scale(loss)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# made, saved and loaded
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"growth_factor": 1.0}, "growth_factor must be > 1"),
+        ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1"),
+        ({"backoff_factor": -1.0}, "backoff_factor must be between 0 and 1"),
+        ({"growth_interval": 0}, "growth_interval must be >= 1"),
+        (
+            {"loss_scale": 8.0, "growth_interval": 5},
+            "loss_scale= brings its own; got .* Pass those to what it is made by",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        jaxmp.GradScaler(**kwargs)
+
+
+def test_a_loss_scale_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match=r"got NoOpLossScale\(\). For no scaling pass enabled=False"):
+        jaxmp.GradScaler(loss_scale=jaxmp.NoOpLossScale())
+
+
+def after(scaler, *overflows):
+    for overflow in overflows:
+        _, scaler = scaled(scaler).unscale(jnp.float32(np.inf if overflow else 1.0))
+        scaler = scaler.update()
+    return scaler
+
+
+def test_state_dicts_are_those_of_torch():
+    """Of torch's script: three saves with one overflow between the first two, and what a scaler loads from the last."""
+    first, second, _, (scale, tracker) = TORCH["misc"]["state_dict"]
+    scaler = jaxmp.GradScaler(8.0, growth_interval=5)
+    assert scaler.state_dict() == first
+    scaler = after(scaler, True, False)
+    saved = scaler.state_dict()
+    assert saved == second
+    assert [type(x) for x in saved.values()] == [float, float, float, int, int]
+    loaded = jaxmp.GradScaler(2.0, growth_factor=3.0, backoff_factor=0.1).load_state_dict(saved)
+    assert_bitwise(tuple(jax.tree.leaves(loaded))[:2], (scale, tracker))
+    assert jax.tree.structure(loaded) == jax.tree.structure(scaler)  # the factors, too
+    assert loaded.state_dict() == saved
+
+
+def test_a_rule_with_hysteresis_keeps_its_count():
+    scaler = after(jaxmp.GradScaler(loss_scale=jaxmp.DynamicLossScale(8.0, hysteresis=3)), True)
+    saved = scaler.state_dict()
+    assert saved["_hysteresis_left"] == 2
+    fresh = jaxmp.GradScaler(loss_scale=jaxmp.DynamicLossScale(hysteresis=3))
+    assert_bitwise(fresh.load_state_dict(saved), scaler)
+    del saved["_hysteresis_left"]  # torch's own
+    assert int(fresh.load_state_dict(saved)._loss_scale.hysteresis_left) == 3
+
+
+def test_checkpoints(tmp_path):
+    """Orbax takes the scaler, flax the dict: both with the growth count."""
+    scaler = after(jaxmp.GradScaler(8.0, growth_interval=5), True, False)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "scaler", {"scaler": scaler})
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "scaler", {"scaler": jaxmp.GradScaler(growth_interval=5)})["scaler"]
+    assert_bitwise(restored, scaler)
+    saved = flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(scaler.state_dict()))
+    assert jaxmp.GradScaler().load_state_dict(saved).state_dict() == scaler.state_dict()
+
+
+def test_a_static_scale_stays_and_skips():
+    scaler = after(jaxmp.GradScaler(loss_scale=512.0), True, False)
+    assert_bitwise(scaler.get_scale(), 512.0)
+    param, _, _ = scaled(scaler).step(SGD, jnp.float32(np.inf), SGD.init(jnp.ones(())), jnp.ones(()))
+    assert_bitwise(param, 1.0)
+    with pytest.raises(TypeError, match=r"a scale that moves; got a scaler with StaticLossScale\(512.0\)"):
+        scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "got an empty dict, as one with enabled=False saves"),
+        ({"scale": None}, "got growth_factor, .*, without scale"),
+        ({"growth_factor": 0.5}, "growth_factor must be > 1"),
+    ],
+    ids=["empty", "missing", "out_of_range"],
+)
+def test_a_state_dict_that_does_not_load(changes, message):
+    saved = {} if changes is None else jaxmp.GradScaler().state_dict() | changes
+    with pytest.raises(ValueError, match=message):
+        jaxmp.GradScaler().load_state_dict({name: x for name, x in saved.items() if x is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# programs and devices
+
+
+def test_the_second_call_compiles_nothing():
+    """Not on a skip, not when the scale moves; and no state changes its type."""
+    tx, params, opt_state = start("masters")
+    step = step_of(tx, clip=True)
+    state = (params, opt_state, jaxmp.GradScaler(64.0, growth_interval=2))
+    types, structure = list(map(jax.typeof, jax.tree.leaves(state))), jax.tree.structure(state)
+    for x in (X, X, X * np.float32(np.inf), X):
+        state = step(*state, x)
+        assert list(map(jax.typeof, jax.tree.leaves(state))) == types
+        assert jax.tree.structure(state) == structure
+    assert step._cache_size() == 1
+
+
+def test_a_scaler_can_be_donated():
+    step = jax.jit(lambda scaler, g: scaler.unscale(g)[1].update(), donate_argnums=0)
+    scaler = jaxmp.GradScaler(4.0)
+    for _ in range(2):
+        scaler = step(scaler, jnp.float32(np.inf))
+    assert_bitwise(scaler.get_scale(), 1.0)
+    assert_bitwise(jaxmp.GradScaler(4.0).get_scale(), 4.0)
+
+
+def device_step(state, x):
+    """One step on one device. Only the device that overflows sees it in its gradients."""
+    params, opt_state, scaler = state
+    own = jax.tree.map(lambda p: _versions.cast_to_varying(p, sync.bound_axes("auto")), params)
+    grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
+    alone = jnp.reshape(sync.any_nonfinite(grads), (1,))
+    grads, scaler = scaler.unscale(grads)
+    found = scaler.found_inf()
+    params, opt_state, scaler = scaler.step(OPTIMIZERS["adam"][0], regimes.mean_in_float32(grads), opt_state, params)
+    return (params, opt_state, scaler.update()), found, alone
+
+
+def spread(how):
+    if how == "pmap":
+        return jax.pmap(device_step, AXIS, in_axes=(None, 0), devices=jax.devices()[:DEVICES])
+    specs = {"in_specs": (P(), P(AXIS)), "out_specs": (P(), P(), P(AXIS))}
+    return jax.jit(jax.shard_map(device_step, mesh=mesh_of(), check_vma=how == "shard_map", **specs))
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+def test_an_overflow_on_one_device_skips_on_all(how):
+    _, params, opt_state = start("adam")
+    state = (params, opt_state, jaxmp.GradScaler(64.0))
+    x = np.stack([X] * DEVICES) if how == "pmap" else np.concatenate([X] * DEVICES)
+    bad = x.copy()
+    bad.reshape(DEVICES, -1)[2, 0] = np.inf
+    step = spread(how)
+
+    def by_device(tree):
+        """What each device holds; pmap's arrays have a first axis for devices."""
+        shards = [[s.data for s in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
+        copies = list(zip(*shards, strict=True))
+        return [[np.asarray(s)[0] if how == "pmap" else np.asarray(s) for s in copy] for copy in copies]
+
+    (after_bad, found, alone), (after_good, not_found, _) = step(state, bad), step(state, x)
+    assert np.ravel(alone).tolist() == [False, False, True, False]
+    for (bad_params, bad_scale), flag in zip(
+        zip(by_device(after_bad[:2]), by_device(after_bad[2].get_scale()), strict=True), by_device(found), strict=True
+    ):
+        assert_bitwise(bad_params, jax.tree.leaves(state[:2]))
+        assert_bitwise((bad_scale[0], flag[0]), (32.0, True))
+    copies = by_device((after_good, not_found))
+    assert all(regimes.same_bits(copy, copies[0]) for copy in copies)
+    assert not copies[0][-1]
+    assert not regimes.same_bits(copies[0][:2], [np.asarray(params["b"]), np.asarray(params["w"])])
+
+
+def test_no_axis_where_one_is_bound_is_an_error():
+    scaler = jaxmp.GradScaler(axis_name=None)
+    with pytest.raises(ValueError, match="axis_name=None means that devices do not agree on overflow"):
+        jax.pmap(lambda g: scaler.unscale(g)[0], AXIS, devices=jax.devices()[:2])(scaled(scaler).scale(jnp.ones(2)))
+
+
+def test_axes_by_name():
+    scaler = jaxmp.GradScaler(4.0, axis_name=[AXIS])
+    unscale = jax.pmap(lambda s, g: s.unscale(g)[1].found_inf(), AXIS, in_axes=(None, 0), devices=jax.devices()[:2])
+    assert_bitwise(unscale(scaler, jnp.array([1.0, np.nan])), np.array([True, True]))
