@@ -9,6 +9,8 @@ from jaxmp import nnx as nnx
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import no_autocast as no_autocast
 from jaxmp._explain import explain_autocast as explain_autocast
+from jaxmp._fp16_methods import auto_fp16 as auto_fp16
+from jaxmp._fp16_methods import force_fp32 as force_fp32
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm

@@ -27,6 +27,7 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
 
 from jaxmp import _op_calls, _op_emit, _op_lists, _op_modules, _op_plan, _op_regions, _versions
 from jaxmp._op_lists import FLOATS, CastLists
@@ -147,6 +148,16 @@ def autocast(
     return _wrap(fn, lists, output_dtype)
 
 
+def is_module(x: Any) -> bool:
+    """Whether `x` is a flax module, which is a tree to jax as well.
+
+    Example:
+      >>> is_module(jnp.ones(2))
+      False
+    """
+    return isinstance(x, (linen.Module, nnx.Module))
+
+
 def no_autocast(fn: F) -> F:
     """A function that autocast leaves as it was written, wherever it is called.
 
@@ -197,7 +208,7 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any) -> Any:
         out = _op_modules.call(fn, lambda pure: _rewritten(pure, lists), args, kwargs)
         if output_dtype is None:
             return out
-        return jax.tree.map(lambda x: x.astype(output_dtype) if _is_float_array(x) else x, out)
+        return jax.tree.map(lambda x: x.astype(output_dtype) if is_float_array(x) else x, out)
 
     return wrapped
 
@@ -223,7 +234,7 @@ class Traced:
 
     def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if _is_float_array(x)]
+        places = [i for i, x in enumerate(leaves) if is_float_array(x)]
         self._out: list[Any] = []
         self._arrays: list[int] = []
         self._treedef: Any = None
@@ -251,5 +262,11 @@ class Traced:
         return jax.tree.unflatten(self._treedef, out)
 
 
-def _is_float_array(x: Any) -> bool:
+def is_float_array(x: Any) -> bool:
+    """Whether `x` is an array that autocast may cast.
+
+    Example:
+      >>> is_float_array(jnp.ones(2)), is_float_array(2.0), is_float_array(jnp.arange(2))
+      (True, False, False)
+    """
     return isinstance(x, (jax.Array, np.ndarray, np.generic)) and x.dtype in FLOATS

@@ -32,8 +32,9 @@ def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
             return emitter.run(plan, consts, values)
 
         emitter.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
-    closed, _ = emitter.retraced[id(plan)]
-    jaxpr, extra = _versions.retraced(eqn.params[name], closed)
+    jaxpr, extra = _versions.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
+    if extra and eqn.primitive.name != "remat2":  # a jit has shardings for each of its operands, and none for these
+        return emitter.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
 
 

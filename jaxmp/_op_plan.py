@@ -305,7 +305,7 @@ def holds(dtype: Any, number: float) -> bool:
 def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: CastLists) -> Step:
     casts = tuple(dtype if v.dtype in FLOATS else None for v in operands)
     home = _home(eqn.primitive.name, operands, dtype)
-    if eqn.primitive.name in _op_lists.BOUNDED and home is not None:
+    if group == "widest" and eqn.primitive.name in _op_lists.BOUNDED and home is not None:
         result, home = home, None
     else:
         result = dtype

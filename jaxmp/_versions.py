@@ -182,17 +182,17 @@ def _closed(jaxpr: Any, consts: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def retraced(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr that stands in for `like` in an equation's parameters, and what has to be given to it before the rest.
-
-    Closed jaxprs hold their constants; those that are open take them as operands.
+def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants.
 
     Example:
-      >>> closed = jax.make_jaxpr(jnp.sin)(1.0)
-      >>> retraced(closed, closed)[1]
-      ()
+      >>> closed = jax.make_jaxpr(lambda x: x + jnp.arange(2.0))(1.0)
+      >>> len(without_constants(closed, closed)[0].jaxpr.invars)
+      1
     """
     jaxpr, consts = open_jaxpr(closed)
-    if hasattr(like, "consts"):
-        return _closed(jaxpr, consts), ()
-    return jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars]), consts
+    names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
+    about = jax.extend.core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    opened = jax.extend.core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about)
+    return (_closed(opened, ()) if hasattr(like, "consts") else opened), consts

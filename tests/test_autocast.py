@@ -1,0 +1,577 @@
+"""autocast: what runs in which dtype, under and over every transformation, and what it must never change.
+
+The dtypes of single operations beside PyTorch's are in test_autocast_ops.py, whole models in test_autocast_models.py.
+"""
+
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise, assert_close, sqnr
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) * 0.3
+B = jnp.linspace(-1.0, 1.0, 8)
+
+
+def dtypes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.dtype.name, tree)
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu(x @ params["w"] + params["b"][None])
+    return jax.nn.softmax(h @ params["w"].T)
+
+
+def mlp_by_hand(params: Any, x: jax.Array) -> jax.Array:
+    w, b = params["w"].astype(F16), params["b"].astype(F16)
+    h = jax.nn.relu(x.astype(F16) @ w + b[None])
+    return jax.nn.softmax((h @ w.T).astype(F32))
+
+
+PARAMS = {"w": W, "b": B}
+
+
+# ---- what a function computes
+
+
+def test_equals_the_function_cast_by_hand() -> None:
+    assert_bitwise(jax.jit(jaxmp.autocast(mlp))(PARAMS, X), jax.jit(mlp_by_hand)(PARAMS, X))
+
+
+def test_gradients_equal_those_of_the_function_cast_by_hand() -> None:
+    def loss(fn: Any, params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(fn(params, x) ** 2)
+
+    auto = jax.jit(jax.grad(functools.partial(loss, jaxmp.autocast(mlp)), (0, 1)))(PARAMS, X)
+    by_hand = jax.jit(jax.grad(functools.partial(loss, mlp_by_hand), (0, 1)))(PARAMS, X)
+    assert set(jax.tree.leaves(dtypes(auto))) == {"float32"}  # as the params are
+    assert_bitwise(auto, by_hand)
+
+
+def count(text: str, op: str) -> int:
+    return len(re.findall(rf"stablehlo\.{op} ", text))
+
+
+def test_no_more_casts_than_by_hand_and_each_weight_once() -> None:
+    def text(fn: Any) -> str:
+        return jax.jit(jax.value_and_grad(lambda p: fn(p, X).sum())).lower(PARAMS).as_text()
+
+    auto, by_hand = text(jaxmp.autocast(mlp)), text(mlp_by_hand)
+    assert count(auto, "dot_general") == count(by_hand, "dot_general")
+    assert count(auto, "convert") <= count(by_hand, "convert")
+    assert len(re.findall(r"convert .*tensor<8x8xf32>\) -> tensor<8x8xf16>", auto)) == 1  # w is used twice
+
+
+@pytest.mark.parametrize("fn", [mlp, lambda p, x: lax.scan(lambda c, _: (c @ p["w"], c.sum()), x, None, 3)])
+def test_float32_changes_no_bit(fn: Any) -> None:
+    for run in (lambda f: f, jax.jit):
+        assert_bitwise(run(jaxmp.autocast(fn, F32))(PARAMS, X), run(fn)(PARAMS, X))
+        assert_bitwise(run(jaxmp.autocast(fn, F16, enabled=False))(PARAMS, X), run(fn)(PARAMS, X))
+
+
+def test_output_structure_stays() -> None:
+    def fn(x: jax.Array, flag: bool, name: str, nothing: None) -> Any:
+        assert flag is True and name == "a" and nothing is None
+        return {"y": x @ x, "n": 3, "none": None, "name": name, "count": jnp.arange(2), "pair": (x, 0.5)}
+
+    out = jaxmp.autocast(fn)(W, True, "a", nothing=None)
+    assert jax.tree.structure(out) == jax.tree.structure(fn(W, True, "a", None))
+    assert out["n"] == 3 and out["name"] == "a" and out["pair"][1] == 0.5
+    assert dtypes((out["y"], out["count"], out["pair"][0])) == ("float16", "int32", "float32")
+    assert dtypes(jaxmp.autocast(lambda x: (x @ x, x > 0), output_dtype=F32)(W)) == ("float32", "bool")
+
+
+def test_leaves_other_dtypes_alone() -> None:
+    def fn(n: jax.Array, key: jax.Array, z: jax.Array) -> Any:
+        return n @ n.T, jax.random.split(key), z * 2, jax.random.normal(key, (2,))
+
+    with jax.enable_x64(True):
+        n, z = jnp.arange(4, dtype=jnp.int32).reshape(2, 2), jnp.ones(2, jnp.complex64)
+        assert_bitwise(jaxmp.autocast(fn)(n, KEY, z), fn(n, KEY, z))
+        wide = jnp.ones((2, 2), jnp.float64)
+        assert jaxmp.autocast(jnp.matmul)(wide, wide).dtype == jnp.float64
+        assert jaxmp.autocast(jnp.matmul)(wide, jnp.ones((2, 2), F32)).dtype == jnp.float64
+
+
+# ---- the lists, and what their neighbours make of them
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: x @ W, "float16"),
+        (lambda x: x @ W + B[None], "float16"),  # a bias is a part of the matmul
+        (lambda x: (x @ W) + X, "float32"),  # a residual is not
+        (lambda x: (x @ W) * 2.0, "float16"),  # a number does not vote
+        (lambda x: (x @ W) * jnp.sum(x), "float16"),  # nor does a scalar
+        (lambda x: (x @ W) + 1e-8, "float32"),  # but float16 has no 1e-8
+        (lambda x: (x @ W) * 1e6, "float32"),
+        (lambda x: 1.0 / (x @ W), "float32"),
+        (lambda x: (x @ W) ** 2, "float32"),
+        (lambda x: jnp.exp(x @ W), "float32"),
+        (lambda x: jax.nn.gelu(x @ W), "float16"),
+        (lambda x: jax.nn.elu(x @ W), "float16"),
+        (lambda x: jnp.where(x > 0, x @ W, 0.0), "float16"),
+        (lambda x: jnp.where(x > 0, x @ W, jnp.zeros_like(x)), "float16"),
+        (lambda x: jnp.zeros_like(x) + x @ W, "float32"),  # what is summed up may be long
+        (lambda x: jnp.concatenate([x @ W, x]), "float32"),
+        (lambda x: jax.nn.softmax(x @ W), "float32"),
+        (lambda x: (x @ W).astype(BF16), "bfloat16"),  # what was asked for
+        (lambda x: jnp.linalg.inv((x @ W)[:, :4]), "float32"),  # no 16-bit form: as it was written
+        (lambda x: jnp.dot(x.astype(F16), W.astype(F16), preferred_element_type=F32), "float32"),
+        (lambda x: jnp.dot(x, W, precision=lax.DotAlgorithmPreset.F32_F32_F32), "float32"),
+        (lambda x: jnp.zeros((4, 8)).at[jnp.arange(2)].add((x @ W)[:2]), "float32"),
+    ],
+)
+def test_dtypes(fn: Any, expected: str) -> None:
+    out = jaxmp.autocast(fn)(X)
+    assert out.dtype.name == expected
+    exact = fn(X).astype(F32)
+    assert jnp.linalg.norm(out.astype(F32) - exact) < 0.03 * jnp.linalg.norm(exact)
+
+
+def test_norms_by_hand_do_not_overflow() -> None:
+    def norm(x: jax.Array) -> jax.Array:
+        x = x @ jnp.eye(8)
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+    big = jnp.full((2, 8), 3000.0)  # 9e6 is inf in float16
+    assert_close(jaxmp.autocast(norm)(big), norm(big), rtol=1e-3)
+
+
+def test_softmax_runs_in_float32_from_its_first_operation() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(X > 0, x @ W, -1e30))
+
+    def by_hand(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(X > 0, (x.astype(F16) @ W.astype(F16)).astype(F32), -1e30))
+
+    assert_bitwise(jaxmp.autocast(fn)(X), by_hand(X))
+
+
+def test_gelu_of_large_values_has_a_gradient() -> None:
+    # in float16 alone, the square in its derivative is inf times zero
+    grad = jax.grad(lambda x: jaxmp.autocast(lambda x: jax.nn.gelu(x @ jnp.eye(8)))(x).astype(F32).sum())
+    assert_close(grad(jnp.full((1, 8), 300.0)), jnp.ones((1, 8)), rtol=1e-3)
+
+
+def test_masks_saturate() -> None:
+    out = jaxmp.autocast(lambda x: jnp.where(jnp.arange(8) > 3, x @ W, -1e9))(X)
+    assert out.dtype == F16 and float(out[0, 0]) == -65504.0
+
+
+def test_lists_can_be_changed() -> None:
+    assert jaxmp.autocast(jnp.tanh, allow=("tanh",))(X).dtype == F16
+    assert jaxmp.autocast(lambda x: jnp.tanh(x @ W), force_fp32=("tanh",))(X).dtype == F32
+    assert jaxmp.autocast(lambda x: jnp.sum(x @ W), widest=("reduce_sum",))(X).dtype == F16
+    assert jaxmp.autocast(jnp.matmul, force_fp32=("dot_general",))(X, W).dtype == F32
+
+
+# ---- transformations, under and over
+
+
+def relu_dot(x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ W)
+
+
+@jax.custom_vjp
+def times_seven(x: jax.Array, n: jax.Array) -> Any:
+    return jnp.sin(x) @ W, n + 1
+
+
+times_seven.defvjp(lambda x, n: (times_seven(x, n), x), lambda x, g: (7.0 * (g[0] @ W.T) * jnp.cos(x), None))
+
+
+@jax.custom_jvp
+def straight(x: jax.Array) -> jax.Array:
+    return jnp.round(x @ W)
+
+
+straight.defjvp(lambda p, t: (straight(*p), 3.0 * (t[0] @ W)))
+
+FUNCTIONS: dict[str, Any] = {
+    "jit": jax.jit(relu_dot),
+    "vmap": jax.vmap(lambda row: jax.nn.relu(row @ W)),
+    "remat": jax.checkpoint(lambda x: jnp.tanh(x @ W) @ W),
+    "scan": lambda x: lax.scan(lambda c, w: (jnp.tanh(c @ w), c[0]), x, jnp.stack([W, W]))[0],
+    "while": lambda x: lax.while_loop(lambda c: c[1] < 2, lambda c: (c[0] @ W, c[1] + 1), (x, 0))[0],
+    "cond": lambda x: lax.cond(x[0, 0] > 9, lambda x: x, lambda x: x @ W, x),
+    "custom_vjp": lambda x: times_seven(x @ W, jnp.arange(2))[0],
+    "custom_jvp": lambda x: straight(x @ W),
+    "nested": lambda x: lax.scan(jax.checkpoint(lambda c, _: (jax.jit(relu_dot)(c), None)), x, None, length=2)[0],
+}
+DTYPES = {"cond": "float32"}  # the other branch hands on float32
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_over_transformations(name: str) -> None:
+    fn = FUNCTIONS[name]
+    for run in (lambda f: f, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])[0]):
+        out = run(jaxmp.autocast(fn))(X)
+        assert out.dtype.name == DTYPES.get(name, "float16")
+        assert name == "custom_jvp" or sqnr(fn(X), out) > 45  # there a rounding may go the other way
+
+
+@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "while"])
+def test_gradients_under_and_over(name: str) -> None:
+    fn = FUNCTIONS[name]
+
+    def loss(f: Any) -> Any:
+        return lambda x: jnp.sum(f(x).astype(F32) * jnp.cos(X))
+
+    exact = jax.grad(loss(fn))(X)
+    under = jax.grad(loss(jaxmp.autocast(fn)))(X)
+    over = jaxmp.autocast(jax.grad(loss(fn)))(X)
+    assert under.dtype == F32  # as x is
+    for grad in (under, over):
+        assert sqnr(exact, grad) > 40
+
+
+def test_rules_of_custom_derivatives_are_kept() -> None:
+    grad = jax.grad(lambda x: jaxmp.autocast(straight)(x).astype(F32).sum())(X)  # round alone has none
+    assert_close(grad, jnp.broadcast_to(3.0 * W.sum(1), X.shape), rtol=1e-2, atol=1e-2)
+    _, tangent = jax.jvp(jaxmp.autocast(straight), (X,), (jnp.ones_like(X),))
+    assert tangent.dtype == F16
+    assert_close(tangent.astype(F32), 3.0 * jnp.ones_like(X) @ W, rtol=1e-2, atol=1e-2)
+
+
+def test_a_weight_is_cast_before_the_loop() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=4)[0]
+
+    (scan,) = [e for e in jax.make_jaxpr(jaxmp.autocast(fn))(X, W).jaxpr.eqns if e.primitive.name == "scan"]
+    assert [v.aval.dtype.name for v in scan.invars] == ["float16", "float16"]
+    body = scan.params["jaxpr"]
+    assert not [e for e in body.eqns if e.primitive.name == "convert_element_type"]
+
+
+def test_loops_carry_what_their_body_gives() -> None:
+    def fn(x: jax.Array) -> Any:
+        zeros = jnp.zeros_like(x)
+        (h, total), last = lax.scan(lambda c, _: ((c[0] @ W, c[1] + c[0]), c[0]), (x, zeros), None, length=3)
+        swapped = lax.fori_loop(0, 3, lambda i, c: (c[1] @ W, c[0]), (x, x))
+        return h, total, last, swapped
+
+    # h is a matmul's; a sum that began in float32 stays there
+    assert dtypes(jaxmp.autocast(fn)(X)) == ("float16", "float32", "float16", ("float16", "float16"))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_under_and_over(check_vma: bool) -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mapped(f: Any) -> Any:
+        return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=check_vma)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.psum(jax.nn.relu(x @ W), "data")
+
+    for run in (mapped(jaxmp.autocast(fn)), jaxmp.autocast(mapped(fn))):
+        assert run(X).dtype == F16
+        grad = jax.jit(jax.grad(lambda x, run=run: run(x).astype(F32).sum()))(X)
+        assert grad.dtype == F32
+        assert sqnr(jax.grad(lambda x: jax.nn.relu(x @ W).sum())(X), grad) > 40
+
+
+def test_pmap_under_and_over() -> None:
+    for run in (jax.pmap(jaxmp.autocast(relu_dot)), jaxmp.autocast(jax.pmap(relu_dot))):
+        assert_bitwise(run(X[:, None]), jaxmp.autocast(relu_dot)(X)[:, None])
+
+
+def test_profiles_keep_their_names() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            return x @ W
+
+    assert "attention/dot_general" in jax.jit(jaxmp.autocast(fn)).lower(X).compile().as_text()
+
+
+def test_fp8_layers_keep_their_dtypes() -> None:
+    model, x = nn.Dense(16, dot_general_cls=jaxmp.linen.Fp8DotGeneral), jax.random.normal(KEY, (16, 16))
+    params = model.init(KEY, x)
+    auto = jaxmp.autocast(model.apply, BF16)
+    assert "f8e4m3fn" in jax.jit(auto).lower(params, x).as_text().lower()
+    assert_bitwise(auto(params, x), model.apply(params, x))
+    grads = [jax.grad(lambda v, f=f: jnp.sum(f(v, x) ** 2))(params) for f in (auto, model.apply)]
+    assert_bitwise(*grads)
+
+
+# ---- regions
+
+
+def test_regions_in_a_function() -> None:
+    def fn(x: jax.Array) -> Any:
+        a = x @ W
+        with jaxmp.autocast(enabled=False):
+            b = a @ W  # gets float32 back, as it was written
+            with jaxmp.autocast(BF16):
+                c = a @ W
+        return a, b, c, jaxmp.no_autocast(jnp.matmul)(a, W), jax.jit(jaxmp.autocast(jnp.matmul, BF16))(a, W)
+
+    expected = ("float16", "float32", "bfloat16", "float32", "bfloat16")
+    assert dtypes(jaxmp.autocast(fn)(X)) == expected
+    assert dtypes(jax.jit(jaxmp.autocast(fn))(X)) == expected
+    assert dtypes(fn(X)) == ("float32", "float32", "float32", "float32", "bfloat16")
+
+
+def test_a_region_holds_in_what_it_calls() -> None:
+    def fn(x: jax.Array) -> Any:
+        with jaxmp.autocast(enabled=False):
+            return lax.scan(lambda c, _: (jax.jit(relu_dot)(c), None), x @ W, None, length=2)[0]
+
+    assert_bitwise(jaxmp.autocast(fn)(X), fn(X))
+
+
+@pytest.mark.parametrize("run", [jax.pmap, lambda f: jax.vmap(f), jax.jit])
+def test_the_innermost_counts_through_transformations(run: Any) -> None:
+    inner = jaxmp.autocast(jnp.matmul, BF16)
+    out = jaxmp.autocast(lambda x: run(lambda y: (inner(y, W), y @ W))(x[:, None]))(X)
+    assert dtypes(out) == ("bfloat16", "float16")
+
+
+def test_gradients_in_a_region() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jaxmp.autocast(enabled=False):
+            return jnp.sum((x @ W) ** 2)
+
+    assert_bitwise(jaxmp.autocast(jax.grad(fn))(X), jax.grad(fn)(X))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+        self.sow("intermediates", "norm", x)
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def test_region_reaches_linen_modules() -> None:
+    variables = Net().init({"params": KEY, "dropout": KEY}, X)
+    variables = {k: variables[k] for k in ("params", "batch_stats")}
+    run = functools.partial(Net().apply, mutable=["batch_stats", "intermediates"], rngs={"dropout": KEY})
+    with jaxmp.autocast(dtype=BF16):
+        out, state = run(variables, X)
+        with jaxmp.autocast(enabled=False):
+            plain, plain_state = run(variables, X)
+        grad = jax.grad(lambda v: run(v, X)[0].astype(F32).sum())(variables)
+    assert_bitwise((plain, plain_state), run(variables, X))
+    assert out.dtype == BF16 and state["intermediates"]["norm"][0].dtype == BF16
+    assert set(jax.tree.leaves(dtypes((state["batch_stats"], grad)))) == {"float32"}
+    assert_close(state["batch_stats"], plain_state["batch_stats"], rtol=1e-2, atol=1e-3)
+    assert_bitwise(out, jaxmp.autocast(run, BF16)(variables, X)[0])
+
+
+def test_params_are_made_as_they_are() -> None:
+    plain = Net().init({"params": KEY, "dropout": KEY}, X)
+    with jaxmp.autocast(dtype=F16):
+        assert_bitwise(Net().init({"params": KEY, "dropout": KEY}, X)["params"], plain["params"])
+
+
+def test_methods_of_linen_modules() -> None:
+    class Head(nn.Module):
+        @jaxmp.autocast(dtype=BF16)
+        @nn.compact
+        def __call__(self, x: jax.Array) -> Any:
+            with jaxmp.autocast(enabled=False):
+                y = nn.Dense(4)(x)
+            return y, nn.Dense(4)(x)
+
+    params = Head().init(KEY, X)
+    assert dtypes(Head().apply(params, X)) == ("float32", "bfloat16")
+    assert dtypes(jaxmp.autocast(Head().apply)(params, X)) == ("float32", "bfloat16")
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        y = self.norm(self.dense(x))
+        return self.out(self.drop(y)), y
+
+
+def test_nnx_modules_as_arguments() -> None:
+    model, twin = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
+    out = jaxmp.autocast(lambda m, x: m(x))(model, X)
+    plain, _ = twin(X)
+    assert dtypes(out) == ("float16", "float16")
+    assert_close(out[0].astype(F32), plain, rtol=2e-2, atol=2e-2)  # the same dropout
+    assert_close(nnx.as_pure(nnx.state(model)), nnx.as_pure(nnx.state(twin)), rtol=1e-2, atol=1e-3)  # state moved
+    assert type(model) is NnxNet and type(model.norm) is nnx.BatchNorm and "_jaxmp_name" not in vars(model.norm)
+
+    def loss_fn(model: NnxNet, x: jax.Array) -> jax.Array:
+        return jnp.mean(model(x)[0] ** 2)
+
+    for run in (lambda f: f, nnx.jit):
+        loss, grads = run(nnx.value_and_grad(jaxmp.autocast(loss_fn)))(model, X)
+        assert loss.dtype == F32 and set(jax.tree.leaves(dtypes(nnx.as_pure(grads)))) == {"float32"}
+
+
+def test_methods_of_nnx_modules() -> None:
+    class Head(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.dense = nnx.Linear(8, 4, rngs=rngs)
+
+        @jaxmp.autocast(dtype=BF16)
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dense(x)
+
+    assert Head(nnx.Rngs(0))(X).dtype == BF16
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_region_reaches_value_and_grad(accumulate: int) -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=1024.0)
+    opt_state, params = tx.init(PARAMS), jax.tree.map(lambda p: p.astype(F16), PARAMS)
+    seen = []
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(mlp(params, x) ** 2)
+
+    run = functools.partial(jaxmp.value_and_grad(loss_fn, accumulate=accumulate), opt_state=opt_state)
+    with jaxmp.autocast(dtype=F16):
+        jaxpr = str(jax.make_jaxpr(run)(params, X))
+        seen.append(run(params, X))
+    seen.append(jaxmp.value_and_grad(jaxmp.autocast(loss_fn), accumulate=accumulate)(params, X, opt_state=opt_state))
+    assert_bitwise(*seen)
+    assert "preferred_element_type=float16" in jaxpr and "preferred_element_type=float32" not in jaxpr
+
+
+def test_region_reaches_nnx_value_and_grad() -> None:
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+    opt_state = tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
+    traced = []
+
+    def loss_fn(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        traced.append(model)
+        return jnp.mean(model(x) ** 2)
+
+    with jaxmp.autocast(dtype=BF16), jax.numpy_rank_promotion("allow"):
+        loss, _ = jaxmp.nnx.value_and_grad(loss_fn)(model, X, opt_state=opt_state)
+    by_hand = (X.astype(BF16) @ model.kernel[...].astype(BF16) + model.bias[...][None].astype(BF16)).astype(F32)
+    by_hand = jnp.mean(by_hand**2)
+    assert_close(loss, by_hand, rtol=1e-6)
+
+
+# ---- explain
+
+
+def test_explain() -> None:
+    model = nn.Sequential([nn.Dense(16), jax.nn.softmax])
+    params = model.init(KEY, X)
+    explanation = jaxmp.explain_autocast(model.apply, params, X, dtype=BF16)
+    (dot,) = [row for row in explanation.rows if row.name == "dot_general"]
+    assert dot == ("Sequential/layers_0", "dot_general", "float32", "bfloat16", "allow", 1, 2 * 4 * 8 * 16)
+    by_name = {row.name: row for row in explanation.rows}
+    assert by_name["exp"][3:5] == ("float32", "force_fp32")
+    assert by_name["sub"][3:5] == ("float32", "feeds float32")
+    assert explanation.casts == 4  # x, kernel, bias, and the logits back
+    table = str(explanation)
+    assert "Sequential/layers_0  dot_general" in table and "% in bfloat16" in table
+
+
+def test_explain_counts_iterations_and_computes_nothing() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (c @ W, None), x, None, length=5)[0]
+
+    shape = jax.ShapeDtypeStruct((1000, 8), F32)
+    (row,) = [r for r in jaxmp.explain_autocast(fn, shape).rows if r.name == "dot_general"]
+    assert (row.count, row.flops) == (5, 5 * 2 * 1000 * 8 * 8)
+
+
+def test_explain_names_nnx_modules() -> None:
+    model = NnxNet(nnx.Rngs(0))
+    before = nnx.as_pure(nnx.state(model))
+    rows = jaxmp.explain_autocast(lambda m, x: m(x)[0], model, X).rows
+    assert {"NnxNet/dense", "NnxNet/out"} <= {r.module for r in rows if r.name == "dot_general"}
+    assert_bitwise(jax.tree.leaves(nnx.as_pure(nnx.state(model))), jax.tree.leaves(before))
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"allow": ("dot_generall",)}, ValueError, "allow holds 'dot_generall'.*Close to it: dot_general"),
+        ({"force_fp32": "exp"}, TypeError, "collection of names, got the string 'exp'"),
+        ({"allow": ("exp",), "widest": ("exp",)}, ValueError, "'exp' stands in allow and in widest"),
+        ({"dtype": jnp.float8_e4m3fn}, ValueError, r"float8_e4m3fn: fp8 needs scales.*docs/fp8.md"),
+        ({"dtype": "float64"}, ValueError, "got float64: it is wider than float32"),
+        ({"dtype": jnp.int32}, ValueError, "must be float16, bfloat16 or float32 .off., got int32"),
+        ({"dtype": "half"}, ValueError, "got float16|got 'half'"),
+        ({"output_dtype": jnp.int32}, ValueError, "output_dtype must be a float dtype, got int32"),
+    ],
+)
+def test_bad_arguments(arguments: Any, error: Any, message: str) -> None:
+    if arguments.get("dtype") == "half":
+        assert jaxmp.autocast(jnp.matmul, "half")(W, W).dtype == F16  # numpy's name of float16
+        return
+    with pytest.raises(error, match=message):
+        jaxmp.autocast(jnp.matmul, **arguments)
+
+
+def test_fn_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="fn must be a function or None"):
+        jaxmp.autocast(3)
+
+
+# ---- any function
+
+UNARY = [
+    jnp.tanh,
+    jnp.exp,
+    jax.nn.gelu,
+    jax.nn.softmax,
+    lambda x: jnp.cumsum(x, 0),
+    jax.nn.relu,
+    lambda x: x * x,
+    lambda x: x + 1e-8,
+]
+UNARY += [lambda x: x.T, lambda x: jnp.sum(x, 1, keepdims=True) + x, lambda x: jnp.where(x > 0, x, -1.0), jnp.sort]
+UNARY += [lambda x: jax.jit(jnp.sin)(x), lambda x: lax.scan(lambda c, r: (c + r, c), x[0], x)[1], lambda x: x[::-1]]
+BINARY = [
+    jnp.add,
+    jnp.multiply,
+    jnp.matmul,
+    jnp.maximum,
+    lambda x, y: lax.cond(x[0, 0] > y[0, 0], jnp.add, jnp.dot, x, y),
+]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
+def test_random_functions_run_within_the_tolerance_of_16_bits(program: list[tuple[int, int, int]]) -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        values = [x, x.T * 0.5]
+        for op, i, j in program:
+            a, b = values[i % len(values)], values[j % len(values)]
+            out = (UNARY + BINARY)[op % len(UNARY + BINARY)]
+            y = out(a, b) if out in BINARY else out(a)
+            values.append(y / (1.0 + jnp.max(jnp.abs(y))))  # within [-1, 1], so that no error grows
+        return values[-1]
+
+    x = jax.random.uniform(KEY, (3, 3), minval=-1.0)
+    exact = fn(x)
+    for dtype, bits in ((F16, 10), (BF16, 7)):
+        out = jaxmp.autocast(fn, dtype)(x)
+        assert out.shape == exact.shape
+        assert out.dtype in (dtype, F32)
+        assert np.max(np.abs(np.asarray(out, np.float32) - np.asarray(exact))) < 30 * 2.0**-bits
