@@ -25,10 +25,10 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A cached program compiles nothing, so it would hide a second compilation: no persistent cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+import hypothesis
+
 # Scripts that recorded other systems need those systems; doctest would import them.
 collect_ignore_glob = ["tests/oracles/*.py"]
-
-import hypothesis
 
 # The first example of a property compiles: no deadline. Built on hypothesis's own profile, which knows CI.
 hypothesis.settings.register_profile(

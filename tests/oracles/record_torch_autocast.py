@@ -280,11 +280,11 @@ class Models:
         h = c = torch.zeros(4, width)
         cell = nn.Linear(8 + width, 4 * width)
         for t in range(8):
-            gates = self.layer("gates", cell, torch.cat([x[:, t], h], -1))
+            gates = self.layer("cell/gates", cell, torch.cat([x[:, t], h], -1))
             i, f, g, o = gates.chunk(4, -1)
-            i = self.see("sigmoid", i.sigmoid())
-            c = self.see("c", f.sigmoid() * c + i * self.see("tanh", g.tanh()))
-            h = self.see("h", o.sigmoid() * c.tanh())
+            i = self.see("cell/sigmoid", i.sigmoid())
+            c = self.see("cell/c", f.sigmoid() * c + i * self.see("cell/tanh", g.tanh()))
+            h = self.see("cell/h", o.sigmoid() * c.tanh())
         return self.loss(self.layer("head", nn.Linear(width, 10), h), torch.zeros(4, dtype=torch.int64))
 
     def lstm_module(self, width=32):
