@@ -9,6 +9,7 @@ autocast_twins.py has the linen models again, cast by hand.
 Batches are `{"x", "y"}` from handwritten digits, or from the text that examples/train.py reads.
 """
 
+import functools
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax import lax
 import oracle_data
 
 NAMES = ("cnn", "transformer", "lstm", "lstm_module", "moe")
-WIDTH, HEADS, BLOCKS, EXPERTS = 32, 2, 2, 4
+WIDTH, HEADS, EXPERTS = 32, 2, 4
 LENGTH, VOCABULARY = 16, 256  # of the text, which is read byte by byte
 FAR_BELOW = -1e9  # what users mask scores with; no float16 holds it
 
@@ -108,8 +109,7 @@ class Transformer(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH, name="bytes")(tokens)
         x = see(self, "embed", x + nn.Embed(LENGTH, WIDTH, name="positions")(jnp.arange(LENGTH))[None])
-        for i in range(BLOCKS):
-            x = Block(name=f"block{i}")(x)
+        x = Block(name="block0")(x)
         return nn.Dense(VOCABULARY, name="head")(nn.LayerNorm(name="norm")(x))
 
 
@@ -165,9 +165,11 @@ class MoE(nn.Module):
 LINEN = {"cnn": CNN(), "transformer": Transformer(), "lstm": LSTM(), "lstm_module": LSTMModule(), "moe": MoE()}
 
 
+@functools.cache
 def init_linen(name: str, seed: int = 0) -> tuple[Any, Any]:
-    """(params, the other collections), float32."""
-    variables = dict(LINEN[name].init(jax.random.key(seed), batch(name)["x"]))
+    """(params, the other collections), float32. Shared: do not donate them."""
+    init = jax.jit(LINEN[name].init, compiler_options={"xla_backend_optimization_level": 0})
+    variables = dict(init(jax.random.key(seed), batch(name)["x"]))
     variables.pop("intermediates", None)
     return variables.pop("params"), variables
 
@@ -243,13 +245,13 @@ class NnxTransformer(nnx.Module):
     def __init__(self, rngs):
         self.bytes = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.block0, self.block1 = NnxBlock(rngs), NnxBlock(rngs)
+        self.block0 = NnxBlock(rngs)
         self.norm, self.head = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, seen):
         positions = keep(seen, "positions", self.positions(jnp.arange(LENGTH)))
         x = keep(seen, "embed", keep(seen, "bytes", self.bytes(tokens)) + positions[None])
-        x = self.block1(self.block0(x, seen, "block0/"), seen, "block1/")
+        x = self.block0(x, seen, "block0/")
         return keep(seen, "head", self.head(keep(seen, "norm", self.norm(x))))
 
 
@@ -312,7 +314,7 @@ NNX = {"cnn": NnxCNN, "transformer": NnxTransformer, "lstm": NnxLSTM, "lstm_modu
 
 
 def init_nnx(name: str, seed: int = 0) -> nnx.Module:
-    return NNX[name](nnx.Rngs(seed))
+    return nnx.jit(lambda: NNX[name](nnx.Rngs(seed)))()
 
 
 def loss_nnx(model: Any, batch: Any) -> Any:
