@@ -1,4 +1,4 @@
-"""Unmodified linen and nnx models under `jaxmp.autocast`: dtypes as in torch, losses of float32, gradients as by hand."""
+"""Unmodified models under `jaxmp.autocast`: dtypes as in torch, losses as in float32, gradients as if cast by hand."""
 
 import functools
 from typing import Any
