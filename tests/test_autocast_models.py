@@ -108,6 +108,16 @@ def test_float32_is_the_function_itself(framework, name):
     assert_bitwise(results[1], results[0])
 
 
+@pytest.mark.parametrize("how", ["passed", "closed over"])
+def test_arrays_of_numpy_are_cast_like_any(how):
+    x, w = np.full((2, 3), 0.1, np.float32), jnp.ones((3, 3))
+    if how == "passed":
+        out = jaxmp.autocast(lambda w, x: x @ w)(w, x)
+    else:
+        out = jaxmp.autocast(lambda w: x @ w)(w)
+    assert_bitwise(out, x.astype(jnp.float16) @ w.astype(jnp.float16))
+
+
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.dense, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
