@@ -99,7 +99,7 @@ def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:
     """
     if dtype is None or getattr(x, "dtype", None) == dtype or dtype not in FLOATS:
         return x
-    if not isinstance(x, jax.Array):  # a literal
+    if not isinstance(x, jax.Array) and np.ndim(x) == 0:  # a literal
         return np.asarray(_saturated(float(x), dtype)).astype(dtype)[()]
     if value is not None and value.const is not None and _saturated(value.const, dtype) != value.const:
         return jnp.full_like(x, _saturated(value.const, dtype), dtype)

@@ -76,9 +76,9 @@ def test_linen_methods_and_the_switch(enabled: bool) -> None:
     out, state = Detector(fp16_enabled=enabled).apply({"params": params["params"]}, X, mutable=["intermediates"])
     assert out.dtype == jnp.float32
     text = str(jax.make_jaxpr(lambda p: Detector(fp16_enabled=enabled).apply({"params": p}, X))(params["params"]))
-    assert ("preferred_element_type=float16" in text) == enabled
-    assert "preferred_element_type=float32" in text  # normalize's, or all
-    del state
+    assert ("f16[2,4] = dot_general" in text) == enabled
+    assert "f32[2,2] = dot_general" in text  # normalize's
+    assert names(state["intermediates"]["scores"]) == (("float16" if enabled else "float32"),)
 
 
 def test_nnx_methods() -> None:
