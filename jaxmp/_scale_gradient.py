@@ -59,8 +59,8 @@ def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
         )
     if jnp.ndim(s) != 0:
         raise ValueError(
-            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For other scales for other leaves, call "
-            f"jaxmp.scale_gradient on each."
+            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For other scales for other leaves, "
+            f"call jaxmp.scale_gradient on each."
         )
     s = jnp.asarray(s, jnp.float32)
     return jax.tree.map(lambda leaf: _identity(leaf, s) if _has_gradient(leaf) else leaf, x)

@@ -3,7 +3,7 @@
 float16 ends at 65504 and has 11 bits: a sum of 70000 exponentials of 1 is inf there, and one of 4096 no longer sees the
 next 1. A loss wants better. With m the largest logit of a row,
 
-    s = sum exp(f32(x) - f32(m))      softmax = exp(x - m) / s      log_softmax = x - m - log s      logsumexp = m + log s
+    s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s    logsumexp = m + log s
 
 all in float32, the difference included: in float16, 60000 - -60000 is inf. Gradients come back in the logits' dtype,
 rounded once.
@@ -163,7 +163,8 @@ def softmax_cross_entropy(
     if labels.shape != expected:
         raise ValueError(
             f"{'integer' if is_class else 'float'} labels for logits of shape {logits.shape} must have the shape "
-            f"{expected}; got {labels.shape}. Integers name one class a row, floats are a distribution over the last axis."
+            f"{expected}; got {labels.shape}. Integers name one class a row, floats are a distribution over the last "
+            f"axis."
         )
     log_probabilities = log_softmax(logits, where=where)
     with jax.named_scope("jaxmp.softmax_cross_entropy"):
@@ -176,9 +177,9 @@ def softmax_cross_entropy(
             number = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
             target = (1.0 - label_smoothing) * target + label_smoothing * (counts / _nonzero(number))
         used = target != 0
-        terms = jnp.where(used, target * jnp.where(used, log_probabilities, 0.0), 0.0)
+        terms = jnp.where(used, target * jnp.where(used, -log_probabilities, 0.0), 0.0)
         some = jnp.any(counts, axis=-1, keepdims=True)
-        loss = -jnp.sum(jnp.where(some, terms, 0.0), axis=-1)
+        loss = jnp.sum(jnp.where(some, terms, 0.0), axis=-1)
         if is_class:
             loss = jnp.where((labels >= 0) & (labels < logits.shape[-1]), loss, jnp.nan)
         return loss.astype(dtype)

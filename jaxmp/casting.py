@@ -195,8 +195,8 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
         return moments.to_bfloat16(x, moments.low_bits(bits)).astype(jnp.float32)
     if dtype != jnp.float16:
         raise TypeError(
-            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. Eight bits need a scale: "
-            f"see jaxmp.compress_moments."
+            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. Eight bits need a "
+            f"scale: see jaxmp.compress_moments."
         )
     info = jnp.finfo(jnp.float16)
     size = jnp.minimum(jnp.abs(x), np.float32(info.max))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree, UInt
+from jaxtyping import Array, Int, PyTree, UInt
 
 from jaxmp import _paths, _versions, casting, sync
 from pallas_kernels import moments
@@ -62,8 +62,8 @@ def stochastic_round_updates(
 
     Returns:
       A transform with `StochasticRoundState`. Its `update(updates, state, params)` takes updates of any float dtype and
-      returns float32 ones for 16-bit params. A sum beyond the range lands on the largest finite value; an update that is
-      not finite stays so.
+      returns float32 ones for 16-bit params. A sum beyond the range lands on the largest finite value; an update that
+      is not finite stays so.
 
     Raises:
       ValueError: no params at `update`; updates that do not match them; an axis that is not bound.

@@ -47,9 +47,9 @@ def is_probing() -> bool:
 def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | None:
     """Warns if `tx` divides by something that underflows: an eps that is 0, or too small for the dtype of its state.
 
-    Called once, before training; it runs two steps of `tx` on one element for each leaf (see the module's docstring) and
-    leaves nothing behind. `unscale_and_skip` and `mixed_precision` call it at `init` by themselves where the state is
-    float16.
+    Called once, before training; it runs two steps of `tx` on one element for each leaf (see the module's docstring),
+    which takes some seconds for a thousand leaves, and leaves nothing behind. `unscale_and_skip` and `mixed_precision`
+    call it at `init` by themselves where the optimizer's state is float16.
 
     Args:
       tx: any optax transform.
