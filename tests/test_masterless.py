@@ -84,7 +84,8 @@ def test_values_that_need_no_rounding_never_move(dtype):
     got = draws(p, u, 200)
     expected = jnp.array([1.0, -0.0, 0.0, 0.0, 1.0 + spacing, -(2.0**-14)], dtype)
     assert_bitwise(got, jnp.broadcast_to(expected, (200, 6)))
-    moves, _ = jaxmp.stochastic_round_updates(0).update(u, jaxmp.stochastic_round_updates(0).init(p), p)
+    tx = jaxmp.stochastic_round_updates(0)
+    moves = jax.jit(lambda p, u: tx.update(u, tx.init(p), p)[0])(p, u)
     assert_bitwise(moves[:3], jnp.full(3, -0.0))
 
 
@@ -103,8 +104,13 @@ def test_float32_params_pass_and_16_bit_updates_are_taken():
     updates = {"a": jnp.full(3, 1e-9), "b": jnp.full(3, 1e-3, BF16)}
     tx = jaxmp.stochastic_round_updates(0)
     state = tx.init(params)
-    moves, new = tx.update(updates, state, params)
-    assert moves["a"] is updates["a"]
+
+    def update(updates, state):
+        moves, new = tx.update(updates, state, params)
+        assert moves["a"] is updates["a"]
+        return moves, new
+
+    moves, new = jax.jit(update)(updates, state)
     assert moves["b"].dtype == F32
     assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
     assert int(new.round_count) == 1 and new.round_count.dtype == jnp.int32
@@ -221,14 +227,18 @@ def test_moments_are_float32_whatever_the_params_are(how, dtype):
     if how == "keep_master_params":
         grads = jax.tree.map(lambda g: g.astype(F32), grads)
     expected = {"w": dtype if how == "plain" else F32, "norm": F32}  # the leaf without master is its own
-    for start in (params, params32) if "m" in how and how != "float32_moments" else (params,):
-        state = tx.init(start)
-        updates, new = tx.update(grads, state, params)
+
+    def types(tree):
+        return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+    for start in (params, params32) if how in ("mixed_precision", "keep_master_params") else (params,):
+        state = jax.eval_shape(tx.init, start)
+        updates, new = jax.eval_shape(tx.update, grads, state, params)
         for s in (state, new):
             for moment in ("mu", "nu"):
                 assert {k: x.dtype for k, x in optax.tree.get(s, moment).items()} == expected
         assert {k: x.dtype for k, x in updates.items()} == expected
-        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+        assert types(new) == types(state)
 
 
 def test_float32_moments_are_those_of_a_float32_run():
@@ -236,11 +246,13 @@ def test_float32_moments_are_those_of_a_float32_run():
     adam, wrapped = optax.adamw(1e-2), jaxmp.float32_moments(optax.adamw(1e-2))
     params = jnp.array([1.0, -2.0], F16)
     grads = jnp.array([1e-4, -1e-4], F16)
-    updates, state = wrapped.update(grads, wrapped.init(params), params)
-    wide = params.astype(F32)
-    expected = adam.update(grads.astype(F32), adam.init(wide), wide)
-    assert_bitwise((updates, state), expected)
-    assert np.isfinite(np.asarray(updates)).all()
+
+    def run(tx, g, p):
+        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(g, p)
+
+    got = run(wrapped, grads, params)
+    assert_bitwise(got, run(adam, grads.astype(F32), params.astype(F32)))
+    assert np.isfinite(np.asarray(got[0])).all()
     assert not np.isfinite(np.asarray(adam.update(grads, adam.init(params), params)[0])).all()  # what it is for
 
 
@@ -298,7 +310,9 @@ def test_it_is_the_masters_that_are_float32_inside_of_mixed_precision():
     without = jaxmp.mixed_precision(optax.sgd(1e-2), "bf16")
     params = placed(None)
     grads = jax.tree.map(jnp.ones_like, params)
-    a, b = (jaxmp.apply_gradients(tx, grads, tx.init(PARAMS), params) for tx in (with_it, without))
+    a, b = (
+        jax.jit(lambda tx=tx: jaxmp.apply_gradients(tx, grads, tx.init(PARAMS), params))() for tx in (with_it, without)
+    )
     assert_bitwise(a[0], b[0])
     assert_bitwise(jaxmp.get_master_params(a[1], a[0]), jaxmp.get_master_params(b[1], b[0]))
 
