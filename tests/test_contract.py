@@ -36,10 +36,6 @@ def inner() -> optax.GradientTransformation:
     return optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adam(1e-2))
 
 
-def masterless() -> optax.GradientTransformation:
-    return optax.chain(jaxmp.float32_moments(inner()), jaxmp.stochastic_round_updates(0))
-
-
 KEEP_NORMS = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
 
 
@@ -59,7 +55,6 @@ PARTS = {
     "mixed_precision-keep_fp32": Part(lambda: jaxmp.mixed_precision(inner(), KEEP_NORMS), KEEP_NORMS),
     "unscale_and_skip": Part(lambda: jaxmp.unscale_and_skip(inner(), 4.0)),
     "keep_master_params": Part(lambda: jaxmp.keep_master_params(inner(), "bf16"), "bf16", skips=False),
-    "masterless": Part(lambda: jaxmp.unscale_and_skip(masterless(), 4.0, clamp_inf=jnp.float16), "bf16"),
     "clip_by_global_norm": Part(lambda: jaxmp.clip_by_global_norm(1.0), skips=False),
     "count_zeros": Part(jaxmp.count_zeros, skips=False),
     "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
