@@ -11,6 +11,11 @@ from jaxmp._autocast import no_autocast as no_autocast
 from jaxmp._explain import explain_autocast as explain_autocast
 from jaxmp._fp16_methods import auto_fp16 as auto_fp16
 from jaxmp._fp16_methods import force_fp32 as force_fp32
+from jaxmp._scale_gradient import scale_gradient as scale_gradient
+from jaxmp._softmax import log_softmax as log_softmax
+from jaxmp._softmax import logsumexp as logsumexp
+from jaxmp._softmax import softmax as softmax
+from jaxmp._softmax import softmax_cross_entropy as softmax_cross_entropy
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm
@@ -21,9 +26,12 @@ from jaxmp.fused import fused_sgd as fused_sgd
 from jaxmp.grad_scaler import GradScaler as GradScaler
 from jaxmp.grads import value_and_grad as value_and_grad
 from jaxmp.master import keep_master_params as keep_master_params
+from jaxmp.masterless import float32_moments as float32_moments
+from jaxmp.masterless import stochastic_round_updates as stochastic_round_updates
 from jaxmp.policy import Policy as Policy
 from jaxmp.policy import get_policy as get_policy
 from jaxmp.policy import weight_decay_mask as weight_decay_mask
+from jaxmp.probe import check_optimizer as check_optimizer
 from jaxmp.reduce import reduce_gradients as reduce_gradients
 from jaxmp.scaling import DynamicLossScale as DynamicLossScale
 from jaxmp.scaling import NoOpLossScale as NoOpLossScale

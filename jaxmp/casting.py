@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, UInt
+
+from pallas_kernels import moments
 
 
 def is_float(x: Any) -> bool:
@@ -149,6 +151,62 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     spacing = exponent * np.float32(2.0**-info.nmant)
     per_spacing = _inverse_of_power_of_two(spacing)
     return lax.round(x * per_spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+
+
+def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
+    """float32 `x`, rounded up or down at random to a value that `dtype` can hold, so that the mean is `x`.
+
+    With the neighbours low <= |x| <= low + q in `dtype`,
+
+        |x| -> low + q  with the probability (|x| - low) / q,  else low
+
+    which is exact for bfloat16 and for the normal range of float16; a subnormal of float16 is off by less than 2^-24 q
+    on average. A value that `dtype` holds never moves.
+
+    Args:
+      x: float32 of any shape.
+      dtype: float16, bfloat16, or float32 (which returns `x`).
+      bits: uint32 of the same shape, 32 random bits for each element.
+
+    Returns:
+      float32. What is finite stays finite: beyond the range it becomes the largest finite value. inf and NaN stay what
+      they are (`round_to` saturates inf), and zeros keep their signs.
+
+    Raises:
+      TypeError: `x` is not float32, or another `dtype`.
+
+    Example:
+      >>> x = jnp.full(4096, 1 + 2.0**-9)  # a quarter of the way from 1 to the next bfloat16
+      >>> rounded = stochastic_round(x, jnp.bfloat16, jax.random.bits(jax.random.key(0), 4096))
+      >>> sorted(set(rounded.tolist())), round(float(jnp.mean(rounded == 1.0)), 2)
+      ([1.0, 1.0078125], 0.75)
+
+    References:
+      Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv 1502.02551).
+    """
+    x = jnp.asarray(x)
+    if x.dtype != jnp.float32:
+        raise TypeError(
+            f"stochastic_round rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32) first."
+        )
+    if dtype == jnp.float32:
+        return x
+    if dtype == jnp.bfloat16:
+        return moments.to_bfloat16(x, moments.low_bits(bits)).astype(jnp.float32)
+    if dtype != jnp.float16:
+        raise TypeError(
+            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. Eight bits need a "
+            f"scale: see jaxmp.compress_moments."
+        )
+    info = jnp.finfo(jnp.float16)
+    size = jnp.minimum(jnp.abs(x), np.float32(info.max))
+    spacing = jnp.maximum(_power_of_two_below(size), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
+    steps = size * _inverse_of_power_of_two(spacing)
+    low = jnp.floor(steps)
+    odds = (steps - low) * np.float32(2.0**24)  # of 2^24; exact
+    up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
+    rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
+    return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
 
 
 def _power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -24,7 +24,7 @@ import jmp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxmp import _frozen, _in_place, _paths, _scales, _weights, _write, casting
+from jaxmp import _frozen, _in_place, _paths, _scales, _weights, _write, casting, probe
 from jaxmp.policy import Policy, get_policy
 from jaxmp.state import MasterState, own_buffers
 from jaxmp.unscale import as_transformation
@@ -84,6 +84,10 @@ def keep_master_params(
     ) -> tuple[PyTree, MasterState]:
         if params is None:
             raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
+        if probe.is_probing():
+            full = casting.cast_floats(params, jnp.float32)
+            moves, inner_state = inner.update(updates, state.master_inner, full, **extra_args)
+            return moves, MasterState(state.master_params, inner_state)
         if remainder is not None:
             raise ValueError(
                 "params whose masters are split (remainder_bits=) can only be written together with them; got "

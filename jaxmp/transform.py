@@ -29,6 +29,7 @@ def mixed_precision(
     skip_nonfinite: bool = True,
     skip_if: unscale.SkipIf | None = None,
     remainder_bits: int | None = None,
+    clamp_inf: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, skipped overflows.
 
@@ -50,6 +51,8 @@ def mixed_precision(
       skip_if: `(grads, metrics) -> bool[]`, a reason of your own to skip a step.
       remainder_bits: None for float32 masters; 16 or 8: bfloat16 params are the upper half of their masters, and the
         state keeps two bytes or one of what they are short of. For `apply_gradients` only; see `keep_master_params`.
+      clamp_inf: None: an infinite gradient skips the step. `jnp.float16`: it counts as 65504 / loss scale, and the step
+        is taken; see `unscale_and_skip`.
 
     Returns:
       An optax transform. `init` takes params in float32, or as cast by the policy. `update` takes `loss_scale=` and
@@ -96,6 +99,7 @@ def mixed_precision(
         skip_nonfinite=skip_nonfinite,
         skip_if=skip_if,
         policy=policy,
+        clamp_inf=clamp_inf,
     )
 
 

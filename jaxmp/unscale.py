@@ -23,7 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
-from jaxmp import _in_place, _paths, _scales, _versions, casting, scaling, state as states, sync
+from jaxmp import _in_place, _paths, _scales, _versions, casting, probe, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -37,6 +37,7 @@ def unscale_and_skip(
     skip_nonfinite: bool = True,
     skip_if: SkipIf | None = None,
     policy: Policy | None = None,
+    clamp_inf: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` so that it sees unscaled float32 gradients and no step with a non-finite one is taken.
 
@@ -58,6 +59,10 @@ def unscale_and_skip(
         fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all. It does
         not lower the loss scale, which only overflow does.
       policy: only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      clamp_inf: a float dtype, that in which gradients overflow: jnp.float16. An infinite gradient then counts as the
+        largest finite value of that dtype (divided by the scale, as all are), and the step is taken; the loss scale
+        backs off as for a skip. A NaN, which has neither sign nor size, still skips, and so does an infinite amax of
+        fp8. None skips.
 
     Returns:
       A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
@@ -67,7 +72,12 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
-      TypeError: `loss_scale` is none of the above; gradients that are no floats, named by path.
+      TypeError: `loss_scale` is none of the above; gradients that are no floats, named by path; a `clamp_inf` that is
+        no float dtype.
+
+    Warns:
+      UserWarning: float16 without a loss scale; at `init`, an `inner` whose state is float16 and whose eps underflows
+        there (see `check_optimizer`).
 
     Example:
       >>> tx = unscale_and_skip(optax.sgd(1.0), 4.0)
@@ -94,9 +104,13 @@ def unscale_and_skip(
             stacklevel=3,
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
+    largest = None if clamp_inf is None else _largest_of(clamp_inf)
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
+        guarded_state = guarded.init(params)
+        if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
+            probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
         fresh = states.UnscaleState(
             scaling=states.scaling_state(template),
             skipped=jnp.zeros((), bool),
@@ -105,7 +119,7 @@ def unscale_and_skip(
             pinned_overflows=zero,
             unscaled_fp16=jnp.asarray(unscaled_fp16),
             saturated_params=jnp.zeros((), jnp.float32),
-            guarded=jax.tree.map(casting.strongly_typed, guarded.init(params)),
+            guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
         return states.own_buffers(fresh, (params, template))
 
@@ -122,6 +136,10 @@ def unscale_and_skip(
         scaler = states.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
+        clamped = None
+        if largest is not None:
+            with jax.named_scope("jaxmp.clamp_inf"):
+                updates, clamped = _clamp_inf(updates, largest)
         with jax.named_scope("jaxmp.unscale"):
             # By the scale that value_and_grad scaled with: the one given, else the one in the state, which without a
             # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
@@ -143,7 +161,7 @@ def unscale_and_skip(
                     )
                     bad = ~locally_finite
         with jax.named_scope("jaxmp.check_finite"):
-            finite, taken, saturated = decide(grads, state, params, grads_finite, bad)
+            finite, taken, saturated = decide(grads, state, params, grads_finite, bad, clamped)
             if offer is None:  # kernels read scalars from memory, once
                 finite, taken = casting.computed_once((finite, taken))
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
@@ -166,7 +184,7 @@ def unscale_and_skip(
             pinned = (
                 scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
             )
-            if offer is None:
+            if offer is None and not probe.is_probing():
                 new_updates = jax.tree.map(lambda u: _in_place.finite_or(taken, u, -0.0), new_updates)
                 keep = functools.partial(_in_place.finite_or, taken)
                 new_guarded = jax.tree.map(keep, new_guarded, state.guarded)
@@ -185,11 +203,12 @@ def unscale_and_skip(
         return known_finite is None and (skip_nonfinite or scales)
 
     def decide(
-        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any, measured_bad: Any
+        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any, measured_bad: Any, clamped: Any
     ) -> tuple[Array, Array, Array]:
         """(all finite, step is taken, saturated params), the same on every device: at most one MAX.
 
         measured_bad: whether a gradient of this device is not finite, where the pass over them is made already.
+        clamped: whether one was infinite before it was clamped, which moves the scale and skips nothing; or None.
         """
         must_look = looks(known_finite)
         only_scales, grads = _scales.partition(grads)
@@ -210,13 +229,17 @@ def unscale_and_skip(
             # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
             # read all masters once more to have the count in time.
             differs = bool(_versions.varying_axes(saturated))
-            found = sync.largest_on_any_device([overflows, unwanted] + [saturated] * differs, axes)
-            overflows, unwanted, saturated = found if differs else [*found, saturated]
+            flags = [overflows, unwanted] + ([] if clamped is None else [clamped])
+            found = sync.largest_on_any_device(flags + [saturated] * differs, axes)
+            overflows, unwanted = found[:2]
+            clamped = None if clamped is None else found[2] != 0
+            saturated = found[-1] if differs else saturated
         # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Those that
         # are the same on every device need no MAX, and without one XLA can join theirs with that of the flags.
         overflows = (overflows != 0) | (sync.any_nonfinite(amaxes) if must_look else False)
-        finite = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
-        return finite, (finite | (not skip_nonfinite)) & (unwanted == 0), saturated
+        usable = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
+        finite = usable & ~clamped if must_look and clamped is not None else usable
+        return finite, (usable | (not skip_nonfinite)) & (unwanted == 0), saturated
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -296,6 +319,31 @@ def _check_gradients(grads: PyTree) -> None:
                 f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree; with "
                 f"kernels stored in fp8, differentiate by jaxmp.value_and_grad."
             )
+
+
+def _largest_of(dtype: Any) -> float:
+    try:
+        if not isinstance(dtype, bool | int | float):
+            return float(jnp.finfo(dtype).max)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
+    )
+
+
+def _clamp_inf(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
+    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone."""
+    amaxes, grads = _scales.partition(grads)
+    found = jnp.zeros((), bool)
+    for g in jax.tree.leaves(grads):
+        found |= jnp.any(jnp.isinf(g))
+
+    def clamp(g: Array) -> Array:
+        limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
+        return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
+
+    return _scales.merge(amaxes, jax.tree.map(clamp, grads)), found
 
 
 def _count(count: Array, happened: Bool[Array, ""]) -> Array:

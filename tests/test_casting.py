@@ -274,3 +274,61 @@ def test_reciprocal_is_the_rounded_quotient(values):
     """float32(1 / float64(scale)), as Megatron-LM and torch compute it."""
     scales = np.array(values, np.float32)
     assert_bitwise(reciprocal(scales), (1 / scales.astype(np.float64)).astype(np.float32))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# stochastic rounding
+
+
+def neighbours(x: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The two values of `dtype` that finite |x| lies between, both |x| where it is one; saturated."""
+    size = np.minimum(np.abs(x).astype(np.float64), float(ml_dtypes.finfo(dtype).max))
+    bits = size.astype(dtype).view(np.uint16)
+    bits -= bits.view(dtype).astype(np.float64) > size
+    low = bits.view(dtype).astype(np.float64)
+    return low, np.where(low == size, low, np.minimum((bits + 1).view(dtype).astype(np.float64), rounded_max(dtype)))
+
+
+def rounded_max(dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).max)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_stochastic_rounding_goes_up_for_as_many_of_the_random_bits_as_it_should(dtype):
+    """Exactly: the odds are counted on the random numbers next to the threshold, not estimated."""
+    rng = np.random.default_rng(0)
+    exponents = rng.integers(-30, 18, size=4000)
+    x = (rng.choice([-1, 1], 4000) * (1 + rng.random(4000)) * 2.0**exponents).astype(np.float32)
+    x = np.concatenate([x, rounded(x, dtype), np.float32([0.0, -0.0, 65504, 65519.9, 7e4, 3.4e38])])
+    low, high = neighbours(x, dtype)
+    width = 24 if dtype == jnp.float16 else 16
+    spacing = np.where(high > low, high - low, 1.0)
+    odds = np.where(high > low, (np.minimum(np.abs(x).astype(np.float64), rounded_max(dtype)) - low) / spacing, 0.0)
+    threshold = np.ceil(odds * 2.0**width).astype(np.int64)  # so many of 2^width numbers round up
+    run = jax.jit(lambda bits: casting.stochastic_round(x, dtype, bits))
+    lowest, highest = 0, 2**width - 1
+    for offset in (-1, 0):
+        number = np.clip(threshold + offset, lowest, highest)
+        if dtype == jnp.bfloat16:  # rounds up for the largest numbers, float16 for the smallest
+            bits = (highest - number).astype(np.uint32)
+        else:
+            bits = (number << 8).astype(np.uint32)
+        expected = np.copysign(np.where(number < threshold, high, low), x).astype(np.float32)
+        assert_bitwise(run(bits), expected)
+
+
+def test_stochastic_rounding_keeps_what_is_not_finite_and_float32():
+    x = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
+    bits = jnp.full(3, 0xFFFFFFFF, jnp.uint32)
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        assert_bitwise(casting.stochastic_round(x, dtype, bits), x)
+    y = jnp.array([1e-45, 0.1, -3.0])
+    assert casting.stochastic_round(y, jnp.float32, bits) is y
+
+
+def test_errors_of_stochastic_rounding():
+    bits = jnp.zeros(2, jnp.uint32)
+    with pytest.raises(TypeError, match="stochastic_round rounds float32 arrays; got float16. Cast it"):
+        casting.stochastic_round(jnp.ones(2, jnp.float16), jnp.bfloat16, bits)
+    with pytest.raises(TypeError, match="to float16, bfloat16 or float32; got float8_e4m3fn. Eight bits need a scale"):
+        casting.stochastic_round(jnp.ones(2), jnp.float8_e4m3fn, bits)

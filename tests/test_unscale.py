@@ -10,6 +10,7 @@ import pytest
 from optax import contrib
 
 import jaxmp
+import regimes
 from helpers import assert_bitwise, assert_close
 
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
@@ -459,3 +460,111 @@ def test_a_state_restored_into_an_optimizer_without_a_scale_is_unscaled_by_its_o
     params, restored = jaxmp.apply_gradients(tx, grads, restored, params)
     assert params["w"].tolist() == [0.75, 0.75]
     assert float(jaxmp.get_loss_scale(restored)) == 8.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# clamp_inf
+
+
+def clamping(inner, loss_scale, **options):
+    return jaxmp.unscale_and_skip(inner, loss_scale, clamp_inf=jnp.float16, **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
+def test_an_infinite_gradient_counts_as_the_largest_float16(dtype):
+    """Divided by the scale, in whatever dtype it arrives (a mean over devices is float32); finite ones stay."""
+    tx = clamping(optax.identity(), jaxmp.DynamicLossScale(8.0, hysteresis=1))
+    g = {"a": jnp.array([jnp.inf, 1.0, -jnp.inf], dtype), "b": jnp.array([-0.0], dtype)}
+    updates, state = tx.update(g, tx.init(params()), params())
+    assert_bitwise(updates, {"a": jnp.array([65504 / 8, 1 / 8, -65504 / 8]), "b": jnp.array([-0.0])})
+    assert not bool(state.skipped) and int(state.skipped_steps) == 0
+    assert float(jaxmp.get_loss_scale(state)) == 4.0  # which backs off as for a skip
+    assert int(state.scaling.growth_count) == 0
+    large = {"a": jnp.full(3, 1e6), "b": jnp.zeros(1)}  # float32 gradients beyond float16 are no overflow
+    updates, state = tx.update(large, state, params())
+    assert_bitwise(updates["a"], jnp.full(3, 1e6 / 4))
+    assert float(jaxmp.get_loss_scale(state)) == 4.0 and int(state.scaling.growth_count) == 1
+
+
+@pytest.mark.parametrize("skip_if", [None, lambda grads, metrics: jnp.array(False)], ids=["", "skip_if"])
+def test_a_nan_still_skips(skip_if):
+    tx = clamping(optax.adam(0.1), jaxmp.DynamicLossScale(8.0, hysteresis=1), skip_if=skip_if)
+    first = tx.init(params())
+    g = {"a": jnp.array([jnp.inf, 1.0, 1.0]), "b": jnp.array([jnp.nan])}
+    updates, state = tx.update(g, first, params())
+    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_bitwise(state.guarded, first.guarded)
+    assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 4.0
+
+
+def test_without_infinities_it_changes_nothing():
+    plain = jaxmp.unscale_and_skip(optax.adam(0.1), 8.0)
+    tx = clamping(optax.adam(0.1), 8.0)
+    g = grads(3.0)
+    assert_bitwise(tx.update(g, tx.init(params()), params()), plain.update(g, plain.init(params()), params()))
+
+
+def test_the_limit_is_that_of_the_narrower_dtype():
+    tx = jaxmp.unscale_and_skip(optax.identity(), None, clamp_inf=jnp.float32)
+    g = jnp.array([jnp.inf], jnp.float16)
+    assert_bitwise(tx.update(g, tx.init(g), g)[0], jnp.array([65504.0]))
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan], ids=["inf", "nan"])
+def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
+    """One device has the infinity (params are split: its own gradient): the scale backs off on all, none skips."""
+    n = regimes.DEVICES
+    tx = clamping(optax.sgd(1.0), jaxmp.DynamicLossScale(8.0, hysteresis=1))
+    g = jnp.ones((n, 2)).at[1, 0].set(bad)
+    state = tx.init(jnp.ones((1, 2)))
+
+    def step(g, p):
+        updates, new = tx.update(g, state, p)
+        return updates, jnp.stack([new.scaling.loss_scale, new.skipped.astype(jnp.float32)])[None]
+
+    p = jnp.ones((n, 2))
+    if how == "pmap":
+        updates, seen = jax.pmap(step, regimes.AXIS, devices=jax.devices()[:n])(g[:, None], p[:, None])
+        updates, seen = updates[:, 0], seen[:, 0]
+    else:
+        spec = jax.sharding.PartitionSpec(regimes.AXIS)
+        spread = jax.shard_map(
+            step, mesh=regimes.mesh_of(), in_specs=spec, out_specs=spec, check_vma=how == "shard_map"
+        )
+        updates, seen = jax.jit(spread)(g, p)
+    skips = bool(jnp.isnan(bad))
+    assert_bitwise(np.asarray(seen), np.tile(np.float32([4.0, skips]), (n, 1)))
+    expected = np.full((n, 2), -0.0 if skips else -1 / 8, np.float32)
+    expected[1, 0] = -0.0 if skips else -65504 / 8
+    assert_bitwise(np.asarray(updates), expected)
+
+
+def test_clamped_steps_of_mixed_precision_in_both_ways_of_writing():
+    policy = jaxmp.get_policy("fp16")
+    for inner in (optax.sgd(2.0**-14), jaxmp.fused_sgd(2.0**-14)):
+        tx = jaxmp.mixed_precision(inner, policy, loss_scale=4.0, clamp_inf=jnp.float16)
+        p = {"w": jnp.ones(2, jnp.float16)}
+        state = tx.init(p)
+        new, after = jaxmp.apply_gradients(tx, {"w": jnp.array([jnp.inf, 0.0], jnp.float16)}, state, p)
+        assert_bitwise(new, {"w": jnp.array([1 - 65504 / 4 / 2**14, 1.0]).astype(jnp.float16)})
+        assert not bool(after.skipped)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
+def test_an_infinite_amax_of_fp8_is_no_gradient_to_clamp():
+    tx = jaxmp.mixed_precision(
+        optax.sgd(1.0), "fp16", loss_scale=4.0, recipe=jaxmp.fp8.DelayedScaling(), clamp_inf=jnp.float16
+    )
+    name = "fp8_lhs_e4m3_log2_scale"
+    p = {"w": jnp.ones(2, jnp.float16), name: jnp.zeros(())}
+    _, state = tx.update({"w": jnp.ones(2, jnp.float16), name: jnp.float32(jnp.inf)}, tx.init(p), p)
+    assert bool(state.skipped)
+
+
+@pytest.mark.parametrize("wrong", [True, 65504.0, jnp.int32, "fp16"], ids=str)
+def test_clamp_inf_wants_a_float_dtype(wrong):
+    with pytest.raises(
+        TypeError, match="clamp_inf is the float dtype in which gradients overflow, such as jnp.float16"
+    ):
+        jaxmp.unscale_and_skip(optax.sgd(0.1), 4.0, clamp_inf=wrong)

@@ -1,0 +1,211 @@
+"""Softmax and its relatives for 16-bit logits: computed in float32, safe on any row.
+
+float16 ends at 65504 and has 11 bits: a sum of 70000 exponentials of 1 is inf there, and one of 4096 no longer sees the
+next 1. A loss wants better. With m the largest logit of a row,
+
+    s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s    logsumexp = m + log s
+
+all in float32, the difference included: in float16, 60000 - -60000 is inf. Gradients come back in the logits' dtype,
+rounded once.
+
+An element of -inf is one that is masked. Rows of which nothing is left have s = 0. Here they are empty sums:
+probabilities 0, log-probabilities -inf, a cross-entropy of 0; and their gradients are 0, not NaN. An inf or NaN among
+the logits that count shows in the result.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+Axis = int | tuple[int, ...]
+
+
+def softmax(
+    x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
+) -> Float[Array, "..."]:
+    """exp(x) / sum exp(x) in float32, whatever the dtype of `x`.
+
+    Args:
+      x: logits of any float dtype.
+      axis: what the sum runs over, one axis or several.
+      where: which elements count, of a shape that broadcasts to that of `x`; the others get 0. They may hold anything.
+      dtype: of the result; the arithmetic is float32 in any case.
+
+    Returns:
+      `dtype`, of the shape of `x`; zeros in rows in which no element counts. Gradients arrive in the dtype of `x`.
+
+    Raises:
+      TypeError: `x` is no float array; `where` is not boolean.
+
+    Example:
+      >>> softmax(jnp.array([6e4, 6e4, -6e4], jnp.float16))
+      Array([0.5, 0.5, 0. ], dtype=float32)
+      >>> softmax(jnp.array([1.0, 2.0]), where=jnp.array([False, False]))
+      Array([0., 0.], dtype=float32)
+
+    References:
+      Micikevicius et al. 2018 (arXiv 1710.03740), section 3.3: "large reductions ... should be carried out in FP32".
+    """
+    with jax.named_scope("jaxmp.softmax"):
+        x = jnp.asarray(x)
+        counts = _counting(x, where)
+        _, shifted, total = _shifted(x, axis, counts)
+        return jnp.where(counts, jnp.exp(shifted) / _nonzero(total), 0.0).astype(dtype)
+
+
+def log_softmax(
+    x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
+) -> Float[Array, "..."]:
+    """x - logsumexp(x) in float32, whatever the dtype of `x`.
+
+    Args:
+      x: logits of any float dtype.
+      axis: what the sum runs over, one axis or several.
+      where: which elements count, of a shape that broadcasts to that of `x`; the others get -inf.
+      dtype: of the result; in float16, probabilities that differ by less than a thousandth become one.
+
+    Returns:
+      `dtype`, of the shape of `x`; -inf in rows in which no element counts. Gradients arrive in the dtype of `x`.
+
+    Raises:
+      TypeError: as for `softmax`.
+
+    Example:
+      >>> log_softmax(jnp.array([6e4, 0.0], jnp.float16))
+      Array([     0., -60000.], dtype=float32)
+    """
+    with jax.named_scope("jaxmp.log_softmax"):
+        x = jnp.asarray(x)
+        counts = _counting(x, where)
+        _, shifted, total = _shifted(x, axis, counts)
+        return jnp.where(counts, shifted - jnp.log(_nonzero(total)), -jnp.inf).astype(dtype)
+
+
+def logsumexp(
+    x: Float[Array, "..."],
+    axis: Axis = -1,
+    *,
+    where: Bool[Array, "..."] | None = None,
+    keepdims: bool = False,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "..."]:
+    """log sum exp(x) in float32, whatever the dtype of `x`.
+
+    Args:
+      x: logits of any float dtype.
+      axis: what the sum runs over, one axis or several; the last one by default, as for `softmax`.
+      where: which elements count, of a shape that broadcasts to that of `x`.
+      keepdims: whether `axis` stays, with size 1.
+      dtype: of the result.
+
+    Returns:
+      `dtype`; -inf where no element counts. Gradients arrive in the dtype of `x`.
+
+    Raises:
+      TypeError: as for `softmax`.
+
+    Example:
+      >>> x = jnp.full(70_000, 1.0, jnp.float16)
+      >>> round(float(logsumexp(x)), 4)  # 1 + log 70000
+      12.1563
+    """
+    with jax.named_scope("jaxmp.logsumexp"):
+        x = jnp.asarray(x)
+        largest, _, total = _shifted(x, axis, _counting(x, where))
+        out = jnp.where(total == 0, -jnp.inf, largest + jnp.log(_nonzero(total))).astype(dtype)
+        return out if keepdims else jnp.squeeze(out, axis)
+
+
+def softmax_cross_entropy(
+    logits: Float[Array, "... classes"],
+    labels: Int[Array, "..."] | Float[Array, "... classes"],
+    *,
+    where: Bool[Array, "..."] | None = None,
+    label_smoothing: float | Float[Array, ""] = 0.0,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "..."]:
+    """-sum_c q_c log_softmax(logits)_c in float32: the loss of each row, not yet averaged.
+
+        q = (1 - a) labels + a / (number of classes that count)        a = label_smoothing
+
+    Args:
+      logits: of any float dtype; classes along the last axis.
+      labels: integers, the class of each row; or floats of the shape of `logits`, a distribution over classes. A class
+        of probability 0 adds nothing, at a log-probability of -inf too.
+      where: which classes count, of a shape that broadcasts to that of `logits`. For rows that do not count, average
+        with `jnp.mean(loss, where=...)`, or mask all their classes: then their loss is 0.
+      label_smoothing: a, from 0 to 1.
+      dtype: of the result. Leave it float32 for a loss that is to be scaled.
+
+    Returns:
+      `dtype`, of the shape of `logits` without the last axis. inf where the label is a class that does not count, NaN
+      where it is none at all (negative ones too). Gradients arrive in the dtype of `logits`.
+
+    Raises:
+      TypeError: as for `softmax`; labels that are neither integers nor floats.
+      ValueError: labels whose shape is neither; a `label_smoothing` outside of 0 to 1.
+
+    Example:
+      >>> logits = jnp.array([[6e4, 0.0, -6e4], [1.0, 1.0, -jnp.inf]], jnp.float16)
+      >>> softmax_cross_entropy(logits, jnp.array([1, 0]))
+      Array([6.000000e+04, 6.931472e-01], dtype=float32)
+    """
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    if isinstance(label_smoothing, (int, float)) and not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1; got {label_smoothing}")
+    is_class = jnp.issubdtype(labels.dtype, jnp.integer)
+    if not is_class and not jnp.issubdtype(labels.dtype, jnp.floating):
+        raise TypeError(f"labels must be integers (classes) or floats (a distribution); got {labels.dtype}")
+    expected = logits.shape[:-1] if is_class else logits.shape
+    if labels.shape != expected:
+        raise ValueError(
+            f"{'integer' if is_class else 'float'} labels for logits of shape {logits.shape} must have the shape "
+            f"{expected}; got {labels.shape}. Integers name one class a row, floats are a distribution over the last "
+            f"axis."
+        )
+    log_probabilities = log_softmax(logits, where=where)
+    with jax.named_scope("jaxmp.softmax_cross_entropy"):
+        counts = _counting(logits, where)
+        target = labels.astype(jnp.float32)
+        if is_class:
+            classes = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+            target = (classes == labels.astype(jnp.int32)[..., None]).astype(jnp.float32)
+        if not (isinstance(label_smoothing, (int, float)) and label_smoothing == 0):
+            number = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
+            target = (1.0 - label_smoothing) * target + label_smoothing * (counts / _nonzero(number))
+        used = target != 0
+        terms = jnp.where(used, target * jnp.where(used, -log_probabilities, 0.0), 0.0)
+        some = jnp.any(counts, axis=-1, keepdims=True)
+        loss = jnp.sum(jnp.where(some, terms, 0.0), axis=-1)
+        if is_class:
+            loss = jnp.where((labels >= 0) & (labels < logits.shape[-1]), loss, jnp.nan)
+        return loss.astype(dtype)
+
+
+def _counting(x: Array, where: Any) -> Array:
+    """Which elements of a row there are: those that `where` names and that are not -inf, a mask as well."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"logits must be a float array; got {x.dtype}. Cast them with .astype(jnp.float32).")
+    there = x != -jnp.inf
+    if where is None:
+        return there
+    where = jnp.asarray(where)
+    if where.dtype != bool:
+        raise TypeError(f"where says which elements count, in bools; got {where.dtype}. Write where=mask != 0.")
+    return jnp.broadcast_to(where, x.shape) & there
+
+
+def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array, Array]:
+    """(the largest of each row, x less that, sum of the exponentials of that), in float32; 0, 0 and 0 where none is."""
+    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # nothing that does not count may reach a gradient
+    largest = jnp.max(lax.stop_gradient(wide), axis=axis, keepdims=True, initial=-jnp.inf, where=counts)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # an empty row; and an inf shows in any case
+    shifted = wide - largest
+    return largest, shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
+
+
+def _nonzero(total: Array) -> Array:
+    return jnp.where(total == 0, 1.0, total)

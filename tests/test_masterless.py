@@ -1,0 +1,328 @@
+"""16-bit params without masters: moments in float32, and updates that are rounded stochastically."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise
+from regimes import AXIS, DEVICES, mesh_of
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+each_dtype = pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def steps(seed, n, params, updates):
+    """params after n steps of the same updates, each a new draw."""
+    tx = jaxmp.stochastic_round_updates(seed)
+
+    def step(carry, _):
+        params, state = carry
+        moves, state = tx.update(updates, state, params)
+        return (optax.apply_updates(params, moves), state), None
+
+    return jax.lax.scan(step, (params, tx.init(params)), None, length=n)[0]
+
+
+def draws(params, updates, n, seed=0):
+    """[n, ...]: n first steps from the same params, with other noise each: that of another count."""
+    tx = jaxmp.stochastic_round_updates(seed)
+
+    def draw(count):
+        state = tx.init(params)._replace(round_count=count)
+        return optax.apply_updates(params, tx.update(updates, state, params)[0])
+
+    return jax.jit(jax.vmap(draw))(jnp.arange(n, dtype=jnp.int32))
+
+
+@each_dtype
+def test_updates_land_on_a_neighbour_and_the_mean_is_right(dtype):
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(np.concatenate([rng.normal(size=40), [1.0, -1.0, 0.0, 2.0**-14, 1e-6, -3e-5]]), dtype)
+    u = jnp.asarray(rng.normal(size=p.size) * 1e-3 * np.abs(np.asarray(p, np.float32)), F32).at[-2].set(3e-8)
+    n = 2000
+    got = draws(p, u, n)
+    assert got.dtype == dtype
+    new = np.asarray(p.astype(F32) + u, np.float64)  # what the weight would be in float32
+    values = np.asarray(got.astype(F32), np.float64)
+    low, high = neighbours(new, dtype)
+    assert ((values == low) | (values == high)).all()
+    assert ((values - new[None]) != 0).any()
+    odds = np.where(high > low, (new - low) / np.where(high > low, high - low, 1.0), 0.0)
+    sigma = (high - low) * np.sqrt(odds * (1 - odds) / n)
+    assert (np.abs(values.mean(0) - new) <= 5 * sigma + 1e-9 * (high - low)).all()
+    # and over all elements together: no common drift
+    z = (values.mean(0) - new)[sigma > 0] / sigma[sigma > 0]
+    assert abs(z.sum()) < 4 * np.sqrt(z.size) and 0.5 < np.mean(z**2) < 2.0
+
+
+def neighbours(x, dtype):
+    """The values of `dtype` next below and above float64 x (both x, where it is one)."""
+    nearest = x.astype(np.float32).astype(dtype)
+    bits = nearest.view(np.int16).astype(np.int32)
+    ordered = np.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    def value(k):
+        return np.where(k < 0, -k | 0x8000, k).astype(np.uint16).view(dtype).astype(np.float64)
+
+    down = value(ordered) > x
+    up = value(ordered) < x
+    return value(ordered - down), value(ordered + up)
+
+
+@each_dtype
+def test_values_that_need_no_rounding_never_move(dtype):
+    spacing = float(jnp.finfo(dtype).eps)
+    p = jnp.array([1.0, -0.0, 0.0, 3.0, 1.0, -(2.0**-14)], dtype)
+    u = jnp.array([0.0, 0.0, -0.0, -3.0, spacing, 0.0])
+    got = draws(p, u, 200)
+    expected = jnp.array([1.0, -0.0, 0.0, 0.0, 1.0 + spacing, -(2.0**-14)], dtype)
+    assert_bitwise(got, jnp.broadcast_to(expected, (200, 6)))
+    tx = jaxmp.stochastic_round_updates(0)
+    moves = jax.jit(lambda p, u: tx.update(u, tx.init(p), p)[0])(p, u)
+    assert_bitwise(moves[:3], jnp.full(3, -0.0))
+
+
+@each_dtype
+def test_it_saturates_and_shows_what_is_not_finite(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    p = jnp.array([largest, -largest, 1.0, 1.0, -1.0], dtype)
+    u = jnp.array([largest / 4096, -largest / 4096, jnp.nan, jnp.inf, -jnp.inf], F32)
+    got = np.asarray(draws(p, u, 50).astype(F32))
+    assert (got[:, 0] == np.float32(largest)).all() and (got[:, 1] == -np.float32(largest)).all()
+    assert np.isnan(got[:, 2]).all() and (got[:, 3] == np.inf).all() and (got[:, 4] == -np.inf).all()
+
+
+def test_float32_params_pass_and_16_bit_updates_are_taken():
+    params = {"a": jnp.ones(3), "b": jnp.ones(3, BF16)}
+    updates = {"a": jnp.full(3, 1e-9), "b": jnp.full(3, 1e-3, BF16)}
+    tx = jaxmp.stochastic_round_updates(0)
+    state = tx.init(params)
+
+    def update(updates, state):
+        moves, new = tx.update(updates, state, params)
+        assert moves["a"] is updates["a"]
+        return moves, new
+
+    moves, new = jax.jit(update)(updates, state)
+    assert moves["b"].dtype == F32
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+    assert int(new.round_count) == 1 and new.round_count.dtype == jnp.int32
+
+
+def test_noise_hangs_on_seed_step_leaf_and_element():
+    p = {"a": jnp.ones(256, BF16), "b": jnp.ones(256, BF16)}
+    u = {"a": jnp.full(256, -1e-3), "b": jnp.full(256, -1e-3)}
+    first, again, other = (np.asarray(draws(p, u, 3, seed)["a"], np.float32) for seed in (7, 7, 8))
+    assert_bitwise(first, again)
+    b = np.asarray(draws(p, u, 3, 7)["b"], np.float32)
+    for x, y in ((first, other), (first[0], first[1]), (first, b), (first[0, :128], first[0, 128:])):
+        same = np.mean(x == y)  # of two independent draws with odds of 1/4: 5/8
+        assert 0.5 < same < 0.75
+    for seed in (-1, 2**40 + 7, np.int64(7)):
+        draws(p, u, 1, seed)
+    assert_bitwise(np.asarray(draws(p, u, 3, 2**32 + 7)["a"], np.float32), first)
+
+
+PARAMS = {"w": np.linspace(0.5, 1.5, 64, dtype=np.float32).reshape(8, 8), "b": np.ones(8, np.float32)}
+
+
+def placed(spec, mesh=None):
+    params = jax.tree.map(lambda x: jnp.asarray(x, BF16), PARAMS)
+    if mesh is None:
+        return params
+    return {"w": jax.device_put(params["w"], NamedSharding(mesh, spec)), "b": params["b"]}
+
+
+@pytest.mark.parametrize("spec", [P(AXIS), P(None, AXIS)], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_the_sharding_does_not_matter_under_jit(spec, axis_type):
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, -1e-3), PARAMS)
+    expected = jax.tree.map(np.asarray, steps(0, 3, placed(None), updates))
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        updates = {"w": jax.device_put(updates["w"], NamedSharding(mesh, spec)), "b": updates["b"]}
+        got = steps(0, 3, placed(spec, mesh), updates)
+    assert got[0]["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert_bitwise(jax.tree.map(np.asarray, got), expected)
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
+def test_replicas_draw_the_same_as_one_device(how):
+    params, updates = placed(None), jax.tree.map(lambda x: jnp.full(x.shape, -1e-3), PARAMS)
+    expected = jax.tree.map(np.asarray, steps(0, 2, params, updates)[0])
+    if how == "pmap":
+        stacked = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), (params, updates))
+        got = jax.pmap(functools.partial(steps, 0, 2), AXIS, devices=jax.devices()[:DEVICES])(*stacked)[0]
+        for i in range(DEVICES):
+            assert_bitwise(jax.tree.map(lambda x, i=i: np.asarray(x[i]), got), expected)
+        return
+    f = functools.partial(steps, 0, 2)
+    got = jax.jit(jax.shard_map(f, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=how == "shard_map"))(
+        params, updates
+    )[0]
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        for shard in x.addressable_shards:
+            assert_bitwise(np.asarray(shard.data), y)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_parts_of_a_split_leaf_draw_their_own_noise_where_the_axis_is_named(check_vma):
+    params = {"w": jnp.ones((DEVICES, 64), BF16), "b": jnp.ones(64, BF16)}
+    updates = jax.tree.map(lambda x: jnp.full(x.shape, -1e-3), params)
+    specs = {"w": P(AXIS), "b": P()}
+    replicated = None if check_vma else {"w": False, "b": True}
+
+    def once(axis_name):
+        tx = jaxmp.stochastic_round_updates(0, axis_name=axis_name, replicated=replicated)
+
+        def step(params, updates):
+            return optax.apply_updates(params, tx.update(updates, tx.init(params), params)[0])
+
+        spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(specs, specs), out_specs=specs, check_vma=check_vma)
+        return jax.tree.map(np.asarray, jax.jit(spread)(params, updates))
+
+    own, common = once(AXIS), once(None)
+    assert all((common["w"][0] == row).all() for row in common["w"])
+    assert all(not (own["w"][0] == row).all() for row in own["w"][1:])
+    assert_bitwise(own["b"], common["b"])
+
+
+def test_a_skipped_step_does_not_count():
+    inner = optax.chain(jaxmp.float32_moments(optax.adam(1e-2)), jaxmp.stochastic_round_updates(0))
+    tx = jaxmp.unscale_and_skip(inner, 4.0)
+    params = placed(None)
+    state = tx.init(params)
+    update = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    good = jax.tree.map(jnp.ones_like, params)
+    bad = good | {"b": good["b"].at[0].set(jnp.inf)}
+    skipped = update(bad, state, params)
+    assert_bitwise(skipped[0], params)
+    assert int(optax.tree.get(skipped[1], "round_count")) == 0 and int(skipped[1].skipped_steps) == 1
+    assert_bitwise(update(good, skipped[1], params)[0], update(good, state, params)[0])
+    assert int(optax.tree.get(update(good, state, params)[1], "round_count")) == 1
+    assert jax.tree.map(jax.typeof, skipped[1]) == jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.parametrize("how", ["float32_moments", "mixed_precision", "keep_master_params", "plain"])
+@each_dtype
+def test_moments_are_float32_whatever_the_params_are(how, dtype):
+    adam, name = optax.adam(1e-2), {F16: "fp16", BF16: "bf16"}[dtype]
+    policy = jaxmp.get_policy(name, keep_fp32=("norm",))
+    tx = {
+        "float32_moments": lambda: jaxmp.float32_moments(adam),
+        "mixed_precision": lambda: jaxmp.mixed_precision(adam, policy),
+        "keep_master_params": lambda: jaxmp.keep_master_params(adam, policy),
+        "plain": lambda: adam,
+    }[how]()
+    params32 = {"w": jnp.ones((2, 3)), "norm": jnp.ones(3)}
+    params = policy.cast_to_param(params32)
+    grads = jax.tree.map(lambda p: jnp.full_like(p, 0.25), params)
+    if how == "keep_master_params":
+        grads = jax.tree.map(lambda g: g.astype(F32), grads)
+    expected = {"w": dtype if how == "plain" else F32, "norm": F32}  # the leaf without master is its own
+
+    def types(tree):
+        return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+    for start in (params, params32) if how in ("mixed_precision", "keep_master_params") else (params,):
+        state = jax.eval_shape(tx.init, start)
+        updates, new = jax.eval_shape(tx.update, grads, state, params)
+        for s in (state, new):
+            for moment in ("mu", "nu"):
+                assert {k: x.dtype for k, x in optax.tree.get(s, moment).items()} == expected
+        assert {k: x.dtype for k, x in updates.items()} == expected
+        assert types(new) == types(state)
+
+
+def test_float32_moments_are_those_of_a_float32_run():
+    """The same bits as the optimizer on float32 views; a second moment of 1e-11, which float16 does not hold."""
+    adam, wrapped = optax.adamw(1e-2), jaxmp.float32_moments(optax.adamw(1e-2))
+    params = jnp.array([1.0, -2.0], F16)
+    grads = jnp.array([1e-4, -1e-4], F16)
+
+    def run(tx, g, p):
+        return jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(g, p)
+
+    got = run(wrapped, grads, params)
+    assert_bitwise(got, run(adam, grads.astype(F32), params.astype(F32)))
+    assert np.isfinite(np.asarray(got[0])).all()
+    assert not np.isfinite(np.asarray(adam.update(grads, adam.init(params), params)[0])).all()  # what it is for
+
+
+def test_extra_arguments_reach_the_inner_transform():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args, dtype=params["w"].dtype)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = jaxmp.float32_moments(inner)
+    params = {"w": jnp.ones(2, BF16)}
+    tx.update(params, tx.init(params), params, value=3.0)
+    assert seen == {"value": 3.0, "dtype": F32}
+
+
+def test_a_regression_without_masters_follows_the_float32_one_where_plain_bfloat16_stalls():
+    """lr 1e-3 on weights near 1: a step is a quarter of the spacing below 1 and less."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(128, 16)), F32)
+    target = jnp.asarray(1 + 0.1 * rng.normal(size=(16,)), F32)
+
+    def loss_fn(w):
+        return jnp.mean((x @ (w.astype(F32) - target)) ** 2)
+
+    def train(tx, w):
+        def step(carry, _):
+            w, state = carry
+            moves, state = tx.update(jax.grad(loss_fn)(w), state, w)
+            return (optax.apply_updates(w, moves), state), None
+
+        return jax.jit(lambda w: jax.lax.scan(step, (w, tx.init(w)), None, length=600)[0][0])(w)
+
+    start = jnp.ones(16)
+    schedule = optax.linear_schedule(1e-3, 0.0, 600)
+    full = train(optax.adam(schedule), start)
+    plain = train(optax.adam(schedule), start.astype(BF16))
+    moments_only = train(jaxmp.float32_moments(optax.adam(schedule)), start.astype(BF16))
+    rounded = train(
+        optax.chain(jaxmp.float32_moments(optax.adam(schedule)), jaxmp.stochastic_round_updates(0)), start.astype(BF16)
+    )
+    assert rounded.dtype == BF16
+    assert_bitwise(plain, start.astype(BF16))  # never moved
+    first = float(loss_fn(start))
+    losses = {name: float(loss_fn(w)) / first for name, w in (("full", full), ("plain", plain), ("rounded", rounded))}
+    assert losses["full"] < 1e-4
+    assert losses["rounded"] < 5e-3 < 0.9 < losses["plain"]
+    assert_bitwise(moments_only, plain)  # it is the rounding that stalls, not the moments
+
+
+def test_it_is_the_masters_that_are_float32_inside_of_mixed_precision():
+    """There it has nothing to do: the optimizer's params are float32."""
+    with_it = jaxmp.mixed_precision(optax.chain(optax.sgd(1e-2), jaxmp.stochastic_round_updates(0)), "bf16")
+    without = jaxmp.mixed_precision(optax.sgd(1e-2), "bf16")
+    params = placed(None)
+    grads = jax.tree.map(jnp.ones_like, params)
+    a, b = (
+        jax.jit(lambda tx=tx: jaxmp.apply_gradients(tx, grads, tx.init(PARAMS), params))() for tx in (with_it, without)
+    )
+    assert_bitwise(a[0], b[0])
+    assert_bitwise(jaxmp.get_master_params(a[1], a[0]), jaxmp.get_master_params(b[1], b[0]))
+
+
+def test_errors_say_the_rule_and_the_fix():
+    tx = jaxmp.stochastic_round_updates(0)
+    params = {"w": jnp.ones(2, BF16)}
+    with pytest.raises(ValueError, match=r"needs the params: call tx.update\(grads, opt_state, params\)"):
+        tx.update(params, tx.init(params))
+    with pytest.raises(ValueError, match="updates and params must have the same tree structure; b is in updates only"):
+        tx.update({"b": jnp.ones(2)}, tx.init(params), params)
+    with pytest.raises(ValueError, match="axis name 'model' is not bound here"):
+        jaxmp.stochastic_round_updates(0, axis_name="model").update(params, tx.init(params), params)
