@@ -46,8 +46,8 @@ class Features(NamedTuple):
     left: frozenset[int]
     right: frozenset[int]
 
-    def hold(self, axes: frozenset[int]) -> bool:
-        return bool(axes) and (axes <= self.left or axes <= self.right)
+    def hold(self, axes: frozenset[int] | None) -> bool:
+        return axes is not None and (axes <= self.left or axes <= self.right)
 
     def at(self, place: dict[int, int]) -> "Features":
         return Features(*(frozenset(place[a] for a in side if a in place) for side in self))
@@ -137,7 +137,8 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
             place = _MOVED[name](eqn, variables[0].aval.shape)
-            grows = name == "broadcast_in_dim" and eqn.outvars[0].aval.size > variables[0].aval.size
+            before, after = variables[0].aval, eqn.outvars[0].aval
+            grows = after.ndim > before.ndim or after.size > before.size
             if variables[0] in features and not grows:
                 features[out] = features[variables[0]].at(place)
             if variables[0] in varies or grows:
@@ -157,12 +158,12 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
     return frozenset(biased), features
 
 
-def _axes(matmul: Any, bias: Any, varies: dict[Any, frozenset[int]]) -> frozenset[int]:
-    """The axes along which an addend is not constant, if it was broadcast or is smaller; else none."""
+def _axes(matmul: Any, bias: Any, varies: dict[Any, frozenset[int]]) -> frozenset[int] | None:
+    """The axes along which an addend is not constant, if it was broadcast or is smaller; else None."""
     shape = bias.aval.shape
     if shape != matmul.aval.shape:  # a sum broadcasts axes of size one by itself
-        return frozenset(a for a, n in enumerate(shape) if n > 1) if len(shape) == matmul.aval.ndim else frozenset()
-    return varies.get(bias, frozenset())
+        return frozenset(a for a, n in enumerate(shape) if n > 1) if len(shape) == matmul.aval.ndim else None
+    return varies.get(bias)
 
 
 def _features_of(eqn: Any) -> Features:
