@@ -22,6 +22,7 @@ def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -
     """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`.
 
     Example:
+      >>> import jax
       >>> int(on_fp8_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
       0
     """
@@ -33,6 +34,7 @@ def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[
     """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`.
 
     Example:
+      >>> import jax
       >>> int(on_block_scaled_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
       0
     """
