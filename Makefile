@@ -72,10 +72,10 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 campaign: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m campaign $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m campaign $(ARGS)
 
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev

@@ -22,7 +22,6 @@ Exit status 1 if a target is missed.
 
 import functools
 import itertools
-import json
 import sys
 import time
 from typing import Any
@@ -37,7 +36,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import PyTree
 from recipes import Step
-from tables import HERE, markdown, parse_arguments, write_readme
+from tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_optimizer.json"
 MARKERS = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"
@@ -157,7 +156,7 @@ def _rounded_leaves(compiled: jax.stages.Compiled) -> int:
 def _abstract(tree: PyTree, m: Mesh, *, split: bool = False) -> PyTree:
     """`tree` on every device of the mesh; with `split`, matrices along their first axis (FSDP)."""
     rows = P("data") if split else P()
-    return jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype, rows if len(x.shape) == 2 else P()), tree)
+    return aot.abstract(m, tree, lambda x: rows if len(x.shape) == 2 else P())
 
 
 def missed_by_many_leaves(rows: list[dict[str, Any]]) -> list[str]:
@@ -184,8 +183,9 @@ def missed_by_many_leaves(rows: list[dict[str, Any]]) -> list[str]:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def readme_tables(rows: list[dict[str, Any]]) -> str:
-    """The rows as markdown tables that also read well as plain text: GPT-2 small, then the larger trees."""
+def readme_tables(results: dict[str, Any]) -> str:
+    """The results as markdown tables that also read well as plain text: GPT-2 small, then the larger trees."""
+    rows = results["rows"]
     return "\n\n".join((_table([r for r in rows if r["tree"] == GPT2.name]), _larger(rows)))
 
 
@@ -257,37 +257,25 @@ def _larger(rows: list[dict[str, Any]]) -> str:
 
 
 def _holds(row: dict[str, Any]) -> str:
-    if row["target_bytes_per_param"] is None:
-        return ""
-    return "no: " + "; ".join(row["missed"]) if row["missed"] else "yes"
+    return holds(row, has_target=row["target_bytes_per_param"] is not None)
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, readme_tables(results["rows"]), results)
-        return 0
-
+def measure_all() -> dict[str, Any]:
+    """All results."""
     found = versions()
     rows = []
     for program in (*jaxmp_programs(), *fused_programs(), *baseline_programs()):
         print(f"compiling: {program.name}, {program.tree.name}, {program.mode}", file=sys.stderr, flush=True)
         rows.append(measure(program))
         jax.clear_caches()  # so that each pays for its own tracing
-    results = {
+    return {
         "command": "python benchmarks/h100.py",
         "device": "H100 (compiled, not run)",
         "versions": found,
         "rows": rows,
         "missed": missed_by_many_leaves(rows),
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, readme_tables(rows), results)
-    print(readme_tables(rows), *results["missed"], sep="\n")
-    return 1 if results["missed"] or any(row["missed"] for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, readme_tables, measure_all))

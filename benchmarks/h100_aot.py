@@ -80,6 +80,11 @@ def spec(m: Mesh, shape: tuple[int, ...], dtype: Any, partition: PartitionSpec |
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
 
+def abstract(m: Mesh, tree: Any, partition: Callable[[Any], PartitionSpec] | None = None) -> Any:
+    """`spec` of every leaf of a tree; `partition` says how one lies, else it lies on every device."""
+    return jax.tree.map(lambda x: spec(m, x.shape, x.dtype, partition and partition(x)), tree)
+
+
 def compile_for(
     f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
 ) -> jax.stages.Compiled:

@@ -13,7 +13,6 @@ its matmul and copied once to its place. Compiled here, for the blocks of GPT-2 
     python benchmarks/h100_flat.py --table    only the table, from the results that are there
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import trees
 from h100 import versions
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
-from tables import HERE, markdown, parse_arguments, write_readme
+from tables import HERE, markdown, run
 
 import jaxmp
 
@@ -103,42 +102,34 @@ def programs() -> list[Program]:
 def measure(program: Program) -> dict[str, Any]:
     """One row of the table."""
     m = aot.mesh()
-    arguments = jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), program.arguments)
+    arguments = aot.abstract(m, program.arguments)
     compiled = aot.compile_for(program.run, *arguments, donate_argnums=program.donated, keep_unused=True)
     n = sum(math.prod(x.shape) for x in jax.tree.leaves(blocks()))
     return {"program": program.name} | aot.report(compiled, n)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as markdown."""
+def table(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     cells = [["program", "kernels", "bytes/param", "copies", "scratch MB"]]
-    for row in rows:
+    for row in results["rows"]:
         counts = f"{row['bytes_per_param']:.2f}", str(row["copies"]), f"{row['temp_bytes'] / 1e6:.1f}"
         cells.append([row["program"], str(row["kernels"]), *counts])
     return markdown(cells)
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, table(results["rows"]), results)
-        return 0
+def measure_all() -> dict[str, Any]:
+    """All results."""
     found, rows = versions(), []
     for program in programs():
         print(f"compiling: {program.name}", file=sys.stderr, flush=True)
         rows.append(measure(program))
-    results = {
+    return {
         "command": "python benchmarks/h100_flat.py",
         "device": "H100 (compiled, not run)",
         "versions": found,
         "rows": rows,
     }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, table(rows), results)
-    print(table(rows))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))

@@ -13,7 +13,8 @@ Compiles for H100 (`h100_aot.py`) and reads the final HLO:
 
 2.  The optimizer's side of a step with 24 fp8 layers, which moves 72 scales and their histories.
 3.  A data-parallel step of these layers on 8 devices: flags and amaxes are to travel in one small all-reduce.
-4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight.
+4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight
+    (`h100_fp8_block.py`).
 
     python benchmarks/h100_fp8.py            compile, check the targets, write the results and the tables in README.md
     python benchmarks/h100_fp8.py --table    only the tables, from the results that are there
@@ -23,8 +24,6 @@ Exit status 1 if a target is missed.
 
 import importlib.metadata
 import importlib.util
-import json
-import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,10 +35,12 @@ import optax
 from flax import linen as nn
 from flax.linen import fp8_ops
 from h100 import SMALL, versions
+from h100_fp8_block import BLOCKS, block_cells, measure_block
+from h100_fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
-from tables import HERE, markdown, parse_arguments, write_readme
+from tables import HERE, holds, markdown, run
 
 import jaxmp
 from jaxmp import fp8
@@ -48,14 +49,9 @@ RESULTS = HERE / "results" / "h100_fp8.json"
 MARKERS = "<!-- h100_fp8: written by h100_fp8.py -->", "<!-- h100_fp8: end -->"
 ROWS, WIDTH = 8192, 4096
 LAYERS = 24
-BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048
-BLOCKS = ("bf16", "jaxmp.fp8.autocast", "flax Fp8DirectDotGeneralOp")
 MATMUL = (((1,), (0,)), ((), ()))
 FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
-GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 LEAVES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
-# Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Target(NamedTuple):
@@ -165,12 +161,6 @@ def _flax(variables: PyTree, x: Array) -> Any:
     return flax_dense(WIDTH, use_bias=False, dtype=x.dtype).apply(variables, x)
 
 
-def everywhere(path: str, layer: Any) -> bool:
-    """For `filter=`: one layer is the first and the last at once, and those stay as they are by default."""
-    del path, layer
-    return True
-
-
 def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
     """A plain Dense layer, as a user trains it: in the context, and differentiated by jaxmp."""
 
@@ -196,7 +186,7 @@ def measure_layer(layer: Layer) -> dict[str, Any]:
     """Compiles one layer and returns its row."""
     m = aot.mesh()
     x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16)
-    compiled = aot.compile_for(layer.run, _abstract(layer.params, m), x, x, compiler_options=OPTIONS)
+    compiled = aot.compile_for(layer.run, aot.abstract(m, layer.params), x, x, compiler_options=OPTIONS)
     runs = aot.instructions(compiled)
     names = {i.name for i in runs if i.kind.startswith(GEMM)}
     beside = [i for i in runs if i.name not in names]
@@ -213,33 +203,6 @@ def measure_layer(layer: Layer) -> dict[str, Any]:
     if row["written_in_fp8"] < layer.rounded:
         row["missed"].append(f"{row['written_in_fp8']} of {layer.rounded} tensors rounded to fp8")
     return row
-
-
-def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
-    """Each call of cuBLASLt: its stage, the dtypes of operands and result, how it sums, how many operands it has."""
-    found, types = [], {}
-    for name, type_text, op, operands, attributes in aot.parse(aot.computations(compiled)["ENTRY"]):
-        types[name] = type_text
-        target = re.search(r'custom_call_target="([^"]+)"', attributes)
-        if op == "custom-call" and target and target.group(1).startswith(GEMM):
-            algorithm = re.search(r'"algorithm":"(\w+)"', attributes)
-            stage = re.search(r"jaxmp\.fp8_(\w+)", attributes)
-            found.append(
-                {
-                    "stage": stage.group(1) if stage else "",
-                    "call": target.group(1),
-                    "operands": [_dtype(types[operand]) for operand in operands],
-                    "result": _dtype(type_text),
-                    "algorithm": algorithm.group(1) if algorithm else "",
-                }
-            )
-    return found
-
-
-def written_in_fp8(compiled: jax.stages.Compiled) -> int:
-    """How many fp8 tensors of more than one number the kernels write: roundings that XLA left in the program."""
-    runs = aot.parse(aot.computations(compiled)["ENTRY"])
-    return sum(len(re.findall(r"f8e[45]m\w+\[\d", type_text)) for _, type_text, op, _, _ in runs if op == "fusion")
 
 
 def _missed(row: dict[str, Any], target: Target) -> list[str]:
@@ -259,67 +222,6 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
         (row["mib"] <= target.mib, f"over {target.mib} MiB"),
     )
     return [what for holds, what in checks if not holds]
-
-
-def _dtype(type_text: str) -> str:
-    return type_text.lstrip("(").split("[")[0]
-
-
-# --- a transformer block ---------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
-
-    dot_general_cls: Any = None
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        cls = self.dot_general_cls
-        y = nn.RMSNorm(dtype=x.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(
-            HEADS, dtype=x.dtype, use_bias=False, qkv_dot_general_cls=cls, out_dot_general_cls=cls
-        )(y)
-        y = nn.RMSNorm(dtype=x.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y))
-        return x + nn.Dense(BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y)
-
-
-def measure_block(name: str, devices: int) -> dict[str, Any]:
-    """Counts of one block, forward and backward; on several devices data-parallel, gradients reduced."""
-    in_fp8 = name == "jaxmp.fp8.autocast"
-    model = Block(fp8_ops.Fp8DirectDotGeneralOp if name.startswith("flax") else None)
-    m = aot.mesh(devices)
-    x = aot.spec(m, (devices * SEQUENCES, LENGTH, BLOCK_WIDTH), jnp.bfloat16, P("data") if devices > 1 else None)
-    with fp8.autocast(enabled=in_fp8, filter=everywhere):
-        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
-
-    def run(variables: PyTree, x: Array) -> Any:
-        def loss_fn(variables: PyTree, x: Array) -> Array:
-            with fp8.autocast(enabled=in_fp8, filter=everywhere):
-                y: Any = model.apply(variables, x)
-            return jnp.mean(y.astype(jnp.float32) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(variables, x)
-        return (lax.pmean((loss, grads[0]), "data"), grads[1]) if devices > 1 else (loss, grads)
-
-    if devices > 1:
-        out_specs = (P(), P("data"))
-        run = jax.shard_map(run, mesh=m, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=False)
-    compiled = aot.compile_for(run, _abstract(variables, m), x, compiler_options=OPTIONS)
-    report, runs = aot.report(compiled), aot.instructions(compiled)
-    gemms = [i for i in runs if i.kind.startswith(GEMM)]
-    moved = sum(i.bytes_read + i.bytes_written for i in gemms)
-    return {
-        "block": name,
-        "devices": devices,
-        "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
-        "gemms": len(gemms),
-        "kernels": report["kernels"] - len(gemms),
-        "pallas": sum("mosaic" in i.kind for i in runs),
-        "mib": round((report["bytes_read"] + report["bytes_written"] - moved) / 2**20, 1),
-        "collectives": {kind: len(sizes) for kind, sizes in report["collectives"].items()},
-    }
 
 
 # --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
@@ -357,7 +259,7 @@ def measure_update(n: int) -> dict[str, Any]:
         def step(params: PyTree, opt_state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
             return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-        shapes = _abstract(params, m), _abstract(jax.eval_shape(tx.init, params), m)
+        shapes = aot.abstract(m, params), aot.abstract(m, jax.eval_shape(tx.init, params))
         compiled = aot.compile_for(step, *shapes, shapes[0], donate_argnums=(0, 1), keep_unused=True)
         runs = aot.instructions(compiled)
         kernels.append(len(runs))
@@ -384,7 +286,7 @@ def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
         return params, opt_state, lax.pmean(loss, "data")
 
     spread = jax.shard_map(step, mesh=m, in_specs=(P(), P(), P("data")), out_specs=P())
-    shapes = _abstract(params, m), _abstract(jax.eval_shape(tx.init, params), m)
+    shapes = aot.abstract(m, params), aot.abstract(m, jax.eval_shape(tx.init, params))
     x = aot.spec(m, (8 * 256, 256), jnp.bfloat16, P("data"))
     compiled = aot.compile_for(spread, *shapes, x, donate_argnums=(0, 1), keep_unused=True, compiler_options=OPTIONS)
     report = aot.report(compiled)
@@ -396,10 +298,6 @@ def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
         "other_all_reduces": [size for size in reduces if size > SMALL],
         "other_collectives": sorted(set(report["collectives"]) - {"all-reduce"}),
     }
-
-
-def _abstract(tree: PyTree, m: Mesh) -> PyTree:
-    return jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), tree)
 
 
 def missed_by_step(updates: list[dict[str, Any]], exchanges: list[dict[str, Any]]) -> list[str]:
@@ -432,7 +330,7 @@ def tables(results: dict[str, Any]) -> str:
                 str(row["kernels"]),
                 f"{row['mib']:.0f}",
                 f"{target['kernels']} and {target['mib']}" if target else "",
-                "no: " + "; ".join(row["missed"]) if row["missed"] else "yes" if target else "",
+                holds(row, has_target=target is not None),
             ]
         )
     head = ["fp8 layers", "scales", "kernels of the optimizer's side", "without fp8", "added", "of them scalar copies"]
@@ -442,29 +340,15 @@ def tables(results: dict[str, Any]) -> str:
         [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
         for r in results["exchanges"]
     ]
-    head = ["transformer block", "devices", "GEMMs", "of them fp8", "kernels beside", "of them Pallas", "MiB beside"]
-    blocks = [[*head, "collectives"]]
-    blocks += [
-        [
-            *(str(r[key]) for key in ("block", "devices", "gemms", "fp8_gemms", "kernels", "pallas")),
-            f"{r['mib']:.0f}",
-            ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none",
-        ]
-        for r in results["blocks"]
-    ]
-    return "\n\n".join(markdown(part) for part in (cells, blocks, updates, exchanges))
+    return "\n\n".join(markdown(part) for part in (cells, block_cells(results["blocks"]), updates, exchanges))
 
 
 def _sizes(sizes: list[int]) -> str:
     return ", ".join(f"{size} B" for size in sizes) or "none"
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, tables(results), results)
-        return 0
+def measure_all() -> dict[str, Any]:
+    """All results."""
     found = versions()
     if importlib.util.find_spec("qwix"):
         found["qwix"] = importlib.metadata.version("qwix")
@@ -479,7 +363,7 @@ def main() -> int:
     print(f"compiling: a step with {LAYERS} layers", file=sys.stderr, flush=True)
     updates = [measure_update(n) for n in (LAYERS, 2 * LAYERS)]
     exchanges = [measure_exchange(LAYERS, in_fp8=in_fp8) for in_fp8 in (True, False)]
-    results = {
+    return {
         "command": "python benchmarks/h100_fp8.py",
         "device": "H100 (compiled, not run)",
         "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
@@ -490,11 +374,7 @@ def main() -> int:
         "exchanges": exchanges,
         "missed": missed_by_step(updates, exchanges),
     }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, tables(results), results)
-    print(tables(results), *results["missed"], sep="\n")
-    return 1 if results["missed"] or any(row["missed"] for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, tables, measure_all))

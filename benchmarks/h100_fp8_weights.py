@@ -11,7 +11,6 @@ over the shards before they are gathered (a cast); what the gradients' reduce-sc
 Exit status 1 if, with kernels stored in fp8, anything but one byte a weight is gathered, or anything is cast before.
 """
 
-import json
 import re
 import sys
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from h100 import versions
-from h100_fp8 import OPTIONS, everywhere
+from h100_fp8_matmuls import OPTIONS, everywhere
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
-from tables import HERE, markdown, parse_arguments, write_readme
+from tables import HERE, markdown, run
 
 import jaxmp
 
@@ -102,9 +101,7 @@ def measure(program: Program) -> dict[str, Any]:
 
 def _split(tree: PyTree, m: Mesh) -> PyTree:
     """Abstract arguments: matrices split along their first axis, all else on every device."""
-    return jax.tree.map(
-        lambda x: aot.spec(m, x.shape, x.dtype, P("data") if x.ndim == 2 and x.size >= WIDTH**2 else P()), tree
-    )
+    return aot.abstract(m, tree, lambda x: P("data") if x.ndim == 2 and x.size >= WIDTH**2 else P())
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -118,7 +115,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     return [what for holds, what in checks if not holds]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The results as markdown."""
     head = [
         "params",
@@ -129,7 +126,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "scratch MiB",
     ]
     cells = [head]
-    for row in rows:
+    for row in results["rows"]:
         straight = f"{row['gathered_straight_from_params']} of {row['gathers']}"
         dtypes = ", ".join(row["gathered_dtypes"])
         numbers = (row["gathered_bytes_per_weight"], straight, row["gradient_bytes_per_weight"], row["temp_mib"])
@@ -137,28 +134,20 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(cells)
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, table(results["rows"]), results)
-        return 0
+def measure_all() -> dict[str, Any]:
+    """All results."""
     found, rows = versions(), []
     for program in PROGRAMS:
         print(f"compiling: {program.name}", file=sys.stderr, flush=True)
         rows.append(measure(program))
-    results = {
+    return {
         "command": "python benchmarks/h100_fp8_weights.py",
         "device": f"{DEVICES} x H100 (compiled, not run)",
         "versions": found,
         "rows": rows,
         "missed": missed(rows),
     }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, table(rows), results)
-    print(table(rows), *results["missed"], sep="\n")
-    return 1 if results["missed"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))

@@ -12,7 +12,6 @@ XLA gather its operand.
 """
 
 import functools
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from h100 import versions
 from jax.sharding import PartitionSpec as P
-from tables import HERE, markdown, parse_arguments, write_readme
+from tables import HERE, holds, markdown, run
 
 import pallas_kernels
 from pallas_kernels import moments as moments_of, update as update_kernel
@@ -168,7 +167,7 @@ def _matrix(
 def measure(kernel: Kernel) -> dict[str, Any]:
     """Compiles one kernel and returns its row."""
     m = aot.mesh()
-    arguments = jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), kernel.arguments)
+    arguments = aot.abstract(m, kernel.arguments)
     with said_by_ptxas() as said:
         compiled = aot.compile_for(kernel.run, *arguments, donate_argnums=kernel.donated)
     runs = aot.instructions(compiled)
@@ -247,7 +246,7 @@ def tables(results: dict[str, Any]) -> str:
             str(row["beside"]),
             f"{row['mib']:.1f}",
             f"{row['least_mib']:.0f}",
-            "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
+            holds(row),
         ]
         for row in results["kernels"]
     ]
@@ -256,25 +255,21 @@ def tables(results: dict[str, Any]) -> str:
         [
             row["x"],
             ", ".join(f"{kind} of {sum(sizes)} B" for kind, sizes in row["collectives"].items()) or "none",
-            "no: " + "; ".join(row["missed"]) if row["missed"] else "yes",
+            holds(row),
         ]
         for row in results["split"]
     ]
     return "\n\n".join(markdown(part) for part in (cells, split))
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, tables(results), results)
-        return 0
+def measure_all() -> dict[str, Any]:
+    """All results."""
     found = versions()
     rows = []
     for kernel in kernels():
         print(f"compiling: {kernel.name} of {kernel.variant}", file=sys.stderr, flush=True)
         rows.append(measure(kernel))
-    results = {
+    return {
         "command": "python benchmarks/h100_kernels.py",
         "device": "H100 (compiled, not run)",
         "side": SIDE,
@@ -282,12 +277,7 @@ def main() -> int:
         "kernels": rows,
         "split": [measure_split(spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())],
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, tables(results), results)
-    print(tables(results))
-    return 1 if any(row["missed"] for row in (*rows, *results["split"])) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, tables, measure_all))

@@ -1,8 +1,15 @@
-"""How results come into README.md: as tables between markers, with what they were measured with below."""
+"""How results come into README.md: as tables between markers, with what they were measured with below.
+
+A script that measures is a function that returns its results, and `run`, which does what the command line asks for.
+Results are a dict: "command", "device", "versions", and lists of rows; what of a target is not met stands in the rows'
+or the results' own "missed", in words.
+"""
 
 import argparse
 import importlib.metadata
+import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,45 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--table", action="store_true", help="only write README.md's tables from the stored results")
     return parser.parse_args()
+
+
+def run(
+    description: str | None,
+    path: Path,
+    markers: tuple[str, str],
+    render: Callable[[dict[str, Any]], str],
+    measure: Callable[[], dict[str, Any]],
+) -> int:
+    """What a script does as a program: measures, writes the results and README.md's tables; or the tables alone.
+
+    Args:
+      description: the script's docstring.
+      path: where the results are kept.
+      markers: of the tables in README.md.
+      render: results to markdown.
+      measure: makes the results.
+
+    Returns:
+      The exit status: 1 if a target is missed.
+    """
+    if parse_arguments(description).table:
+        results = json.loads(path.read_text())
+        write_readme(markers, render(results), results)
+        return 0
+    results = measure()
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    write_readme(markers, render(results), results)
+    print(render(results), *results.get("missed", ()), sep="\n")
+    rows = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
+    return 1 if results.get("missed") or any(row.get("missed") for row in rows) else 0
+
+
+def holds(row: dict[str, Any], *, has_target: bool = True) -> str:
+    """The last column of a row: whether it meets its target, if it has one, or what it misses."""
+    if row["missed"]:
+        return "no: " + "; ".join(row["missed"])
+    return "yes" if has_target else ""
 
 
 def versions(packages: tuple[str, ...], command: str) -> dict[str, str]:

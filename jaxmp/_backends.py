@@ -27,13 +27,13 @@ class Row(NamedTuple):
     reason: str
 
 
-# Operations with kernels: the function in `pallas_kernels`, what it does, what the kernel asks for
+# Operations with kernels in `pallas_kernels`; what the kernel asks for, and what more of it with several devices
 _KERNELS = (
-    ("gradient_norm", "unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients"),
-    ("multi_tensor_update", "fused optimizer update", "with jaxmp.fused_*, in apply_gradients"),
-    ("cast_tree", "cast of params (pallas_kernels.cast_tree)", ""),
-    ("cast_transpose_amax", "fp8 cast, transpose and amax", "sides that are multiples of 64"),
-    ("activation_cast_transpose_amax", "activation and fp8 cast", "sides that are multiples of 64"),
+    ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", ""),
+    ("fused optimizer update", "with jaxmp.fused_*, in apply_gradients", "split params in shard_map(check_vma=False)"),
+    ("cast of params (pallas_kernels.cast_tree)", "", ""),
+    ("fp8 cast, transpose and amax", "sides that are multiples of 64", ""),
+    ("activation and fp8 cast", "sides that are multiples of 64", ""),
 )
 
 
@@ -57,14 +57,14 @@ def backends() -> list[Row]:
     return rows
 
 
-def _kernel(function: str, operation: str, condition: str) -> Row:
-    if not hasattr(pallas_kernels, function):
-        return Row(operation, "xla", "there is no kernel for it")
+def _kernel(operation: str, condition: str, if_several: str) -> Row:
     why_not = pallas_kernels.why_no_kernels(needs_gpu=True)
     if why_not:
         return Row(operation, "xla", why_not)
     if jax.device_count() > 1:
-        condition = "; ".join(filter(None, (condition, "under plain jit xla, since arrays may be split over devices")))
+        # Split arrays are no reason against a kernel (`pallas_kernels.meshes`); `why_not_here` knows what is.
+        meshes = "xla where only some mesh axes are manual, or any is explicit"
+        condition = "; ".join(filter(None, (condition, if_several, meshes)))
     return Row(operation, "mosaic", condition)
 
 

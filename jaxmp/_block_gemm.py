@@ -185,7 +185,7 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any) -> Array:
         b_q, b_scale = (jnp.moveaxis(t, b.axis, 2) for t in b_blocks)
         product = _scaled_matmul(a_q, b_q, a_scale, b_scale)
         axes = tuple(_versions.varying_axes(a_q) | _versions.varying_axes(b_q))
-        return _versions.cast_to_varying(product, axes).astype(out_dtype)  # scaled_matmul forgets them
+        return _versions.as_varying(product, axes).astype(out_dtype)  # scaled_matmul forgets them
 
     fits = isinstance(recipe, MXFP8) and a.blocks.q.shape[a.axis] % recipe.block_size == 0
     product = _hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated

@@ -139,7 +139,7 @@ def dot_general(
             f"and scales={'given' if scales is not None else 'None'}."
         )
     axes = tuple(_versions.varying_axes(lhs) | _versions.varying_axes(rhs))  # their gradients vary over all of them
-    lhs, rhs = _versions.cast_to_varying(lhs, axes), _versions.cast_to_varying(rhs, axes)
+    lhs, rhs = _versions.as_varying(lhs, axes), _versions.as_varying(rhs, axes)
     if isinstance(recipe, BlockScaling | MXFP8):
         return _block_gemm.dot_general(
             lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding

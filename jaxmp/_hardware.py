@@ -8,8 +8,9 @@ this machine stand for it, and without any Hopper is assumed.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
+
+from pallas_kernels import backend
 
 # Compute capabilities
 _FIRST_WITH_FP8 = 8.9  # Ada
@@ -21,6 +22,7 @@ def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -
     """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`.
 
     Example:
+      >>> import jax
       >>> int(on_fp8_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
       0
     """
@@ -32,6 +34,7 @@ def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[
     """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`.
 
     Example:
+      >>> import jax
       >>> int(on_block_scaled_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
       0
     """
@@ -61,7 +64,7 @@ def why_not_block_scaled_gemms() -> str | None:
 
 
 def _why_not(first: float, what: str, generation: str) -> str | None:
-    capability = _capability()
+    capability = backend.oldest_gpu()
     if capability is None:
         return "there is no NVIDIA GPU"
     if capability < first:
@@ -71,14 +74,5 @@ def _why_not(first: float, what: str, generation: str) -> str | None:
 
 def _oldest_gpu() -> float:
     """The least compute capability of this machine's GPUs; without one, what is lowered for GPUs will run elsewhere."""
-    capability = _capability()
+    capability = backend.oldest_gpu()
     return _HOPPER if capability is None else capability
-
-
-def _capability() -> float | None:
-    """The same; None without a GPU."""
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:
-        return None
-    return min(float(getattr(gpu, "compute_capability", _HOPPER)) for gpu in gpus)

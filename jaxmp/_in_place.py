@@ -126,6 +126,29 @@ def withdrawn() -> Iterator[None]:
         yield
 
 
+def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
+    """`state` with every array in a buffer of its own, shared neither inside nor with an array of `foreign`.
+
+    A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
+    it shares with the caller's params would be taken from them.
+
+    Example:
+      >>> x = jnp.ones(2)
+      >>> a, b = own_buffers([x, x], foreign=())
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen = {id(x) for x in jax.tree.leaves(foreign)}
+
+    def own(x: Any) -> Any:
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, state)
+
+
 def in_dtype_of(new: Any, old: Any) -> Any:
     """`new` in the dtype of `old`, strongly typed.
 

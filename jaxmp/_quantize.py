@@ -12,6 +12,7 @@ from jax.experimental import layout
 from jaxtyping import Array, Float
 
 from jaxmp import _hardware, casting
+from pallas_kernels.reference import largest_magnitude as largest_magnitude
 
 
 def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Array:
@@ -58,23 +59,6 @@ def stored(q: Array) -> Array:
     as_is = layout.Layout(tuple(range(q.ndim)))
     pin = _hardware.on_fp8_hardware(lambda q: layout.with_layout_constraint(q, as_is), lambda q: q)
     return lax.optimization_barrier(pin(q))
-
-
-def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
-    """max |x| in float32, inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
-
-    Args:
-      x: floats of any shape.
-      keep: how many leading axes stay: one maximum for each of their elements.
-
-    Example:
-      >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
-      (3.0, inf)
-    """
-    magnitude = jnp.abs(jnp.asarray(x).astype(jnp.float32))
-    if not magnitude.size:
-        return jnp.zeros(magnitude.shape[:keep], jnp.float32)
-    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)))
 
 
 @jax.custom_batching.custom_vmap

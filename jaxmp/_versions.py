@@ -1,6 +1,7 @@
 """What differs between the jax versions we run on, and nothing else.
 
-Supported are jax 0.10.2 to the newest. Every other file uses the names below and public jax names only.
+Supported are jax 0.10.2 to the newest. Every other file uses the names below and public jax names only. What
+`pallas_kernels` needs as well stands in its `backend`.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ import jax.extend.core
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jaxtyping import Array
+
+from pallas_kernels.backend import as_varying as as_varying, varying_axes as varying_axes
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -32,36 +35,6 @@ def trace_state() -> Any:
       True
     """
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
-
-
-def varying_axes(x: Array) -> frozenset[str]:
-    """The manual axes over which `x` may differ from device to device.
-
-    Only `jax.shard_map(check_vma=True)` tracks them; elsewhere the set is empty.
-
-    Example:
-      >>> varying_axes(jax.numpy.ones(2))
-      frozenset()
-    """
-    aval = jax.typeof(x)
-    tracked = getattr(aval, "manual_axis_type", None)  # jax >= 0.10.2 as seen; `vma` before it was renamed
-    if tracked is None:
-        return frozenset(getattr(aval, "vma", None) or ())
-    return frozenset(tracked.varying)
-
-
-def cast_to_varying(x: Array, axes: tuple[str, ...]) -> Array:
-    """`x`, typed as varying over `axes`: the same value, but autodiff no longer sums its gradient over them.
-
-    Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's
-    own dtype, which overflows in float16. Elsewhere this changes nothing.
-
-    Example:
-      >>> cast_to_varying(jax.numpy.ones(2), ())
-      Array([1., 1.], dtype=float32)
-    """
-    missing = tuple(a for a in axes if a not in varying_axes(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def max_dtype(*, marks_fp8: bool = False) -> Any:

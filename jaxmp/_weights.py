@@ -231,7 +231,7 @@ def holds_fp8(kernel: Array, leaf: Array) -> bool:
 
 def used(leaf: Array) -> Array:
     """What the gradient of a kernel's leaf says when its layer ran: 1.0, in the dtype of the leaf."""
-    ones = _versions.cast_to_varying(jnp.ones(leaf.shape, jnp.float32), tuple(_versions.varying_axes(leaf)))
+    ones = _versions.as_varying(jnp.ones(leaf.shape, jnp.float32), tuple(_versions.varying_axes(leaf)))
     return mark(ones) if is_marked(leaf) else ones.astype(leaf.dtype)
 
 

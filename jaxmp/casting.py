@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree, UInt
 
-from pallas_kernels import moments
+from pallas_kernels import moments, reference
 
 
 def is_float(x: Any) -> bool:
@@ -113,8 +113,7 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
         return x.astype(dtype)  # a widening: exact, and inf stays inf
     if narrow.nmant > wide.nmant or narrow.max > wide.max:  # float16 from or to bfloat16: compare where both are exact
         x = x.astype(jnp.float32)
-    limit = np.asarray(narrow.max, x.dtype)
-    return jnp.clip(x, -limit, limit).astype(dtype)
+    return reference.saturating_cast(x, dtype)
 
 
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:

@@ -18,7 +18,6 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from pallas_kernels import moments
-from pallas_kernels.moments import Quantized
 
 _SIGNED = ("mu", "trace", "momentum")
 _NOT_NEGATIVE = ("nu", "sum_of_squares")
@@ -66,13 +65,13 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     def store(x: Any, signed: bool, number: int, count: Array, before: Any = 0.0) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may have its own idea (`mu_dtype`)
         like = moments.like(x.shape, state_dtype, signed=signed)
-        if isinstance(like, Quantized):  # one inf or NaN would be the scale of its whole group
+        if moments.is_quantized(like):  # one inf or NaN would be the scale of its whole group
             x = jnp.where(jnp.isfinite(x), x, before)
         return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
 
     def init_fn(params: PyTree) -> CompressedState:
         state = inner.init(params)
-        if not any(True for _ in _moments_of(state)):
+        if not any(map(_holds_moments, jax.tree.leaves(state, is_leaf=_holds_moments))):
             raise ValueError(
                 f"compress_moments finds moments by name ({', '.join((*_SIGNED, *_NOT_NEGATIVE))}); the state of "
                 f"this optimizer has none: {type(state).__name__}. Put it round the part that holds them."
@@ -124,16 +123,12 @@ def map_moments(f: Any, state: Any) -> Any:
         new = {}
         for name in node._fields:
             if name in (*_SIGNED, *_NOT_NEGATIVE):
-                leaves, treedef = jax.tree.flatten(getattr(node, name), is_leaf=lambda x: isinstance(x, Quantized))
+                leaves, treedef = jax.tree.flatten(getattr(node, name), is_leaf=moments.is_quantized)
                 signed = name in _SIGNED
                 new[name] = treedef.unflatten([f(x, signed, next(numbers[signed])) for x in leaves])
         return node._replace(**new)
 
     return jax.tree.map(visit, state, is_leaf=_holds_moments)
-
-
-def _moments_of(state: Any) -> Any:
-    return (node for node in jax.tree.leaves(state, is_leaf=_holds_moments) if _holds_moments(node))
 
 
 def _holds_moments(node: Any) -> bool:

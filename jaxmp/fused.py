@@ -20,9 +20,9 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _in_place, clip, compress
-from jaxmp.state import GlobalNormState
+from jaxmp.state import GlobalNormState, find
 from pallas_kernels import backend as kernel_backend, update as kernels
-from pallas_kernels.moments import Quantized
+from pallas_kernels.moments import is_quantized
 
 Mask = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -77,7 +77,7 @@ def fused_adamw(
     plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask)
 
     def scalars(state: Any) -> tuple[Any, ...]:
-        (adam,) = _find(state, optax.ScaleByAdamState)
+        (adam,) = find(state, optax.ScaleByAdamState)
         count = optax.safe_increment(adam.count)
         return 1 - b1**count, 1 - b2**count
 
@@ -194,8 +194,8 @@ def _fused(
     def write_fn(
         grads: list[Array], state: Any, params: PyTree, weights: list[tuple[Any, Array]], step: _in_place.Step
     ) -> tuple[list[tuple[Any, Array]], Any, Float[Array, ""]]:
-        (held,) = _find(state, kind)
-        trees = [jax.tree.flatten(getattr(held, name), is_leaf=_is_quantized) for name in names]
+        (held,) = find(state, kind)
+        trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)
         leaves = [
             kernels.Weight(g, param, master, tuple(moments), decay)
@@ -206,9 +206,9 @@ def _fused(
         factor = step.inv_scale
         if max_norm:
             factor = factor * clip.factor_of(step.grad_norm, max_norm)
-        schedule = next(iter(_find(state, optax.ScaleByScheduleState)), None)
+        schedule = next(iter(find(state, optax.ScaleByScheduleState)), None)
         rate = learning_rate(schedule.count) if callable(learning_rate) and schedule is not None else learning_rate
-        compressed = next(iter(_find(state, compress.CompressedState)), None)
+        compressed = next(iter(find(state, compress.CompressedState)), None)
         number = jnp.zeros((), jnp.int32) if compressed is None else optax.safe_increment(compressed.compress_count)
         new, saturated = kernels.multi_tensor_update(
             leaves,
@@ -249,14 +249,6 @@ def _map_states(f: Callable[[Any], Any], state: Any) -> Any:
 
 def _is_state(x: Any) -> bool:
     return hasattr(x, "_fields")
-
-
-def _find(state: Any, kind: type) -> list[Any]:
-    return [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
-
-
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, Quantized)
 
 
 def _decays(weight_decay: float, mask: Mask, params: PyTree) -> list[float]:

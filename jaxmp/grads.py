@@ -143,7 +143,7 @@ def scaled_value_and_grad(
     loss_scale = state.get_loss_scale(opt_state)
     axes = _axes_to_vary(axis_name)
     given = params
-    params = jax.tree.map(lambda x: _versions.cast_to_varying(x, axes), params)
+    params = jax.tree.map(lambda x: _versions.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
@@ -296,7 +296,7 @@ def _is_key(x: Any) -> bool:
 
 def _zeros_like_float32(x: Array) -> Array:
     zeros = jnp.zeros_like(x, dtype=jnp.float32)  # sharded as x is, where axes are explicit
-    return _versions.cast_to_varying(zeros, tuple(_versions.varying_axes(x)))
+    return _versions.as_varying(zeros, tuple(_versions.varying_axes(x)))
 
 
 def _axes_to_vary(axis_name: sync.AxisName) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp import _frozen, _in_place, _paths, _scales, _weights, _write, casting, probe
 from jaxmp.policy import Policy, get_policy
-from jaxmp.state import MasterState, own_buffers
+from jaxmp.state import MasterState
 from jaxmp.unscale import as_transformation
 
 
@@ -77,7 +77,7 @@ def keep_master_params(
         inner_state = inner.init(_view(full, masters))
         if remainder is not None:
             masters = _split_masters(policy, params, masters, remainder)
-        return own_buffers(MasterState(masters, inner_state), foreign=params)
+        return _in_place.own_buffers(MasterState(masters, inner_state), foreign=params)
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp import scaling, state, sync, transform
+from jaxmp import _in_place, scaling, state, sync, transform
 
 
 class SharedLossScale(NamedTuple):
@@ -67,7 +67,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: sync.AxisName = "a
 
     def init() -> state.SharedLossScaleState:
         fresh = state.SharedLossScaleState(state.scaling_state(template), jnp.ones((), bool))
-        return state.own_buffers(fresh, foreign=template)
+        return _in_place.own_buffers(fresh, foreign=template)
 
     def apply_gradients(
         tx: optax.GradientTransformation,

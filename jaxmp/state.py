@@ -178,29 +178,6 @@ def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> An
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
-    """`state` with every array in a buffer of its own, shared neither inside nor with an array of `foreign`.
-
-    A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
-    it shares with the caller's params would be taken from them.
-
-    Example:
-      >>> x = jnp.ones(2)
-      >>> a, b = own_buffers([x, x], foreign=())
-      >>> a is x, b is x
-      (True, False)
-    """
-    seen = {id(x) for x in jax.tree.leaves(foreign)}
-
-    def own(x: Any) -> Any:
-        if isinstance(x, jax.Array) and id(x) in seen:
-            return jnp.copy(x)
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(own, state)
-
-
 def find(opt_state: Any, kind: type) -> list[Any]:
     """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are taken off."""
     pure = nnx.as_pure(opt_state)

@@ -222,4 +222,4 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
             f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but "
             f"mixed_precision's optimizer has no place for it"
         )
-    return state.own_buffers(moved, foreign=(inner_state, params))
+    return _in_place.own_buffers(moved, foreign=(inner_state, params))

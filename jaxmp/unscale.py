@@ -14,7 +14,7 @@ on the host. The scale moves after it was used, never before (DeepSpeed and mpx 
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,22 @@ from jaxmp import _in_place, _paths, _scales, _versions, casting, probe, scaling
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
+
+
+class _Given(NamedTuple):
+    """What an optimizer that writes params itself is handed.
+
+    Attributes:
+      grads: still to be multiplied by `inv_scale`.
+      inv_scale: float32[].
+      norm, bad: float32[], bool[], their global norm once multiplied, and whether one on this device is not finite;
+        None where nobody asks for either.
+    """
+
+    grads: PyTree
+    inv_scale: Array
+    norm: Array | None = None
+    bad: Array | None = None
 
 
 def unscale_and_skip(
@@ -121,7 +137,7 @@ def unscale_and_skip(
             saturated_params=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
-        return states.own_buffers(fresh, (params, template))
+        return _in_place.own_buffers(fresh, (params, template))
 
     def update_fn(
         updates: PyTree,
@@ -148,22 +164,11 @@ def unscale_and_skip(
             # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
             grads = _scales.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
         offer = _in_place.current() if isinstance(guarded, _in_place.InPlace) else None
-        if offer is not None and not offer.is_for(params):
-            offer = None
-        norm, bad = jnp.full((), jnp.nan, jnp.float32), None
-        inv_scale = casting.reciprocal(used_scale)
-        if offer is not None:
-            given, inv_scale = (updates, inv_scale) if states.is_own(template) else (grads, jnp.ones((), jnp.float32))
-            if guarded.measures or looks(grads_finite):
-                with jax.named_scope("jaxmp.measure_gradients"):
-                    norm, locally_finite = pallas_kernels.gradient_norm(
-                        _scales.partition(given)[1], inv_scale, backend=guarded.backend
-                    )
-                    bad = ~locally_finite
+        given = None
+        if offer is not None and offer.is_for(params):
+            given = measure(updates, grads, used_scale, grads_finite)
         with jax.named_scope("jaxmp.check_finite"):
-            finite, taken, saturated = decide(grads, state, params, grads_finite, bad, clamped)
-            if offer is None:  # kernels read scalars from memory, once
-                finite, taken = casting.computed_once((finite, taken))
+            finite, taken, saturated = decide(grads, state, params, grads_finite, given, clamped)
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
         next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
         extra_args |= {
@@ -171,23 +176,16 @@ def unscale_and_skip(
             "loss_scale": used_scale,
             "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
         }
-        with jax.named_scope("jaxmp.optimizer"), _in_place.withdrawn():
-            if offer is not None:
-                step = _in_place.Step(inv_scale, norm, taken, guarded.backend)
-                offer.params, new_guarded, found = guarded.write(given, state.guarded, params, step, **extra_args)
-                saturated = jnp.where(taken, sync.as_common(found, axis_name), saturated)
-                new_updates = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)  # nobody adds them
-            else:
-                new_updates, new_guarded = guarded.update(grads, state.guarded, params, **extra_args)
+        if offer is None or given is None:
+            new_updates, new_guarded = update_or_keep(grads, state, params, taken, extra_args)
+        else:
+            new_updates, new_guarded, found = write(offer, given, state, params, taken, extra_args)
+            saturated = jnp.where(taken, found, saturated)
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~taken
             pinned = (
                 scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
             )
-            if offer is None and not probe.is_probing():
-                new_updates = jax.tree.map(lambda u: _in_place.finite_or(taken, u, -0.0), new_updates)
-                keep = functools.partial(_in_place.finite_or, taken)
-                new_guarded = jax.tree.map(keep, new_guarded, state.guarded)
             return new_updates, states.UnscaleState(
                 scaling=jax.tree.map(_in_place.in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
@@ -202,14 +200,56 @@ def unscale_and_skip(
     def looks(known_finite: Any) -> bool:
         return known_finite is None and (skip_nonfinite or scales)
 
+    def measure(updates: PyTree, grads: PyTree, used_scale: Array, known_finite: Any) -> _Given:
+        """What an optimizer that writes is handed: gradients as they came, if unscaling is all that is left to do."""
+        if states.is_own(template):
+            given = _Given(updates, casting.reciprocal(used_scale))
+        else:
+            given = _Given(grads, jnp.ones((), jnp.float32))
+        if not guarded.measures and not looks(known_finite):
+            return given
+        with jax.named_scope("jaxmp.measure_gradients"):
+            norm, locally_finite = pallas_kernels.gradient_norm(
+                _scales.partition(given.grads)[1], given.inv_scale, backend=guarded.backend
+            )
+            return given._replace(norm=norm, bad=~locally_finite)
+
+    def write(
+        offer: _in_place.Offer, given: _Given, state: states.UnscaleState, params: PyTree, taken: Array, extra_args: Any
+    ) -> tuple[PyTree, Any, Array]:
+        """Params go to the offer; the rest is (updates that nobody adds, state, saturated params)."""
+        norm = jnp.full((), jnp.nan, jnp.float32) if given.norm is None else given.norm
+        with jax.named_scope("jaxmp.optimizer"), _in_place.withdrawn():
+            step = _in_place.Step(given.inv_scale, norm, taken, guarded.backend)
+            offer.params, new, found = guarded.write(given.grads, state.guarded, params, step, **extra_args)
+            return jax.tree.map(lambda p: jnp.full_like(p, -0.0), params), new, sync.as_common(found, axis_name)
+
+    def update_or_keep(
+        grads: PyTree, state: states.UnscaleState, params: PyTree, taken: Array, extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        """optax's (updates, state), or where the step is not taken none and the old one."""
+        with jax.named_scope("jaxmp.optimizer"), _in_place.withdrawn():
+            updates, new = guarded.update(grads, state.guarded, params, **extra_args)
+        if probe.is_probing():
+            return updates, new
+        with jax.named_scope("jaxmp.keep_or_skip"):
+            updates = jax.tree.map(lambda u: _in_place.finite_or(taken, u, -0.0), updates)
+            return updates, jax.tree.map(functools.partial(_in_place.finite_or, taken), new, state.guarded)
+
     def decide(
-        grads: PyTree, state: states.UnscaleState, params: PyTree, known_finite: Any, measured_bad: Any, clamped: Any
+        grads: PyTree,
+        state: states.UnscaleState,
+        params: PyTree,
+        known_finite: Any,
+        given: _Given | None,
+        clamped: Any,
     ) -> tuple[Array, Array, Array]:
         """(all finite, step is taken, saturated params), the same on every device: at most one MAX.
 
-        measured_bad: whether a gradient of this device is not finite, where the pass over them is made already.
+        given: where an optimizer writes; whether a gradient of this device is not finite is known from it.
         clamped: whether one was infinite before it was clamped, which moves the scale and skips nothing; or None.
         """
+        measured_bad = None if given is None else given.bad
         must_look = looks(known_finite)
         only_scales, grads = _scales.partition(grads)
         amaxes = jax.tree.leaves(only_scales)
@@ -239,7 +279,10 @@ def unscale_and_skip(
         overflows = (overflows != 0) | (sync.any_nonfinite(amaxes) if must_look else False)
         usable = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
         finite = usable & ~clamped if must_look and clamped is not None else usable
-        return finite, (usable | (not skip_nonfinite)) & (unwanted == 0), saturated
+        taken = (usable | (not skip_nonfinite)) & (unwanted == 0)
+        if given is None:  # kernels read scalars from memory, once
+            finite, taken = casting.computed_once((finite, taken))
+        return finite, taken, saturated
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

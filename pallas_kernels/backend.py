@@ -15,7 +15,7 @@ split (`passes`, `meshes`). Meshes with explicit axes, and regions in which only
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -78,15 +78,30 @@ def _typed_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: 
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The manual axes over which an array, or its abstract value, is known to vary."""
+    """The manual axes over which an array, or its abstract value, may differ from device to device.
+
+    Only `jax.shard_map(check_vma=True)` tracks them; elsewhere the set is empty.
+
+    Example:
+      >>> varying_axes(jax.numpy.ones(2))
+      frozenset()
+    """
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    tracked = getattr(aval, "manual_axis_type", None)
+    tracked = getattr(aval, "manual_axis_type", None)  # jax >= 0.10.2 as seen; `vma` before it was renamed
     return frozenset(getattr(aval, "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
 
 
-def as_varying(x: Array, axes: frozenset[str]) -> Array:
-    """`x`, typed as varying over `axes` as well."""
-    missing = tuple(axes - varying_axes(x))
+def as_varying(x: Array, axes: Iterable[str]) -> Array:
+    """`x`, typed as varying over `axes` as well: the same value, but autodiff no longer sums its gradient over them.
+
+    Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's
+    own dtype, which overflows in float16. Elsewhere this changes nothing.
+
+    Example:
+      >>> as_varying(jax.numpy.ones(2), ())
+      Array([1., 1.], dtype=float32)
+    """
+    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -104,14 +119,26 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
     """
     if jax.__version_info__ < FIRST_JAX:
         return f"kernels need jax >= {'.'.join(map(str, FIRST_JAX))}; this is {jax.__version__}"
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:
+    oldest = oldest_gpu()
+    if oldest is None:
         return "there is no NVIDIA GPU" if needs_gpu else None
-    oldest = min(float(getattr(gpu, "compute_capability", FIRST_CAPABILITY)) for gpu in gpus)
     if oldest < FIRST_CAPABILITY:
         return f"kernels need compute capability >= {FIRST_CAPABILITY} (Hopper); a GPU here has {oldest}"
     return None
+
+
+def oldest_gpu() -> float | None:
+    """The least compute capability of this machine's GPUs; None without one.
+
+    Example:
+      >>> print(oldest_gpu())  # on a CPU
+      None
+    """
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:
+        return None
+    return min(float(getattr(gpu, "compute_capability", FIRST_CAPABILITY)) for gpu in gpus)
 
 
 def why_not_here(args: Any) -> str | None:

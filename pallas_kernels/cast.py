@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
+from pallas_kernels import reference
 from pallas_kernels.leaves import Values
 from pallas_kernels.tree import checked, over_tree
 
@@ -45,14 +46,14 @@ def cast_tree(tree: PyTree, dtype: Any, *, scale: Float[Array, ""] | float = 1.0
 
 def _cast(name: str, values: Values) -> tuple[list[Array], list[Array]]:
     x = values.reads[0].astype(jnp.float32) * values.scalars[0]
-    limit = float(jnp.finfo(name).max)
-    x = jnp.clip(x, -limit, limit)
-    return [_scalar_fp8(name, x) if x.ndim == 0 and name.startswith("float8") else x.astype(name)], []
+    is_scalar_fp8 = x.ndim == 0 and name.startswith("float8")
+    return [_scalar_fp8(name, x) if is_scalar_fp8 else reference.saturating_cast(x, name)], []
 
 
 def _scalar_fp8(name: str, x: Float[Array, ""]) -> Array:
-    """A single float32 within the range, in an 8-bit float, by its bits: Mosaic converts whole vectors only."""
+    """`reference.saturating_cast` of a single float32, by its bits: Mosaic converts whole vectors only."""
     info = jnp.finfo(name)
+    x = jnp.clip(x, -float(info.max), float(info.max))
     bits = lax.bitcast_convert_type(x, jnp.int32)
     least = np.int32((127 + int(info.minexp)) << 23)
     exponent = jnp.maximum(bits & np.int32(0x7F800000), least)

@@ -49,6 +49,11 @@ class Quantized(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
 
+def is_quantized(x: Any) -> bool:
+    """Whether a moment is stored in 8 bits; for `is_leaf=`."""
+    return isinstance(x, Quantized)
+
+
 class Codec(NamedTuple):
     """How a float32 in [-1, 1] becomes 8 bits.
 
@@ -203,13 +208,7 @@ def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Arr
       >>> decode(Codec("int8", 127.0, 2), jnp.array([127, -127], jnp.int8), jnp.float32(3.0)).tolist()
       [3.0, -3.0]
     """
-    y = codes.astype(jnp.float32) * np.float32(1 / codec.top)
-    if codec.power == 2 and codec.dtype == "int8":
-        y = y * jnp.abs(y)
-    elif codec.power > 1:
-        y = y * y
-        y = y * y if codec.power == 4 else y
-    return y * scales
+    return _powered(codec, codes.astype(jnp.float32)) * scales
 
 
 def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
@@ -256,7 +255,10 @@ def _neighbours(codec: Codec, t: Float[Array, "..."]) -> tuple[Array, Array]:
 
 
 def _powered(codec: Codec, code: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The value of a code under the scale 1."""
     y = code * np.float32(1 / codec.top)
+    if codec.dtype == "int8":  # the only codes that are companded and have a sign
+        return y * jnp.abs(y)
     for _ in range(codec.power.bit_length() - 1):
         y = y * y
     return y

@@ -12,7 +12,7 @@ Only loads and stores are there once for each leaf: so 32 leaves take half a sec
 are filled so that they look alike (as the layers of a network do), and what looks alike is traced and compiled once.
 
 A leaf of any size is served: a run of whole blocks, then blocks of 128, then single elements as scalars. Arrays that
-are changed are written in place (`jax.new_ref`); where `when` is false nothing is read and nothing is written.
+are changed are written in place (`pl.run_state`); where `when` is false nothing is read and nothing is written.
 
 `apply` runs the kernel, `reference` the same `f` on whole arrays in jax.numpy.
 """

@@ -13,18 +13,26 @@ from jaxtyping import Array, Float
 
 
 def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Array:
-    """float32 `x` in an fp8 dtype, rounded to nearest even; beyond the range its largest finite value, NaN stays NaN.
+    """`x` in a narrower dtype, rounded to nearest even; beyond the range its largest finite value, NaN stays NaN.
+
+    Args:
+      x: floats of a dtype that holds the largest value of `dtype` exactly.
+      dtype: 8 or 16 bits.
 
     Example:
       >>> saturating_cast(jnp.array([1000.0, -jnp.inf, 0.0]), jnp.float8_e4m3fn).tolist()
       [448.0, -448.0, 0.0]
     """
-    limit = np.float32(jnp.finfo(dtype).max)
+    limit = x.dtype.type(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """max |x| in float32; inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
+def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
+    """max |x| in float32, inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
+
+    Args:
+      x: floats of any shape.
+      keep: how many leading axes stay: one maximum for each of their elements.
 
     Example:
       >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
@@ -32,8 +40,8 @@ def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
     if not magnitude.size:
-        return jnp.zeros((), jnp.float32)
-    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf))
+        return jnp.zeros(magnitude.shape[:keep], jnp.float32)
+    return jnp.max(jnp.where(magnitude < jnp.inf, magnitude, jnp.inf), axis=tuple(range(keep, magnitude.ndim)))
 
 
 def transpose(x: Array, rows: int = 1) -> Array:

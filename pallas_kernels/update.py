@@ -22,10 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor
+from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor, reference
 from pallas_kernels.moments import Quantized
-
-_FLOAT16_MAX = 65504.0
 
 
 class Rule(Protocol):
@@ -289,11 +287,11 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
             results.append(_moments.to_bfloat16(x, bits) if name == "bfloat16" else x)
     if kind.param_dtype is None:
         return results, []
-    limit = float(jnp.finfo(kind.param_dtype).max)
-    results.append(jnp.clip(moved, -limit, limit).astype(kind.param_dtype))
+    results.append(reference.saturating_cast(moved, kind.param_dtype))
     if kind.param_dtype != "float16":
         return results, []
-    return results, [jnp.where(jnp.abs(weight) > _FLOAT16_MAX, jnp.ones_like(weight), jnp.zeros_like(weight))]
+    beyond = jnp.abs(weight) > float(jnp.finfo(jnp.float16).max)
+    return results, [jnp.where(beyond, jnp.ones_like(weight), jnp.zeros_like(weight))]
 
 
 def _finite_or(new: Array, old: Array) -> Array:

@@ -1,5 +1,6 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -58,3 +59,14 @@ def _bits(x: np.ndarray) -> np.ndarray:
         return np.stack([_bits(x.real), _bits(x.imag)])
     bits = x.view(f"u{x.dtype.itemsize}").astype(np.int64)
     return np.where(np.isnan(x), -1, bits)
+
+
+def compiled_quickly(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for a process that is started for what it does, not for its last bits: LLVM optimizes nothing.
+
+    The same HLO runs. Most of what such a process takes is compilation, and about half of that is LLVM's.
+    """
+    if environment.get("JAX_PLATFORMS") != "cpu":
+        return dict(environment)
+    flags = f"{environment.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    return {**environment, "XLA_FLAGS": flags.strip()}

@@ -10,10 +10,13 @@ import time
 import pytest
 
 import pallas_kernels
+from helpers import compiled_quickly
 
+pytestmark = pytest.mark.xdist_group("benchmarks_gpu")
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 SECTIONS = ("copy", "tests", "casts", "tree", "dense", "crossover")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
+ENVIRONMENT = compiled_quickly(ENVIRONMENT)
 
 
 def run(*arguments):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import compiled_quickly
+
 ROOT = Path(__file__).parents[1]
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
@@ -22,7 +24,7 @@ def start():
     running = []
 
     def start(script, *args, devices=None):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+        environment = compiled_quickly(os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"})
         if devices is not None:  # as many as the script itself is to simulate
             flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
             environment["XLA_FLAGS"] = " ".join(flags)

@@ -26,6 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import jaxmp
 from helpers import assert_bitwise
 
+pytestmark = pytest.mark.xdist_group("invariants")
+
 INITIAL = {"a": np.float32([1.0, -0.0, -2.5]), "b": np.float32([0.0, 1e-7, 40000.0]), "kept": np.float32([-0.0, 3.0])}
 SPIKE = 2.0**20  # true gradients above this are what `skip_if` looks for
 LEARNING_RATE, MOMENTUM = np.float32(2.0), np.float32(0.5)

@@ -5,7 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import pallas_kernels
@@ -88,23 +90,46 @@ def test_the_oldest_gpu_counts(machine, monkeypatch):
     assert "a GPU here has 8.0" in served()[FUSED].reason
 
 
-def test_several_gpus_get_kernels_where_each_sees_its_own_arrays(machine):
+def test_several_gpus_get_kernels_but_on_some_meshes(machine):
     machine("9.0", n=8)
     row = served()[FUSED]
     assert row.backend == "mosaic"
-    assert "under plain jit xla" in row.reason
+    assert row.reason == (
+        "with jaxmp.fused_*, in apply_gradients; split params in shard_map(check_vma=False); "
+        "xla where only some mesh axes are manual, or any is explicit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("manual", "kind", "reason"),
+    [
+        ((), AxisType.Auto, None),
+        ((), AxisType.Explicit, "an array lies on a mesh with explicit axes"),
+        (("a", "b"), AxisType.Auto, None),
+        (("a",), AxisType.Auto, "only the axes ('a',) of the mesh ('a', 'b') are manual here"),
+    ],
+    ids=["jit", "explicit", "shard_map", "of some axes"],
+)
+def test_the_meshes_that_are_named_are_those_on_which_xla_serves(manual, kind, reason):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    reasons = []
+
+    def ask(x):
+        reasons.append(kernel_backend.why_not_here(x))
+        return x
+
+    if manual:
+        ask_here = jax.shard_map(ask, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names=set(manual))
+    else:
+        ask_here = ask
+    jax.jit(ask_here).trace(jax.device_put(np.zeros(8), NamedSharding(mesh, P("a"))))
+    assert reasons == [reason]
 
 
 def test_an_old_jax_is_the_reason(machine, monkeypatch):
     machine("9.0")
     monkeypatch.setattr(kernel_backend, "FIRST_JAX", (99, 0, 0))
     assert served()[FUSED].reason == f"kernels need jax >= 99.0.0; this is {jax.__version__}"
-
-
-def test_an_operation_without_a_kernel_says_so(machine, monkeypatch):
-    machine("9.0")
-    monkeypatch.delattr(pallas_kernels, "cast_tree")
-    assert served()["cast of params (pallas_kernels.cast_tree)"][1:] == ("xla", "there is no kernel for it")
 
 
 def test_devices_are_counted_with_their_capability(machine, capsys):

@@ -14,6 +14,9 @@ import pytest
 
 import process_worker
 import regimes
+from helpers import compiled_quickly
+
+pytestmark = pytest.mark.xdist_group("regimes")  # shares traces with test_regimes.py
 
 PROCESSES = 2
 HANGS_AFTER = 300  # seconds; a run takes about ten
@@ -33,7 +36,7 @@ def traces(tmp_path_factory):
     workers = [
         subprocess.Popen(
             [sys.executable, process_worker.__file__, str(rank), str(PROCESSES), str(port), str(folder)],
-            env=environment,
+            env=compiled_quickly(environment),
             stdout=log,
             stderr=subprocess.STDOUT,
         )

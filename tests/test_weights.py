@@ -16,6 +16,8 @@ import regimes
 from helpers import assert_bitwise, assert_close
 from jaxmp import _weights
 
+pytestmark = pytest.mark.xdist_group("weights")
+
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
 WIDTH = 16
 LEAF = "fp8_rhs_e4m3_log2_scale"
