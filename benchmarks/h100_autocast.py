@@ -147,6 +147,8 @@ def main() -> int:
         for name in DTYPES:
             kinds = programs.KINDS if name == "bf16" else programs.KINDS[:-1]
             rows += [measure(job, kind, name) for kind in kinds if kind != programs.UNCAST]
+            if name == "bf16" and "scan over 4" in job.name:
+                rows.append(measure(job, programs.POWERS, name))
     results = {
         "command": "python benchmarks/h100_autocast.py",
         "device": "H100 (compiled, not run)",
