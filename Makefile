@@ -82,7 +82,7 @@ notebooks: $(STAMP)/dev
 	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
 
 bench: $(STAMP)/examples
-	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
+	status=0; for name in cpu cpu_autocast; do $(VENV)/bin/python benchmarks/$$name.py $(ARGS) || status=1; done; exit $$status
 
 # Compiling for an H100 takes the CUDA plugin of one jax version, but neither a GPU nor a driver.
 h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
@@ -91,6 +91,7 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_fp8_weights.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'

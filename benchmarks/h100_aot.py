@@ -15,8 +15,10 @@ Needs a CUDA plugin beside jax, no driver and no GPU (about 1 GB):
 How bytes are counted: every instruction of the final HLO that runs reads its operands once and writes its results once.
 A buffer that two kernels read counts twice, one that a kernel reads several times counts once; caches count for
 nothing. A slice reads what it takes out, not what it takes it from. A conditional counts as its dearest branch, a loop
-as one turn of its body. What a kernel of our own does with its operands the HLO does not say: it counts as reading all,
-unless `report` is told how many bytes are there to be written only (what is updated in place has to be an operand).
+as one turn of its body, or as all of them if asked (`every_turn`); then what is written into a part of an array where
+it stands counts as that part. What a kernel of our own does with its operands the HLO does not say: it counts as
+reading all, unless `report` is told how many bytes are there to be written only (what is updated in place has to be an
+operand).
 
 What this cannot tell: time, GEMM autotuning, run-time faults. Import it before anything else touches jax: it pins the
 local platform to cpu.
@@ -43,7 +45,17 @@ _ITEMSIZE = {
     **{"f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "s8": 1, "u8": 1, "pred": 1},
 }
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "copy-done", "async-done"}
+_FREE = {
+    "parameter",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "constant",
+    "after-all",
+    "copy-done",
+    "async-done",
+    "fusion-done",
+}
 _FREE |= {f"{c}-done" for c in _COLLECTIVES}
 _SLICE = ("slice", "dynamic-slice")
 _MOVES = {"parameter", "bitcast", "tuple", "copy", "reshape", "slice", "concatenate"}
@@ -51,7 +63,7 @@ _BLOCK = ("while", "conditional", "call")  # these launch nothing themselves: th
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
-_PARAMETER = re.compile(r"(%[\w.\-]+) = .* parameter\((\d+)\)")
+PARAMETER = re.compile(r"(%[\w.\-]+) = .* parameter\((\d+)\)")
 
 
 class Instruction(NamedTuple):
@@ -107,13 +119,15 @@ def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
     return out
 
 
-def instructions(compiled: jax.stages.Compiled) -> list[Instruction]:
-    """What runs, in the order of the final HLO: kernels, copies and collectives."""
+def instructions(compiled: jax.stages.Compiled, *, every_turn: bool = False) -> list[Instruction]:
+    """What runs, in the order of the final HLO: kernels, copies and collectives; of loops one turn, or `every_turn`."""
     blocks = computations(compiled)
-    return list(_walk("ENTRY", blocks))
+    return list(_walk("ENTRY", blocks, every_turn))
 
 
-def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread_bytes: int = 0) -> dict[str, Any]:
+def report(
+    compiled: jax.stages.Compiled, n_params: int | None = None, *, unread_bytes: int = 0, every_turn: bool = False
+) -> dict[str, Any]:
     """Counts of a compiled program.
 
     Args:
@@ -121,6 +135,7 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread
       n_params: number of parameters to divide by.
       unread_bytes: of operands of Mosaic kernels that are aliased with a result and never read, as the model's params
         are beside float32 masters. They are taken off the bytes read.
+      every_turn: counts a loop as often as it turns, where XLA knows how often.
 
     Returns:
       kernels: instructions that launch something, collectives left out.
@@ -138,7 +153,7 @@ def report(compiled: jax.stages.Compiled, n_params: int | None = None, *, unread
       ValueError: `unread_bytes` that no Mosaic kernel has among its operands.
     """
     blocks = computations(compiled)
-    runs = list(_walk("ENTRY", blocks))
+    runs = list(_walk("ENTRY", blocks, every_turn))
     collectives = [i for i in runs if i.op.startswith(_COLLECTIVES)]
     names = {i.name for i in collectives}
     feeding = frozenset().union(*(i.sources for i in collectives))
@@ -194,7 +209,13 @@ def _called(attributes: str) -> list[str]:
     return re.findall(r"(?:body|true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
 
 
-def _walk(block: str, blocks: dict[str, list[str]]) -> Iterator[Instruction]:
+def turns(op: str, attributes: str) -> int:
+    """How often a while turns, as far as XLA knows; 1 of anything else."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes) if op == "while" else None
+    return int(known.group(1)) if known else 1
+
+
+def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) -> Iterator[Instruction]:
     types: dict[str, str] = {}
     sources: dict[str, frozenset[str]] = {}  # what runs behind each name
     for name, type_text, op, operands, attributes in parse(blocks[block]):
@@ -202,16 +223,22 @@ def _walk(block: str, blocks: dict[str, list[str]]) -> Iterator[Instruction]:
         behind = frozenset().union(*(sources.get(operand, frozenset()) for operand in operands))
         sources[name] = behind if op in _FREE else frozenset({name})
         if op in _BLOCK:
-            inner = [list(_walk(c, blocks)) for c in _called(attributes)]
-            yield from max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
+            inner = [list(_walk(c, blocks, every_turn)) for c in _called(attributes)]
+            dearest = max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
+            yield from dearest * (turns(op, attributes) if every_turn else 1)
         elif op not in _FREE and 'custom_call_target="AllocateBuffer"' not in attributes:  # memory, nothing in it
             kind = re.search(r"kind=(\w+)", attributes) or re.search(r'custom_call_target="([^"]+)"', attributes)
             body = re.search(r"calls=(%[\w.\-]+)", attributes)
             fused = blocks.get(body.group(1), []) if body else []
             sliced = _sliced(fused) if fused else {}
             reads = {operand: sliced.get(i, _bytes(types.get(operand, ""))) for i, operand in enumerate(operands)}
-            read = sum(reads.values())
             written = _bytes(type_text)
+            if op == "fusion-start":  # its type is (operands, result, a number)
+                written -= sum(_bytes(types.get(operand, "")) for operand in operands) + 4
+            if every_turn:
+                for i, kept in _updated(fused).items():
+                    reads[operands[i]], written = 0, written - kept
+            read = sum(reads.values())
             read = min(read, written) if op in _SLICE else read
             called = body.group(1) if body else ""
             yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind)
@@ -219,7 +246,7 @@ def _walk(block: str, blocks: dict[str, list[str]]) -> Iterator[Instruction]:
 
 def _sliced(body: list[str]) -> dict[int, int]:
     """Bytes read of each parameter of a fused computation that is only ever sliced, by the parameter's number."""
-    numbers = {m.group(1): int(m.group(2)) for m in map(_PARAMETER.search, body) if m}
+    numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
     taken: dict[str, int] = {}
     whole: set[str] = set()
     for _, type_text, op, operands, _ in parse(body):
@@ -229,6 +256,22 @@ def _sliced(body: list[str]) -> dict[int, int]:
             else:
                 whole.add(operand)
     return {number: taken[name] for name, number in numbers.items() if name in taken and name not in whole}
+
+
+def _updated(body: list[str]) -> dict[int, int]:
+    """Bytes left as they stand of each parameter of a fused computation that is only updated in part, by its number."""
+    numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
+    types: dict[str, str] = {}
+    kept: dict[str, int] = {}
+    used: set[str] = set()
+    for name, type_text, op, operands, _ in parse(body):
+        types[name] = type_text
+        if op == "dynamic-update-slice":
+            kept[operands[0]] = _bytes(type_text) - _bytes(types[operands[1]])
+            used |= set(operands[1:])
+        else:
+            used |= set(operands)
+    return {number: kept[name] for name, number in numbers.items() if name in kept and name not in used}
 
 
 def _only_moves(i: Instruction, blocks: dict[str, list[str]], moves: set[str] = _MOVES) -> bool:

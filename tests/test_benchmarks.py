@@ -1,8 +1,11 @@
 """The programs of `make bench` do what their rows say: on a tiny tree, without looking at a clock."""
 
+import functools
+import re
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +16,9 @@ from helpers import assert_bitwise, assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import autocast_programs
 import cpu
+import cpu_autocast
 import tables
 
 F32 = np.float32
@@ -74,3 +79,58 @@ def test_results_become_tables_between_their_markers(tmp_path, monkeypatch):
     assert [row["program"] for row in rows] == list(PROGRAMS)
     assert all(text.count(f"| {name} ") == 1 for name in PROGRAMS)
     assert text.startswith("before\n") and text.endswith("CPU; jax 1.\n" + cpu.MARKERS[1] + "\nafter\n")
+
+
+# autocast
+
+IMAGES, WORDS = jax.ShapeDtypeStruct((2, 8, 8, 3), F32), jax.ShapeDtypeStruct((2, 4, 8), F32)
+LABELS = jax.ShapeDtypeStruct((2,), jnp.int32)
+SIZES = {"batch": 2, "length": 8, "width": 16, "layers": 1, "heads": 2, "vocabulary": 32}
+JOBS = {
+    "transformer": autocast_programs.language_job("transformer", **SIZES),
+    "scan": autocast_programs.language_job("scan", **SIZES, scan=True),
+    "cnn": autocast_programs.Job("cnn", functools.partial(autocast_programs.CNN, (4,)), IMAGES, LABELS),
+    "lstm": autocast_programs.Job("lstm", functools.partial(autocast_programs.LSTM, 8), WORDS, LABELS),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
+    """As many matmuls and convolutions, each in float16, and gradients in the dtypes of float32 params."""
+    job, matmuls = JOBS[name], {}
+    variables = jax.eval_shape(lambda: autocast_programs.initial(job))
+    for kind in autocast_programs.KINDS:
+        run = autocast_programs.program(job, kind, jnp.float16)
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(variables, job.x, job.y)
+        (loss, _), grads = shapes
+        assert loss.dtype == F32 and all(g.dtype == F32 for g in jax.tree.leaves(grads))
+        matmuls[kind] = re.findall(r":(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)", str(jaxpr))
+    dtypes = {kind: set(found) for kind, found in matmuls.items()}
+    assert dtypes.pop(autocast_programs.UNCAST) == {"f32"}
+    assert set(map(frozenset, dtypes.values())) == {frozenset({"f16"})}
+    assert len(set(map(len, matmuls.values()))) == 1
+
+
+def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
+    monkeypatch.setattr(cpu_autocast, "PROGRAMS", cpu_autocast.PROGRAMS[:3])
+
+    def dense(cast=None):  # compiled in no time
+        return nn.Dense(4, dtype=cast.dtype if cast else None)
+
+    job = autocast_programs.Job("dense", dense, jax.ShapeDtypeStruct((2, 8), F32), LABELS)
+    rows = cpu_autocast.measure(job, rounds=1, steps=1, compilations=1)
+    assert [row["program"] for row in rows] == ["uncast", "by hand", "jaxmp.autocast"]
+    assert rows[1]["step_over_by_hand"] == rows[1]["compile_over_by_hand"] == rows[0]["compile_over_uncast"] == 1.0
+    assert all(row["step_ms"] > 0 and row["compile_s"] > 0 for row in rows)
+    assert cpu_autocast.table(rows).count("jaxmp.autocast") == 1
+
+
+def test_autocast_is_judged_by_both_targets():
+    row = {"program": "jaxmp.autocast", "dtype": "bf16", "step_over_by_hand": 1.05, "compile_over_uncast": 1.3}
+    assert cpu_autocast.missed(row) == []
+    assert cpu_autocast.missed(row | {"program": "by hand", "step_over_by_hand": 2.0}) == []
+    slow = cpu_autocast.missed(row | {"step_over_by_hand": 1.2, "compile_over_uncast": 1.5})
+    assert slow == [
+        "bf16: a step of 1.2 of by hand, over 1.05",
+        "bf16: trace + lower + compile of 1.5 of uncast, over 1.3",
+    ]

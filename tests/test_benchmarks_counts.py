@@ -71,3 +71,85 @@ def test_what_lies_between_a_collective_and_a_kernel_of_ours_is_named(report):
     assert found["collectives"] == {"all-reduce": [16]}
     assert report(MEAN.replace("mosaic_gpu_v2", "another"))["between_bytes"] == 0
     assert report(UPDATE)["between_bytes"] == 0
+
+
+# Two turns over layers: a weight f32[2,8] is sliced, cast, used, and a slice of f32[2,8] is updated where it stands
+LOOP = """
+%take (p: f32[2,8], i: s32[]) -> bf16[8] {
+  %p = f32[2,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,8]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,8}
+  %flat = f32[8]{0} bitcast(%slice)
+  ROOT %half = bf16[8]{0} convert(%flat)
+}
+
+%put (q: f32[2,8], j: s32[], x: bf16[8]) -> f32[2,8] {
+  %q = f32[2,8]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %x = bf16[8]{0} parameter(2)
+  %wide = f32[8]{0} convert(%x)
+  %row = f32[1,8]{1,0} bitcast(%wide)
+  %zero.1 = s32[] constant(0)
+  ROOT %new = f32[2,8]{1,0} dynamic-update-slice(%q, %row, %j, %zero.1)
+}
+
+%body (t: (s32[], f32[2,8], f32[2,8])) -> (s32[], f32[2,8], f32[2,8]) {
+  %t = (s32[], f32[2,8]{1,0}, f32[2,8]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %w = f32[2,8]{1,0} get-tuple-element(%t), index=1
+  %out = f32[2,8]{1,0} get-tuple-element(%t), index=2
+  %cast = bf16[8]{0} fusion(%w, %n), kind=kLoop, calls=%take
+  %next = f32[2,8]{1,0} fusion(%out, %n, %cast), kind=kLoop, calls=%put
+  ROOT %again = (s32[], f32[2,8]{1,0}, f32[2,8]{1,0}) tuple(%n, %w, %next)
+}
+
+ENTRY %main (n0: s32[], w0: f32[2,8], out0: f32[2,8]) -> (s32[], f32[2,8], f32[2,8]) {
+  %n0 = s32[] parameter(0)
+  %w0 = f32[2,8]{1,0} parameter(1)
+  %out0 = f32[2,8]{1,0} parameter(2)
+  %start = (s32[], f32[2,8]{1,0}, f32[2,8]{1,0}) tuple(%n0, %w0, %out0)
+  ROOT %loop = (s32[], f32[2,8]{1,0}, f32[2,8]{1,0}) while(%start), body=%body, backend_config={"known_trip_count":{"n":"2"}}
+}
+"""  # noqa: E501
+
+
+def test_a_loop_counts_once_or_in_all_its_turns(report):
+    once, all_turns = report(LOOP), report(LOOP, every_turn=True)
+    assert once["kernels"] == 2 and all_turns["kernels"] == 4
+    assert all_turns["bytes_read"] == 2 * ((8 * 4 + 4) + (4 + 8 * 2))  # a slice and its index; an index and the update
+    assert all_turns["bytes_written"] == 2 * (8 * 2 + 8 * 4)  # the cast; the slice that is updated
+    assert once["bytes_written"] == 8 * 2 + 2 * 8 * 4
+
+
+def test_a_kernel_that_runs_beside_others_counts_what_it_writes_once(report):
+    beside = """
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %begun = ((f32[8]{0}), f32[8]{0}, u32[]) fusion-start(%a), kind=kLoop, calls=%f
+  ROOT %done = f32[8]{0} fusion-done(%begun), kind=kLoop, calls=%f
+}
+"""
+    found = report(beside)
+    assert (found["kernels"], found["bytes_read"], found["bytes_written"]) == (1, 32, 32)
+
+
+def test_casts_of_weights_are_found_in_loops_and_fusions(report):
+    import h100_autocast
+
+    compiled = SimpleNamespace(as_text=lambda: LOOP)
+    assert h100_autocast.cast_elements(compiled, {1}) == 2 * 8  # each of its 16 elements once
+    assert h100_autocast.cast_elements(compiled, {2}) == 0  # what is written in float32 is not cast
+    twice = LOOP.replace("%next = ", "%cast.1 = bf16[8]{0} fusion(%w, %n), kind=kLoop, calls=%take\n  %next = ")
+    compiled = SimpleNamespace(as_text=lambda: twice)
+    assert h100_autocast.cast_elements(compiled, {1}) == 2 * 2 * 8
+
+
+def test_autocast_misses_its_target_only_where_it_costs_more_than_by_hand(report):
+    import h100_autocast
+
+    row = {"model": "m", "dtype": "bf16", "bytes_read": 10, "bytes_written": 5, "weights_cast": 1.0, "kernels": 7}
+    hand, ours = row | {"program": "by hand"}, row | {"program": "jaxmp.autocast", "bytes_read": 9, "bytes_written": 6}
+    assert h100_autocast.missed([hand, ours]) == []
+    worse = ours | {"bytes_written": 7, "kernels": 8}
+    assert h100_autocast.missed([hand, worse]) == ["m, bf16: kernels 8, by hand 7", "m, bf16: bytes 16, by hand 15"]
