@@ -154,6 +154,8 @@ class Planner:
             return written(eqn, lists)
         if i in uses.biased:
             group = "allow"
+        if group == "force_fp32" and eqn.primitive.name in _op_lists.POWERS and i in uses.tamed:
+            group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
         if group == "allow" and _asks_for_float32(eqn):
             return written(eqn, lists)
         if eqn.primitive.name in _op_lists.EACH_ITS_OWN and group == "widest":

@@ -1,12 +1,14 @@
 """Who uses a value: what a list of single operations cannot know, read off the jaxpr before anything runs.
 
-A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alone would run in the wrong dtype. Three
+A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alone would run in the wrong dtype. Four
 questions about its neighbours put that right:
 
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
   before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
+- **Does a power end in a bounded function?** GELU's cube does, in a tanh. bfloat16 has the range for it, and what is kept
+  for the backward pass is half as large.
 - **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, and not again in
   every iteration.
 """
@@ -29,6 +31,7 @@ class Uses(NamedTuple):
       low: equations all of whose results go to operations in 16 bits only.
       wide: equations all of whose results go to operations in float32 only.
       biased: equations that add a bias to a matmul or a convolution.
+      tamed: equations all of whose results come to no more than bounded functions make of them.
       inner: for each equation with functions inside, what was found in them.
     """
 
@@ -37,6 +40,7 @@ class Uses(NamedTuple):
     low: frozenset[int]
     wide: frozenset[int]
     biased: frozenset[int]
+    tamed: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
 
 
@@ -54,7 +58,7 @@ class Features(NamedTuple):
 
 
 def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> Uses:
-    """Answers the three questions for every equation of a jaxpr.
+    """Answers these questions for every equation of a jaxpr.
 
     Args:
       jaxpr: the function.
@@ -67,22 +71,27 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
     biased, _ = _find_biased(jaxpr, lists)
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
+    tame: dict[Any, bool] = {}
 
-    def use(atom: Any, as_low: bool, as_wide: bool) -> None:
+    def use(atom: Any, as_low: bool, as_wide: bool, as_tame: bool = False) -> None:
         if not isinstance(atom, core.Literal):
             low[atom] = low.get(atom, True) and as_low
             wide[atom] = wide.get(atom, True) and as_wide
+            tame[atom] = tame.get(atom, True) and as_tame
 
     for atom, is_wide in zip(jaxpr.outvars, wide_outputs, strict=True):
         use(atom, False, is_wide)
-    low_equations, wide_equations, inner = set(), set(), {}
+    low_equations, wide_equations, tamed, inner = set(), set(), set(), {}
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         name = eqn.primitive.name
         here = _op_regions.lists_of(eqn, lists)
         is_low = all(low.get(v, False) for v in eqn.outvars)
         is_wide = all(wide.get(v, False) for v in eqn.outvars)
+        is_tame = all(tame.get(v, False) for v in eqn.outvars)
         if is_low:
             low_equations.add(i)
+        if is_tame:
+            tamed.add(i)
         functions = _versions.functions_of(eqn)
         if functions and here.group(_versions.function_name(eqn)) is None:
             inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
@@ -97,14 +106,16 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         if fused:
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in _op_lists.BEFORE_CAST)
+        as_tame = name in _op_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
         for atom in eqn.invars:
-            use(atom, as_low, fused or group == "force_fp32" or here.dtype is None)
+            use(atom, as_low, fused or group == "force_fp32" or here.dtype is None, as_tame)
     return Uses(
         tuple(low.get(v, False) for v in jaxpr.invars),
         tuple(wide.get(v, False) for v in jaxpr.invars),
         frozenset(low_equations),
         frozenset(wide_equations),
         biased,
+        frozenset(tamed),
         inner,
     )
 

@@ -170,6 +170,20 @@ def test_gelu_of_large_values_has_a_gradient() -> None:
     assert_close(grad(jnp.full((1, 8), 300.0)), jnp.ones((1, 8)), rtol=1e-3)
 
 
+def test_gelu_in_bfloat16_is_that_of_a_model_cast_by_hand() -> None:
+    # its cube ends in a tanh and bfloat16 has the range of float32: nothing is kept in float32 for the backward pass
+    def fn(x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.gelu(x @ W) @ W)
+
+    def by_hand(x: jax.Array) -> jax.Array:
+        w = W.astype(BF16)
+        return jnp.sum((jax.nn.gelu(x.astype(BF16) @ w) @ w).astype(F32))
+
+    auto = jaxmp.autocast(fn, BF16)
+    assert_bitwise(jax.jit(jax.value_and_grad(auto))(X), jax.jit(jax.value_and_grad(by_hand))(X))
+    assert jaxmp.autocast(lambda x: (x @ W) ** 2, BF16)(X).dtype == F32  # a power that stays one
+
+
 def test_masks_saturate() -> None:
     out = jaxmp.autocast(lambda x: jnp.where(jnp.arange(8) > 3, x @ W, -1e9))(X)
     assert out.dtype == F16 and float(out[0, 0]) == -65504.0
