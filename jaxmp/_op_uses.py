@@ -7,8 +7,8 @@ questions about its neighbours put that right:
   before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
-- **Does a power end in a bounded function?** GELU's cube does, in a tanh. bfloat16 has the range for it, and what is kept
-  for the backward pass is half as large.
+- **Does a power end in a bounded function?** GELU's cube does, in a tanh. bfloat16 has the range for it, and what the
+  backward pass needs is half as large.
 - **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, and not again in
   every iteration.
 """
