@@ -10,6 +10,7 @@ Batches are `{"x", "y"}` from handwritten digits, or from the text that examples
 """
 
 import functools
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -20,8 +21,6 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 from jax import lax
-
-import oracle_data
 
 NAMES = ("cnn", "transformer", "lstm", "lstm_module", "moe")
 WIDTH, HEADS, EXPERTS = 32, 2, 4
@@ -34,8 +33,8 @@ FAR_BELOW = -1e9  # what users mask scores with; no float16 holds it
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Images float32 [1797, 8, 8] in 0..1, and labels int32 [1797], in scikit-learn's order."""
-    arrays = oracle_data.load_arrays("digits")
-    return arrays["images"].astype(np.float32) / 16, arrays["labels"].astype(np.int32)
+    with np.load(Path(__file__).parents[1] / "examples" / "data" / "digits.npz") as arrays:
+        return arrays["images"].astype(np.float32) / 16, arrays["labels"].astype(np.int32)
 
 
 def text() -> np.ndarray:

@@ -147,3 +147,21 @@ def test_gradient_penalty(start):
     assert float(scale) < 65536
     found = re.search(r"distance 3: the critic finds (\S+) in fp32 and (\S+) in fp16, which skipped [1-9] steps", out)
     assert all(2 < float(x) < 4 for x in found.groups())
+
+
+def test_port_torch_amp(start):
+    nnx = start("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
+    out = finish(start("port_torch_amp.py", "--steps", 24, "--width", 8))
+    rows = {}
+    for name, *numbers in re.findall(r"(fp32|GradScaler|native) +(\S+) +(\S+) +(\S+)% +(\d+) +(\d+) +(\d+) kB", out):
+        rows[name] = [float(x) for x in numbers]
+    held_out, accuracy, skips, scale, size = ({name: row[i] for name, row in rows.items()} for i in range(1, 6))
+    assert min(accuracy.values()) > 50 and max(held_out.values()) < 1.8  # a guess: 10% and 2.3
+    assert skips["fp32"] == 0 < skips["GradScaler"] == skips["native"]
+    assert scale == {"fp32": 1, "GradScaler": 2 ** (19 - skips["native"]), "native": 2 ** (19 - skips["native"])}
+    assert size["fp32"] == size["GradScaler"] > 1.5 * size["native"]
+    assert held_out["native"] == pytest.approx(held_out["GradScaler"], rel=0.05)  # masters, or float32 params
+    events = re.findall(r"(GradScaler|native) (step .*)", out)
+    assert [e for name, e in events if name == "native"] == [e for name, e in events if name == "GradScaler"]
+    assert "GradScaler step 0: skipped, loss scale 524288 -> 262144" in out
+    assert re.search(r"native( +\d\.\d{4}){2} ", finish(nnx))
