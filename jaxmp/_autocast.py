@@ -21,6 +21,7 @@ Where we differ from torch.autocast:
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
@@ -41,7 +42,7 @@ class Autocast:
     def __init__(self, lists: CastLists, output_dtype: Any = None):
         self._lists = lists
         self._output_dtype = output_dtype
-        self._entered: list[Any] = []
+        self._entered = threading.local()
 
     def __call__(self, fn: F) -> F:
         return _wrap(fn, self._lists, self._output_dtype)
@@ -49,11 +50,11 @@ class Autocast:
     def __enter__(self) -> "Autocast":
         region = _op_modules.region(self._lists, _wrap)
         region.__enter__()
-        self._entered.append(region)
+        vars(self._entered).setdefault("regions", []).append(region)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.pop().__exit__(*exception)
+        self._entered.regions.pop().__exit__(*exception)
 
 
 @overload
@@ -258,7 +259,7 @@ class Traced:
     def unflatten(self, results: list[Any]) -> Any:
         out = list(self._out)
         for i, x in zip(self._arrays, results, strict=True):
-            out[i] = x
+            out[i] = jnp.asarray(x)  # a number that the jaxpr has in itself is no array
         return jax.tree.unflatten(self._treedef, out)
 
 

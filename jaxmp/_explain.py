@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jaxmp import _autocast, _op_lists, _op_modules, _op_regions, _versions
@@ -121,7 +122,19 @@ def explain_autocast(
 
         return run
 
-    jax.eval_shape(lambda *args: _op_modules.call(fn, explained, args, kwargs), *args)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [
+        i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+    ]
+
+    def call(*arrays: Any) -> Any:
+        given = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            given[i] = x
+        args, kwargs = jax.tree.unflatten(treedef, given)
+        _op_modules.call(fn, explained, args, kwargs)
+
+    jax.eval_shape(call, *(leaves[i] for i in places))
     return found[0]
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _versions
+from jaxmp import _op_regions, _versions
 from jaxmp._op_emit import Emitter, cast, written
 from jaxmp._op_lists import FLOATS
 from jaxmp._op_plan import Plan, Step, Value, value_of
@@ -54,6 +54,10 @@ def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
         return lambda *values: _cast_all(emitter.run(plan, consts, values), step.results)
 
     branches = [branch(plan, consts) for plan, (_, consts) in zip(step.inner, functions, strict=True)]
+    platforms = step.eqn.params.get("branches_platforms")
+    if platforms is not None:  # `lax.platform_dependent`: a branch need not compile on others than its own
+        by_platform = {p: b for b, names in zip(branches, platforms, strict=True) for p in names or ("default",)}
+        return list(lax.platform_dependent(*operands[1:], **by_platform))
     return list(lax.switch(operands[0], branches, *operands[1:]))
 
 
@@ -233,7 +237,8 @@ def _rerun(emitter: Emitter, step: Step, rule: Any, arguments: Any, dtypes: Any)
     def flat(*values: Any) -> Any:
         return rule(*jax.tree.unflatten(treedef, values))
 
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    with _op_regions.tracing(step.lists):  # an autocast in the rule is the innermost
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = _versions.open_jaxpr(closed)
     plan = emitter.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
     return jax.tree.unflatten(jax.tree.structure(shapes), emitter.run(plan, consts, leaves)), shapes

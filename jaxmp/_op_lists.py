@@ -148,6 +148,18 @@ def is_widening(eqn: Any) -> bool:
     return eqn.invars[0].aval.dtype in FLOATS and eqn.invars[0].aval.dtype != jnp.float32
 
 
+def is_custom_scatter(eqn: Any) -> bool:
+    """Whether an equation scatters by a function of the user's: `x.at[i].apply(fn)`, traced for one dtype.
+
+    Example:
+      >>> closed = jax.make_jaxpr(lambda x: x.at[0].apply(jnp.sin))(jnp.ones(2))
+      >>> [is_custom_scatter(eqn) for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scatter"]
+      [True]
+    """
+    update = eqn.params.get("update_jaxpr") if eqn.primitive.name == "scatter" else None
+    return update is not None and bool(update.eqns)
+
+
 def is_no_cast(eqn: Any) -> bool:
     """Whether an equation changes only how strongly a value is typed, or from a float to the same float.
 

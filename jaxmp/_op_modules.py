@@ -42,9 +42,13 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
     Returns:
       What `fn` returns; nnx modules are updated in place.
     """
+    fn, args, kwargs = _unbound(fn, args, kwargs)
     if args and isinstance(args[0], linen.Module) and args[0].scope is not None:
         return _call_linen(fn, transform, args[0], args[1:], kwargs)
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    bound = [x for x in leaves if isinstance(x, linen.Module) and x.scope is not None]
+    if bound:
+        return _call_linen(lambda _, *args, **kwargs: fn(*args, **kwargs), transform, bound[0], args, kwargs)
     places = [i for i, x in enumerate(leaves) if _is_node(x)]
     if not places:
         return transform(_with_hooks(fn, ()))(*args, **kwargs)
@@ -78,7 +82,7 @@ def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         here = _op_regions.current()
         idle = _op_regions.is_tracing() or here is None or here.dtype is None
-        if idle or context.module.scope is None or context.module.is_initializing():
+        if idle or context.module.scope is None or context.module.is_initializing() or not _is_own_method(context):
             return next_fun(*args, **kwargs)
         method = context.method_name
 
@@ -89,6 +93,25 @@ def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
 
     with _op_regions.region(lists), linen.intercept_methods(interceptor):
         yield
+
+
+def _is_own_method(context: Any) -> bool:
+    """Whether the class finds the method that is called by its name: not so for functions in `apply(method=fn)`."""
+    found = getattr(type(context.module), context.method_name, None)
+    while found is not None and found is not context.orig_method.func:
+        found = getattr(found, "__wrapped__", None)
+    return found is not None
+
+
+def _unbound(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A function that takes the module it is bound to, and what else it holds, as arguments."""
+    if isinstance(fn, functools.partial):
+        return _unbound(fn.func, (*fn.args, *args), fn.keywords | kwargs)
+    if isinstance(fn, (linen.Module, nnx.Module)):
+        return type(fn).__call__, (fn, *args), kwargs
+    if isinstance(getattr(fn, "__self__", None), (linen.Module, nnx.Module)) and hasattr(fn, "__func__"):
+        return fn.__func__, (fn.__self__, *args), kwargs
+    return fn, args, kwargs
 
 
 def _is_node(x: Any) -> bool:
@@ -157,7 +180,7 @@ def named_nnx(nodes: Any) -> Iterator[None]:
                     changed[id(module)] = module, type(module)
                     name = str(path[-1]) if path else type(module).__name__
                     object.__setattr__(module, "_jaxmp_name", name)
-                    object.__setattr__(module, "__class__", _named(type(module)))
+                    object.__setattr__(module, "__class__", _named(type(module), _is_tree(module)))
         yield
     finally:
         for module, kind in changed.values():
@@ -165,13 +188,18 @@ def named_nnx(nodes: Any) -> Iterator[None]:
             object.__delattr__(module, "_jaxmp_name")
 
 
+def _is_tree(module: Any) -> bool:
+    return jax.tree.structure(module) != jax.tree.structure(0)
+
+
 @functools.cache
-def _named(kind: type) -> type:
-    """A class whose calls are named scopes."""
+def _named(kind: type, is_tree: bool) -> type:
+    """A class whose calls are named scopes; no tree to jax if `kind` is none (`pytree=False`)."""
 
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(self._jaxmp_name):
             out = kind.__call__(self, *args, **kwargs)
         return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
 
-    return type(kind.__name__, (kind,), {"__call__": named_call, "__module__": kind.__module__})
+    options: dict[str, Any] = {} if is_tree else {"pytree": False}
+    return type(kind.__name__, (kind,), {"__call__": named_call, "__module__": kind.__module__}, **options)

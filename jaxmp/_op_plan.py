@@ -150,7 +150,7 @@ class Planner:
         group = lists.group(_versions.function_name(eqn) if functions else eqn.primitive.name)
         if functions and not _has_other_floats(eqn):
             return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
-        if functions or group is None or _has_other_floats(eqn):
+        if functions or group is None or _has_other_floats(eqn) or _op_lists.is_custom_scatter(eqn):
             return written(eqn, lists)
         if i in uses.biased:
             group = "allow"

@@ -23,6 +23,8 @@ _NUMBERED: list[CastLists] = [OFF]
 _CURRENT: contextvars.ContextVar[CastLists | None] = contextvars.ContextVar("jaxmp_autocast", default=None)
 # Whether the Python that runs now is being traced for a rewrite.
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_autocast_tracing", default=False)
+# Both, as a part of the key under which `jax.jit` keeps what it traced: it looks different in here.
+_KEY = jax.make_user_context(None)
 
 
 def current() -> CastLists | None:
@@ -51,14 +53,15 @@ def region(lists: CastLists) -> Iterator[None]:
     """What is traced inside runs by `lists`."""
     if lists not in _NUMBERED:
         _NUMBERED.append(lists)
-    with _regions.region(_CURRENT, lists), jax.named_scope(f"jaxmp.autocast({_NUMBERED.index(lists)})"):
+    scope = jax.named_scope(f"jaxmp.autocast({_NUMBERED.index(lists)})")
+    with _regions.region(_CURRENT, lists), _KEY((lists, is_tracing())), scope:
         yield
 
 
 @contextlib.contextmanager
 def tracing(lists: CastLists) -> Iterator[None]:
     """The trace of a function that will be rewritten by `lists`."""
-    with _regions.region(_CURRENT, lists), _regions.region(_TRACING, True):
+    with _regions.region(_CURRENT, lists), _regions.region(_TRACING, True), _KEY((lists, True)):
         yield
 
 

@@ -165,8 +165,12 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
         elif name in ("jit", "pjit") and (functions := _versions.functions_of(eqn)):
             inner, outer = functions[0][0], eqn.outvars
             found = _find_biased(inner, _op_regions.lists_of(eqn, lists))[1]
-            features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if v in found}
+            features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}
     return frozenset(biased), features
+
+
+def _is_in(atom: Any, found: dict[Any, Features]) -> bool:
+    return not isinstance(atom, core.Literal) and atom in found  # a literal has no hash
 
 
 def _axes(matmul: Any, bias: Any, varies: dict[Any, frozenset[int]]) -> frozenset[int] | None:

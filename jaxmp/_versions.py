@@ -167,5 +167,5 @@ def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
     about = jax.extend.core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
     operands = [*jaxpr.constvars, *jaxpr.invars]
-    opened = jax.extend.core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about)
+    opened = jax.extend.core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
     return (_closed(opened, ()) if hasattr(like, "consts") else opened), consts

@@ -1,0 +1,181 @@
+"""autocast where functions, regions and modules meet jax in unusual ways; each case went wrong once."""
+
+import functools
+import threading
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 8))
+W = jax.random.normal(jax.random.key(1), (8, 8)) * 0.3
+
+
+def test_scatter_by_a_function_of_the_user_keeps_it() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return x.at[jnp.array([0, 2])].apply(jnp.sin)
+
+    assert_bitwise(jaxmp.autocast(fn)(X), fn(X))
+
+
+def test_numbers_come_back_as_arrays() -> None:
+    out = jaxmp.autocast(lambda x: (jnp.float32(3.0), jnp.int32(2), x @ W))(X)
+    assert all(isinstance(x, jax.Array) for x in out)
+    assert [x.dtype.name for x in out] == ["float32", "int32", "float16"]
+    assert (out[0], out[1]) == (3.0, 2)
+
+
+def test_a_function_inside_may_return_a_number() -> None:
+    fn = jax.jit(lambda x: (x @ W, 1.0))
+    product, one = jaxmp.autocast(lambda x: fn(x))(X)
+    assert product.dtype == F16 and one == 1.0
+
+
+def test_interpolation_which_is_a_high_primitive() -> None:
+    xs = jnp.linspace(-3.0, 3.0, 10)
+    assert_close(jaxmp.autocast(jnp.interp)(X, xs, xs**3), jnp.interp(X, xs, xs**3), rtol=1e-5)
+
+
+def test_branches_for_other_platforms_are_not_compiled() -> None:
+    def kernel(x: jax.Array) -> jax.Array:  # no CPU has it
+        return pl.pallas_call(lambda i, o: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.platform_dependent(x, tpu=lambda x: kernel(x) @ W, default=lambda x: x @ W)
+
+    assert_bitwise(jax.jit(jaxmp.autocast(fn))(X), jaxmp.autocast(jnp.matmul)(X, W))
+
+
+# ---- regions, and what jit keeps of them
+
+
+@pytest.mark.parametrize("first", ["outside", "inside"])
+def test_a_jitted_autocast_is_the_innermost_wherever_it_was_traced_first(first: str) -> None:
+    inner = jax.jit(jaxmp.autocast(jnp.matmul, BF16))
+    calls = [lambda: inner(X, W), lambda: jaxmp.autocast(lambda x: inner(x, W))(X)]
+    for call in calls if first == "outside" else calls[::-1]:
+        assert call().dtype == BF16
+
+
+def test_a_jitted_region_holds_wherever_it_was_traced_first() -> None:
+    model = nn.Dense(8)
+    params = model.init(KEY, X)
+
+    @jax.jit
+    def fn(x: jax.Array) -> Any:
+        with jaxmp.autocast(dtype=BF16):
+            return model.apply(params, x)
+
+    assert jaxmp.autocast(lambda x: fn(x))(X).dtype == BF16
+    assert fn(X).dtype == BF16
+
+
+def test_an_autocast_in_a_derivative_rule_is_the_innermost() -> None:
+    @jax.custom_vjp
+    def fn(x: jax.Array) -> jax.Array:
+        return x @ W
+
+    def backward(_: None, g: jax.Array) -> Any:
+        return (jaxmp.autocast(lambda g: g @ W.T, BF16)(g),)
+
+    fn.defvjp(lambda x: (fn(x), None), backward)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x: jaxmp.autocast(fn)(x).astype(F32).sum()))(X)
+    seen = [e.outvars[0].aval.dtype.name for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert seen == ["bfloat16"]  # nothing else is left of the function
+
+
+def test_threads_may_share_a_region() -> None:
+    region, entered, left, errors = jaxmp.autocast(dtype=BF16), threading.Barrier(2), threading.Event(), []
+
+    def work(waits: bool) -> None:
+        try:
+            with region:
+                entered.wait(5)
+                if waits:
+                    left.wait(5)
+            left.set()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i == 0,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# ---- modules
+
+
+def test_region_reaches_recurrent_modules_and_methods_given_as_functions() -> None:
+    model, x = nn.RNN(nn.LSTMCell(4)), X[None]
+    variables = model.init(KEY, x)
+    with jaxmp.autocast(dtype=BF16):
+        out = model.apply(variables, x)
+        by_function = model.apply(variables, x, method=lambda m, x: m(x))
+    assert out.dtype == by_function.dtype == BF16
+    assert_bitwise(out, by_function)
+    assert_close(out.astype(F32), model.apply(variables, x), rtol=5e-2, atol=2e-2)
+
+
+class Outer(nn.Module):
+    how: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = nn.Dense(4)
+        if self.how == "second argument":
+            return jaxmp.autocast(lambda x, m: m(x))(x, dense)
+        return jaxmp.autocast(dense if self.how == "module" else dense.__call__)(x)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "second argument"])
+def test_bound_linen_modules(how: str) -> None:
+    model = Outer(how)
+    variables = model.init(KEY, X)
+    assert model.apply(variables, X).dtype == F16
+
+
+@pytest.mark.parametrize("how", ["module", "method", "partial"])
+def test_nnx_modules_as_the_function(how: str) -> None:
+    model, twin = (nnx.BatchNorm(8, rngs=nnx.Rngs(0)) for _ in range(2))
+    fn = {"module": model, "method": model.__call__, "partial": functools.partial(lambda m, x: m(x), model)}[how]
+    assert_close(jaxmp.autocast(fn)(X).astype(F32), twin(X), rtol=1e-2, atol=1e-2)
+    assert_close(model.mean[...], twin.mean[...], rtol=1e-5)  # updated
+
+
+class NoTree(nnx.Module, pytree=False):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+def test_nnx_modules_that_are_no_trees() -> None:
+    model = NoTree(nnx.Rngs(0))
+    assert jaxmp.autocast(nnx.jit(lambda m, x: m(x)))(model, X).dtype == F16
+    assert type(model) is NoTree
+
+
+def test_explain_takes_static_arguments() -> None:
+    def fn(x: jax.Array, flag: bool, name: str, *, w: jax.Array) -> Any:
+        assert flag is True and name == "a"
+        return x @ w
+
+    (row,) = jaxmp.explain_autocast(
+        fn, np.ones((2, 8), np.float32), True, "a", w=jax.ShapeDtypeStruct((8, 4), F32)
+    ).rows
+    assert row.name == "dot_general"
