@@ -101,8 +101,8 @@ def autocast(
 
     As a region it reaches the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
     `jaxmp.nnx.value_and_grad`, and, inside of an autocast function, every operation: `with autocast(enabled=False)`
-    there runs as it was written. Regions work when a function is traced: put them inside of what is jitted. Of nested
-    ones the innermost counts, whatever transformations lie between.
+    there runs as it was written. What was jitted outside of a region is traced anew in it. Of nested ones the innermost
+    counts, whatever transformations lie between.
 
     Args:
       fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
+from jaxmp import _torch_habits
+
 ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
 FORCE_FP32 = frozenset(
@@ -226,6 +228,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
       >>> check_dtype("float16")
       dtype('float16')
     """
+    _torch_habits.check_no_device("autocast", dtype)
     try:
         given = jnp.dtype(dtype)
     except TypeError:

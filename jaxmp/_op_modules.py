@@ -58,12 +58,15 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
 
     def pure(state: Any, rest: Any) -> Any:
         copies = nnx.merge(graphdef, state, copy=True)
+        before = {path: nnx.as_pure(x) for path, x in nnx.to_flat_state(nnx.state(copies))}
         given = list(rest)
         for i, x in zip(places, copies, strict=True):
             given[i] = x
         args, kwargs = jax.tree.unflatten(treedef, given)
         out = _with_hooks(fn, copies)(*args, **kwargs)
-        return out, nnx.state(copies)
+        # What a call left as it was may be of an outer trace, in which nothing can be written.
+        after = nnx.to_flat_state(nnx.state(copies))
+        return out, nnx.from_flat_state([(p, x) for p, x in after if before.get(p) is not nnx.as_pure(x)])
 
     out, after = transform(pure)(nnx.as_pure(state), rest)
     nnx.update(nodes, after)

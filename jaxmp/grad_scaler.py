@@ -52,7 +52,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _in_place, _paths, _stages, _torch_state, casting, scaling, state, sync, transform
+from jaxmp import _in_place, _paths, _stages, _torch_habits, _torch_state, casting, scaling, state, sync, transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +75,9 @@ class GradScaler:
       init_scale: the first scale, > 0.
       growth_factor: > 1. Powers of two keep gradients exact.
       backoff_factor: between 0 and 1, both excluded.
-      growth_interval: steps without overflow after which the scale grows, >= 1.
+      growth_interval: good steps after which the scale grows, >= 1.
       enabled: False for plain training: nothing is scaled, looked at or skipped, bit for bit.
-      axis_name: axes over which devices agree on overflow: `"auto"` for every axis that pmap or shard_map binds, names,
-        or None, which is an error inside of either.
+      axis_name: axes over which devices agree on overflow: `"auto"` (all that pmap or shard_map binds), names, or None.
       loss_scale: None for torch's rule with the arguments above. Or a `DynamicLossScale` with any rule (hysteresis,
         floor and ceiling), a `StaticLossScale`, or a number for that; the arguments above then stay at their defaults.
 
@@ -115,6 +114,7 @@ class GradScaler:
         axis_name: sync.AxisName = "auto",
         loss_scale: Any = None,
     ):
+        _torch_habits.check_no_device("GradScaler", init_scale)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._static, self._has_scaled = _Static(bool(enabled), names), False
         self._found_inf: dict[str, Bool[Array, ""]] = {}
@@ -165,6 +165,7 @@ class GradScaler:
                     f"{getattr(x, 'dtype', type(x).__name__)} at {_paths.path_str(path)}. Leave other "
                     f"outputs out: return scaler.scale(loss), aux."
                 )
+            _torch_habits.warn_of_rounded_loss(jnp.result_type(x))
         return self._loss_scale.scale(tree)
 
     def unscale(self, grads: PyTree, *, optimizer: str = "optimizer") -> tuple[PyTree, "GradScaler"]:

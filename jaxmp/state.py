@@ -210,6 +210,8 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       >>> float(get_loss_scale(tx.init(jnp.ones(2))))
       1.0
     """
+    if hasattr(opt_state, "get_scale"):  # a GradScaler
+        return opt_state.get_scale()
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
@@ -313,6 +315,11 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
       (1.0, False, nan)
     """
+    if hasattr(opt_state, "get_scale"):
+        raise TypeError(
+            "get_metrics reads the state of an optimizer; got a GradScaler. Ask it itself: scaler.get_scale(), "
+            "scaler.found_inf() between step and update, scaler.state_dict()."
+        )
     nan = jnp.full((), jnp.nan, jnp.float32)
     unscale = next(iter(find(opt_state, UnscaleState)), None)
     scale = next(iter(_scalings(opt_state)), None)
@@ -353,6 +360,8 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
 
 def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
+    if hasattr(opt_state, "found_inf"):  # a GradScaler, which knows from step to update
+        return opt_state.found_inf()
     states = find(opt_state, UnscaleState)
     return states[0].skipped if states else jnp.zeros((), bool)
 
@@ -364,7 +373,7 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
     with a step that did not happen.
 
     Args:
-      opt_state: state *after* the update.
+      opt_state: state *after* the update; or a `GradScaler` after its step and before its update.
       new: tree of arrays, as the step would leave it (batch_stats, an EMA, a step counter).
       old: the same tree before the step.
 

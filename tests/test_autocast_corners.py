@@ -179,3 +179,15 @@ def test_explain_takes_static_arguments() -> None:
         fn, np.ones((2, 8), np.float32), True, "a", w=jax.ShapeDtypeStruct((8, 4), F32)
     ).rows
     assert row.name == "dot_general"
+
+
+def test_nnx_state_of_an_outer_trace_is_read() -> None:
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any, stats: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(nnx.merge(graphdef, params, stats, copy=True)(x, use_running_average=True) ** 2)
+
+    for enabled in (True, False):
+        grads = jax.grad(lambda p, e=enabled: jaxmp.autocast(loss, enabled=e)(p, stats, jnp.ones((2, 4))))(params)
+        assert jax.tree.leaves(grads)[0].dtype == jnp.float32

@@ -470,7 +470,9 @@ def test_losses_of_16_bits_are_scaled_in_float32():
     """torch gives 131072 for a scalar and inf for a float16 array."""
     scaler = jaxmp.GradScaler()
     two = {"scalar": jnp.float16(2.0), "array": jnp.full(1, 2.0, jnp.float16), "bf16": jnp.bfloat16(2.0)}
-    assert_bitwise(scaler.scale(two), {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
+    with pytest.warns(UserWarning, match="the loss to be scaled is b?float16: it was rounded.*jaxmp.autocast"):
+        scaled = scaler.scale(two)
+    assert_bitwise(scaled, {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
 
 
 @pytest.mark.parametrize(
@@ -611,7 +613,7 @@ def test_a_scaler_can_be_donated():
 def device_step(state, x):
     """One step on one device. Only the device that overflows sees it in its gradients."""
     params, opt_state, scaler = state
-    own = jax.tree.map(lambda p: _versions.cast_to_varying(p, sync.bound_axes("auto")), params)
+    own = jax.tree.map(lambda p: _versions.as_varying(p, sync.bound_axes("auto")), params)
     grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
     alone = jnp.reshape(sync.any_nonfinite(grads), (1,))
     grads, scaler = scaler.unscale(grads)
@@ -665,3 +667,22 @@ def test_axes_by_name():
     scaler = jaxmp.GradScaler(4.0, axis_name=[AXIS])
     unscale = jax.pmap(lambda s, g: s.unscale(g)[1].found_inf(), AXIS, in_axes=(None, 0), devices=jax.devices()[:2])
     assert_bitwise(unscale(scaler, jnp.array([1.0, np.nan])), np.array([True, True]))
+
+
+def test_devices_are_not_named():
+    with pytest.raises(TypeError, match="GradScaler takes no device.*got 'cuda'"):
+        jaxmp.GradScaler("cuda")
+    with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
+        jaxmp.autocast("cuda")
+
+
+def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
+    scaler = jaxmp.GradScaler(4.0)
+    scaler.scale(jnp.float32(1.0))
+    _, scaler = scaler.unscale({"w": jnp.array([jnp.inf])})
+    assert_bitwise(jaxmp.keep_if_skipped(scaler, jnp.ones(2), jnp.zeros(2)), jnp.zeros(2))
+    assert_bitwise(jaxmp.get_loss_scale(scaler), 4.0)
+    with pytest.raises(TypeError, match="got a GradScaler. Ask it itself"):
+        jaxmp.get_metrics(scaler)
+    with pytest.raises(ValueError, match="found_inf is known from unscale or step to update"):
+        jaxmp.keep_if_skipped(scaler.update(), jnp.ones(2), jnp.zeros(2))
