@@ -235,7 +235,8 @@ class Traced:
 
     def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, x in enumerate(leaves) if is_float_array(x)]
+        # A numpy scalar is a number to Python code, which may ask for it.
+        places = [i for i, x in enumerate(leaves) if is_float_array(x) and not isinstance(x, np.generic)]
         self._out: list[Any] = []
         self._arrays: list[int] = []
         self._treedef: Any = None

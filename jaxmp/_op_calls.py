@@ -93,6 +93,7 @@ def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
+        _split_transpose=params.get("_split_transpose", False),
     )
     return [*carry, *stacked]
 

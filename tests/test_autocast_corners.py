@@ -181,6 +181,14 @@ def test_explain_takes_static_arguments() -> None:
     assert row.name == "dot_general"
 
 
+def test_numpy_scalars_are_numbers() -> None:
+    def fn(x: jax.Array, s: Any) -> jax.Array:
+        return x @ x * (s if s > 1 else 1)
+
+    out = jaxmp.autocast(fn)(jnp.eye(2), np.float32(2.0))
+    assert out.dtype == jnp.float16 and float(out[0, 0]) == 2.0
+
+
 def test_nnx_state_of_an_outer_trace_is_read() -> None:
     model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     graphdef, params, stats = nnx.split(model, nnx.Param, ...)
