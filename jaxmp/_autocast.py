@@ -39,16 +39,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Autocast:
     """What `autocast` returns where it is given no function: a decorator, and a region for `with`."""
 
-    def __init__(self, lists: CastLists, output_dtype: Any = None):
+    def __init__(self, lists: CastLists, output_dtype: Any = None, *, inherits: bool = False):
         self._lists = lists
         self._output_dtype = output_dtype
+        self._inherits = inherits
         self._entered = threading.local()
 
     def __call__(self, fn: F) -> F:
-        return _wrap(fn, self._lists, self._output_dtype)
+        return _wrap(fn, self._lists, self._output_dtype, inherits=self._inherits)
 
     def __enter__(self) -> "Autocast":
-        region = _op_modules.region(self._lists, _wrap)
+        if self._output_dtype is not None:
+            raise ValueError("autocast: a region has no output to cast; output_dtype= is for functions")
+        region = _op_modules.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
         region.__enter__()
         vars(self._entered).setdefault("regions", []).append(region)
         return self
@@ -60,7 +63,7 @@ class Autocast:
 @overload
 def autocast(
     fn: None = None,
-    dtype: Any = jnp.float16,
+    dtype: Any = None,
     *,
     enabled: bool = True,
     allow: Iterable[str] = (),
@@ -71,7 +74,7 @@ def autocast(
 @overload
 def autocast(
     fn: F,
-    dtype: Any = jnp.float16,
+    dtype: Any = None,
     *,
     enabled: bool = True,
     allow: Iterable[str] = (),
@@ -81,7 +84,7 @@ def autocast(
 ) -> F: ...
 def autocast(
     fn: Any = None,
-    dtype: Any = jnp.float16,
+    dtype: Any = None,
     *,
     enabled: bool = True,
     allow: Iterable[str] = (),
@@ -93,7 +96,8 @@ def autocast(
 
     Matmuls and convolutions run in `dtype`; what needs float32 (exp, log, powers, sums, norms, softmax, losses) in
     float32; the rest in the widest dtype of its inputs. float64, complex, integers, keys and fp8 are left alone.
-    Params stay float32 outside, and so do their gradients.
+    Params stay float32 outside, and so do their gradients. `fn` is traced in float32 whatever it is given, so that
+    with 16-bit params it is the same function: their gradients are 16-bit, its loss is float32.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
@@ -106,7 +110,8 @@ def autocast(
 
     Args:
       fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
-      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off.
+      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off. None for that of the
+        region or function around it, and float16 outside of all.
       enabled: False is the same as float32.
       allow: names of primitives that run in `dtype` besides, or in spite of, the lists. `jaxmp.explain_autocast` gives
         the names in a function.
@@ -135,7 +140,7 @@ def autocast(
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
-    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest)
+    lists = _op_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest)
     if not enabled:
         lists = _op_lists.OFF
     if output_dtype is not None:
@@ -143,10 +148,10 @@ def autocast(
         if not jnp.issubdtype(output_dtype, jnp.floating):
             raise ValueError(f"autocast: output_dtype must be a float dtype, got {output_dtype.name}")
     if fn is None:
-        return Autocast(lists, output_dtype)
+        return Autocast(lists, output_dtype, inherits=dtype is None)
     if not callable(fn):
         raise TypeError(f"autocast: fn must be a function or None (decorator, `with`), got {type(fn).__name__}")
-    return _wrap(fn, lists, output_dtype)
+    return _wrap(fn, lists, output_dtype, inherits=dtype is None)
 
 
 def is_module(x: Any) -> bool:
@@ -203,10 +208,20 @@ def _is_dtype(fn: Any) -> bool:
         return False
 
 
-def _wrap(fn: Any, lists: CastLists, output_dtype: Any) -> Any:
+def _inherited(lists: CastLists) -> CastLists:
+    """The lists with the dtype of the region or function that they are used in, if it has one."""
+    outer = _op_regions.current()
+    return lists if outer is None or outer.dtype is None or lists.dtype is None else lists._replace(dtype=outer.dtype)
+
+
+def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False) -> Any:
+    if isinstance(fn, type):
+        raise TypeError(f"autocast: decorate the __call__ of {fn.__name__}, or a function that calls it, not the class")
+
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        out = _op_modules.call(fn, lambda pure: _rewritten(pure, lists), args, kwargs)
+        here = _inherited(lists) if inherits else lists
+        out = _op_modules.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
         if output_dtype is None:
             return out
         return jax.tree.map(lambda x: x.astype(output_dtype) if is_float_array(x) else x, out)
@@ -250,11 +265,12 @@ class Traced:
             self._arrays = [i for i, x in enumerate(self._out) if isinstance(x, jax.Array)]
             return [self._out[i] for i in self._arrays]
 
-        self.values = [leaves[i] for i in places]
-        with _op_regions.tracing(lists):
-            closed = jax.make_jaxpr(flat)(*self.values)
+        self.values = [jnp.asarray(leaves[i]) for i in places]
+        avals = [jax.typeof(x) for x in self.values]
+        with _op_regions.tracing(lists):  # in float32, whatever comes: a function of 16-bit params is no other function
+            closed = jax.make_jaxpr(flat)(*(aval.update(dtype=np.dtype(np.float32)) for aval in avals))
         self.jaxpr, self.consts = _versions.open_jaxpr(closed)
-        self.inputs = tuple(_op_plan.value_of(v.aval) for v in self.jaxpr.invars)
+        self.inputs = tuple(_op_plan.value_of(aval) for aval in avals)
         self.planner = _op_plan.Planner()
 
     def unflatten(self, results: list[Any]) -> Any:

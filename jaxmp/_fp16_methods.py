@@ -55,6 +55,8 @@ def auto_fp16(
       mmcv 1.7, `mmcv.runner.auto_fp16`.
     """
     dtype = _op_lists.check_dtype(dtype)
+    if callable(apply_to):
+        raise TypeError("auto_fp16 takes names: write @jaxmp.auto_fp16()")
 
     def decorate(fn: F) -> F:
         run = _autocast.autocast(fn, dtype, output_dtype=None)
@@ -88,6 +90,9 @@ def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False)
     References:
       mmcv 1.7, `mmcv.runner.force_fp32`.
     """
+
+    if callable(apply_to):
+        raise TypeError("force_fp32 takes names: write @jaxmp.force_fp32()")
 
     def decorate(fn: F) -> F:
         run = _autocast.no_autocast(fn)

@@ -230,7 +230,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """
     _torch_habits.check_no_device("autocast", dtype)
     try:
-        given = jnp.dtype(dtype)
+        given = jnp.dtype({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(dtype), dtype))
     except TypeError:
         raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {dtype!r}") from None
     if given in FLOATS:

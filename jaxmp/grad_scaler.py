@@ -152,7 +152,7 @@ class GradScaler:
           TypeError: a leaf that is no float array, named by path.
 
         Example:
-          >>> GradScaler(4.0).scale({"a": jnp.float16(2.0)})
+          >>> GradScaler(4.0).scale({"a": jnp.float32(2.0)})
           {'a': Array(8., dtype=float32)}
         """
         self._has_scaled = True

@@ -80,7 +80,8 @@ def mixed_precision(
         if loss_scale != "auto":
             raise ValueError(
                 f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
-                f"For another system's rule write loss_scale=jaxmp.DynamicLossScale.preset({loss_scale!r})."
+                f'"auto" is dynamic where it is needed; another system\'s rule is, for instance, '
+                f'loss_scale=jaxmp.DynamicLossScale.preset("megatron").'
             )
         loss_scale = scaling.DynamicLossScale() if policy.uses_float16 else None
     chain = master.keep_master_params(inner, policy, remainder_bits=remainder_bits)

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -199,3 +200,39 @@ def test_nnx_state_of_an_outer_trace_is_read() -> None:
     for enabled in (True, False):
         grads = jax.grad(lambda p, e=enabled: jaxmp.autocast(loss, enabled=e)(p, stats, jnp.ones((2, 4))))(params)
         assert jax.tree.leaves(grads)[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_params_are_params_of_the_same_function(dtype: Any) -> None:
+    def loss(w: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = jax.nn.gelu(w[labels] @ w) @ w.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    w = jax.random.normal(jax.random.key(0), (8, 8)).astype(dtype)
+    value, grad = jax.value_and_grad(jaxmp.autocast(loss, dtype))(w, jnp.arange(8))
+    wide = jaxmp.autocast(loss, dtype)(w.astype(jnp.float32), jnp.arange(8))
+    assert value.dtype == wide.dtype == jnp.float32 and grad.dtype == dtype
+    np.testing.assert_allclose(value, wide, rtol=2e-2)
+
+
+def test_a_region_without_dtype_has_the_one_around_it() -> None:
+    def fn(x: jax.Array) -> Any:
+        with jaxmp.autocast(enabled=False), jaxmp.autocast(jnp.float16):
+            c = x @ x
+        with jaxmp.autocast(force_fp32=("tanh",)):
+            return x @ x, jnp.tanh(x @ x), jaxmp.autocast(jnp.matmul)(x, x), c
+
+    dtypes = [y.dtype.name for y in jaxmp.autocast(fn, jnp.bfloat16)(jnp.eye(2))]
+    assert dtypes == ["bfloat16", "float32", "bfloat16", "float16"]
+    assert jaxmp.autocast(jnp.matmul)(jnp.eye(2), jnp.eye(2)).dtype == jnp.float16  # outside of all
+    assert jaxmp.autocast(jnp.matmul, "bf16")(jnp.eye(2), jnp.eye(2)).dtype == jnp.bfloat16
+
+
+def test_what_cannot_be_autocast() -> None:
+    with pytest.raises(TypeError, match="decorate the __call__ of Dense"):
+        jaxmp.autocast(dtype=jnp.float16)(nn.Dense)
+    with pytest.raises(ValueError, match="a region has no output to cast"), jaxmp.autocast(output_dtype=jnp.float32):
+        pass
+    for decorator in (jaxmp.auto_fp16, jaxmp.force_fp32):
+        with pytest.raises(TypeError, match=r"write @jaxmp\.\w+\(\)"):
+            decorator(lambda x: x)

@@ -232,8 +232,6 @@ IS_MATMUL = "a dot product is the same primitive as a matmul"
 RESIZE = "jax resizes by indexing, or by matmuls with the weights"
 ASKED_FOR = "the cast to the dtype of the result is the one that the sum undoes"
 A_MEAN = "a sum, in float32, and a division"
-CAST_BACK = "jax and optax cast back to the dtype of the arguments; a cast that stands in the function is kept"
-PROMOTED = "jax promotes the arguments to float32 itself, and a cast that stands in the function is kept"
 
 
 def all_of(n: int, lp: str, other: str) -> dict[str, str]:
@@ -266,42 +264,26 @@ EVERYWHERE: Deviations = {
     "interpolate_nearest": (RESIZE, all_of(1, "lp", "other")),
     "interpolate_bilinear": (RESIZE, rows_of("lp", "lp", "f32", "other")),
 }
+INTEGERS = "jax makes the integers a float32 array"
+F64_WINS = "jax promotes the other arguments to float64 itself"
 INSIDE: Deviations = {
     **dict.fromkeys(("mean", "mean_dim", "var", "std"), (A_MEAN, {"lp": "f32"})),
-    "int_tensor_mul": ("jax makes the integers a float32 array", {"lp": "f32"}),
+    "int_tensor_mul": (INTEGERS, {"lp": "f32"}),
 }
 AT_THE_BORDER: Deviations = {
-    **dict.fromkeys(
-        ("linear", "matmul", "matmul_batched", "bmm", "mv", "einsum", "einsum_batched", "linalg_vecdot"),
-        ("the product of float16 and bfloat16 is asked for in float32", {"other lp": "f32"}),
-    ),
-    **dict.fromkeys(
-        ("sum", "sum_dim", "prod", "cumsum", "cumprod", "norm", "norm_1", "matrix_norm", "normalize"),
-        (CAST_BACK, all_of(1, "lp", "other")),
-    ),
-    **dict.fromkeys(("cross_entropy", "nll_loss"), (CAST_BACK, all_of(1, "lp", "other"))),
-    **dict.fromkeys(
-        ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity", "rms_norm", "cdist"),
-        (CAST_BACK, all_of(2, "lp", "other")),
-    ),
-    **dict.fromkeys(("layer_norm", "group_norm"), (CAST_BACK, all_of(3, "lp", "other"))),
-    "binary_cross_entropy_with_logits": (
-        CAST_BACK,
-        all_of(2, "lp", "other") | {"lp f32": "lp", "f64 lp": "f64", "other lp": "other"},
-    ),
-    "hinge_embedding_loss": (CAST_BACK, all_of(2, "lp", "other") | {"lp f32": "lp", "other lp": "other"}),
-    "softmax_dtype": ("a cast to the dtype it has leaves no trace", {"f16: lp": "f32", "bf16: other": "f32"}),
-    "scalar_tensor_mul": (PROMOTED, {"f32 lp": "f32", "f64 lp": "f64", "other lp": "f32"}),
-    "addmm": (PROMOTED, rows_of("f32", "f32 f32 f32", "other other other", "lp f32 f32", "f32 lp lp", "other lp lp")),
+    **dict.fromkeys(("mean", "mean_dim", "var", "std"), (A_MEAN, all_of(1, "f32", "f32"))),
+    "int_tensor_mul": (INTEGERS, all_of(1, "f32", "f32")),
+    "addmm": (NOT_A_BIAS, rows_of("f32", "f32 f32 f32", "lp f32 f32", "other other other")),
+    "binary_cross_entropy_with_logits": (F64_WINS, {"f64 lp": "f64"}),
+    "scalar_tensor_mul": (F64_WINS, {"f64 lp": "f64"}),
     "lstm_cell": (
-        PROMOTED,
+        WRITTEN_OUT,
         rows_of("f32 f32", "f32 f32 f32 f32 f32", "other other other other other", "lp f32 f32 f32 f32")
-        | {"f32 lp lp lp lp": "f32 f32", "other lp lp lp lp": "f32 f32", "f64 lp lp lp lp": "f64 f64"},
+        | {"f64 lp lp lp lp": "f64 f64"},
     ),
     "gru_cell": (
-        PROMOTED,
-        rows_of("f32", "f32 f32 f32 f32", "other other other other", "lp f32 f32 f32", "f32 lp lp lp", "other lp lp lp")
-        | {"f64 lp lp lp": "f64"},
+        WRITTEN_OUT,
+        rows_of("f32", "f32 f32 f32 f32", "other other other other", "lp f32 f32 f32") | {"f64 lp lp lp": "f64"},
     ),
 }
 DEVIATIONS = {"inside": EVERYWHERE | INSIDE, "at the border": EVERYWHERE | AT_THE_BORDER}
