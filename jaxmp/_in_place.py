@@ -48,14 +48,18 @@ class InPlace(optax.GradientTransformationExtraArgs):
       write: params and state after a step.
       measures: whether `write` needs the global norm of the gradients.
       backend: which kernels are to serve; see `pallas_kernels.backend`.
+      streams: whether `write` takes state and masters that lie in host memory.
     """
 
     write: Write
     measures: bool
     backend: str
+    streams: bool
 
 
-def in_place(init: Any, update: Any, write: Write, *, measures: bool = False, backend: str = "auto") -> InPlace:
+def in_place(
+    init: Any, update: Any, write: Write, *, measures: bool = False, backend: str = "auto", streams: bool = False
+) -> InPlace:
     """An optax transform that can also write in place.
 
     Example:
@@ -64,14 +68,17 @@ def in_place(init: Any, update: Any, write: Write, *, measures: bool = False, ba
       (True, ())
     """
     made = InPlace(init, update)
-    made.write, made.measures, made.backend = write, measures, backend
+    made.write, made.measures, made.backend, made.streams = write, measures, backend, streams
     return made
 
 
 def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
     """The same round `inner`, which knows what it needs; an `inner` that only knows updates needs nothing."""
-    wanted = {"measures": inner.measures, "backend": inner.backend} if isinstance(inner, InPlace) else {}
-    return in_place(init, update, write, **wanted)
+    if not isinstance(inner, InPlace):
+        return in_place(init, update, write)
+    return in_place(
+        init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams
+    )
 
 
 class Offer:

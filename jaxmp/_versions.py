@@ -151,6 +151,25 @@ def as_function(eqn: Any) -> Any:
     return function
 
 
+def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """Equations in their order as one function: (function, the variables it takes, those whose values it returns).
+
+    Example:
+      >>> run, operands, made = as_program(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(0.0).jaxpr.eqns)
+      >>> len(operands), len(made), len(run(1.0))
+      (1, 2, 2)
+    """
+    made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars))
+    used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
+    inside = set(made)
+    operands = list(dict.fromkeys(v for v in used if v not in inside))
+    names = ("",) * len(operands), ("",) * len(made)
+    about = jax.extend.core.DebugInfo("windows", "program", *names)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    jaxpr = jax.extend.core.Jaxpr((), operands, made, eqns, effects, about)
+    return jax.extend.core.jaxpr_as_fun(_closed(jaxpr, ())), operands, made
+
+
 def _closed(jaxpr: Any, consts: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _in_place, _paths, _weights, casting
+from jaxmp import _in_place, _memory, _paths, _weights, casting
 from jaxmp.policy import Policy
 from jaxmp.state import MasterState
 from pallas_kernels import moments
@@ -47,20 +47,22 @@ def write(
       grads, params: trees of the same leaves.
       state: a `MasterState`.
       step: what was decided.
-      extra_args: for an `inner` that is not fused.
+      extra_args: for an `inner` that takes them.
 
     Returns:
       (params, state, how many float16 params stand at the end of their range; 0 where `inner` does not count).
     """
     units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
     masters = treedef.flatten_up_to(state.master_params)
+    if not (isinstance(inner, _in_place.InPlace) and inner.streams):
+        _memory.check_on_device(state)
     pairs = [pair for unit, master in zip(units, masters, strict=True) for pair in _pairs(unit, master)]
     leaves = jax.tree.leaves(grads)
     with jax.named_scope("jaxmp.update_masters"):
         if isinstance(inner, _in_place.InPlace):
-            new, inner_state, saturated = inner.write(leaves, state.master_inner, params, pairs, step)
+            new, inner_state, saturated = inner.write(leaves, state.master_inner, params, pairs, step, **extra_args)
         else:
-            new, inner_state = _by_updates(inner, leaves, state.master_inner, params, pairs, step, extra_args)
+            new, inner_state = by_updates(inner, leaves, state.master_inner, params, pairs, step, extra_args)
             saturated = jnp.zeros((), jnp.float32)
     left = iter(new)
     written = [_put_back(unit, master, left) for unit, master in zip(units, masters, strict=True)]
@@ -85,7 +87,7 @@ def _put_back(unit: PyTree, master: PyTree, new: Any) -> tuple[PyTree, PyTree]:
     return structure.unflatten(written), jax.tree.unflatten(jax.tree.structure(master), [m for _, m in pairs])
 
 
-def _by_updates(
+def by_updates(
     inner: Any,
     grads: list[Array],
     state: Any,
@@ -94,6 +96,7 @@ def _by_updates(
     step: _in_place.Step,
     extra_args: dict[str, Any],
 ) -> tuple[list[Pair], Any]:
+    """(pairs, state) after a step of any optax transform."""
     treedef = jax.tree.structure(params)
     weights = [moments.join(p, m) if is_remainder(m) else m for p, m in pairs]
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])

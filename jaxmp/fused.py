@@ -192,8 +192,14 @@ def _fused(
     ((kind, names),) = fields.items()
 
     def write_fn(
-        grads: list[Array], state: Any, params: PyTree, weights: list[tuple[Any, Array]], step: _in_place.Step
+        grads: list[Array],
+        state: Any,
+        params: PyTree,
+        weights: list[tuple[Any, Array]],
+        step: _in_place.Step,
+        **extra_args: Any,
     ) -> tuple[list[tuple[Any, Array]], Any, Float[Array, ""]]:
+        del extra_args
         (held,) = find(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)

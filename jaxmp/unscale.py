@@ -23,7 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
-from jaxmp import _in_place, _paths, _scales, _versions, casting, probe, scaling, state as states, sync
+from jaxmp import _in_place, _memory, _paths, _scales, _versions, casting, probe, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -152,6 +152,7 @@ def unscale_and_skip(
         scaler = states.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
+        held, updates = updates, _memory.to_device(updates)
         clamped = None
         if largest is not None:
             with jax.named_scope("jaxmp.clamp_inf"):
@@ -167,6 +168,8 @@ def unscale_and_skip(
         given = None
         if offer is not None and offer.is_for(params):
             given = measure(updates, grads, used_scale, grads_finite)
+            if given.grads is updates and clamped is None:
+                given = given._replace(grads=held)  # those in host memory are copied in again, as they are needed
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite, given, clamped)
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
@@ -177,6 +180,7 @@ def unscale_and_skip(
             "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
         }
         if offer is None or given is None:
+            _memory.check_on_device(state.guarded)
             new_updates, new_guarded = update_or_keep(grads, state, params, taken, extra_args)
         else:
             new_updates, new_guarded, found = write(offer, given, state, params, taken, extra_args)
