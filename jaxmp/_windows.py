@@ -22,9 +22,10 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from jaxmp import _memory, _versions
+from jaxmp import _memory, _op_emit, _versions
 
 _IN_FLIGHT = 2
+_CALLS = ("jit", "pjit")
 
 
 class Window(NamedTuple):
@@ -69,8 +70,9 @@ def run(f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_byt
         results, structure = jax.tree.flatten((parts, rest))
         return results
 
-    closed = jax.make_jaxpr(flat)(*(jax.typeof(x) for x in leaves))
-    jaxpr, consts = _versions.open_jaxpr(closed)
+    avals = [jax.typeof(x) for x in leaves]
+    traced = jax.make_jaxpr(flat)(*avals)
+    jaxpr, consts = _versions.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
     starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
     parts = [tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
     sizes = [x.size * x.dtype.itemsize if _memory.is_on_host(x) else 0 for x in leaves]
@@ -88,8 +90,8 @@ def run(f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_byt
         for i in window.results:
             atom = jaxpr.outvars[i]
             results[i] = atom.val if isinstance(atom, core.Literal) else held[atom]
-        made = [results[i] for i in window.results]
-        gone_out.append([x for x in made if _memory.is_on_host(x)] or made)
+        # Those that stay on the device too: else XLA makes them last, and keeps what they are made from until then.
+        gone_out.append([results[i] for i in window.results])
     return jax.tree.unflatten(structure, results)
 
 
@@ -130,6 +132,27 @@ def plan(jaxpr: Any, sizes: list[int], parts: list[tuple[int, ...]], window_byte
             left |= needs[i] & ~copied
         windows.append(Window(_bits(left), tuple(others)))
     return windows
+
+
+def _inlined(closed: Any, values: Any) -> list[Any]:
+    """The results of a program, traced without the calls in it.
+
+    Functions over whole trees are often jitted (`optax.tree.bias_correction`), and a call needs all its operands.
+    """
+    jaxpr, consts = _versions.open_jaxpr(closed)
+    held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else held[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            results = _inlined(eqn.params["jaxpr"], operands)
+        else:
+            results = _op_emit.written(eqn, operands)
+        held |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:

@@ -191,28 +191,25 @@ def stream_updates(
         **extra_args: Any,
     ) -> tuple[list[_write.Pair], Any, Float[Array, ""]]:
         _check_not_stored(params)
+        # Of the params that come in, not of masters on the host; so the sum over a mesh joins that of the norm.
+        saturated = sum((_saturated(p) for p, _ in pairs), start=jnp.zeros((), jnp.float32))
         taken_step = step._replace(taken=jnp.ones((), bool))
 
         def update(grads: list[Array], state: Any, pairs: list[_write.Pair]) -> tuple[list[Any], Any]:
             fetched = _memory.to_device((grads, state, pairs))
             new, new_state = _write.by_updates(plain, fetched[0], fetched[1], params, fetched[2], taken_step, extra_args)
-            found = [_saturated(*pair) for pair in new]
             new = [jax.tree.map(_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
-            parts = list(zip(new, found, strict=True))
-            return parts, jax.tree.map(_memory.as_before, new_state, state)
+            return new, jax.tree.map(_memory.as_before, new_state, state)
 
         def turn(carry: Any) -> Any:
-            _, pairs, state, _ = carry
-            parts, state = _windows.run(update, grads, state, pairs, window_bytes=int(window_bytes))
-            found = sum((count for _, count in parts), start=jnp.zeros((), jnp.float32))
-            return jnp.zeros((), bool), [pair for pair, _ in parts], state, found
+            _, pairs, state = carry
+            return jnp.zeros((), bool), *_windows.run(update, grads, state, pairs, window_bytes=int(window_bytes))
 
         # A loop of one turn or none, where a cond would do as well: XLA keeps the sharding of what a loop carries, and
         # updates it where it stands. The results of a cond it lays on every device, unless they are told otherwise.
-        carry = (step.taken, pairs, state, jnp.zeros((), jnp.float32))
         with jax.named_scope("jaxmp.stream"):
-            _, pairs, state, found = lax.while_loop(lambda carry: carry[0], turn, carry)
-        return pairs, state, found
+            _, pairs, state = lax.while_loop(lambda carry: carry[0], turn, (step.taken, pairs, state))
+        return pairs, state, saturated
 
     return _in_place.in_place(plain.init, update_fn, write_fn, streams=True)
 
@@ -256,8 +253,9 @@ def _check_not_stored(params: PyTree) -> None:
             )
 
 
-def _saturated(param: Any, master: Array) -> Float[Array, ""]:
-    """How many of these masters lie beyond the range of their float16 param."""
+def _saturated(param: Any) -> Float[Array, ""]:
+    """How many numbers of a float16 param stand at the end of its range, where masters that lie beyond leave them."""
     if param is None or param.dtype != jnp.float16:  # bfloat16 has the range of float32
         return jnp.zeros((), jnp.float32)
-    return jnp.sum(jnp.abs(master) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
+    param = _memory.to_device(param)
+    return jnp.sum(jnp.abs(param) >= jnp.finfo(jnp.float16).max).astype(jnp.float32)
