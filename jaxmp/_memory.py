@@ -8,6 +8,7 @@ beside the computation. Nothing here computes in host memory: XLA would do that 
 from typing import Any
 
 import jax
+from jax import lax
 from jaxtyping import Array, PyTree
 
 from jaxmp import _paths
@@ -63,7 +64,15 @@ def to_device(tree: PyTree) -> PyTree:
       >>> jax.typeof(to_device(to_host(jax.numpy.ones(2))))
       ShapedArray(float32[2])
     """
-    return jax.tree.map(lambda x: _moved(x, jax.memory.Space.Device) if _is_array_on_host(x) else x, tree)
+
+    def copied_in(x: Any) -> Any:
+        if not _is_array_on_host(x):
+            return x
+        moved = _moved(x, jax.memory.Space.Device)
+        # Without this XLA for GPUs may move a reshape of what was copied to before the copy, where it cannot run.
+        return lax.optimization_barrier(moved) if isinstance(x, jax.core.Tracer) else moved
+
+    return jax.tree.map(copied_in, tree)
 
 
 def to_host(x: Array) -> Array:

@@ -14,15 +14,17 @@ once, whatever the function does; one that needs all of its arrays for any resul
 has them all on the device: right, but with nothing saved while it runs.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from jaxmp import _memory, _op_emit, _versions
+from jaxmp import _memory, _op_emit, _rows, _versions
 
 _IN_FLIGHT = 2
 _CALLS = ("jit", "pjit")
@@ -40,7 +42,9 @@ class Window(NamedTuple):
     results: tuple[int, ...]
 
 
-def run(f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_bytes: int) -> tuple[list[PyTree], PyTree]:
+def run(
+    f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_bytes: int, into: PyTree = None
+) -> tuple[list[PyTree], PyTree]:
     """`f(*args)`, window by window.
 
     Args:
@@ -49,6 +53,8 @@ def run(f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_byt
       *args: pytrees of arrays.
       window_bytes: of arrays in host memory, how much is copied in for one window; a part that needs more than that has
         a window of its own.
+      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A part
+        that is too large for a window then goes in pieces along its leading axis, if it is elementwise (see `_rows`).
 
     Returns:
       What `f` returns.
@@ -81,11 +87,15 @@ def run(f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_byt
     makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     results: list[Any] = [None] * len(jaxpr.outvars)
     gone_out: list[list[Any]] = []
+    places = {id(x): v for x, v in zip(leaves, jaxpr.invars, strict=True)}
+    replaced = None if into is None else [places[id(x)] for x in jax.tree.leaves(into)]
     for number, window in enumerate(windows):
         if number >= _IN_FLIGHT and window.inputs:
             wanted = [jaxpr.invars[i] for i in window.inputs]
             waited, _ = lax.optimization_barrier(([held[v] for v in wanted], gone_out[number - _IN_FLIGHT]))
             held |= dict(zip(wanted, waited, strict=True))
+        if replaced is not None and _total(sizes, _to_bits(window.inputs)) > window_bytes:
+            _compute_rows(jaxpr, makers, window, replaced, sizes, held, window_bytes)
         _compute(jaxpr, makers, [jaxpr.outvars[i] for i in window.results], held)
         for i in window.results:
             atom = jaxpr.outvars[i]
@@ -157,6 +167,12 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
 
 def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:
     """For each result the inputs with a size that it is computed from, as the bits of an integer."""
+    known = _dependencies(jaxpr, sizes)
+    return [0 if isinstance(v, core.Literal) else known.get(v, 0) for v in jaxpr.outvars]
+
+
+def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
+    """The same for each variable that needs any."""
     known = {v: 1 << i for i, v in enumerate(jaxpr.invars) if sizes[i]}
     for eqn in jaxpr.eqns:
         found = 0
@@ -165,7 +181,11 @@ def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:
                 found |= known.get(v, 0)
         if found:
             known |= dict.fromkeys(eqn.outvars, found)
-    return [0 if isinstance(v, core.Literal) else known.get(v, 0) for v in jaxpr.outvars]
+    return known
+
+
+def _to_bits(numbers: tuple[int, ...]) -> int:
+    return sum(1 << i for i in numbers)
 
 
 def _bits(number: int) -> tuple[int, ...]:
@@ -190,3 +210,42 @@ def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[A
     eqns = [jaxpr.eqns[i] for i in sorted(todo)]
     run_eqns, operands, made = _versions.as_program(eqns)
     held |= dict(zip(made, run_eqns(*(held[v] for v in operands)), strict=True))
+
+
+def _compute_rows(
+    jaxpr: Any,
+    makers: dict[Any, int],
+    window: Window,
+    replaced: list[Any],
+    sizes: list[int],
+    held: dict[Any, Any],
+    window_bytes: int,
+) -> None:
+    """Puts those results of a window that are made from what is copied in for it into `held`, by rows if they can be."""
+    needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
+    chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
+    targets, into = [jaxpr.outvars[i] for i in chosen], [replaced[i] for i in chosen]
+    late = {v for v in needed if v not in held}
+    rows = _rows.find(jaxpr, makers, targets, held, late)
+    if rows is None or len(set(into)) < len(into):
+        return
+    _compute(jaxpr, makers, rows.wide + rows.whole, held)
+    n = targets[0].aval.shape[0]
+    count = _rows.largest_divisor(n, window_bytes * n // _total(sizes, _to_bits(window.inputs)))
+    held |= dict(zip(targets, _rows.run(rows, targets, into, held, count), strict=True))
+
+
+def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
+    """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time.
+
+    Example:
+      >>> any_nonfinite([_memory.to_host(jnp.array([1.0, jnp.inf]))], 1.0)
+      Array(True, dtype=bool)
+    """
+
+    def look(leaves: list[Any]) -> tuple[list[Any], None]:
+        fetched = _memory.to_device(leaves)
+        return [jnp.all(jnp.isfinite(g.astype(jnp.float32) * inv_scale)) for g in fetched], None
+
+    found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)
+    return ~functools.reduce(jnp.logical_and, found)

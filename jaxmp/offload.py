@@ -118,7 +118,7 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 def stream_updates(
-    inner: optax.GradientTransformation, *, window_bytes: int = 2**28
+    inner: optax.GradientTransformation, *, window_bytes: int = 2**28, split_leaves: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` so that state and masters in host memory pass through the device while they are updated.
 
@@ -131,7 +131,11 @@ def stream_updates(
         are on the device apart; see `_windows` for what couples them.
       window_bytes: how much is copied in for one window, in bytes of whole arrays, however they are sharded. Two
         windows are under way at a time, each with what comes in and what goes out: about 4 x `window_bytes` of device
-        memory. Below some tens of MiB copies get slow; one leaf is never split.
+        memory. Below some tens of MiB copies get slow.
+      split_leaves: whether leaves that are larger than a window go through it a piece of their leading axis at a time,
+        as the stacked params of `stream_layers` need it. Only where the update is elementwise in them (adam, lion, sgd;
+        not lamb, whose norm is over the leaf), and only under `apply_gradients`. False, as a leading axis that is
+        sharded over a mesh must not be cut: XLA would gather it.
 
     Returns:
       A transform with the state of `inner`. Inside `jaxmp.mixed_precision` (or `unscale_and_skip`) it works with
@@ -203,7 +207,9 @@ def stream_updates(
 
         def turn(carry: Any) -> Any:
             _, pairs, state = carry
-            return jnp.zeros((), bool), *_windows.run(update, grads, state, pairs, window_bytes=int(window_bytes))
+            into = (pairs, state) if split_leaves else None
+            new = _windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
+            return jnp.zeros((), bool), *new
 
         # A loop of one turn or none, where a cond would do as well: XLA keeps the sharding of what a loop carries, and
         # updates it where it stands. The results of a cond it lays on every device, unless they are told otherwise.

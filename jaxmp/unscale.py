@@ -23,7 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
-from jaxmp import _in_place, _memory, _paths, _scales, _versions, casting, probe, scaling, state as states, sync
+from jaxmp import _in_place, _memory, _paths, _scales, _versions, _windows, casting, probe, scaling, state as states, sync
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -167,9 +167,9 @@ def unscale_and_skip(
         offer = _in_place.current() if isinstance(guarded, _in_place.InPlace) else None
         given = None
         if offer is not None and offer.is_for(params):
-            given = measure(updates, grads, used_scale, grads_finite)
-            if given.grads is updates and clamped is None:
-                given = given._replace(grads=held)  # those in host memory are copied in again, as they are needed
+            # Gradients in host memory are copied in twice, a few at a time: here, and when params are written.
+            as_came = held if guarded.streams and clamped is None else updates
+            given = measure(as_came, grads, used_scale, grads_finite)
         with jax.named_scope("jaxmp.check_finite"):
             finite, taken, saturated = decide(grads, state, params, grads_finite, given, clamped)
         next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
@@ -213,6 +213,9 @@ def unscale_and_skip(
         if not guarded.measures and not looks(known_finite):
             return given
         with jax.named_scope("jaxmp.measure_gradients"):
+            if _memory.first_on_host(given.grads) is not None:
+                leaves = _scales.partition(given.grads)[1]
+                return given._replace(bad=_windows.any_nonfinite(leaves, given.inv_scale))
             norm, locally_finite = pallas_kernels.gradient_norm(
                 _scales.partition(given.grads)[1], given.inv_scale, backend=guarded.backend
             )
