@@ -76,9 +76,7 @@ def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
     """The same round `inner`, which knows what it needs; an `inner` that only knows updates needs nothing."""
     if not isinstance(inner, InPlace):
         return in_place(init, update, write)
-    return in_place(
-        init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams
-    )
+    return in_place(init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams)
 
 
 class Offer:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jaxmp import _paths
@@ -50,9 +51,9 @@ def check_on_device(state: PyTree) -> None:
     if path is not None:
         raise ValueError(
             f"state in host memory is streamed by jaxmp.apply_gradients, with the optimizer wrapped as "
-            f"jaxmp.mixed_precision(jaxmp.offload.stream_updates(inner), policy); got {path} in host memory and another "
-            f"way to update it: an optimizer that is not wrapped, a fused one, tx.update, or a transform inside "
-            f"optax.multi_transform, masked or MultiSteps. Wrap it, or keep the state on the device "
+            f"jaxmp.mixed_precision(jaxmp.offload.stream_updates(inner), policy); got {path} in host memory and "
+            f"another way to update it: an optimizer that is not wrapped, a fused one, tx.update, or a transform "
+            f"inside optax.multi_transform, masked or MultiSteps. Wrap it, or keep the state on the device "
             f"(jaxmp.offload.to_device)."
         )
 
@@ -70,7 +71,7 @@ def to_device(tree: PyTree) -> PyTree:
             return x
         moved = _moved(x, jax.memory.Space.Device)
         # Without this XLA for GPUs may move a reshape of what was copied to before the copy, where it cannot run.
-        return lax.optimization_barrier(moved) if isinstance(x, jax.core.Tracer) else moved
+        return lax.optimization_barrier(moved) if isinstance(x, Tracer) else moved
 
     return jax.tree.map(copied_in, tree)
 
@@ -82,7 +83,7 @@ def to_host(x: Array) -> Array:
       >>> to_host(jax.numpy.ones(2)).sharding.memory_kind
       'pinned_host'
     """
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return _moved(x, jax.memory.Space.Host)
     _check_devices(x)
     return jax.device_put(x, x.sharding.with_memory_kind(_HOST_KIND))

@@ -28,7 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _quantize, _regions, _scales, _versions, amax
+from jaxmp import _memory, _paths, _quantize, _regions, _scales, _versions, amax
 
 _DTYPE = jnp.float8_e4m3fn
 _WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_fp8_weights", default=False)
@@ -141,6 +141,13 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
     A stored kernel is saturated: its own magnitudes cannot tell when the scale has to fall.
     """
     leaves, weights = _paths.leaves_by_path(params), _paths.leaves_by_path(masters)
+    for kernel in pairs(params):
+        if kernel in weights and _memory.is_on_host(weights[kernel]):
+            raise ValueError(
+                f"kernels that are stored in fp8 are written from masters on the device, by a scale that looks at all "
+                f"of each; got that of {kernel} in host memory. Keep masters on the device: "
+                f'jaxmp.offload.put(opt_state, what=("moments",)), or leave fp8_weights=False.'
+            )
     return {
         leaf: _quantize.largest_magnitude(weights[kernel], keep=jnp.ndim(leaves[leaf]))
         if kernel in weights

@@ -15,6 +15,7 @@ has them all on the device: right, but with nothing saved while it runs.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,8 +54,8 @@ def run(
       *args: pytrees of arrays.
       window_bytes: of arrays in host memory, how much is copied in for one window; a part that needs more than that has
         a window of its own.
-      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A part
-        that is too large for a window then goes in pieces along its leading axis, if it is elementwise (see `_rows`).
+      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A
+        part that is too large for a window then goes in pieces of its leading axis, if it is elementwise (see `_rows`).
 
     Returns:
       What `f` returns.
@@ -80,7 +81,7 @@ def run(
     traced = jax.make_jaxpr(flat)(*avals)
     jaxpr, consts = _versions.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
     starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
-    parts = [tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [tuple(range(a, b)) for a, b in itertools.pairwise(starts)]
     sizes = [x.size * x.dtype.itemsize if _memory.is_on_host(x) else 0 for x in leaves]
     windows = plan(jaxpr, sizes, parts, window_bytes)
     held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
@@ -221,7 +222,7 @@ def _compute_rows(
     held: dict[Any, Any],
     window_bytes: int,
 ) -> None:
-    """Puts those results of a window that are made from what is copied in for it into `held`, by rows if they can be."""
+    """Puts those results of a window that are made from what it copies in into `held`, by rows if they can be."""
     needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
     chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
     targets, into = [jaxpr.outvars[i] for i in chosen], [replaced[i] for i in chosen]

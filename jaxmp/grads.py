@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _autocast, _gemm, _paths, _scales, _versions, _weights, casting, state, sync
+from jaxmp import _autocast, _gemm, _memory, _paths, _scales, _versions, _weights, casting, state, sync
 
 
 def value_and_grad(
@@ -139,6 +139,11 @@ def scaled_value_and_grad(
             "jaxmp.shared_loss_scale."
         )
     _check_differentiable(params)
+    if k > 1 and (path := _memory.first_on_host(params)) is not None:
+        raise ValueError(
+            f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
+            f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
+        )
     loss_fn = _autocast.by_region(loss_fn)
     loss_scale = state.get_loss_scale(opt_state)
     axes = _axes_to_vary(axis_name)

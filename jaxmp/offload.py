@@ -26,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _in_place, _memory, _paths, _weights, _windows, _write
+from jaxmp import _in_place, _memory, _windows, _write
 from jaxmp._stream_layers import stream_layers as stream_layers
 from jaxmp.state import MasterState
 from jaxmp.unscale import as_transformation
@@ -144,8 +145,8 @@ def stream_updates(
     Raises:
       TypeError: `inner` is no optax transform.
       ValueError: `window_bytes` that is no positive int; `inner` is one of jaxmp's fused optimizers, whose kernels
-        read and write the device's memory. At the step: `tx.update` under `mixed_precision` with state in host memory,
-        kernels stored in fp8.
+        read and write the device's memory. At the step: `tx.update` under `mixed_precision` with state in host memory;
+        masters in host memory of kernels that are stored in fp8.
 
     Example:
       >>> import jaxmp
@@ -169,11 +170,8 @@ def stream_updates(
             "and put stream_updates inside of mixed_precision, not round it."
         )
 
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        path = _memory.first_on_host((updates, state, params))
-        if path is None:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        if _memory.first_on_host((updates, state, params)) is None:
             return plain.update(updates, state, params, **extra_args)
         if "grads_finite" in extra_args:
             _memory.check_on_device((state, params))
@@ -194,14 +192,13 @@ def stream_updates(
         step: _in_place.Step,
         **extra_args: Any,
     ) -> tuple[list[_write.Pair], Any, Float[Array, ""]]:
-        _check_not_stored(params)
         # Of the params that come in, not of masters on the host; so the sum over a mesh joins that of the norm.
         saturated = sum((_saturated(p) for p, _ in pairs), start=jnp.zeros((), jnp.float32))
         taken_step = step._replace(taken=jnp.ones((), bool))
 
         def update(grads: list[Array], state: Any, pairs: list[_write.Pair]) -> tuple[list[Any], Any]:
-            fetched = _memory.to_device((grads, state, pairs))
-            new, new_state = _write.by_updates(plain, fetched[0], fetched[1], params, fetched[2], taken_step, extra_args)
+            here = _memory.to_device((grads, state, pairs))
+            new, new_state = _write.by_updates(plain, here[0], here[1], params, here[2], taken_step, extra_args)
             new = [jax.tree.map(_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
             return new, jax.tree.map(_memory.as_before, new_state, state)
 
@@ -237,7 +234,7 @@ class _Static:
 def _committed(tree: PyTree) -> PyTree:
     """`tree`, committed to its device where that is only one."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if any(isinstance(x, Tracer) for x in leaves):
         return tree
     if len(set().union(*(x.sharding.device_set for x in leaves))) != 1:
         return tree
@@ -248,15 +245,6 @@ def _is_large(x: Any, min_bytes: int) -> bool:
     if not isinstance(x, jax.Array) or x.ndim == 0 or _memory.is_on_host(x):
         return False
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size * x.dtype.itemsize >= min_bytes
-
-
-def _check_not_stored(params: PyTree) -> None:
-    for path, x in _paths.leaves_by_path(params).items():
-        if _weights.is_stored(x):
-            raise ValueError(
-                f"kernels that are stored in fp8 are written from masters on the device, after all others; got {path} "
-                f"with stream_updates. Leave fp8_weights=False, or do not wrap the optimizer in stream_updates."
-            )
 
 
 def _saturated(param: Any) -> Float[Array, ""]:

@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
+from jaxmp import _scales
 from jaxmp._dynamic import DynamicLossScale as DynamicLossScale
 from jaxmp._fixed import (
     NoOpLossScale as NoOpLossScale,
@@ -104,3 +105,39 @@ def _from_jmp(scaler: jmp.DynamicLossScale) -> DynamicLossScale:
     )
     new.growth_count = jnp.asarray(scaler.counter, jnp.int32)
     return new
+
+
+def largest_of(dtype: Any) -> float:
+    """The largest finite value of a float dtype.
+
+    Example:
+      >>> largest_of(jnp.float16)
+      65504.0
+    """
+    try:
+        if not isinstance(dtype, bool | int | float):
+            return float(jnp.finfo(dtype).max)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
+    )
+
+
+def clamp_inf(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
+    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone.
+
+    Example:
+      >>> clamp_inf(jnp.array([-jnp.inf, 1.0]), 2.0)
+      (Array([-2.,  1.], dtype=float32), Array(True, dtype=bool))
+    """
+    amaxes, grads = _scales.partition(grads)
+    found = jnp.zeros((), bool)
+    for g in jax.tree.leaves(grads):
+        found |= jnp.any(jnp.isinf(g))
+
+    def clamp(g: Array) -> Array:
+        limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
+        return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
+
+    return _scales.merge(amaxes, jax.tree.map(clamp, grads)), found

@@ -23,7 +23,19 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
-from jaxmp import _in_place, _memory, _paths, _scales, _versions, _windows, casting, probe, scaling, state as states, sync
+from jaxmp import (
+    _in_place,
+    _memory,
+    _paths,
+    _scales,
+    _versions,
+    _windows,
+    casting,
+    probe,
+    scaling,
+    state as states,
+    sync,
+)
 from jaxmp.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -120,7 +132,7 @@ def unscale_and_skip(
             stacklevel=3,
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
-    largest = None if clamp_inf is None else _largest_of(clamp_inf)
+    largest = None if clamp_inf is None else scaling.largest_of(clamp_inf)
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
@@ -156,7 +168,7 @@ def unscale_and_skip(
         clamped = None
         if largest is not None:
             with jax.named_scope("jaxmp.clamp_inf"):
-                updates, clamped = _clamp_inf(updates, largest)
+                updates, clamped = scaling.clamp_inf(updates, largest)
         with jax.named_scope("jaxmp.unscale"):
             # By the scale that value_and_grad scaled with: the one given, else the one in the state, which without a
             # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
@@ -369,31 +381,6 @@ def _check_gradients(grads: PyTree) -> None:
                 f"{_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree; with "
                 f"kernels stored in fp8, differentiate by jaxmp.value_and_grad."
             )
-
-
-def _largest_of(dtype: Any) -> float:
-    try:
-        if not isinstance(dtype, bool | int | float):
-            return float(jnp.finfo(dtype).max)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
-    )
-
-
-def _clamp_inf(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
-    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone."""
-    amaxes, grads = _scales.partition(grads)
-    found = jnp.zeros((), bool)
-    for g in jax.tree.leaves(grads):
-        found |= jnp.any(jnp.isinf(g))
-
-    def clamp(g: Array) -> Array:
-        limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
-        return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
-
-    return _scales.merge(amaxes, jax.tree.map(clamp, grads)), found
 
 
 def _count(count: Array, happened: Bool[Array, ""]) -> Array:
