@@ -52,6 +52,7 @@ SECTIONS = {
     "block": ("gpu_models", 40),
     "crossover": ("gpu_models", 45),
     "example": ("gpu_models", 45),
+    "offload": ("gpu_offload", 60),
 }
 
 
@@ -212,6 +213,10 @@ def targets() -> list[Target]:
     what = "training step of a Llama layer, width 4096"
     found.append(Target("llama", what, ("bf16", "us"), ("fp8", "us"), 1.25, "times as fast as bf16"))
     found.append(Target("llama", what, ("bf16", "peak_mib"), ("fp8", "peak_mib"), 1.0, "no more memory than bf16"))
+    from gpu_offload import UPDATE
+
+    found.append(Target("offload", UPDATE, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
+    found.append(Target("offload", UPDATE, ("host", "us"), ("host, skipped", "us"), 5.0, "times faster when skipped"))
     return found
 
 
@@ -272,7 +277,7 @@ def versions() -> dict[str, str]:
 
 def tables_of(results: dict[str, Any]) -> str:
     """The results as markdown."""
-    head = ["what", "by", "us", "of it host", "GB/s", "of a copy", "TFLOP/s", "k tokens/s", "peak MiB"]
+    head = ["what", "by", "us", "of it host", "GB/s", "of a copy", "bus GB/s", "TFLOP/s", "k tokens/s", "peak MiB"]
     cells = [head]
     for row in results["rows"]:
         if "us" in row:
@@ -284,6 +289,7 @@ def tables_of(results: dict[str, Any]) -> str:
                     f"{row['host_us']:.1f}",
                     _number(row, "bytes_per_s", 1e9),
                     f"{row['of_copy']:.0%}" if "of_copy" in row else "",
+                    _number(row, "bus_bytes_per_s", 1e9),
                     _number(row, "flops_per_s", 1e12),
                     _number(row, "tokens_per_s", 1e3),
                     _number(row, "peak_mib", 1),

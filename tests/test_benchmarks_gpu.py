@@ -86,6 +86,24 @@ def test_nothing_fails_and_what_is_left_out_has_its_reason(results):
     assert "torch" in reasons["tree", "gradient_norm, float16, torch"]
 
 
+def test_offload_runs_and_counts_what_crosses_the_bus(gpu, bench):
+    del gpu
+    import gpu_offload
+
+    bench.start("offload", 100.0)
+    gpu_offload.offload(bench)
+    assert bench.left_out == []
+    rows = {(row["what"], row["variant"]): row for row in bench.rows}
+    assert len(rows) == 7
+    update, skipped, device = (rows[gpu_offload.UPDATE, name] for name in ("host", "host, skipped", "device"))
+    assert update["bus_bytes"] == 24 * update["params"] > 0
+    assert skipped["bus_bytes"] == device["bus_bytes"] == 0
+    assert update["kinds"] == ["device", "pinned_host"] and device["kinds"] == ["device"]
+    step = rows[gpu_offload.STEP, "host"]
+    assert step["kinds"] == ["pinned_host"] and step["tokens_per_s"] > 0 and step["bus_bytes"] == 38 * step["params"]
+    assert rows[gpu_offload.BUS, "in"]["bus_bytes_per_s"] > 0
+
+
 def test_a_variant_that_fails_leaves_the_others(bench):
     from gpu_timing import Variant
 
