@@ -49,7 +49,7 @@ def of_the_plain_model():
         {},
         {"num_slices": 3, "offload_activations": True},
         {"num_slices": 2, "checkpoint_activations": False},
-        {"num_slices": 1},
+        pytest.param({"num_slices": 1}, marks=pytest.mark.campaign),
     ],
     ids=str,
 )
@@ -60,7 +60,9 @@ def test_loss_and_gradients_are_those_of_the_plain_model(options):
     assert_bitwise(jax.tree.map(np.array, got), of_the_plain_model())
 
 
-@pytest.mark.parametrize("options", [{}, {"num_slices": 3, "offload_activations": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.campaign), {"num_slices": 3, "offload_activations": True}], ids=str
+)
 def test_microbatches_sum_to_the_batch(options):
     apply = offload.stream_layers(layer, num_microbatches=4, **options)
     got = loss_and_grads(apply, offload.to_host(make_params()))
