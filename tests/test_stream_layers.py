@@ -46,7 +46,7 @@ def of_the_plain_model():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.campaign),
         {"num_slices": 3, "offload_activations": True},
         {"num_slices": 2, "checkpoint_activations": False},
         pytest.param({"num_slices": 1}, marks=pytest.mark.campaign),
