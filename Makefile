@@ -92,6 +92,7 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/h100_offload.py $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'
