@@ -4,6 +4,7 @@ from importlib import metadata as _metadata
 
 from jaxmp import casting as casting
 from jaxmp import fp8 as fp8
+from jaxmp import fsdp as fsdp
 from jaxmp import linen as linen
 from jaxmp import nnx as nnx
 from jaxmp._autocast import autocast as autocast
@@ -12,6 +13,7 @@ from jaxmp._explain import explain_autocast as explain_autocast
 from jaxmp._fp16_methods import auto_fp16 as auto_fp16
 from jaxmp._fp16_methods import force_fp32 as force_fp32
 from jaxmp._scale_gradient import scale_gradient as scale_gradient
+from jaxmp._sharding_of import sharding_of as sharding_of
 from jaxmp._softmax import log_softmax as log_softmax
 from jaxmp._softmax import logsumexp as logsumexp
 from jaxmp._softmax import softmax as softmax
