@@ -76,6 +76,7 @@ class Instruction(NamedTuple):
     bytes_written: int
     body: str  # name of the fused computation; "" where there is none
     sources: frozenset[str]  # names of the instructions whose results it reads
+    dtypes: tuple[str, ...]  # in its result, as HLO calls them
 
 
 def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tuple[int, ...] | None = None) -> Mesh:
@@ -241,7 +242,8 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
             read = sum(reads.values())
             read = min(read, written) if op in _SLICE else read
             called = body.group(1) if body else ""
-            yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind)
+            dtypes = tuple(dict.fromkeys(re.findall(r"(\w+)\[", type_text)))
+            yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind, dtypes)
 
 
 def _sliced(body: list[str]) -> dict[int, int]:

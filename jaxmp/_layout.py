@@ -77,7 +77,7 @@ class Layout:
 
 
 def layout_of(
-    params: PyTree, mesh: Any, axis_name: str = "fsdp", *, specs: PyTree | None = None, min_size: int = 1024
+    params: PyTree, mesh: Any, axis_name: str = "fsdp", *, specs: PyTree | None = None, min_size: int = 2**14
 ) -> Layout:
     """Chooses for every param along which dimension it is cut over a mesh axis.
 
@@ -90,7 +90,8 @@ def layout_of(
       axis_name: the axis to cut over.
       specs: tree of `PartitionSpec`s over *other* axes of the mesh (tensor parallelism), or a prefix of it. A dimension
         that one of these cuts is left to it.
-      min_size: leaves of fewer elements stay whole: to gather them takes longer than the memory is worth.
+      min_size: leaves of fewer elements stay whole, as norms and biases do: to gather them takes longer than the
+        memory is worth.
 
     Returns:
       A `Layout`.

@@ -68,9 +68,9 @@ def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
     """The sharding of each param by path; each checked to be one that its shape can have."""
     is_sharding = lambda x: isinstance(x, (NamedSharding, PartitionSpec))  # noqa: E731
     prefix = [(_paths.path_str(p), s) for p, s in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)]
-    kinds = {type(s) for _, s in prefix}
+    kind = NamedSharding if any(isinstance(s, NamedSharding) for _, s in prefix) else PartitionSpec
     for path, s in prefix:
-        if not is_sharding(s) or len(kinds) > 1:
+        if not isinstance(s, kind):
             raise ValueError(
                 f"shardings must be NamedShardings, or all of them PartitionSpecs; got {type(s).__name__} at {path}"
             )

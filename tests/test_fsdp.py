@@ -45,7 +45,7 @@ def test_each_leaf_is_cut_along_its_longest_dimension_that_divides():
 
 
 def test_small_leaves_and_fp8_scales_stay_whole():
-    scales = {"fp8_lhs_e4m3_log2_scale": jnp.zeros(4096), "w": jnp.zeros(1024), "b": jnp.zeros(1023)}
+    scales = {"fp8_lhs_e4m3_log2_scale": jnp.zeros(2**15), "w": jnp.zeros(2**14), "b": jnp.zeros(2**14 - 1)}
     assert fsdp.layout_of(scales, mesh_of()).whole == {"fp8_lhs_e4m3_log2_scale": True, "w": False, "b": True}
 
 
@@ -152,6 +152,8 @@ def run(how):
         padded = jax.device_put(fsdp.pad(PARAMS, LAYOUT), LAYOUT.shardings)
         shardings = jaxmp.sharding_of(tx, padded, LAYOUT.shardings)
         params, opt_state = POLICY.cast_to_param(padded), jax.jit(tx.init, out_shardings=shardings)(padded)
+        lie = LAYOUT.shardings if how != "zero" else jax.tree.map(lambda _: NamedSharding(LAYOUT.mesh, P()), PARAMS)
+        params = jax.device_put(params, lie)
         trim = functools.partial(fsdp.trim, layout=LAYOUT)
         if where:
             state = jaxmp.sharding_of(tx, padded, LAYOUT.specs)
@@ -164,10 +166,10 @@ def run(how):
             )
             compiled = jax.jit(step)
         else:
-            compiled = jax.jit(step, out_shardings=(LAYOUT.shardings, shardings, None))
+            compiled = jax.jit(step, out_shardings=(lie, shardings, None))
     metrics, losses, programs, events = [], [], [], regimes.compile_events()
     for batch in batches():
-        if how == "jit":
+        if how in ("jit", "zero"):
             batch = jax.device_put(batch, NamedSharding(LAYOUT.mesh, ROWS))
         events.clear()
         params, opt_state, loss = compiled(params, opt_state, batch)
@@ -178,7 +180,7 @@ def run(how):
     return trim(params), trim(masters), metrics, losses, (params, masters, programs)
 
 
-HOW = ["shard_map", "shard_map_unchecked", "jit"]
+HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on every device, only the state is cut
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
 
 
@@ -201,7 +203,10 @@ def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     for tree, dtype in ((params, jnp.float16), (masters, jnp.float32)):
         for name, x in tree.items():
             assert x.dtype == dtype
-            assert x.sharding.is_equivalent_to(LAYOUT.shardings[name], x.ndim), name
+            if how == "zero" and tree is params:
+                assert x.is_fully_replicated
+            else:
+                assert x.sharding.is_equivalent_to(LAYOUT.shardings[name], x.ndim), name
     assert_bitwise(masters["odd"][:, 7], np.zeros(5, np.float32))
     assert programs[0] > 0 and programs[1:] == [0] * 4
 
