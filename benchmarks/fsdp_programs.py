@@ -179,7 +179,6 @@ def flag_reductions(executable: Any) -> int:
 
 def overlapped(executable: Any) -> tuple[int, int]:
     """(collectives that run while a matmul does, collectives that could) among gathers and scatters, as scheduled."""
-    done_at: dict[str, int] = {}
     hidden = total = 0
     for lines in aot.computations(executable).values():
         runs = list(aot.parse(lines))

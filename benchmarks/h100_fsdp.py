@@ -123,7 +123,7 @@ of width {fp.WIDTH} with {fp.LAYERS} layers and {results["params"] / 1e6:.0f} mi
 {markdown(cells)}
 
 - Bytes are those of the whole tensors, which a ring moves through each device but for the factor (n - 1) / n: they do
-  not grow with the number of devices, while what each device holds (args: params, masters, moments, batch) falls with it.
+  not grow with the number of devices, while what each device holds (args: params, masters, moments, batch) falls.
 - The all-reduces are of the flags, the norm and the loss: the same few bytes for every number of devices and of
   leaves. Flags and amaxes together take one. That costs latency, not bandwidth.
 - The times are bytes over public bandwidths, {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and
