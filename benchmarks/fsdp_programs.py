@@ -37,7 +37,7 @@ class Program(NamedTuple):
       manual: jax.shard_map with `jaxmp.fsdp.gather` as collectives; or plain jit, where XLA inserts them.
       policy: of the params.
       reduce_dtype: in which gradients are summed; None for their own.
-      again: whether gathered params are freed and gathered again.
+      again: gathered params are freed and gathered again, under this policy for what else is saved; None: they are kept.
       microbatches: how many, and whether gradients are reduced once for all of them.
       once: gathered before the first microbatch, reduced behind the last.
     """
@@ -46,7 +46,7 @@ class Program(NamedTuple):
     manual: bool = True
     policy: str = "fp16"
     reduce_dtype: Any = None
-    again: bool = False
+    again: Any = None
     microbatches: int = 1
     once: bool = False
 
@@ -57,7 +57,8 @@ PROGRAMS = (
     Program("fp16, reduced in float16"),
     Program("fp16, reduced in float32", reduce_dtype=jnp.float32),
     Program("bf16, reduced in float32", policy="bf16", reduce_dtype=jnp.float32),
-    Program("fp16, freed and gathered again", again=True),
+    Program("fp16, gathered again, all else saved", again=jax.checkpoint_policies.everything_saveable),
+    Program("fp16, gathered again, matmuls saved", again=jax.checkpoint_policies.dots_saveable),
     Program("fp16, 4 microbatches, reduced in each", microbatches=4),
     Program("fp16, 4 microbatches, reduced once", microbatches=4, once=True),
 )
@@ -121,8 +122,8 @@ def compiled(program: Program, devices: int) -> Any:
         return fsdp.gather(params, layout, **({"reduce_dtype": program.reduce_dtype} if program.manual else {}))
 
     loss_fn: Any = loss_of if program.once else (lambda params, tokens: loss_of(gather(params), tokens))
-    if program.again:
-        loss_fn = jax.checkpoint(loss_fn, policy=fsdp.save_all_but_gathered())
+    if program.again is not None:
+        loss_fn = jax.checkpoint(loss_fn, policy=fsdp.save_all_but_gathered(program.again))
 
     def step(params: PyTree, opt_state: Any, tokens: Array) -> Any:
         seen = gather(params) if program.once else params
@@ -169,7 +170,7 @@ def flag_reductions(executable: Any) -> int:
     """All-reduces that combine flags and amaxes: by MAX, or by AND or OR under plain jit."""
     blocks = aot.computations(executable)
     found = 0
-    for lines in blocks.values():
+    for lines in aot.running(blocks):
         for _, _, op, _, attributes in aot.parse(lines):
             reducer = re.search(r"to_apply=(%[\w.\-]+)", attributes)
             if op in ("all-reduce", "all-reduce-start") and reducer:
@@ -178,17 +179,15 @@ def flag_reductions(executable: Any) -> int:
 
 
 def overlapped(executable: Any) -> tuple[int, int]:
-    """(collectives that run while a matmul does, collectives that could) among gathers and scatters, as scheduled."""
+    """(gathers and scatters that run while a matmul does, how many there are), as scheduled; loops count once."""
     hidden = total = 0
-    for lines in aot.computations(executable).values():
+    for lines in aot.running(aot.computations(executable)):
         runs = list(aot.parse(lines))
-        done_at = {
-            operands[0]: i for i, (_, _, op, operands, _) in enumerate(runs) if op.endswith("-done") and operands
-        }
+        done_at = {read[0]: i for i, (_, _, op, read, _) in enumerate(runs) if op.endswith("-done") and read}
         for i, (name, _, op, _, _) in enumerate(runs):
             if not op.startswith(("all-gather", "reduce-scatter")) or op.endswith("-done"):
                 continue
             total += 1
-            between = runs[i + 1 : done_at[name]] if op.endswith("-start") and name in done_at else []
+            between = runs[i + 1 : done_at[name]] if name in done_at else []
             hidden += any(re.search("gemm|cublas|dot", n + attributes) for n, _, _, _, attributes in between)
     return hidden, total

@@ -210,6 +210,16 @@ def _called(attributes: str) -> list[str]:
     return re.findall(r"(?:body|true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
 
 
+def running(blocks: dict[str, list[str]], name: str = "ENTRY") -> list[list[str]]:
+    """The lines of the entry computation and of the loops, branches and calls in it, of each once."""
+    found = [blocks[name]]
+    for _, _, op, _, attributes in parse(blocks[name]):
+        if op in _BLOCK:
+            for inner in _called(attributes):
+                found += running(blocks, inner)
+    return found
+
+
 def turns(op: str, attributes: str) -> int:
     """How often a while turns, as far as XLA knows; 1 of anything else."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes) if op == "while" else None
