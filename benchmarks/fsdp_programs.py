@@ -37,7 +37,7 @@ class Program(NamedTuple):
       manual: jax.shard_map with `jaxmp.fsdp.gather` as collectives; or plain jit, where XLA inserts them.
       policy: of the params.
       reduce_dtype: in which gradients are summed; None for their own.
-      again: gathered params are freed and gathered again, under this policy for what else is saved; None: they are kept.
+      again: gathered params are freed and gathered again, all else saved as this policy says; None: they are kept.
       microbatches: how many, and whether gradients are reduced once for all of them.
       once: gathered before the first microbatch, reduced behind the last.
     """
