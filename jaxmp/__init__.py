@@ -7,6 +7,7 @@ from jaxmp import checkpoint as checkpoint
 from jaxmp import fp8 as fp8
 from jaxmp import linen as linen
 from jaxmp import nnx as nnx
+from jaxmp._convert import reload_master_params as reload_master_params
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import no_autocast as no_autocast
 from jaxmp._explain import explain_autocast as explain_autocast

@@ -232,35 +232,39 @@ def _loss_scales(saved: _saved.Saved, start: dict[str, Any], paths: list[str]) -
 
 
 def _kept_scale(start: dict[str, Any], group: str, saved: _saved.Saved) -> dict[str, Any]:
-    old = {name: saved.state.get(f"{group}scaling/{name}") for name in start}
-    if "hysteresis_left" in start and not int(start["hysteresis_left"]):
+    head = f"{group}scaling/"
+    old = {path.removeprefix(head): x for path, x in saved.state.items() if path.startswith(head)}
+    if "hysteresis_left" not in start:  # a class of the user's own
+        if {k: x.shape for k, x in old.items()} == {k: x.shape for k, x in start.items()}:
+            return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
+    elif not _moves(start):
         return start  # no scale, or a static one, which is what tx says
-    scale = saved.state.get(f"{group}scaling/loss_scale")
-    names = {path.rpartition("scaling/")[2] for path in saved.state if path.startswith(f"{group}scaling/")}
-    if "hysteresis_left" not in start and names == set(start):  # a class of the user's own
-        if all(old[k].shape == x.shape for k, x in start.items()):
-            return {k: jnp.asarray(old[k], x.dtype) for k, x in start.items()}
-    counts = [saved.state.get(f"{group}scaling/{name}") for name in ("growth_count", "hysteresis_left")]
-    moves = all(c is not None for c in counts) and any(int(c) for c in counts)
-    if "hysteresis_left" not in start or scale is None or not (moves or float(scale) != 1.0):
+    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _moves(old) or _at_floor(group, saved)):
+        if 0.0 < float(old["loss_scale"]) < math.inf:
+            return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
         warnings.warn(
-            f"{saved.what} has no loss scale of the kind that the new optimizer keeps: it starts from "
-            f"{float(start['loss_scale'])}, as a new run does, and may skip its first steps.",
+            f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts anew "
+            f"from {float(start['loss_scale'])}.",
             stacklevel=4,
         )
         return start
-    if not 0.0 < float(scale) < math.inf:
-        warnings.warn(
-            f"a loss scale must be positive and finite; {saved.what} has {float(scale)}. It starts anew from "
-            f"{float(start['loss_scale'])}.",
-            stacklevel=4,
-        )
-        return start
-    if not moves:
-        return start | {"loss_scale": jnp.asarray(scale, jnp.float32)}
-    left = jnp.minimum(jnp.asarray(old["hysteresis_left"], jnp.int32), start["hysteresis_left"])
-    return {
-        "loss_scale": jnp.asarray(scale, jnp.float32),
-        "growth_count": jnp.asarray(old["growth_count"], jnp.int32),
-        "hysteresis_left": left,
-    }
+    warnings.warn(
+        f"{saved.what} has no loss scale of the kind that the new optimizer keeps: it starts from "
+        f"{float(start['loss_scale'])}, as a new run does, and may skip its first steps.",
+        stacklevel=4,
+    )
+    return start
+
+
+def _moves(scale: dict[str, Any]) -> bool:
+    """Whether a scale has counts; without a scaler, and with a static one, they are 0."""
+    return bool(int(scale["growth_count"]) or int(scale["hysteresis_left"]))
+
+
+def _at_floor(group: str, saved: _saved.Saved) -> bool:
+    """Whether a scale of 1 with counts of 0 is one that has just fallen to its floor, and not that of no scaler."""
+    skipped, unscaled, pinned = (
+        saved.state.get(f"{group}{n}") for n in ("skipped", "unscaled_fp16", "pinned_overflows")
+    )
+    in_float16 = any(x.dtype == jnp.float16 for x in saved.params.values()) and not unscaled
+    return bool(skipped) and (in_float16 or bool(pinned))

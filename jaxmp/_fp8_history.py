@@ -36,11 +36,11 @@ def of(saved: Saved) -> Histories | None:
     """The histories in a state of `update_amax` of one recipe; {} if it has none, None if it is of several."""
     params = saved.params
     histories = [x for path, x in saved.state.items() if _is(path, "amax_history")]
-    columns = _columns(params, [x.shape[-1] for x in histories])
-    if columns is None:
+    in_columns = columns(params, [x.shape[-1] for x in histories])
+    if in_columns is None:
         return None
     found = {}
-    for history, paths in zip(histories, columns, strict=True):
+    for history, paths in zip(histories, in_columns, strict=True):
         start = 0
         for path in paths:
             stop = start + math.prod(params[path].shape)
@@ -54,14 +54,14 @@ def _is(path: str, name: str) -> bool:
     return found is not None and found.group(3) == name
 
 
-def _columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | None:
+def columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | None:
     """The paths of the scales of each group if a single recipe made groups of these sizes, else None."""
     groups: dict[bool, list[str]] = {}
     if sizes:
         for path in filter(_scales.is_scale, params):
             groups.setdefault(_scales.format_of(path)[0], []).append(path)
-    columns = list(groups.values())
-    return columns if [sum(math.prod(params[p].shape) for p in paths) for paths in columns] == sizes else None
+    found = list(groups.values())
+    return found if [sum(math.prod(params[p].shape) for p in paths) for paths in found] == sizes else None
 
 
 def start(path: str, like: Any, histories: Histories | None) -> Float[Array, "*shape"]:
@@ -93,6 +93,13 @@ def of_length(history: Float[Array, "old n"], length: int) -> Float[Array, "leng
     return jnp.pad(newest, [(length - newest.shape[0], 0), (0, 0)])
 
 
+def group(histories: Histories, params: Mapping[str, Any], members: list[str], length: int) -> amax.AmaxState:
+    """The state of the scales at the paths `members`, with the histories that there are."""
+    found = [_column(histories, path, params[path], length) for path in members]
+    scales = [_scales.scale_of(params[path], holds_log2=_scales.format_of(path)[2])[0] for path in members]
+    return amax.AmaxState(jnp.concatenate([jnp.ravel(x) for x in scales]), jnp.concatenate(found, axis=1))
+
+
 def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a new state's `amax_states`, by path, with the histories that there are.
 
@@ -107,13 +114,11 @@ def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> 
     histories = of(saved)
     names = [path for path in fresh if _is(path, "amax_history")]
     groups = {path: x for path, x in fresh.items() if _GROUP.fullmatch(path)}
-    columns = _columns(params, [fresh[path].shape[-1] for path in names])
-    if columns is not None and histories is not None:
-        for name, members in zip(names, columns, strict=True):
-            found = [_column(histories, path, params[path], fresh[name].shape[0]) for path in members]
-            groups[name] = jnp.concatenate(found, axis=1)
-            scales = [_scales.scale_of(params[p], holds_log2=_scales.format_of(p)[2])[0] for p in members]
-            groups[_scale_beside(name)] = jnp.concatenate([jnp.ravel(x) for x in scales])
+    in_columns = columns(params, [fresh[path].shape[-1] for path in names])
+    if in_columns is not None and histories is not None:
+        for name, members in zip(names, in_columns, strict=True):
+            made = group(histories, params, members, fresh[name].shape[0])
+            groups[name], groups[_scale_beside(name)] = made.amax_history, made.scale
         return groups
     state = saved.state
     if all(name in state and state[name].shape[-1] == fresh[name].shape[-1] for name in names):

@@ -27,6 +27,18 @@ from jaxtyping import PyTree
 
 from jaxmp import _convert, _orbax, _paths, _placed, _saved
 from jaxmp._convert import convert as convert, reload_master_params as reload_master_params
+from jaxmp._import_flax import import_flax_fp8 as import_flax_fp8
+from jaxmp._import_megatron import export_megatron as export_megatron, import_megatron as import_megatron
+from jaxmp._loss_scales import (
+    export_loss_scale as export_loss_scale,
+    import_loss_scale as import_loss_scale,
+    set_loss_scale as set_loss_scale,
+)
+from jaxmp._safetensors import (
+    load_safetensors as load_safetensors,
+    read_safetensors as read_safetensors,
+    save_safetensors as save_safetensors,
+)
 from jaxmp.policy import get_policy
 
 
@@ -151,7 +163,8 @@ def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, 
 def _as_json(recipe: Any) -> Any:
     if isinstance(recipe, Mapping):
         return {str(pattern): _as_json(part) for pattern, part in recipe.items()}
-    fields = dataclasses.asdict(recipe) if dataclasses.is_dataclass(recipe) else {"is": recipe}
+    names = [field.name for field in dataclasses.fields(recipe)] if dataclasses.is_dataclass(recipe) else []
+    fields = {name: getattr(recipe, name) for name in names}
     plain = {k: x if isinstance(x, str | int | float | bool | None) else repr(x) for k, x in fields.items()}
     return {"recipe": type(recipe).__name__, **plain}
 

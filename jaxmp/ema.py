@@ -96,7 +96,8 @@ def ema_params(
         with jax.named_scope("jaxmp.ema_params"):
             averages = jax.tree.map(average, state.ema_params, params, updates)
             weight = state.ema_weight + (1 - keep) * (1 - state.ema_weight)
-        return updates, EmaParamsState(optax.safe_increment(state.ema_count), weight, averages)
+        count: Any = optax.safe_increment(state.ema_count)
+        return updates, EmaParamsState(count, weight, averages)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
