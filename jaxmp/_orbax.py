@@ -57,16 +57,20 @@ def tree_in(folder: pathlib.Path) -> pathlib.Path:
     return next((folder / item for item in (STATE, "default") if (folder / item).exists()), folder)
 
 
-def described(reader: Any, folder: pathlib.Path) -> Any:
-    """The saved tree with a description (shape, dtype) in the place of each array; nothing is read."""
+def described(folder: pathlib.Path) -> Any:
+    """The saved tree with a description (shape, dtype) in the place of each array; no array is read."""
     try:
-        found = reader.metadata(folder).item_metadata
+        found = package().StandardCheckpointHandler().metadata(_epath(folder))
         tree = getattr(found, "tree", found)
     except Exception as e:
         raise _unreadable(folder, e) from e
     if tree is None:
         raise _unreadable(folder, "no description of a tree")
     return tree
+
+
+def _epath(folder: pathlib.Path) -> Any:
+    return _extras.load("etils.epath", extra="checkpoint").Path(folder)
 
 
 def _unreadable(folder: pathlib.Path, why: Any) -> ValueError:
@@ -114,5 +118,5 @@ def read(reader: Any, folder: pathlib.Path, tree: Any, params: PyTree, extra: Ma
 def _uncommitted(x: Any) -> Any:
     """`x` on the default device, free to follow others."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
+        return jax.random.wrap_key_data(jnp.array(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
+    return jnp.array(np.asarray(x))

@@ -248,7 +248,7 @@ def restore(
     ocp = _orbax.package()
     wanted = dict(extra or {})
     with ocp.StandardCheckpointer() as reader:
-        tree = _orbax.described(reader, folder)
+        tree = _orbax.described(folder)
         parts = _orbax.parts(tree, folder)
         saved = _saved_of(parts)
         if tx is None:
