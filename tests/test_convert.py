@@ -175,11 +175,12 @@ W16 = {"w": jnp.ones(2, jnp.float16)}
     [
         (jaxmp.DynamicLossScale(4.0), jaxmp.DynamicLossScale(8.0), (4.0, 0, 2)),
         (jaxmp.DynamicLossScale(4.0).adjust(True), jaxmp.DynamicLossScale(8.0), (4.0, 1, 2)),
+        (jaxmp.DynamicLossScale(8.0, hysteresis=1).adjust(False), jaxmp.DynamicLossScale(8.0), (4.0, 0, 0)),
         (FELL, jaxmp.DynamicLossScale(8.0), (1.0, 0, 0)),
         (jaxmp.DynamicLossScale(4.0), 8.0, (8.0, 0, 0)),
         (4.0, jaxmp.DynamicLossScale(8.0), (4.0, 0, 0)),
     ],
-    ids=["both-move", "counts", "fell-to-the-floor", "static-is-told", "static-goes-on-moving"],
+    ids=["both-move", "counts", "just-fallen", "fell-to-the-floor", "static-is-told", "static-goes-on-moving"],
 )
 def test_a_loss_scale_is_kept_where_both_have_one(source, target, expected):
     old = scaled(source).init(W16)
