@@ -24,6 +24,8 @@ from jaxmp import _fp8_history, _in_place, _paths, _placed, _saved, _weights, _w
 from jaxmp.policy import get_policy
 from pallas_kernels import moments
 
+_split = jax.jit(moments.split, static_argnums=1)  # one pass, not one for each operation
+
 
 def convert(
     opt_state: Any,
@@ -163,7 +165,7 @@ def assemble(saved: _saved.Saved, tx: optax.GradientTransformation, like: PyTree
             return full[param]
         if path in saved.state:
             return jnp.asarray(saved.state[path])
-        split[param], remainder = moments.split(full[param], x.dtype)
+        split[param], remainder = _split(full[param], x.dtype)
         return remainder
 
     shardings = _placed.Shardings(like)

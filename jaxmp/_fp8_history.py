@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp import _scales, amax
@@ -44,7 +45,7 @@ def of(saved: Saved) -> Histories | None:
         start = 0
         for path in paths:
             stop = start + math.prod(params[path].shape)
-            found[key_of(path)] = jnp.asarray(history, jnp.float32)[:, start:stop]
+            found[key_of(path)] = jnp.asarray(np.asarray(history, np.float32)[:, start:stop])
             start = stop
     return found
 

@@ -8,6 +8,7 @@ the same leaf in a plain optax state, under `mixed_precision(..., "fp16")` and w
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
@@ -20,6 +21,7 @@ _WRAPPERS = _BOX | {"guarded", "fp8_scales", "fp8_rest", "master_inner"}
 _UNSCALE = ("skipped", "skipped_steps", "consecutive_skips", "pinned_overflows", "saturated_params", "unscaled_fp16")
 _FP8_COUNTERS = ("saturated_tensors", "unused_tensors")
 REMAINDERS = ("remainder16", "remainder8")
+_join = jax.jit(moments.join)  # one pass, not one for each operation
 
 
 class Saved(NamedTuple):
@@ -125,7 +127,7 @@ def full_params(saved: Saved) -> dict[str, Any]:
                     f"split masters are whole only together with their bfloat16 params; got {x.dtype} at {path}. Pass "
                     f"the params of the same step."
                 )
-            return moments.join(x, jnp.asarray(master))
+            return _join(x, jnp.asarray(master))
         if master is not None:
             return jnp.asarray(master, jnp.float32)
         if _weights.is_stored(x) and path in stored:
