@@ -15,7 +15,7 @@ saved is the state of the moment: the arrays are copied before `save` returns, a
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata as _metadata
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import jmp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp import _convert, _orbax, _paths, _placed, _saved
+from jaxmp import _convert, _orbax, _paths, _placed, _saved, _scales
 from jaxmp._convert import convert as convert, reload_master_params as reload_master_params
 from jaxmp._import_flax import import_flax_fp8 as import_flax_fp8
 from jaxmp._import_megatron import export_megatron as export_megatron, import_megatron as import_megatron
@@ -135,6 +135,8 @@ def save(
         raise ValueError(f"extra holds trees beside params and opt_state; got one called {taken[0]!r}. Rename it.")
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
+    # The order of the histories in opt_state: of keys that are no strings Orbax makes strings, which sort in another.
+    about["fp8_scales"] = [path for path in _saved.plain_leaves(params) if _scales.is_scale(path)]
     items = {_orbax.STATE: ocp.args.StandardSave(tree), _orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
@@ -244,13 +246,14 @@ def restore(
       {'w': Array([1.001], dtype=float32)}
     """
     step, folder = _orbax.find(source, step)
+    order = read_metadata(folder).get("fp8_scales")
     folder = _orbax.tree_in(folder)
     ocp = _orbax.package()
     wanted = dict(extra or {})
     with ocp.StandardCheckpointer() as reader:
         tree = _orbax.described(folder)
         parts = _orbax.parts(tree, folder)
-        saved = _saved_of(parts)
+        saved = _saved_of(parts, params, order)
         if tx is None:
             _saved.check_params(saved, params)
         else:
@@ -263,7 +266,7 @@ def restore(
         for name, like in wanted.items():
             _check_extra(name, like, parts)
         parts = _orbax.parts(_orbax.read(reader, folder, tree, params, wanted), folder)
-    saved = _saved_of(parts)
+    saved = _saved_of(parts, params, order)
     opt_state = None
     if tx is None:
         params = _placed.Shardings(params).place(_convert.assemble_params(saved, params)[1])
@@ -273,9 +276,12 @@ def restore(
     return Restored(step, params, opt_state, found)
 
 
-def _saved_of(parts: Mapping[str, Any]) -> _saved.Saved:
-    state = _saved.essential_leaves(parts.get("opt_state", ()))
-    return _saved.Saved(_saved.plain_leaves(parts["params"]), state, "the checkpoint")
+def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> _saved.Saved:
+    """What was saved; its fp8 scales in the order in which its histories stand: as recorded, or as in `like`."""
+    leaves = _saved.plain_leaves(parts["params"])
+    scales = [path for path in (order or _saved.plain_leaves(like)) if path in leaves and _scales.is_scale(path)]
+    leaves = {path: leaves[path] for path in scales} | leaves
+    return _saved.Saved(leaves, _saved.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
 
 
 def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
@@ -297,4 +303,9 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
 
 
 def _like(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    return _paths.map_with_path(lambda path, _: leaves[_saved.plain(path)], like)
+    def take(path: str, x: Any) -> Any:
+        found = leaves[_saved.plain(path)]
+        raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
+        return jax.random.wrap_key_data(found) if raw else found
+
+    return _paths.map_with_path(take, like)
