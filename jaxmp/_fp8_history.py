@@ -120,12 +120,12 @@ def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> 
     alike = list(leaves) == list(old_leaves) and all(
         name in state and state[name].shape[-1] == fresh[name].shape[-1] for name in names
     )
-    told_apart = in_columns is not None and histories is not None
-    if alike and (not told_apart or all(np.array_equal(leaves[p], old_leaves[p]) for p in leaves)):
+    unchanged = alike and all(np.array_equal(leaves[p], old_leaves[p]) for p in leaves)
+    if unchanged or (alike and (in_columns is None or histories is None)):
         for name in names:
             groups[name] = of_length(jnp.asarray(state[name]), fresh[name].shape[0])
             groups[_scale_beside(name)] = jnp.asarray(state[_scale_beside(name)])
-    elif told_apart:
+    elif in_columns is not None and histories is not None:
         for name, members in zip(names, in_columns, strict=True):
             made = group(histories, params, members, fresh[name].shape[0])
             groups[name], groups[_scale_beside(name)] = made.amax_history, made.scale
