@@ -69,7 +69,7 @@ def test_a_job_comes_back_bit_for_bit(steps):
     jax.tree.map(lambda x: x.delete(), restored[1:])  # and no buffer is shared
 
 
-def test_onto_another_mesh(steps):
+def test_onto_another_mesh_and_back(steps, tmp_path):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     split, everywhere = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())
     like = {"dense": abstract(JOB[0]["dense"], split), "norm": abstract(JOB[0]["norm"], everywhere)}
@@ -80,6 +80,10 @@ def test_onto_another_mesh(steps):
         assert kernel.sharding == split
         assert all(x.sharding == everywhere for x in jax.tree.leaves(tree["norm"]))
     assert all(x.sharding == everywhere for x in jax.tree.leaves(opt_state.scaling))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=opt_state)
+        manager.wait_until_finished()
+        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(JOB[0]))[1:3], JOB)
 
 
 def test_into_another_policy_as_convert_does_it(steps):
