@@ -112,20 +112,23 @@ def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> 
     Warns:
       UserWarning: histories that start anew, as nobody knows what they belong to.
     """
-    histories = of(saved)
+    histories, state = of(saved), saved.state
     names = [path for path in fresh if _is(path, "amax_history")]
     groups = {path: x for path, x in fresh.items() if _GROUP.fullmatch(path)}
     in_columns = columns(params, [fresh[path].shape[-1] for path in names])
-    if in_columns is not None and histories is not None:
+    leaves, old_leaves = ({p: x for p, x in tree.items() if _scales.is_scale(p)} for tree in (params, saved.params))
+    alike = list(leaves) == list(old_leaves) and all(
+        name in state and state[name].shape[-1] == fresh[name].shape[-1] for name in names
+    )
+    unchanged = alike and all(np.array_equal(leaves[p], old_leaves[p]) for p in leaves)
+    if unchanged or (alike and (in_columns is None or histories is None)):
+        for name in names:
+            groups[name] = of_length(jnp.asarray(state[name]), fresh[name].shape[0])
+            groups[_scale_beside(name)] = jnp.asarray(state[_scale_beside(name)])
+    elif in_columns is not None and histories is not None:
         for name, members in zip(names, in_columns, strict=True):
             made = group(histories, params, members, fresh[name].shape[0])
             groups[name], groups[_scale_beside(name)] = made.amax_history, made.scale
-        return groups
-    state = saved.state
-    if all(name in state and state[name].shape[-1] == fresh[name].shape[-1] for name in names):
-        for name in names:  # a dict of recipes, and the same one
-            groups[name] = of_length(jnp.asarray(state[name]), fresh[name].shape[0])
-            groups[_scale_beside(name)] = jnp.asarray(state[_scale_beside(name)])
     else:
         warnings.warn(
             "histories of fp8 amaxes that several recipes (a dict of them) keep are moved between jobs with the same "

@@ -276,6 +276,22 @@ def test_a_scale_of_another_format_is_made_of_its_amaxes():
     assert jax.tree.map(jax.typeof, new_state) == jax.tree.map(jax.typeof, tx.init(like))
 
 
+def test_histories_of_several_recipes_go_along_where_the_layers_are_the_same():
+    recipes = {"a*": jaxmp.fp8.DelayedScaling(amax_history_len=3), "*": RECIPE}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipes)
+    opt_state = tx.init(PARAMS)
+    number = iter(range(1, 99))
+    opt_state = jaxmp._paths.map_with_path(
+        lambda path, x: jnp.full_like(x, next(number)).at[0].set(0.0) if path.endswith("amax_history") else x, opt_state
+    )
+    assert_bitwise(convert(opt_state, PARAMS, to=tx, policy="fp32"), (PARAMS, opt_state))
+    with pytest.warns(UserWarning, match="same recipes and fp8 layers only: they start anew"):
+        one = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=RECIPE)
+        params, moved = convert(opt_state, PARAMS, to=one, policy="fp32")
+    assert not any(group.amax_history.any() for group in optax.tree.get(moved, "amax_states"))
+    assert_bitwise(params, PARAMS)
+
+
 def dense(kernel, *, scales=True):
     leaves = {"fp8_lhs_e4m3_log2_scale": 0.0, "fp8_rhs_e4m3_log2_scale": 0.0, "fp8_grad_e5m2_log2_scale": 0.0}
     return {"kernel": kernel} | ({"op": jax.tree.map(jnp.float32, leaves)} if scales else {})
@@ -295,6 +311,8 @@ def test_kernels_stored_in_fp8_come_from_masters_and_go_back():
     assert_bitwise(jaxmp.get_master_params(new_state, new_params)["kernel"], kernel)
     (group,) = [x for x in optax.tree.get(new_state, "amax_states") if x.scale.shape == (2,)]
     assert float(group.scale[1]) == 2.0 ** float(new_params["op"]["fp8_rhs_e4m3_log2_scale"]) > 1
+    fresh = stored.cast_to_param(params32), to_stored.init(params32)  # whose state does not know the kernel's scale yet
+    assert_bitwise(convert(fresh[1], fresh[0], to=to_stored, policy=stored), fresh)
     back_params, back_state = convert(new_state, new_params, to=plain, policy="bf16", like={"kernel": kernel})
     assert_bitwise((back_params, back_state), (params, opt_state))
 
@@ -391,7 +409,7 @@ def test_codes_are_not_taken_for_numbers():
         jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=d), "fp32") for d in (jnp.int8, jnp.float32)
     )
     with pytest.raises(ValueError, match="0/count is missing from its optimizer state. There are compress_count"):
-        convert(codes.init(big), big, to=floats, policy="fp32")
+        convert(jax.jit(codes.init)(big), big, to=floats, policy="fp32")
 
 
 def test_split_masters_need_the_params_of_their_step():

@@ -133,7 +133,8 @@ def test_grad_scaler_present_but_class_has_none():
 def test_there_and_back(kwargs):
     params, opt_state = started("bf16", **kwargs)
     grads = jax.tree.map(jnp.ones_like, params)
-    params, opt_state = jaxmp.apply_gradients(make("bf16", **kwargs), grads, opt_state, params)
+    step = jax.jit(lambda *args: jaxmp.apply_gradients(make("bf16", **kwargs), *args))
+    params, opt_state = step(grads, opt_state, params)
     out = export_megatron(opt_state, params, groups=GROUPS)
     assert "grad_scaler" not in out and out["optimizer"]["state"][2]["step"] == 1
     empty = started("bf16", **kwargs)
