@@ -117,20 +117,20 @@ def scaling(results: dict[str, Any]) -> str:
     return f"""# What a step costs between devices
 
 Written by `h100_fsdp.py` from programs compiled for 8, 64 and 512 H100s; nothing was run. The model is a transformer
-of width {fp.WIDTH} with {fp.LAYERS} layers and {results["params"] / 1e6:.0f} million params; every device has {fp.ROWS} sequences of
-{fp.LENGTH} tokens. Params, masters and moments are cut over all devices.
+of width {fp.WIDTH} with {fp.LAYERS} layers and {results["params"] / 1e6:.0f} million params.
+Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and moments are cut over all devices.
 
 {markdown(cells)}
 
 - Bytes are those of the whole tensors, which a ring moves through each device but for the factor (n - 1) / n: they do
   not grow with the number of devices, while what each device holds (args: params, masters, moments, batch) falls.
-- The all-reduces are of the gradients of leaves that are not cut (the gains of norms), the flags, the gradient norm and
-  the loss, 20 bytes without the first: the same for every number of devices. Flags and amaxes take one of them, whatever
-  the number of leaves. That costs latency, not bandwidth.
+- The all-reduces are of the gradients of leaves that are not cut (the gains of norms), the flags, the gradient norm
+  and the loss, 20 bytes without the first: the same for every number of devices. Flags and amaxes take one of them,
+  whatever the number of leaves. That costs latency, not bandwidth.
 - The s32 gather under plain jit is XLA's, of all tokens of the batch, for the gradient of the embedding.
-- The times are bytes over public bandwidths, {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s
-  InfiniBand adapter per GPU: the least that the links allow to a flat ring; latency, congestion and what hides behind
-  matmuls are not in them.
+- The times are bytes over public bandwidths, {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and
+  {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s InfiniBand adapter per GPU: the least that the links allow to a flat ring;
+  latency, congestion and what hides behind matmuls are not in them.
 - At 512 devices a step of this size is bound by the links between nodes. FSDP inside of a node and replicas between
   nodes (a mesh with the axes "data" and "fsdp") moves the params over NVLink, and over InfiniBand one all-reduce of
   each device's part of the gradients: `jaxmp.reduce_gradients("data", jnp.float16)`.
