@@ -46,7 +46,7 @@ KINDS = {
     "fp16+fp8": Kind("fp16", fp8=True),
 }
 SCALING = ("fp16", "fp16+fp8")
-SAMPLE = ["fp16-fp32", "fp16-fp16+fp8", "fp16+fp8-split16", "split16-bf16", "bf16-split8", "bf16-fp16"]
+SAMPLE = ["fp16-fp16+fp8", "fp16+fp8-split16", "split16-bf16", "bf16-fp16"]
 BITS = ["fp16", "split16", "fp16+fp8"]
 EVERY = [f"{a}-{b}" for a in KINDS for b in KINDS]
 _JOBS = {}
