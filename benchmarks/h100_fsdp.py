@@ -129,8 +129,8 @@ Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and 
   whatever the number of leaves. That costs latency, not bandwidth.
 - The s32 gather under plain jit is XLA's, of all tokens of the batch, for the gradient of the embedding.
 - The times are bytes over public bandwidths, {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and
-  {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s InfiniBand adapter per GPU: the least that the links allow to a flat ring;
-  latency, congestion and what hides behind matmuls are not in them.
+  {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s InfiniBand adapter per GPU: the least that the links allow to a flat
+  ring; latency, congestion and what hides behind matmuls are not in them.
 - At 512 devices a step of this size is bound by the links between nodes. FSDP inside of a node and replicas between
   nodes (a mesh with the axes "data" and "fsdp") moves the params over NVLink, and over InfiniBand one all-reduce of
   each device's part of the gradients: `jaxmp.reduce_gradients("data", jnp.float16)`.

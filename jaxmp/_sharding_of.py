@@ -1,15 +1,18 @@
 """How optimizer state lies on a mesh: each part as the param that it belongs to.
 
 Masters and moments are trees of the params, so what is known of a param's place is known of theirs. Found by path: a
-leaf of the state belongs to the param whose whole path is part of its own (`guarded/master_inner/0/mu/dense/kernel` to
-`dense/kernel`). Everything else is small and lies on every device: counts, the loss scale, amax histories.
+leaf of the state belongs to the param in whose path its own ends (`.guarded.master_inner[0].mu['dense']['kernel']` to
+`['dense']['kernel']`), but for fields behind it (the `.codes` of a quantized moment). Everything else is small and lies
+on every device: counts, the loss scale, amax histories.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 from jaxtyping import PyTree
 
 from jaxmp import _paths
@@ -49,19 +52,39 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     given = _by_param(params, shardings)
-    shapes = {path: x.shape for path, x in _paths.leaves_by_path(params).items()}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    owners = {keystr(path): (x.shape, given[_paths.path_str(path)]) for path, x in leaves}
     mesh = next((s.mesh for s in given.values() if isinstance(s, NamedSharding)), None)
 
-    def place(path: str, x: Any) -> Any:
-        owner = _owner(path, given)
-        spec = PartitionSpec() if owner is None else _spec_for(x.shape, shapes[owner], given[owner])
+    def place(path: Any, x: Any) -> Any:
+        name = owner_of(keystr(path), owners)
+        shape, sharding = (None, None) if name is None else owners[name]
+        spec = PartitionSpec() if shape is None else _spec_for(x.shape, shape, sharding)
         if mesh is None:
             return spec
-        sharding = given.get(owner or "")
         kind = {} if sharding is None or sharding.memory_kind is None else {"memory_kind": sharding.memory_kind}
         return NamedSharding(mesh if sharding is None else sharding.mesh, spec, **kind)
 
-    return _paths.map_with_path(place, jax.eval_shape(tx.init, params))
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, params))
+
+
+def owner_of(path: str, params: Iterable[str]) -> str | None:
+    """The param that a leaf of an optimizer's state belongs to: that with which its path ends, but for fields.
+
+    Args:
+      path: of the leaf, as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
+      params: paths of params, likewise.
+
+    Example:
+      >>> owner_of(".master_inner[0].mu['dense']['kernel'].codes", ["['kernel']", "['dense']['kernel']"])
+      "['dense']['kernel']"
+    """
+    best, found = (-1, -1), None
+    for name in params:
+        end = path.rfind(name) + len(name)
+        if end >= len(name) and path[end : end + 1] in ("", ".", "[") and (end, len(name)) > best:
+            best, found = (end, len(name)), name
+    return found
 
 
 def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
@@ -103,14 +126,6 @@ def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
                     f"a dimension must be a multiple of the devices that it is cut over; got shape {shape} at {path}, "
                     f"whose dimension {dim} is cut over {devices}. Pad it (jaxmp.fsdp.pad), or cut another."
                 )
-
-
-def _owner(path: str, params: dict[str, Any]) -> str | None:
-    """The param that a leaf of the state belongs to: the one with the longest path that is part of its own."""
-    if list(params) == ["<root>"]:
-        return "<root>"
-    inside = [p for p in params if f"/{p}/" in f"/{path}/"]
-    return max(inside, key=len, default=None)
 
 
 def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: Any) -> PartitionSpec:

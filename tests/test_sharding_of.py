@@ -110,3 +110,11 @@ def test_shardings_that_do_not_match_are_named(name):
     shardings, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         jaxmp.sharding_of(jaxmp.mixed_precision(optax.sgd(1.0), "bf16"), PARAMS, shardings)
+
+
+def test_a_field_of_a_state_is_no_param_of_that_name():
+    """`.count` and `.mu` are fields of Adam's state; a param may be called so, too."""
+    params = {"count": jax.ShapeDtypeStruct((), jnp.float32), "mu": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    found = jaxmp.sharding_of(optax.adam(1e-3), params, {"count": P(), "mu": P("fsdp")})
+    assert found[0].mu == {"count": P(), "mu": P("fsdp")}
+    assert found[0].count == P()
