@@ -5,6 +5,7 @@ from importlib import metadata as _metadata
 from jaxmp import casting as casting
 from jaxmp import fp8 as fp8
 from jaxmp import linen as linen
+from jaxmp import memory as memory
 from jaxmp import nnx as nnx
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import no_autocast as no_autocast
