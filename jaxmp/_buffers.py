@@ -26,8 +26,11 @@ import jax.numpy as jnp
 from jaxmp import _versions
 
 _MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "rev"})  # the same bytes, or read as such
-_LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul's kernel does these as it reads
+_VIEWS = frozenset(  # the same bytes, or read as such
+    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "rev"}
+    | {"pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard"}
+)
+_LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 _KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
 _WRITES = frozenset(
@@ -217,7 +220,7 @@ def _forced(program: _Program) -> set[int]:
     for op in program.ops:
         if op.is_barrier or op.name in _MATMULS | _LOOPS | _KERNELS:
             for r in op.reads:
-                force(r, op.name in _MATMULS)
+                force(r, op.name == "dot_general")
         if op.name in _MATMULS | _LOOPS | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
             forced |= set(op.writes)
     return forced

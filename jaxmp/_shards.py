@@ -2,7 +2,7 @@
 
 An axis of n elements that is split over k devices takes ceil(n / k) of each: where k does not divide n, XLA pads. The
 optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does; it is known by
-its path, which ends in the param's (`mu/dense/kernel` belongs to `dense/kernel`), and by having as many axes. What
+its path, which ends in the param's (`.mu['dense']['kernel']` belongs to `['dense']['kernel']`), and by having as many axes. What
 belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every device.
 """
 
@@ -62,22 +62,27 @@ def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
     return _buffers.nbytes(jax.ShapeDtypeStruct(here, x.dtype))
 
 
-def spec_in_state(path: str, x: Any, params: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
+def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]]) -> PartitionSpec:
     """How a leaf of the optimizer's state is split: as the param whose path its own ends in, if it has its axes.
+
+    Args:
+      path: as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
+      x: the leaf.
+      params: (param, its spec) by such paths.
 
     Example:
       >>> param = jax.ShapeDtypeStruct((8, 4), "float32")
-      >>> spec_in_state("0/mu/dense/kernel", param, {"dense/kernel": param}, {"dense/kernel": PartitionSpec("data")})
+      >>> spec_in_state("[0].mu['dense']['kernel']", param, {"['dense']['kernel']": (param, PartitionSpec("data"))})
       P('data',)
     """
-    best, owner = (-1, -1), None
-    for name, param in params.items():
-        if len(param.shape) != len(x.shape):
+    best, found = (-1, -1), PartitionSpec()
+    for name, (param, spec) in params.items():
+        end = path.rfind(name) + len(name)
+        if end < len(name) or path[end : end + 1] not in ("", ".", "[") or len(param.shape) != len(x.shape):
             continue
-        start = len(path) + 1 if name == "<root>" else f"/{path}/".rfind(f"/{name}/")
-        if start >= 0 and (start + len(name), len(name)) > best:
-            best, owner = (start + len(name), len(name)), name
-    return specs[owner] if owner is not None else PartitionSpec()
+        if (end, len(name)) > best:
+            best, found = (end, len(name)), spec
+    return found
 
 
 def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:

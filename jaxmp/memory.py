@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
 from jaxmp import (
@@ -172,10 +173,10 @@ def plan(
         return sum(_shards.device_bytes(x, splits[path], mesh) for path, x in _paths.leaves_by_path(tree).items())
 
     def of_state(tree: PyTree) -> int:
-        leaves = _paths.leaves_by_path(tree).items()
-        return sum(_shards.device_bytes(x, _shards.spec_in_state(p, x, owners, splits), mesh) for p, x in leaves)
+        leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(tree)]
+        return sum(_shards.device_bytes(x, _shards.spec_in_state(path, x, owners), mesh) for path, x in leaves)
 
-    owners = _paths.leaves_by_path(shapes)
+    owners = {keystr(path): (x, splits[_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
     jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
     if loss_fn is not None:
         jaxpr, grads, others = _trace(loss_fn, has_aux, stored, opt_state, microbatch)
@@ -194,7 +195,7 @@ def plan(
         temporaries=used and max(used.scratch - used.kept, 0),
         saved=used and used.saved,
         peak=kept + sums + (used.peak if used else sum(split_grads)),
-        num_params=sum(math.prod(x.shape) for path, x in owners.items() if not _scales.is_scale(path)),
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(_scales.partition(shapes)[1])),
         num_devices=1 if mesh is None else mesh.size,
     )
 
