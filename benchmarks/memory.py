@@ -37,7 +37,7 @@ def measure(case: Case, *, compiles_for_h100: bool = True) -> dict[str, Any]:
     planned = case.plan()
     arguments = case.arguments()
     grads: Any = jax.jit(lambda *args: case.gradients(*args)).lower(*arguments).compile().memory_analysis()
-    
+
     def step(*args: Any) -> Any:
         return case.step(*args)
 
