@@ -84,7 +84,7 @@ def table(results: dict[str, Any]) -> str:
             parts += [_megabytes(row[name]), f"{row[name] / row[f'{name}_xla']:.3f}"]
         parts += [_megabytes(row["activations"]), _megabytes(row["temp"])]
         parts += [f"{row['temp'] / row[f'temp_{device}']:.2f}" for device in ("h100", "cpu")]
-        cells.append([*parts, holds(row) if row["is_known"] else holds(row, has_target=False)])
+        cells.append([*parts, holds(row) if row["is_known"] else holds(row, has_target=False) or "new to it"])
     return markdown(cells)
 
 

@@ -83,8 +83,9 @@ class _Program:
         self._leave_out_what_is_unused()
         self.producer = {w: op for op in self.ops for w in op.writes}
         for output, size in zip(self.outputs, output_bytes or (), strict=False):
-            if size is not None and output is not None and output not in self.inputs:
-                self.sizes[output] = size
+            if size is not None and output is not None:
+                output = _behind_views(self, output)
+                self.sizes[output] = self.sizes[output] if output in self.inputs else size
 
     def _new(self, aval: Any) -> int:
         self.sizes.append(nbytes(aval))

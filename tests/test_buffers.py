@@ -150,6 +150,16 @@ def test_a_checkpoint_keeps_what_goes_in():
     assert whole.peak <= 8 * VALUE
 
 
+def test_what_goes_into_a_checkpoint_is_stored_as_it_goes_in():
+    """And not what it could be recomputed from: XLA may not look through."""
+
+    def f(x, w, wrap):
+        return wrap(lambda y: jnp.exp(jnp.exp(y)))(jnp.sin(x @ w))
+
+    assert of_gradient(lambda x, w: f(x, w, lambda g: g))[1] == 1  # x @ w
+    assert of_gradient(lambda x, w: f(x, w, jax.checkpoint))[1] == 2  # and its sine
+
+
 def test_shard_map_is_one_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(lambda x, w: jnp.sin(x @ w) @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))

@@ -330,6 +330,16 @@ def test_the_batch_is_divided_and_so_are_activations():
         assert plan.stored == one.stored
 
 
+def test_gradients_at_the_peak_are_a_device_s_own():
+    params, loss_fn = mlp((512, 512, 512))
+    given = {"optimizer": optax.sgd(0.1), "loss_fn": loss_fn, "batch": (S((8, 512), F32),)}
+    mesh = AbstractMesh((8,), ("data",))
+    one = memory.plan(params, "fp32", **given)
+    plan = memory.plan(params, "fp32", **given, mesh=mesh, specs=dict.fromkeys(params, P("data")), data_axes="data")
+    assert plan.gradients == one.gradients // 8 == 2 * 512 * 512 * 4 // 8
+    assert plan.stored + plan.gradients <= plan.peak <= plan.total == one.total // 8
+
+
 def test_a_state_belongs_to_the_param_with_the_longest_matching_path():
     mesh = AbstractMesh((4,), ("data",))
     params = {"w": S((8, 4), F32), "mu": {"w": S((8, 4), F32)}, "nu": S((8, 4), F32)}
