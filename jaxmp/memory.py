@@ -108,6 +108,7 @@ def plan(
     batch: tuple[Any, ...] = (),
     has_aux: bool = False,
     accumulate: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     mesh: _shards.AnyMesh | None = None,
     specs: PyTree | None = None,
     data_axes: str | Sequence[str] | None = None,
@@ -127,6 +128,8 @@ def plan(
         together: leading axes are those of the batch. Scalars and PRNG keys are as they are.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       accumulate: microbatches, as in `jaxmp.value_and_grad`: activations are those of one.
+      batch_argnums: which entries of `batch` have the batch for their leading axes, where others, such as batch_stats,
+        are not to be cut for devices and microbatches; default: all.
       mesh: devices, real or not (`jax.sharding.AbstractMesh`); None: one device.
       specs: tree of `PartitionSpec`s (`NamedSharding`s, None) like the params. None: as the params' own shardings say.
         Masters, moments and gradients are split as their params are.
@@ -163,7 +166,7 @@ def plan(
     shapes = _shapes_of_params(params)
     splits = _shards.specs_of(params, specs, mesh)
     ways = _shards.split_of_batch(data_axes, mesh) if jax.tree.leaves(batch) or data_axes else 1
-    part, microbatch = _part(batch, ways), _part(batch, ways, k)
+    part, microbatch = (_part(batch, batch_argnums, ways, n) for n in (1, k))
     stored = jax.eval_shape(policy.cast_to_param, shapes)
     opt_state = jax.eval_shape(optimizer.init, shapes)
     if not state.find(opt_state, state.MasterState):
@@ -291,7 +294,7 @@ def _shapes_of_params(params: PyTree) -> PyTree:
     return _paths.map_with_path(shape, params)
 
 
-def _part(batch: Any, ways: int, k: int = 1) -> tuple[Any, ...]:
+def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) -> tuple[Any, ...]:
     """What one device has of a batch, or of a microbatch, as shapes."""
     if not isinstance(batch, tuple):
         raise TypeError(
@@ -299,14 +302,16 @@ def _part(batch: Any, ways: int, k: int = 1) -> tuple[Any, ...]:
             f"for a single argument."
         )
 
+    places = range(len(batch)) if argnums is None else gradients.resolve_argnums(argnums, len(batch), "batch_argnums")
+
     def cut(path: str, x: Any) -> Any:
         x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x)
         shape = tuple(x.shape)
-        if shape and not gradients.is_key(x):
+        if shape and not gradients.is_key(x) and int(path.split("/")[0]) in places:
             if shape[0] % (ways * k):
                 raise ValueError(
                     f"the batch's leading axis must be a multiple of the devices of data_axes, {ways}, times "
-                    f"accumulate, {k}; got {shape} at batch/{path}."
+                    f"accumulate, {k}; got {shape} at batch/{path}. Name the entries that are cut with batch_argnums=."
                 )
             shape = (shape[0] // (ways * k), *shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)

@@ -222,6 +222,30 @@ def test_scalars_and_keys_of_a_batch_are_not_cut():
         assert plan.activations == (32 + 16) * 4  # one noisy row, and what the matmul makes of it
 
 
+def test_what_is_no_batch_is_not_cut():
+    params, loss_fn = mlp((32, 16))
+    given = {"optimizer": optax.sgd(0.1), "loss_fn": lambda p, stats, x: loss_fn(p, x - stats["mean"][None, :])}
+    batch = ({"mean": S((32,), F32)}, S((24, 32), F32))
+    plan = memory.plan(params, "fp32", **given, batch=batch, accumulate=3, batch_argnums=1)
+    assert plan.batch == (1 + 24) * 32 * 4
+    assert plan.activations == 24 // 3 * (32 + 16) * 4
+    with pytest.raises(ValueError, match=r"got \(32,\) at batch/0/mean. Name .* with batch_argnums="):
+        memory.plan(params, "fp32", **given, batch=batch, accumulate=3)
+    with pytest.raises(ValueError, match="batch_argnums must name positional arguments; got 2"):
+        memory.plan(params, "fp32", **given, batch=batch, batch_argnums=2)
+
+
+def test_autocast_round_the_plan_is_planned():
+    params, loss_fn = mlp((32, 64, 16))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+    given = {"optimizer": tx, "loss_fn": loss_fn, "batch": (S((128, 32), F32),)}
+    plan = memory.plan(params, "fp32", **given)
+    with jaxmp.autocast(dtype=jnp.bfloat16):
+        narrow = memory.plan(params, "fp32", **given)
+    assert narrow.activations < 0.8 * plan.activations
+    assert narrow.gradients == plan.gradients
+
+
 def test_a_trillion_params_are_planned_and_nothing_is_allocated():
     params, loss_fn = mlp((2**20, 2**20), jnp.bfloat16)
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3), "bf16", remainder_bits=16)
