@@ -224,6 +224,12 @@ def is_marked(leaf: Array) -> bool:
     return leaf.dtype == _versions.max_dtype(marks_fp8=True)
 
 
+def marked_kernels(params: PyTree) -> frozenset[str]:
+    """Paths of the kernels that are fp8 numbers in a wider dtype, as they are while a loss is differentiated."""
+    by_path = _paths.leaves_by_path(params)
+    return frozenset(kernel for kernel, leaf in pairs(params).items() if is_marked(by_path[leaf]))
+
+
 def holds_fp8(kernel: Array, leaf: Array) -> bool:
     """Whether a layer that is called with this kernel and rhs leaf gets fp8 numbers."""
     return is_stored(kernel) or is_marked(leaf)
