@@ -98,10 +98,11 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_fsdp.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/memory.py $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'
-	$(VENV_H100)/bin/python $(PIP_INSTALL) -e . \
+	$(VENV_H100)/bin/python $(PIP_INSTALL) -e '.[examples]' \
 	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc qwix
 	@touch $@
 

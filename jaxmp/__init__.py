@@ -7,6 +7,7 @@ from jaxmp import checkpoint as checkpoint
 from jaxmp import fp8 as fp8
 from jaxmp import fsdp as fsdp
 from jaxmp import linen as linen
+from jaxmp import memory as memory
 from jaxmp import nnx as nnx
 from jaxmp._convert import reload_master_params as reload_master_params
 from jaxmp._autocast import autocast as autocast

@@ -238,7 +238,7 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
     sizes: dict[str, int] = {}
 
     def split(path: str, x: Any) -> Any:
-        if _is_key(x):
+        if is_key(x):
             return jax.random.split(x, k)
         if jnp.ndim(x) == 0:
             return jnp.broadcast_to(jnp.asarray(x), (k,))
@@ -285,7 +285,13 @@ def _lies_on_mesh(mesh: Any) -> bool:
 _HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Whether `x` is one PRNG key, typed or raw.
+
+    Example:
+      >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
+      (True, False)
+    """
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return False
