@@ -1,9 +1,8 @@
 """What one device of a mesh holds of a tree: sizes from `PartitionSpec`s, without placing anything.
 
 An axis of n elements that is split over k devices takes ceil(n / k) of each: where k does not divide n, XLA pads. The
-optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does; it is known by
-its path, which ends in the param's (`.mu['dense']['kernel']` belongs to `['dense']['kernel']`), and by having as many
-axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every device.
+optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does (`_sharding_of`),
+if it has as many axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every device.
 """
 
 import math
@@ -14,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp import _buffers, _paths
+from jaxmp import _buffers, _paths, _sharding_of
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -75,14 +74,10 @@ def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSp
       >>> spec_in_state("[0].mu['dense']['kernel']", param, {"['dense']['kernel']": (param, PartitionSpec("data"))})
       P('data',)
     """
-    best, found = (-1, -1), PartitionSpec()
-    for name, (param, spec) in params.items():
-        end = path.rfind(name) + len(name)
-        if end < len(name) or path[end : end + 1] not in ("", ".", "[") or len(param.shape) != len(x.shape):
-            continue
-        if (end, len(name)) > best:
-            best, found = (end, len(name)), spec
-    return found
+    owner = _sharding_of.owner_of(path, params)
+    if owner is None or len(params[owner][0].shape) != len(x.shape):
+        return PartitionSpec()
+    return params[owner][1]
 
 
 def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:
