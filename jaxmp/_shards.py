@@ -2,7 +2,8 @@
 
 An axis of n elements that is split over k devices takes ceil(n / k) of each: where k does not divide n, XLA pads. The
 optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does (`_sharding_of`),
-if it has as many axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every device.
+if it has as many axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every
+device.
 """
 
 import math
