@@ -14,7 +14,7 @@ import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
@@ -147,6 +147,18 @@ def compiled(program: Program, devices: int) -> Any:
         f, shardings = step, (*jax.tree.map(lambda x: x.sharding, arguments), None)
     kwargs = {} if shardings is None else {"out_shardings": shardings}
     return aot.compile_for(f, *arguments, tokens, donate_argnums=(0, 1), compiler_options=OPTIONS, **kwargs)
+
+
+def planned(program: Program, devices: int) -> Any:
+    """What `jaxmp.memory.plan` says of the step, without a mesh of devices that exist: no whole params in it."""
+    mesh = AbstractMesh((devices,), ("fsdp",))
+    layout = fsdp.layout_of(params32(), mesh)
+    policy = jaxmp.get_policy(program.policy, keep_fp32=("*norm*",))
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-4)), policy)
+    padded = jax.eval_shape(lambda p: fsdp.pad(p, layout), params32())
+    tokens = jax.ShapeDtypeStruct((ROWS * devices, LENGTH + 1), jnp.int32)
+    cut = {"mesh": mesh, "specs": layout.specs, "data_axes": "fsdp"}
+    return jaxmp.memory.plan(padded, policy, optimizer=tx, loss_fn=loss_of, batch=(tokens,), **cut)
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

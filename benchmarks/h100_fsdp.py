@@ -47,7 +47,14 @@ def measure(program: fp.Program, devices: int) -> dict[str, Any]:
         "output_bytes": memory.output_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "largest_copy_bytes": report["largest_copy_bytes"],
+        **(planned(program, devices) if program.name in SCALED else {}),
     }
+
+
+def planned(program: fp.Program, devices: int) -> dict[str, int]:
+    """The planner's word on the same step."""
+    plan = fp.planned(program, devices)
+    return {"planned_argument_bytes": plan.stored + plan.batch, "planned_peak_bytes": plan.peak}
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -61,6 +68,11 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: {row['flag_reductions']} all-reduces of flags")
         if row["alias_bytes"] < row["output_bytes"] - 1024:  # scalars aside
             found.append(f"{name}: {row['output_bytes'] - row['alias_bytes']} bytes are not updated in place")
+        if "planned_peak_bytes" in row:
+            arguments = row["planned_argument_bytes"] / row["argument_bytes"]
+            peak = row["planned_peak_bytes"] / (row["argument_bytes"] + row["temp_bytes"])
+            if not 0.95 < arguments < 1.05 or not 0.8 < peak < 1.2:
+                found.append(f"{name}: planned {arguments:.2f} of params and state, {peak:.2f} of the peak")
     for program in SCALED:
         sent = {_small(row) for row in rows if row["program"] == program}
         if len(sent) > 1:
@@ -104,15 +116,18 @@ def seconds(row: dict[str, Any]) -> tuple[float, float]:
 
 def scaling(results: dict[str, Any]) -> str:
     """The page of what grows with the number of devices."""
-    head = ["program", "devices", "all-gather", "reduce-scatter", "all-reduce, bytes", "args GB", "NVLink ms", "IB ms"]
+    head = ["program", "devices", "all-gather", "reduce-scatter", "all-reduce, bytes"]
+    head += ["args GB", "planned", "peak GB", "planned", "NVLink ms", "IB ms"]
     cells = [head]
     for row in results["rows"]:
         if row["program"] in SCALED:
             on_nvlink, on_infiniband = seconds(row)
             moved = (_sent(row, "all-gather"), _sent(row, "reduce-scatter"), str(_small(row)))
-            size = f"{row['argument_bytes'] / 1e9:.3f}"
+            peak = row["argument_bytes"] + row["temp_bytes"]
+            pairs = ((row["argument_bytes"], row["planned_argument_bytes"]), (peak, row["planned_peak_bytes"]))
+            sizes = [f"{n / 1e9:.3f}" for pair in pairs for n in pair]
             times = (f"{1e3 * on_nvlink:.2f}", f"{1e3 * on_infiniband:.2f}" if row["devices"] > GPUS_PER_NODE else "-")
-            cells.append([row["program"], str(row["devices"]), *moved, size, *times])
+            cells.append([row["program"], str(row["devices"]), *moved, *sizes, *times])
     found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return f"""# What a step costs between devices
 
@@ -124,6 +139,7 @@ Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and 
 
 - Bytes are those of the whole tensors, which a ring moves through each device but for the factor (n - 1) / n: they do
   not grow with the number of devices, while what each device holds (args: params, masters, moments, batch) falls.
+- args and peak (with XLA's scratch memory) are of one device, beside what `jaxmp.memory.plan` says from shapes alone.
 - The all-reduces are of the gradients of leaves that are not cut (the gains of norms), the flags, the gradient norm
   and the loss, 20 bytes without the first: the same for every number of devices. Flags and amaxes take one of them,
   whatever the number of leaves. That costs latency, not bandwidth.
