@@ -6,6 +6,7 @@
 #   make lint       the first of these: ruff, import layers, pyright
 #   make parity     the long comparison: several seeds
 #   make campaign   the slow full matrix behind the sampled tests
+#   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on the GPU of this machine, under 8 minutes
@@ -29,11 +30,11 @@ JOBS ?= 2
 LINT ?= 1
 NOTEBOOKS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks campaign bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks campaign faults bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,13p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,14p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -77,6 +78,10 @@ pytest: $(STAMP)/dev
 campaign: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m campaign $(ARGS)
 
+faults: $(STAMP)/dev
+	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
+	  $(VENV)/bin/python tests/faults.py --json benchmarks/results/faults.json $(ARGS)
+
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev
 	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
@@ -90,13 +95,15 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_fp8.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_fp8_weights.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/h100_fsdp.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_offload.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/memory.py $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'
-	$(VENV_H100)/bin/python $(PIP_INSTALL) -e . \
+	$(VENV_H100)/bin/python $(PIP_INSTALL) -e '.[examples]' \
 	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc qwix
 	@touch $@
 

@@ -25,7 +25,11 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A cached program compiles nothing, so it would hide a second compilation: no persistent cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+import zlib
+from collections import defaultdict
+
 import hypothesis
+import pytest
 
 # Scripts that recorded other systems need those systems; doctest would import them.
 collect_ignore_glob = ["tests/oracles/*.py"]
@@ -35,3 +39,30 @@ hypothesis.settings.register_profile(
     "jaxmp", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("jaxmp")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each parametrized test run every N-th case only, and nothing marked `newest`: for an older cell",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--sample N` takes one case of N of every test, another one of each: a matrix in the time of its rows."""
+    n = config.getoption("sample")
+    if n < 2:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
+        cases[item.path, getattr(item, "cls", None), name].append(item)
+    left_out = {item for item in items if item.get_closest_marker("newest")}
+    for (_, _, name), found in cases.items():
+        first = zlib.crc32(str(name).encode()) % min(n, len(found))
+        left_out |= set(found) - set(found[first::n])
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]

@@ -76,6 +76,7 @@ class Instruction(NamedTuple):
     bytes_written: int
     body: str  # name of the fused computation; "" where there is none
     sources: frozenset[str]  # names of the instructions whose results it reads
+    dtypes: tuple[str, ...]  # in its result, as HLO calls them
 
 
 def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tuple[int, ...] | None = None) -> Mesh:
@@ -209,6 +210,16 @@ def _called(attributes: str) -> list[str]:
     return re.findall(r"(?:body|true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
 
 
+def running(blocks: dict[str, list[str]], name: str = "ENTRY") -> list[list[str]]:
+    """The lines of the entry computation and of the loops, branches and calls in it, of each once."""
+    found = [blocks[name]]
+    for _, _, op, _, attributes in parse(blocks[name]):
+        if op in _BLOCK:
+            for inner in _called(attributes):
+                found += running(blocks, inner)
+    return found
+
+
 def turns(op: str, attributes: str) -> int:
     """How often a while turns, as far as XLA knows; 1 of anything else."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes) if op == "while" else None
@@ -241,7 +252,8 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
             read = sum(reads.values())
             read = min(read, written) if op in _SLICE else read
             called = body.group(1) if body else ""
-            yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind)
+            dtypes = tuple(dict.fromkeys(re.findall(r"(\w+)\[", type_text)))
+            yield Instruction(op, kind.group(1) if kind else "", name, read, written, called, behind, dtypes)
 
 
 def _sliced(body: list[str]) -> dict[int, int]:

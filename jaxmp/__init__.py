@@ -3,16 +3,21 @@
 from importlib import metadata as _metadata
 
 from jaxmp import casting as casting
+from jaxmp import checkpoint as checkpoint
 from jaxmp import fp8 as fp8
+from jaxmp import fsdp as fsdp
 from jaxmp import linen as linen
+from jaxmp import memory as memory
 from jaxmp import nnx as nnx
 from jaxmp import offload as offload
+from jaxmp._convert import reload_master_params as reload_master_params
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import no_autocast as no_autocast
 from jaxmp._explain import explain_autocast as explain_autocast
 from jaxmp._fp16_methods import auto_fp16 as auto_fp16
 from jaxmp._fp16_methods import force_fp32 as force_fp32
 from jaxmp._scale_gradient import scale_gradient as scale_gradient
+from jaxmp._sharding_of import sharding_of as sharding_of
 from jaxmp._softmax import log_softmax as log_softmax
 from jaxmp._softmax import logsumexp as logsumexp
 from jaxmp._softmax import softmax as softmax
@@ -21,6 +26,8 @@ from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm
 from jaxmp.compress import compress_moments as compress_moments
+from jaxmp.ema import ema_params as ema_params
+from jaxmp.ema import get_ema_params as get_ema_params
 from jaxmp.fused import fused_adamw as fused_adamw
 from jaxmp.fused import fused_lion as fused_lion
 from jaxmp.fused import fused_sgd as fused_sgd

@@ -2,9 +2,13 @@
 
 python -m jaxmp              the same as
 python -m jaxmp backends     versions, devices, and which backend runs each operation, with the reason
+python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
+python -m jaxmp memory module:function   what a function of yours returns: a jaxmp.memory.Plan, or several by name
 """
 
 import argparse
+import functools
+import importlib
 import importlib.metadata
 import platform
 import sys
@@ -14,7 +18,7 @@ from collections.abc import Sequence
 import jax
 
 import jaxmp
-from jaxmp import _backends
+from jaxmp import _backends, memory
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
@@ -26,13 +30,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="command")
     command = commands.add_parser("backends", help="versions, devices, and what serves each operation (the default)")
     command.set_defaults(run=_print_backends)
-    return parser.parse_args(arguments).run()
+    command = commands.add_parser("memory", help="bytes of params, masters, moments and gradients; or a plan of yours")
+    command.add_argument(
+        "what",
+        nargs="?",
+        type=_plans_of,
+        default="1e9",
+        help="a number of parameters (1e9), or module:function that returns a jaxmp.memory.Plan, or a dict of them",
+    )
+    parsed = parser.parse_args(arguments)
+    if "what" in parsed:
+        parsed.run = functools.partial(_print_plans, parsed.what)
+    return parsed.run()
 
 
 def _print_backends() -> int:
     print(f"jaxmp {jaxmp.__version__}: {', '.join(_versions())}\n")
     print(*_devices(), "", sep="\n")
     print(_table([("operation", "backend", "because, or where"), *_backends.backends()]))
+    return 0
+
+
+def _plans_of(what: str) -> dict[str, memory.Plan]:
+    """What the argument of `memory` stands for; its errors are argparse's."""
+    module, colon, function = what.partition(":")
+    if not colon:
+        try:
+            number = float(what)
+        except ValueError:
+            number = 0.0
+        if not 1 <= number < 1e18:
+            raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
+        return memory.overview(number)
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as e:
+        raise argparse.ArgumentTypeError(f"{what!r} is not there: {e}") from e
+    made = make()
+    plans = {function: made} if isinstance(made, memory.Plan) else made
+    if not isinstance(plans, dict) or not all(isinstance(p, memory.Plan) for p in plans.values()):
+        raise argparse.ArgumentTypeError(
+            f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
+        )
+    return plans
+
+
+def _print_plans(plans: dict[str, memory.Plan]) -> int:
+    print(memory.table(plans))
     return 0
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp import _memory
+from jaxmp import _spaces
 
 # What gives each element of its result from the same element of its operands, and says no shape in its parameters.
 _ELEMENTWISE = frozenset(
@@ -121,7 +121,7 @@ def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
     if eqn.primitive.name == "device_put":  # one array, to the other memory
         (x,) = operands
         on_host = eqn.outvars[0].aval.memory_space == jax.memory.Space.Host
-        return [_memory.to_host(x) if on_host else _memory.to_device(x)]
+        return [_spaces.to_host(x) if on_host else _spaces.to_device(x)]
     results = eqn.primitive.bind(*operands, **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
 

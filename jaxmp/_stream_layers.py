@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from jaxmp import _memory, _paths, casting
+from jaxmp import _paths, _spaces, casting
 
 LayerFn = Callable[..., PyTree]
 
@@ -60,7 +60,7 @@ def stream_layers(
 
     Example:
       >>> layer = lambda w, x: jnp.tanh(x @ w)
-      >>> params = _memory.to_host(jnp.ones((6, 2, 2)) / 2)
+      >>> params = _spaces.to_host(jnp.ones((6, 2, 2)) / 2)
       >>> apply = stream_layers(layer, num_slices=3)
       >>> gradient = jax.jit(jax.grad(lambda params: apply(params, jnp.ones((4, 2))).sum()))(params)
       >>> gradient.shape, gradient.sharding.memory_kind
@@ -96,7 +96,7 @@ def stream_layers(
 
         def one_slice(host_layers: PyTree, x: PyTree) -> PyTree:
             with jax.named_scope("jaxmp.copy_in"):
-                layers, x = _memory.to_device((host_layers, x))
+                layers, x = _spaces.to_device((host_layers, x))
             if num_microbatches == 1:
                 return compute(layers, x)
             part = jax.checkpoint(compute, policy=policy)
@@ -120,15 +120,15 @@ def stream_layers(
 
 def _park(x: Array) -> Array:
     """`x` in host memory; its gradient on the device."""
-    return _parked(x) if casting.is_float(x) else _memory.to_host(x)
+    return _parked(x) if casting.is_float(x) else _spaces.to_host(x)
 
 
 @jax.custom_vjp
 def _parked(x: Array) -> Array:
-    return _memory.to_host(x)
+    return _spaces.to_host(x)
 
 
-_parked.defvjp(lambda x: (_memory.to_host(x), None), lambda _, ct: (_memory.to_device(ct),))
+_parked.defvjp(lambda x: (_spaces.to_host(x), None), lambda _, ct: (_spaces.to_device(ct),))
 
 
 def _split(x: Array, k: int) -> Array:
@@ -169,7 +169,7 @@ def _divisors(n: int) -> str:
 
 def _check_activations(x: PyTree, num_microbatches: int) -> None:
     for path, leaf in _paths.leaves_by_path(x).items():
-        if _memory.is_on_host(leaf):
+        if _spaces.is_on_host(leaf):
             raise ValueError(
                 f"activations come in on the device; got host memory at {path} of x. Use jaxmp.offload.to_device."
             )

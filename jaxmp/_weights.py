@@ -28,7 +28,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _memory, _paths, _quantize, _regions, _scales, _versions, amax
+from jaxmp import _paths, _quantize, _regions, _scales, _spaces, _versions, amax
 
 _DTYPE = jnp.float8_e4m3fn
 _WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_fp8_weights", default=False)
@@ -142,7 +142,7 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
     """
     leaves, weights = _paths.leaves_by_path(params), _paths.leaves_by_path(masters)
     for kernel in pairs(params):
-        if kernel in weights and _memory.is_on_host(weights[kernel]):
+        if kernel in weights and _spaces.is_on_host(weights[kernel]):
             raise ValueError(
                 f"kernels that are stored in fp8 are written from masters on the device, by a scale that looks at all "
                 f"of each; got that of {kernel} in host memory. Keep masters on the device: "
@@ -229,6 +229,12 @@ def mark(leaf: Array) -> Array:
 def is_marked(leaf: Array) -> bool:
     """Whether a layer's rhs leaf says that its kernel holds fp8 numbers."""
     return leaf.dtype == _versions.max_dtype(marks_fp8=True)
+
+
+def marked_kernels(params: PyTree) -> frozenset[str]:
+    """Paths of the kernels that are fp8 numbers in a wider dtype, as they are while a loss is differentiated."""
+    by_path = _paths.leaves_by_path(params)
+    return frozenset(kernel for kernel, leaf in pairs(params).items() if is_marked(by_path[leaf]))
 
 
 def holds_fp8(kernel: Array, leaf: Array) -> bool:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from jaxmp import _memory, _op_emit, _rows, _versions
+from jaxmp import _op_emit, _rows, _spaces, _versions
 
 _IN_FLIGHT = 2
 _CALLS = ("jit", "pjit")
@@ -50,7 +50,7 @@ def run(
 
     Args:
       f: returns (parts, rest): a part for each param, in the order in which they shall be computed, and anything else.
-        It brings its arguments to the device itself (`_memory.to_device`), and puts its results where they belong.
+        It brings its arguments to the device itself (`_spaces.to_device`), and puts its results where they belong.
       *args: pytrees of arrays.
       window_bytes: of arrays in host memory, how much is copied in for one window; a part that needs more than that has
         a window of its own.
@@ -61,8 +61,8 @@ def run(
       What `f` returns.
 
     Example:
-      >>> xs = [_memory.to_host(jax.numpy.ones(2))] * 3
-      >>> f = lambda xs: ([_memory.to_device(x) + 1 for x in xs], None)
+      >>> xs = [_spaces.to_host(jax.numpy.ones(2))] * 3
+      >>> f = lambda xs: ([_spaces.to_device(x) + 1 for x in xs], None)
       >>> [x.tolist() for x in run(f, xs, window_bytes=8)[0]]
       [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
     """
@@ -82,7 +82,7 @@ def run(
     jaxpr, consts = _versions.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
     starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
     parts = [tuple(range(a, b)) for a, b in itertools.pairwise(starts)]
-    sizes = [x.size * x.dtype.itemsize if _memory.is_on_host(x) else 0 for x in leaves]
+    sizes = [x.size * x.dtype.itemsize if _spaces.is_on_host(x) else 0 for x in leaves]
     windows = plan(jaxpr, sizes, parts, window_bytes)
     held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
     makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -240,12 +240,12 @@ def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -
     """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time.
 
     Example:
-      >>> any_nonfinite([_memory.to_host(jnp.array([1.0, jnp.inf]))], 1.0)
+      >>> any_nonfinite([_spaces.to_host(jnp.array([1.0, jnp.inf]))], 1.0)
       Array(True, dtype=bool)
     """
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
-        fetched = _memory.to_device(leaves)
+        fetched = _spaces.to_device(leaves)
         return [jnp.all(jnp.isfinite(g.astype(jnp.float32) * inv_scale)) for g in fetched], None
 
     found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)

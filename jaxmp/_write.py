@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _in_place, _memory, _paths, _weights, casting
+from jaxmp import _in_place, _paths, _spaces, _weights, casting
 from jaxmp.policy import Policy
 from jaxmp.state import MasterState
 from pallas_kernels import moments
@@ -55,7 +55,7 @@ def write(
     units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
     masters = treedef.flatten_up_to(state.master_params)
     if not (isinstance(inner, _in_place.InPlace) and inner.streams):
-        _memory.check_on_device(state)
+        _spaces.check_on_device(state)
     pairs = [pair for unit, master in zip(units, masters, strict=True) for pair in _pairs(unit, master)]
     leaves = jax.tree.leaves(grads)
     with jax.named_scope("jaxmp.update_masters"):

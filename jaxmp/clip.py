@@ -10,7 +10,8 @@ that a norm of exactly max_norm is still scaled by 0.999999; it is applied only 
 norm that overflows float32 on finite gradients gives a step of zeros, not a skip.
 
 With model parallelism each device holds a part of the params. The norm is then combined over those axes, and a leaf
-that every shard holds (`replicated`: biases, norms) counts once.
+that every shard holds (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is one leaf, and
+counts once by itself.
 """
 
 import math
@@ -19,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _scales, casting, sync
@@ -43,7 +46,8 @@ def clip_by_global_norm(
       axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: there,
         reduce gradients first. Not needed under plain jit.
       replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
-        along `axis_name` holds in full.
+        along `axis_name` holds in full. With several axes, the tree of the params' `PartitionSpec`s: a leaf counts once
+        along each axis over which it is not cut.
       ord: order of the norm: 2, any number > 0, or `math.inf`.
 
     Returns:
@@ -116,8 +120,8 @@ def global_norm(
     is_max = isinstance(ord, float) and ord == math.inf
     power = _largest if is_max else lambda x: _power_sum(x, ord)
     merge = max_of if is_max else sum
-    split, whole = _by_shard(tree, replicated, power)
     axes = sync.named_axes(axis_name)
+    split, whole = _by_shard(tree, replicated, axes, power)
     total = merge(split, start=jnp.zeros((), jnp.float32))
     total = sync.max_over(total, axes) if is_max else sync.sum_over(total, axes)
     total = merge(whole, start=total)
@@ -126,14 +130,17 @@ def global_norm(
     return jnp.sqrt(total) if _is_two(ord) else total ** (1.0 / ord)
 
 
-def count_zeros(*, axis_name: sync.AxisName = None, replicated: PyTree | None = None) -> optax.GradientTransformation:
+def count_zeros(
+    *, axis_name: sync.AxisName = None, replicated: PyTree | None = None, padding: int = 0
+) -> optax.GradientTransformation:
     """An optax part that counts exact zeros among the gradients and passes them on; Megatron-LM counts after clipping.
 
     Many zeros in float16 mean gradients below its range: raise the loss scale.
 
     Args:
       axis_name: model-parallel axes, as for `clip_by_global_norm`.
-      replicated: leaves that every shard holds in full.
+      replicated: leaves that every shard holds in full, or the params' `PartitionSpec`s, likewise.
+      padding: elements that are no params and always zero, which do not count (`jaxmp.fsdp.Layout.padding`).
 
     Returns:
       A transform with `ZeroCountState(zero_grads)`, which `get_metrics` shows; float32, exact up to 2^24.
@@ -151,11 +158,10 @@ def count_zeros(*, axis_name: sync.AxisName = None, replicated: PyTree | None = 
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
         del state, params
-        split, whole = _by_shard(updates, replicated, lambda x: jnp.sum(x == 0).astype(jnp.float32))
-        start = jnp.zeros((), jnp.float32)
-        return updates, ZeroCountState(
-            sum(whole, start=sync.sum_over(sum(split, start=start), sync.named_axes(axis_name)))
-        )
+        axes = sync.named_axes(axis_name)
+        split, whole = _by_shard(updates, replicated, axes, lambda x: jnp.sum(x == 0).astype(jnp.float32))
+        total = sum(whole, start=sync.sum_over(sum(split, start=jnp.zeros((), jnp.float32)), axes))
+        return updates, ZeroCountState(total - padding if padding else total)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -180,13 +186,28 @@ def _largest(x: Array) -> Float[Array, ""]:
     return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
 
 
-def _by_shard(tree: PyTree, replicated: Any, f: Any) -> tuple[list[Any], list[Any]]:
+def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> tuple[list[Any], list[Any]]:
     """`f` of each float leaf: of those that are split over shards, and of those that every shard holds."""
     _, tree = _scales.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
-    flags = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    held_by = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree, is_leaf=is_spec)
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for held, x in zip(jax.tree.leaves(flags), jax.tree.leaves(tree), strict=True):
+    for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
         if casting.is_float(x):
-            parts[bool(held)].append(f(x))
+            copied = _axes_not_in(held, axes) if is_spec(held) else axes if held else ()
+            parts[copied == axes].append(f(x) if copied == axes else _of_the_first(f(x), copied))
     return parts
+
+
+def _axes_not_in(spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` over which a leaf that lies as `spec` says is not cut."""
+    cut = {name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)}
+    return tuple(axis for axis in axes if axis not in cut)
+
+
+def _of_the_first(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """`x` on the devices that are first along `axes`, 0 on those that hold copies."""
+    for axis in axes:
+        x = jnp.where(lax.axis_index(axis) == 0, x, 0.0)
+    return x

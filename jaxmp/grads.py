@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _autocast, _gemm, _memory, _paths, _scales, _versions, _weights, casting, state, sync
+from jaxmp import _autocast, _gemm, _paths, _scales, _spaces, _versions, _weights, casting, state, sync
 
 
 def value_and_grad(
@@ -139,7 +139,7 @@ def scaled_value_and_grad(
             "jaxmp.shared_loss_scale."
         )
     _check_differentiable(params)
-    if k > 1 and (path := _memory.first_on_host(params)) is not None:
+    if k > 1 and (path := _spaces.first_on_host(params)) is not None:
         raise ValueError(
             f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
             f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
@@ -243,7 +243,7 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
     sizes: dict[str, int] = {}
 
     def split(path: str, x: Any) -> Any:
-        if _is_key(x):
+        if is_key(x):
             return jax.random.split(x, k)
         if jnp.ndim(x) == 0:
             return jnp.broadcast_to(jnp.asarray(x), (k,))
@@ -290,7 +290,13 @@ def _lies_on_mesh(mesh: Any) -> bool:
 _HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Whether `x` is one PRNG key, typed or raw.
+
+    Example:
+      >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
+      (True, False)
+    """
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return False

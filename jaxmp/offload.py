@@ -29,7 +29,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _in_place, _memory, _windows, _write
+from jaxmp import _in_place, _spaces, _windows, _write
 from jaxmp._stream_layers import stream_layers as stream_layers
 from jaxmp.state import MasterState
 from jaxmp.unscale import as_transformation
@@ -75,7 +75,7 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
         )
 
     def move(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: _memory.to_host(x) if _is_large(x, min_bytes) else x, tree)
+        return jax.tree.map(lambda x: _spaces.to_host(x) if _is_large(x, min_bytes) else x, tree)
 
     def move_state(node: Any) -> Any:
         if not isinstance(node, MasterState):
@@ -105,7 +105,7 @@ def to_host(tree: PyTree) -> PyTree:
       >>> to_host({"w": jnp.ones(2)})["w"].sharding.memory_kind
       'pinned_host'
     """
-    return jax.tree.map(lambda x: x if _memory.is_on_host(x) else _memory.to_host(jnp.asarray(x)), tree)
+    return jax.tree.map(lambda x: x if _spaces.is_on_host(x) else _spaces.to_host(jnp.asarray(x)), tree)
 
 
 def to_device(tree: PyTree) -> PyTree:
@@ -115,7 +115,7 @@ def to_device(tree: PyTree) -> PyTree:
       >>> to_device(to_host({"w": jnp.ones(2)}))["w"].sharding.memory_kind
       'device'
     """
-    return _memory.to_device(tree)
+    return _spaces.to_device(tree)
 
 
 def stream_updates(
@@ -171,15 +171,15 @@ def stream_updates(
         )
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if _memory.first_on_host((updates, state, params)) is None:
+        if _spaces.first_on_host((updates, state, params)) is None:
             return plain.update(updates, state, params, **extra_args)
         if "grads_finite" in extra_args:
-            _memory.check_on_device((state, params))
+            _spaces.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
-            moves, new = plain.update(*_memory.to_device((updates, state, params)), **extra_args)
+            moves, new = plain.update(*_spaces.to_device((updates, state, params)), **extra_args)
             leaves, treedef = jax.tree.flatten(moves)
-            return leaves, (jax.tree.map(_memory.as_before, new, state), _Static(treedef))
+            return leaves, (jax.tree.map(_spaces.as_before, new, state), _Static(treedef))
 
         leaves, (new, static) = _windows.run(update, updates, state, params, window_bytes=int(window_bytes))
         return jax.tree.unflatten(static.value, leaves), new
@@ -197,10 +197,10 @@ def stream_updates(
         taken_step = step._replace(taken=jnp.ones((), bool))
 
         def update(grads: list[Array], state: Any, pairs: list[_write.Pair]) -> tuple[list[Any], Any]:
-            here = _memory.to_device((grads, state, pairs))
+            here = _spaces.to_device((grads, state, pairs))
             new, new_state = _write.by_updates(plain, here[0], here[1], params, here[2], taken_step, extra_args)
-            new = [jax.tree.map(_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
-            return new, jax.tree.map(_memory.as_before, new_state, state)
+            new = [jax.tree.map(_spaces.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
+            return new, jax.tree.map(_spaces.as_before, new_state, state)
 
         def turn(carry: Any) -> Any:
             _, pairs, state = carry
@@ -242,7 +242,7 @@ def _committed(tree: PyTree) -> PyTree:
 
 
 def _is_large(x: Any, min_bytes: int) -> bool:
-    if not isinstance(x, jax.Array) or x.ndim == 0 or _memory.is_on_host(x):
+    if not isinstance(x, jax.Array) or x.ndim == 0 or _spaces.is_on_host(x):
         return False
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size * x.dtype.itemsize >= min_bytes
 
@@ -251,5 +251,5 @@ def _saturated(param: Any) -> Float[Array, ""]:
     """How many numbers of a float16 param stand at the end of its range, where masters that lie beyond leave them."""
     if param is None or param.dtype != jnp.float16:  # bfloat16 has the range of float32
         return jnp.zeros((), jnp.float32)
-    param = _memory.to_device(param)
+    param = _spaces.to_device(param)
     return jnp.sum(jnp.abs(param) >= jnp.finfo(jnp.float16).max).astype(jnp.float32)

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxmp import _memory, _paths, amax, casting, scaling
+from jaxmp import _paths, _spaces, amax, casting, scaling
 from pallas_kernels import moments
 
 
@@ -285,7 +285,7 @@ def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
     for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
         for p, m in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):  # no leaves: no master
             if p.dtype == jnp.float16:  # bfloat16 has the range of float32
-                m = _memory.to_device(m)
+                m = _spaces.to_device(m)
                 count += jnp.sum(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
     return count
 

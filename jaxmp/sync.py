@@ -84,7 +84,7 @@ def largest_on_any_device(values: Sequence[Array], axes: tuple[str, ...]) -> lis
     local = [v.astype(jnp.float32) for v in values]  # float32, so that XLA can merge it with other MAXes of float32
     if not axes or not local:
         return local
-    found = lax.pmax(jnp.stack(local), axes)
+    found = max_over(jnp.stack(local), axes)
     return [found[i] for i in range(len(local))]
 
 
@@ -177,12 +177,13 @@ def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
 
 def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
     """The sum of `x` over `axes`, or `x` where there are none."""
-    return lax.psum(x, axes) if axes else x
+    return lax.psum(_versions.as_varying(x, axes), axes) if axes else x
 
 
 def max_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
     """The maximum of `x` over `axes`, or `x` where there are none."""
-    return lax.pmax(x, axes) if axes else x
+    # jax wants a value that varies over all of the axes, or over none of them
+    return lax.pmax(_versions.as_varying(x, axes), axes) if axes else x
 
 
 def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, predivide: float = 1.0) -> PyTree:

@@ -25,9 +25,9 @@ from jaxtyping import Array, Bool, Float, PyTree
 import pallas_kernels
 from jaxmp import (
     _in_place,
-    _memory,
     _paths,
     _scales,
+    _spaces,
     _versions,
     _windows,
     casting,
@@ -164,7 +164,7 @@ def unscale_and_skip(
         scaler = states.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
-        held, updates = updates, _memory.to_device(updates)
+        held, updates = updates, _spaces.to_device(updates)
         clamped = None
         if largest is not None:
             with jax.named_scope("jaxmp.clamp_inf"):
@@ -192,7 +192,7 @@ def unscale_and_skip(
             "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
         }
         if offer is None or given is None:
-            _memory.check_on_device(state.guarded)
+            _spaces.check_on_device(state.guarded)
             new_updates, new_guarded = update_or_keep(grads, state, params, taken, extra_args)
         else:
             new_updates, new_guarded, found = write(offer, given, state, params, taken, extra_args)
@@ -225,7 +225,7 @@ def unscale_and_skip(
         if not guarded.measures and not looks(known_finite):
             return given
         with jax.named_scope("jaxmp.measure_gradients"):
-            if _memory.first_on_host(given.grads) is not None:
+            if _spaces.first_on_host(given.grads) is not None:
                 leaves = _scales.partition(given.grads)[1]
                 return given._replace(bad=_windows.any_nonfinite(leaves, given.inv_scale))
             norm, locally_finite = pallas_kernels.gradient_norm(

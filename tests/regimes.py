@@ -437,7 +437,7 @@ class Trace(NamedTuple):
 
 
 @functools.cache
-def _compile_events() -> list[str]:
+def compile_events() -> list[str]:
     """A list that grows with every trace and every compilation of jax."""
     events: list[str] = []
 
@@ -461,7 +461,7 @@ def trace_of(regime_name: str, framework: str, dtype: str, accumulate: int = 1) 
         return [(jax.typeof(x), getattr(x, "sharding", None)) for x in jax.tree.leaves(state)]
 
     trace = Trace([regime.copies(state)], [], [types(state)], [])
-    events = _compile_events()
+    events = compile_events()
     for batch in make_batches():
         batch = jax.block_until_ready(regime.shard(batch))
         events.clear()

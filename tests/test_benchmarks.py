@@ -23,6 +23,7 @@ import tables
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}
+pytestmark = pytest.mark.newest
 SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
 
 

@@ -12,7 +12,7 @@ import pytest
 import pallas_kernels
 from helpers import compiled_quickly
 
-pytestmark = pytest.mark.xdist_group("benchmarks_gpu")
+pytestmark = [pytest.mark.xdist_group("benchmarks_gpu"), pytest.mark.newest]
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 SECTIONS = ("copy", "tests", "casts", "tree", "dense", "crossover")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}

@@ -57,6 +57,7 @@ PARTS = {
     "keep_master_params": Part(lambda: jaxmp.keep_master_params(inner(), "bf16"), "bf16", skips=False),
     "clip_by_global_norm": Part(lambda: jaxmp.clip_by_global_norm(1.0), skips=False),
     "count_zeros": Part(jaxmp.count_zeros, skips=False),
+    "ema_params": Part(lambda: jaxmp.ema_params(0.9), skips=False),
     "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
 }
 each_part = pytest.mark.parametrize("name", PARTS)

@@ -16,6 +16,7 @@ def python_blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_code_of_page_runs(page):
     blocks = [block for block in python_blocks(page) if not block.startswith(FRAGMENTS)]

@@ -1,5 +1,6 @@
 """`python -m jaxmp`: what serves what, read off real and pretended devices."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -138,3 +139,54 @@ def test_devices_are_counted_with_their_capability(machine, capsys):
     out = capsys.readouterr().out
     assert "8 x NVIDIA GPU, compute capability 9.0\n" in out
     assert "mosaic" in out
+
+
+# memory
+
+
+def test_memory_prints_the_bytes_of_so_many_params(capsys):
+    assert command.main(["memory", "1.048576e6"]) == 0
+    out = capsys.readouterr().out
+    assert out == jaxmp.memory.table(jaxmp.memory.overview(2**20)) + "\n"
+    lines = {line.split("  ")[0]: line.split() for line in out.splitlines()}
+    assert lines["bytes a parameter"][3:6] == ["16.00", "16.00", "16.00"]
+    assert lines["P"][1:3] == ["1.05", "M"]
+
+
+@pytest.fixture
+def planner(tmp_path, monkeypatch):
+    """A module with plans."""
+    (tmp_path / "my_plans.py").write_text(
+        "import jax, jax.numpy as jnp, optax, jaxmp\n"
+        "params = {'w': jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}\n"
+        "def one(): return jaxmp.memory.plan(params, 'fp32', optimizer=optax.sgd(0.1))\n"
+        "def two(): return {'a': one(), 'b': one()}\n"
+        "def none(): return params\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(("what", "head"), [("one", ["one"]), ("two", ["a", "b"])])
+def test_memory_prints_plans_of_a_user(planner, capsys, what, head):
+    assert command.main(["memory", f"my_plans:{what}"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == head
+    assert lines[1] == ["params", *["4.00", "MB"] * len(head)]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("many", "neither a number of parameters >= 1 nor module:function: 'many'"),
+        ("-1", "neither a number of parameters >= 1"),
+        ("0.5", "neither a number of parameters >= 1"),
+        ("nan", "neither a number of parameters >= 1"),
+        ("no_such_module:plan", "'no_such_module:plan' is not there: No module named 'no_such_module'"),
+        ("my_plans:three", "'my_plans:three' is not there: module 'my_plans' has no attribute 'three'"),
+        ("my_plans:none", "must return a jaxmp.memory.Plan or a dict of them; got dict"),
+    ],
+)
+def test_memory_names_what_is_wrong(planner, capsys, what, message):
+    with pytest.raises(SystemExit):
+        command.main(["memory", what])
+    assert re.search(message, capsys.readouterr().err)

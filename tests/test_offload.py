@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import _memory, _windows, offload
+from jaxmp import _spaces, _windows, offload
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -123,9 +123,9 @@ def test_one_part_of_the_state_alone(on_host):
         "moments": on_host == "moments",
     }
     for _ in range(2):
-        assert _memory.is_on_host(opt_state.guarded.master_params["w"]) == expected["masters"]
+        assert _spaces.is_on_host(opt_state.guarded.master_params["w"]) == expected["masters"]
         (moments,) = jax.tree.leaves(opt_state.guarded.master_inner)
-        assert _memory.is_on_host(moments) == expected["moments"]
+        assert _spaces.is_on_host(moments) == expected["moments"]
         grads = {"w": jnp.ones(4, jnp.bfloat16)}
         params, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, params)
 
@@ -270,7 +270,7 @@ def window_shapes(f, *args, window_bytes):
     leaves = jax.tree.leaves(args)
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args)
     jaxpr = jax.make_jaxpr(lambda *leaves: _windows._inlined(traced, leaves))(*leaves).jaxpr
-    sizes = [x.size * x.dtype.itemsize if _memory.is_on_host(x) else 0 for x in leaves]
+    sizes = [x.size * x.dtype.itemsize if _spaces.is_on_host(x) else 0 for x in leaves]
     parts = [(i,) for i in range(len(f(*args)[0]))]
     return _windows.plan(jaxpr, sizes, parts, window_bytes)
 
@@ -281,7 +281,7 @@ def test_windows_hold_the_moments_of_their_params_and_no_others():
     state = offload.to_host(tx.init(params)[0]._replace(count=None))._replace(count=jnp.zeros((), jnp.int32))
 
     def f(state, grads):
-        updates, (new, _) = tx.update(grads, (_memory.to_device(state), optax.EmptyState()))
+        updates, (new, _) = tx.update(grads, (_spaces.to_device(state), optax.EmptyState()))
         return updates, new
 
     # inputs: count, mu 0-2, nu 0-2, grads 0-2; results: updates 0-2, count, mu 0-2, nu 0-2
@@ -293,10 +293,10 @@ def test_windows_hold_the_moments_of_their_params_and_no_others():
 
 
 def test_what_needs_all_arrays_has_them_all():
-    xs = [_memory.to_host(jnp.full(2, i)) for i in range(3)]
+    xs = [_spaces.to_host(jnp.full(2, i)) for i in range(3)]
 
     def f(xs):
-        xs = _memory.to_device(xs)
+        xs = _spaces.to_device(xs)
         norm = sum(jnp.sum(x) for x in xs)
         return [x * norm for x in xs], None
 
@@ -443,7 +443,7 @@ def test_inner_must_be_a_transform():
 
 
 def test_a_device_without_pinned_memory_is_named(monkeypatch):
-    monkeypatch.setattr(_memory, "_HOST_KIND", "hbm2")  # of which no device here has any
+    monkeypatch.setattr(_spaces, "_HOST_KIND", "hbm2")  # of which no device here has any
     with pytest.raises(ValueError, match="memory of kind 'hbm2', .*has 'device', 'pinned_host', .*Keep the state"):
         offload.to_host(jnp.ones(2))
 

@@ -1,9 +1,10 @@
-"""Two real processes with two devices each, joined by `jax.distributed`, and an overflow in one of them."""
+"""Real processes, joined by `jax.distributed`: an overflow in one of them, and a death."""
 
 import itertools
 import os
 import pathlib
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import process_worker
 import regimes
+import resume_worker
 from helpers import compiled_quickly
 
 pytestmark = pytest.mark.xdist_group("regimes")  # shares traces with test_regimes.py
@@ -22,26 +24,29 @@ PROCESSES = 2
 HANGS_AFTER = 300  # seconds; a run takes about ten
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory):
-    """What each process saved."""
-    folder = tmp_path_factory.mktemp("processes")
+def start(script, folder, processes, devices):
+    """The processes, not waited for, and the files that hold what they print."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [f for f in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
-    flags.append(f"--xla_force_host_platform_device_count={regimes.DEVICES // PROCESSES}")
+    flags.append(f"--xla_force_host_platform_device_count={devices}")
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(PROCESSES)]
+    logs = [(folder / f"{rank}.out").open("w+") for rank in range(processes)]
     workers = [
         subprocess.Popen(
-            [sys.executable, process_worker.__file__, str(rank), str(PROCESSES), str(port), str(folder)],
+            [sys.executable, script, str(rank), str(processes), str(port), str(folder)],
             env=compiled_quickly(environment),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
         for rank, log in enumerate(logs)
     ]
+    return workers, logs
+
+
+def finish(workers, logs):
+    """Waits for processes, which have to end well."""
     try:
         codes = [worker.wait(HANGS_AFTER) for worker in workers]
     finally:
@@ -49,7 +54,14 @@ def traces(tmp_path_factory):
             worker.kill()
         for log in logs:
             log.close()
-    assert codes == [0] * PROCESSES, "\n".join(pathlib.Path(log.name).read_text()[-3000:] for log in logs)
+    assert codes == [0] * len(workers), "\n".join(pathlib.Path(log.name).read_text()[-3000:] for log in logs)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """What each process saved."""
+    folder = tmp_path_factory.mktemp("processes")
+    finish(*start(process_worker.__file__, folder, PROCESSES, regimes.DEVICES // PROCESSES))
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
@@ -73,3 +85,31 @@ def test_the_overflow_is_in_the_data_of_one_process():
     assert regimes.BAD_ROW in ours
     assert regimes.BAD_ROW not in others
     assert jax.process_count() == 1  # here
+
+
+@pytest.mark.newest
+def test_four_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
+    """One process overflows, one dies between two checkpoints, all are killed and started again."""
+    bad = resume_worker.BAD_RANK
+    workers, logs = start(resume_worker.__file__, tmp_path, 4, 1)
+    try:
+        assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for log in logs:
+            log.close()
+    first = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(4)]
+    finish(*start(resume_worker.__file__, tmp_path, 4, 1))
+    for rank, lines in enumerate(first):
+        before = {line.split()[0]: line for line in lines}
+        restored, *again, end = (tmp_path / f"{rank}.log").read_text().splitlines()[len(lines) :]
+        assert (restored, end) == ("restored 5", "end")
+        after = {line.split()[0]: line for line in again}
+        assert list(after) == ["6", "7", "8"]
+        assert all(after[step] == before[step] for step in before if step in after)
+        assert {"6", "7"} <= set(before) or rank != bad
+        skipped = {step: line.endswith("True") for step, line in before.items()}
+        assert [step for step, was in skipped.items() if was] == [str(resume_worker.BAD_STEP)]
+    assert len({first[rank][0].split()[1] for rank in range(4)}) == 4  # each holds a part of its own

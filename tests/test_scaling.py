@@ -696,7 +696,7 @@ def test_what_is_no_loss_scale_is_named():
         scaling.as_loss_scale(jaxmp.DynamicLossScale)
     with pytest.raises(TypeError, match="which lacks .loss_scale"):
         jaxmp.shared_loss_scale(object())
-    with pytest.raises(ValueError, match=r"got \'torch\'.*DynamicLossScale.preset\(\'torch\'\)"):
+    with pytest.raises(ValueError, match=r"got 'torch'\. .*DynamicLossScale.preset\(\"megatron\"\)"):
         jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale="torch")
 
 

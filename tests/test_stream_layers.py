@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import _memory, offload
+from jaxmp import _spaces, offload
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -187,4 +187,4 @@ def test_microbatches_of_value_and_grad_do_not_add_up_on_the_host():
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(make_params())
     with pytest.raises(ValueError, match="accumulate=2 adds gradients on the device; got params in host memory at"):
         value_and_grad(offload.to_host(make_params()), make_batch(), opt_state=opt_state)
-    assert _memory.first_on_host(make_params()) is None
+    assert _spaces.first_on_host(make_params()) is None

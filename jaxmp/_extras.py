@@ -1,0 +1,28 @@
+"""Packages that only some users need: imported where they are used, with an error that says how to get them."""
+
+import importlib
+from typing import Any
+
+
+def load(module: str, *, extra: str) -> Any:
+    """A module of an optional package.
+
+    Args:
+      module: its full name.
+      extra: the extra of jaxmp that installs it.
+
+    Raises:
+      ImportError: it is not installed; names the extra.
+
+    Example:
+      >>> load("json", extra="checkpoint").dumps(1)
+      '1'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"this needs the package {package}, which is not installed ({e}). Install jaxmp with its extra: "
+            f"pip install 'jaxmp[{extra}]'."
+        ) from e

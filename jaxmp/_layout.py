@@ -1,0 +1,217 @@
+"""How params are cut over an axis of a mesh: one dimension of every large leaf, padded where it does not divide.
+
+A `Layout` is decided once, before training, from shapes alone. From it come the specs of `jax.shard_map`, the shardings
+of `jax.jit`, and which leaves every device holds in full.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp import _paths, _scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How one leaf is cut: along `dim`, whose `size` is padded to a multiple of the number of devices; or not at all.
+
+    Attributes:
+      spec: how the leaf lies on the mesh, other axes included.
+      dim: the dimension that is cut; None: the leaf is whole on every device of the axis.
+      size: its length without padding.
+      padded: its length with padding.
+      padding: elements of the whole leaf that are padding.
+    """
+
+    spec: PartitionSpec
+    dim: int | None = None
+    size: int = 0
+    padded: int = 0
+    padding: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tree of params is cut over one axis of a mesh; made by `layout_of`.
+
+    Attributes:
+      mesh: the mesh.
+      axis_name: the axis over which leaves are cut.
+      cuts: the tree of the params, a `Cut` for each leaf.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((8, 3)), "b": jnp.ones(3)}, jax.make_mesh((4,), ("fsdp",)), min_size=8)
+      >>> tuple(layout.specs["w"]), tuple(layout.specs["b"]), layout.whole
+      (('fsdp', None), (), {'b': True, 'w': False})
+    """
+
+    mesh: Any
+    axis_name: str
+    cuts: PyTree
+
+    @property
+    def specs(self) -> PyTree:
+        """The tree of `PartitionSpec`s: `in_specs` and `out_specs` of `jax.shard_map`."""
+        return jax.tree.map(lambda cut: cut.spec, self.cuts)
+
+    @property
+    def shardings(self) -> PyTree:
+        """The tree of `NamedSharding`s, for `jax.device_put` and `jax.jit`."""
+        return jax.tree.map(lambda cut: NamedSharding(self.mesh, cut.spec), self.cuts)
+
+    @property
+    def whole(self) -> PyTree:
+        """The tree of bools that says what every device of the axis holds in full: `replicated=` of the norms."""
+        return jax.tree.map(lambda cut: cut.dim is None, self.cuts)
+
+    @property
+    def padding(self) -> int:
+        """How many elements of the padded params are padding: `padding=` of `jaxmp.count_zeros`."""
+        return sum(cut.padding for cut in jax.tree.leaves(self.cuts))
+
+
+def layout_of(
+    params: PyTree, mesh: Any, axis_name: str = "fsdp", *, specs: PyTree | None = None, min_size: int = 2**14
+) -> Layout:
+    """Chooses for every param along which dimension it is cut over a mesh axis.
+
+    The longest dimension that the number of devices divides; where none is divided, the longest, padded with zeros up
+    to the next multiple (`pad`). Small leaves and fp8 scales stay whole.
+
+    Args:
+      params: the params, arrays or `jax.ShapeDtypeStruct`s.
+      mesh: a mesh with the axis `axis_name`.
+      axis_name: the axis to cut over.
+      specs: tree of `PartitionSpec`s over *other* axes of the mesh (tensor parallelism), or a prefix of it. A dimension
+        that one of these cuts is left to it.
+      min_size: leaves of fewer elements stay whole, as norms and biases do: to gather them takes longer than the
+        memory is worth.
+
+    Returns:
+      A `Layout`.
+
+    Raises:
+      ValueError: no such axis in the mesh; `specs` that do not fit the params, or name `axis_name`, by path.
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("fsdp",))
+      >>> layout_of({"w": jax.ShapeDtypeStruct((50257, 3), jnp.float32)}, mesh).cuts["w"].padded
+      50260
+    """
+    _check_axis(mesh, axis_name)
+    devices = mesh.shape[axis_name]
+    given = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else _per_leaf(specs, params)
+
+    def cut(path: str, x: Any, spec: Any) -> Cut:
+        shape = tuple(x.shape)
+        for name in _names(spec):
+            _check_axis(mesh, name, f" (in specs at {path})")
+        if axis_name in _names(spec) or len(spec) > len(shape):
+            raise ValueError(
+                f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
+                f"shape {shape} at {path}. Leave {axis_name!r} out: layout_of chooses where it goes."
+            )
+        taken = tuple(spec) + (None,) * (len(shape) - len(spec))
+        free = [i for i, name in enumerate(taken) if name is None]
+        if _scales.is_scale(path) or not free or x.size < min_size:
+            return Cut(PartitionSpec(*spec))
+        even = [i for i in free if shape[i] % devices == 0]
+        dim = max(even or free, key=lambda i: shape[i])
+        padded = -(-shape[dim] // devices) * devices
+        padding = (padded - shape[dim]) * (x.size // shape[dim])
+        return Cut(PartitionSpec(*taken[:dim], axis_name, *taken[dim + 1 :]), dim, shape[dim], padded, padding)
+
+    return Layout(mesh, axis_name, _paths.map_with_path(cut, params, given))
+
+
+def pad(tree: PyTree, layout: Layout) -> PyTree:
+    """`tree` with zeros appended where a dimension has to be padded; as params are kept, from `tx.init` on.
+
+    Zeros with zero gradients stay zero under every optax optimizer that treats elements apart. (See `Layout.padding`
+    for what counts zeros.)
+
+    Args:
+      tree: tree of the params (or gradients, or masters), unpadded.
+      layout: of these params.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
+      >>> pad({"w": jnp.ones((3, 3))}, layout)["w"].shape
+      (4, 3)
+    """
+
+    def extend(path: str, x: Any, cut: Cut) -> Any:
+        check_length(path, x, cut, cut.size, "an unpadded")
+        return padded(x, cut)
+
+    return map_leaves(extend, tree, layout)
+
+
+def trim(tree: PyTree, layout: Layout) -> PyTree:
+    """`tree` without its padding: `pad` undone, for export and for evaluation under plain jit.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
+      >>> trim(pad({"w": jnp.ones((3, 3))}, layout), layout)["w"].shape
+      (3, 3)
+    """
+
+    def cut_off(path: str, x: Any, cut: Cut) -> Any:
+        check_length(path, x, cut, cut.padded, "a padded")
+        return trimmed(x, cut)
+
+    return map_leaves(cut_off, tree, layout)
+
+
+def padded(x: Any, cut: Cut) -> Any:
+    """One leaf with zeros appended up to its padded length."""
+    if cut.padded == cut.size:
+        return x
+    return jnp.pad(x, [(0, cut.padded - cut.size) if i == cut.dim else (0, 0) for i in range(x.ndim)])
+
+
+def trimmed(x: Any, cut: Cut) -> Any:
+    """One leaf without its padding."""
+    return x if cut.dim is None or cut.padded == cut.size else lax.slice_in_dim(x, 0, cut.size, axis=cut.dim)
+
+
+def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
+    """`f(path, leaf, cut)` of each leaf of a tree that is like the layout's params."""
+    _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout")
+    return _paths.map_with_path(f, tree, layout.cuts)
+
+
+def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
+    """Raises a ValueError unless the dimension of `x` that is cut has the expected length."""
+    got = jnp.shape(x)
+    if cut.dim is not None and (len(got) <= cut.dim or got[cut.dim] != expected):
+        raise ValueError(
+            f"dimension {cut.dim} of {what} leaf must have length {expected} with this layout; got shape {got} at "
+            f"{path}. Params are padded once, before tx.init (jaxmp.fsdp.pad), and lie as layout.specs says."
+        )
+
+
+def _check_axis(mesh: Any, name: str, where: str = "") -> None:
+    if name not in mesh.shape:
+        raise ValueError(
+            f"the mesh must have the axis that leaves are cut over; got {name!r}{where} and a mesh with the axes "
+            f"{', '.join(map(repr, mesh.shape))}"
+        )
+
+
+def _names(spec: Any) -> list[str]:
+    return [name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)]
+
+
+def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    try:
+        return jax.tree.map(lambda spec, sub: jax.tree.map(lambda _: spec, sub), specs, params, is_leaf=is_spec)
+    except ValueError as e:
+        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix of it: {e}") from e

@@ -1,0 +1,340 @@
+"""Injected faults: one wrong number in one gradient of one device, and what a step makes of it.
+
+    make faults                       10,000 faults; writes benchmarks/results/faults.json
+
+A *world* is a small model in one parallel regime and one precision. From one state two steps are taken on the same
+batch: one uninjured, its *twin*, and one in which a gradient of one device holds inf, NaN or the largest finite number
+of its dtype at a random place. What must hold (the numbers are those of the design's invariants):
+
+1.  All devices take the same decision and have the same scale; the scale moved by the rule, worked out here in Python.
+2.  inf and NaN skip: params, masters, moments, counts and amax histories are bit for bit those before the step. A
+    finite number does what the twin does: everything but the number's own place is bit for bit the twin's. (After some
+    faults the twin overflows, too: a weight has become huge, or an fp8 scale so small that all else is rounded to 0.)
+3.  Nothing that is not finite stands anywhere in params or state; the scale lies within its bounds.
+4.  Structure, dtypes and shardings stay, and nothing is compiled again.
+
+The next fault starts from the injured state, so that faults add up; after some it starts anew.
+"""
+
+import argparse
+import collections
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+import regimes
+from fp8_model import matmul, scale_leaves
+from jaxmp import fsdp
+from regimes import DEVICES, guarded, same_bits
+
+WIDTH, ROWS = 16, 64  # 16 rows on each device: the least that an fp8 GEMM takes
+RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
+SCALE = {"growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "max_scale": 2.0**14}
+ANEW = 40  # faults that add up
+KINDS = ("inf", "-inf", "nan", "largest")
+PRECISIONS = {"fp16": ("fp16", False), "bf16": ("bf16", False), "fp8": ("fp8", True), "fp16+fp8": ("fp16", True)}
+MESH = regimes.mesh_of()
+
+
+class World(NamedTuple):
+    """One model in one regime.
+
+    Attributes:
+      step: `(state, batch with a fault) -> state`, compiled.
+      state: where it starts, placed on the devices.
+      shard: places a batch.
+      copies: what each device holds of a state.
+      names: of the leaves that gradients have, in order.
+      shapes: of each leaf of gradients, as one device has it.
+      limits: the largest finite number of each gradient's dtype.
+      has_scale: whether there is a dynamic loss scale.
+      compiled: how many programs there are by now.
+    """
+
+    step: Callable[..., Any]
+    state: Any
+    shard: Callable[[Any], Any]
+    copies: Callable[[Any], list[Any]]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    limits: list[float]
+    has_scale: bool
+    compiled: Callable[[], int]
+
+
+def _params(in_fp8: bool) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    leaf = lambda *shape: jnp.asarray(rng.normal(size=shape) / WIDTH**0.5, jnp.float32)  # noqa: E731
+    layers = {name: {"w": leaf(WIDTH, WIDTH)} | (scale_leaves() if in_fp8 else {}) for name in ("a", "b")}
+    return layers | {"norm": jnp.ones((1, WIDTH))}
+
+
+def _loss(params: Any, batch: Any, in_fp8: bool, dtype: Any) -> Any:
+    def layer(params: Any, x: Any) -> Any:
+        return matmul(params, x, RECIPE) if in_fp8 else x @ params["w"].astype(x.dtype)
+
+    h = jnp.tanh(layer(params["a"], batch["x"].astype(dtype)).astype(jnp.float32) * params["norm"])
+    return jnp.mean((layer(params["b"], h.astype(dtype)).astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def _injure(grads: Any, fault: Any) -> Any:
+    """`grads` with the fault in them, if this device has one: leaf -1 is none."""
+    leaf, place, value = jnp.max(fault["leaf"]), jnp.max(fault["place"]), jnp.sum(fault["value"])
+    leaves, treedef = jax.tree.flatten(grads)
+    hurt = []
+    for i, g in enumerate(leaves):
+        here = (jnp.arange(g.size).reshape(g.shape) == place % g.size) & (leaf == i)
+        hurt.append(jnp.where(here & jnp.isfinite(g), value.astype(g.dtype), g))  # an overflow of its own stays
+    return treedef.unflatten(hurt)
+
+
+def make_world(regime_name: str, precision: str) -> World:
+    """Compiles nothing yet."""
+    name, in_fp8 = PRECISIONS[precision]
+    policy = jaxmp.get_policy(name, keep_fp32=("norm",))
+    params32 = _params(in_fp8)
+    scale = jaxmp.DynamicLossScale(2.0**10, **SCALE) if name == "fp16" else None
+    recipe = RECIPE if in_fp8 else None
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, loss_scale=scale, recipe=recipe)
+    is_fsdp = regime_name == "shard_map_fsdp"
+    regime = regimes.SINGLE if regime_name == "single" else regimes.REGIMES.get(regime_name)
+    layout = fsdp.layout_of(params32, MESH, regimes.AXIS, min_size=64) if is_fsdp else None
+    bound = is_fsdp or (regime is not None and regime.axis_name)
+
+    def step(state: Any, batch: Any, mean: Any = None) -> Any:
+        del mean
+        params, opt_state = state
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            return _loss(fsdp.gather(params, layout) if layout else params, batch, in_fp8, policy.compute_dtype)
+
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
+        grads = _injure(grads, batch["fault"])
+        if in_fp8 and bound:  # value_and_grad has made amaxes common: so is a wrong one
+            grads = _common_amaxes(grads)
+        if layout:
+            grads = fsdp.reduce_gradients(grads, layout)
+        elif bound:
+            grads, _ = jaxmp.reduce_gradients().update(grads, optax.EmptyState())
+        return jaxmp.apply_gradients(tx, grads, opt_state, params), loss
+
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    if layout:
+        regime = regimes.Jit("shard_map_fsdp")
+        specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
+
+        def body(state: Any, batch: Any) -> Any:
+            state, loss = step(state, batch)
+            return state, jax.lax.pmean(loss, regimes.AXIS)
+
+        compiled = jax.jit(
+            jax.shard_map(body, mesh=MESH, in_specs=(specs, P(regimes.AXIS)), out_specs=(specs, P()), check_vma=True)
+        )
+        flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+        treedef = jax.tree.structure(state)
+        placed = treedef.unflatten(
+            [
+                jax.device_put(x, jax.sharding.NamedSharding(MESH, s))
+                for x, s in zip(jax.tree.leaves(state), flat, strict=True)
+            ]
+        )
+    else:
+        assert regime is not None
+        compiled, placed = regime.compile(step), regime.place(state)
+    grads = jax.tree.leaves(state[0])
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state[0])]
+    return World(
+        lambda state, batch: compiled(state, batch)[0],
+        placed,
+        regime.shard,
+        regime.copies,
+        paths,
+        [x.shape for x in grads],
+        [float(jnp.finfo(x.dtype).max) for x in grads],
+        scale is not None,
+        regimes.compile_events,
+    )
+
+
+def _common_amaxes(grads: Any) -> Any:
+    def common(path: Any, g: Any) -> Any:
+        if not jaxmp.fp8.is_scale(path):
+            return g
+        bad = jax.lax.pmax((~jnp.isfinite(g)).astype(jnp.float32), regimes.AXIS) > 0
+        return jnp.where(bad, jnp.inf, jax.lax.pmax(jnp.where(jnp.isfinite(g), g, 0.0), regimes.AXIS))
+
+    return jax.tree_util.tree_map_with_path(common, grads)
+
+
+class Fault(NamedTuple):
+    """One wrong number."""
+
+    leaf: int
+    device: int
+    place: int
+    kind: str
+
+
+def batch_of(rng: np.random.Generator, fault: Fault | None, limits: list[float]) -> dict[str, Any]:
+    """A batch for all devices, with a fault or none."""
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    leaf, place = np.full(DEVICES, -1, np.int32), np.zeros(DEVICES, np.int32)
+    value = np.zeros(DEVICES, np.float32)
+    if fault is not None:
+        leaf[fault.device], place[fault.device] = fault.leaf, fault.place
+        value[fault.device] = limits[fault.leaf] if fault.kind == "largest" else float(fault.kind)
+    batch = {"x": x, "y": np.tanh(x @ np.eye(WIDTH, k=1, dtype=np.float32))}
+    return batch | {"fault": {"leaf": leaf, "place": place, "value": value}}
+
+
+def expected_scaling(before: dict[str, Any], skipped: bool) -> tuple[float, int, int]:
+    """(scale, growth count, hysteresis left) after a step, by the documented rule."""
+    scale, count, left = (float(before["loss_scale"]), int(before["growth_count"]), int(before["hysteresis_left"]))
+    if skipped:
+        left -= 1
+        if left <= 0:
+            scale = max(scale * 0.5, SCALE["min_scale"])
+        return scale, 0, max(left, 0)
+    count += 1
+    if count == SCALE["growth_interval"]:
+        return min(scale * 2.0, SCALE["max_scale"]), 0, SCALE["hysteresis"]
+    return scale, count, left
+
+
+def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> None:
+    """Raises AssertionError, with the invariant's number, where a step with a fault did what it must not."""
+    is_scale = "fp8_" in world.names[fault.leaf]
+    befores, twins, afters = (world.copies(state) for state in (before, twin, after))
+    for copy in afters[1:]:
+        assert same_bits(copy, afters[0]), "1: devices differ"
+    old, other, new = befores[0], twins[0], afters[0]
+    skip = fault.kind != "largest" or bool(jaxmp.get_metrics(other[1])["skipped"])
+    metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(new[1]).items()}
+    old_metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(old[1]).items()}
+    assert bool(metrics["skipped"]) == skip, f"1: skipped is {metrics['skipped']} for {fault.kind}"
+    assert metrics["skipped_steps"] == old_metrics["skipped_steps"] + skip, "1: the count of skips"
+    if world.has_scale:
+        got = (float(metrics["loss_scale"]), int(metrics["growth_count"]), int(metrics["hysteresis_left"]))
+        assert got == expected_scaling(old_metrics, skip), f"1: the scale's state is {got}"
+        assert SCALE["min_scale"] <= got[0] <= SCALE["max_scale"], "3: the scale is out of bounds"
+    else:
+        assert metrics["loss_scale"] == 1.0, "1: a scale where there is none"
+    kept = lambda state: (state[0], guarded(state[1]))  # noqa: E731
+    if skip:
+        assert same_bits(kept(new), kept(old)), "2: a skipped step changed something"
+    else:
+        differ = _differing(kept(new), kept(other))
+        allowed = world.names[fault.leaf]
+        for path, places in differ.items():
+            own = allowed in path or (is_scale and any(part in path for part in _OF_A_SCALE))
+            most = RECIPE.amax_history_len if path.endswith(".amax_history") else 1  # it moves on where the twin's is 0
+            assert own and places <= most, f"2: {places} places of {path} differ from the twin's"
+    for path, x in jax.tree_util.tree_leaves_with_path(kept(new)):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            assert np.all(np.isfinite(np.asarray(x, np.float32))), f"3: {jax.tree_util.keystr(path)} is not finite"
+    kinds = [[(x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(s)] for s in (twin, after)]
+    assert kinds[0] == kinds[1], "4: a dtype, shape or sharding changed"
+    assert jax.tree.structure(before) == jax.tree.structure(after), "4: the structure changed"
+
+
+_OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors")
+
+
+def _differing(a: Any, b: Any) -> dict[str, int]:
+    found = {}
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        places = int(np.sum(np.asarray(x) != np.asarray(y)))
+        if places:
+            found[jax.tree_util.keystr(path)] = places
+    return found
+
+
+WORLDS = (
+    ("single", "fp16"),
+    ("pmap", "fp16+fp8"),
+    ("shard_map", "fp16"),
+    ("shard_map_unchecked", "fp8"),
+    ("shard_map_fsdp", "fp16"),
+    ("jit_fsdp", "fp16+fp8"),
+    ("jit_data", "bf16"),
+)
+
+
+def run(regime_name: str, precision: str, count: int, seed: int) -> collections.Counter:
+    """Injects `count` faults into one world; the number of each kind. Raises at the first wrong state."""
+    world = make_world(regime_name, precision)
+    rng = np.random.default_rng(seed)
+    state, done, events = world.state, collections.Counter(), world.compiled()
+    state = first = jax.block_until_ready(world.step(state, world.shard(batch_of(rng, None, world.limits))))
+    for i in range(count):
+        fault = Fault(
+            int(rng.integers(len(world.names))),
+            int(rng.integers(DEVICES)),
+            int(rng.integers(2**16)),
+            str(rng.choice(KINDS, p=(0.2, 0.1, 0.2, 0.5))),
+        )
+        data = int(rng.integers(2**31))
+        uninjured = world.shard(batch_of(np.random.default_rng(data), None, world.limits))
+        injured = world.shard(batch_of(np.random.default_rng(data), fault, world.limits))
+        jax.block_until_ready((uninjured, injured))
+        twin = jax.block_until_ready(world.step(state, uninjured))
+        events.clear()
+        after = jax.block_until_ready(world.step(state, injured))
+        assert not events or i == 0, f"4: compiled again at {fault}"
+        try:
+            check(world, state, twin, after, fault)
+        except AssertionError as e:
+            raise AssertionError(
+                f"{regime_name}, {precision}, fault {i}: {fault} in {world.names[fault.leaf]}: {e}"
+            ) from e
+        done[fault.kind + (" in an fp8 scale" if "fp8_" in world.names[fault.leaf] else "")] += 1
+        state = after if (i + 1) % ANEW else first
+    return done
+
+
+def main() -> int:
+    """The campaign."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--count", type=int, default=10_000, help="faults in all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="where results go")
+    arguments = parser.parse_args()
+    rows, failed = [], []
+    for i, (regime_name, precision) in enumerate(WORLDS):
+        start = time.perf_counter()
+        share = arguments.count // len(WORLDS) + (i < arguments.count % len(WORLDS))
+        try:
+            done = run(regime_name, precision, share, arguments.seed + i)
+        except AssertionError as e:
+            failed.append(str(e))
+            done = collections.Counter()
+        rows.append({"regime": regime_name, "precision": precision, "faults": sum(done.values()), "kinds": dict(done)})
+        print(
+            f"{regime_name}, {precision}: {sum(done.values())} faults, {time.perf_counter() - start:.0f} s", flush=True
+        )
+    results = {
+        "command": f"python tests/faults.py --count {arguments.count} --seed {arguments.seed}",
+        "device": f"CPU, {DEVICES} simulated devices",
+        "versions": {"jax": jax.__version__, "optax": optax.__version__},
+        "faults": sum(row["faults"] for row in rows),
+        "wrong_states": failed,
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(*failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""`jaxmp._buffers`: what lives when in small programs, counted by hand in float32 values of 4 bytes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmp import _buffers
+
+N = 64
+W = jax.ShapeDtypeStruct((N, N), jnp.float32)
+X = jax.ShapeDtypeStruct((N, N), jnp.float32)
+VALUE = N * N * 4
+
+
+def usage(f, *args, **kwargs):
+    return _buffers.usage(jax.make_jaxpr(f)(*args), **kwargs)
+
+
+def of_gradient(f):
+    """In values: (saved, kept) by the gradient of a sum of f(x, w) with respect to both."""
+    found = usage(jax.value_and_grad(lambda x, w: jnp.sum(f(x, w)), argnums=(0, 1)), X, W)
+    return found.saved / VALUE, found.kept / VALUE
+
+
+def test_elementwise_chains_have_one_buffer():
+    """sin(exp(x)) - x is one kernel, however long: nothing but its output."""
+    found = usage(lambda x: jnp.sin(jnp.exp(x)) - x, X)
+    assert (found.scratch, found.peak) == (0, VALUE)
+
+
+def test_operands_and_results_of_matmuls_are_buffers():
+    found = usage(lambda x, w: jnp.sum(jnp.tanh(jnp.sin(x) @ w)), X, W)
+    assert found.scratch == found.peak == 2 * VALUE  # sin(x), while it is multiplied; the result, while it is summed
+
+
+def test_casts_and_relus_of_stored_values_are_made_by_the_matmul_that_reads_them():
+    found = usage(lambda x, w: jax.nn.relu(x @ w).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), X, W)
+    assert found.scratch == VALUE  # x @ w
+
+
+def test_a_convolution_reads_what_is_stored_where_a_matmul_reads_through_a_relu():
+    image = jax.ShapeDtypeStruct((1, 8, 8, 4), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def kept(multiply, x, w):
+        f = jax.value_and_grad(lambda w, x: jnp.sum(multiply(jax.nn.relu(multiply(x, w)), w)))
+        return usage(f, w, x).kept / _buffers.nbytes(x)
+
+    assert kept(conv, image, kernel) == 2  # before the relu, for its sign, and behind it
+    assert kept(jnp.matmul, X, W) == 1
+
+
+def test_what_is_cheap_is_recomputed_and_jax_would_save_it():
+    """A chain of five: the backward pass reads each, and XLA makes them again from x @ w."""
+
+    def f(x, w):
+        y = x @ w
+        for _ in range(5):
+            y = jnp.sin(y)
+        return y
+
+    assert of_gradient(f) == (5, 1)
+
+
+def test_a_sum_of_two_is_stored_where_two_read_it():
+    """x @ w + sin(w @ x): recomputing would read two, storing it reads one. Two matmuls' results die."""
+
+    def f(x, w):
+        y = x @ w + jnp.sin(w @ x)
+        return jnp.sin(y) @ w
+
+    _, kept = of_gradient(f)
+    assert kept == 3  # w @ x, for the cosine; y; sin(y), an operand
+
+
+def test_views_are_the_same_bytes():
+    def f(x, w):
+        y = jnp.exp(x @ w)
+        return y.reshape(N // 2, 2, N).transpose(1, 0, 2).reshape(N, N) @ w
+
+    assert of_gradient(f)[0] == 1
+
+
+def test_outputs_are_counted_at_the_peak_alone_and_by_their_share():
+    def f(x, w):
+        y = x @ w
+        return y, jnp.sum(y @ w)
+
+    assert usage(f, X, W).scratch == VALUE  # the second product
+    assert usage(f, X, W).peak == 2 * VALUE  # beside y, which is there when that is
+    assert usage(f, X, W, output_bytes=[VALUE // 8, 4]).peak == VALUE + VALUE // 8
+
+
+def test_what_reaches_no_output_is_nothing():
+    def f(x, w):
+        _ = jnp.sum(jnp.exp(x) @ w @ w)
+        return jnp.sum(x)
+
+    assert usage(f, X, W).peak == 4
+
+
+def test_inputs_and_their_views_are_nobody_s_activations():
+    assert of_gradient(lambda x, w: x.T @ w) == (0, 0)
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_scan_stacks_what_it_saves_and_needs_one_turn_of_the_rest(length):
+    def f(x, w):
+        def turn(x, _):
+            return jnp.sin(x @ w), None
+
+        return lax.scan(turn, x, length=length)[0]
+
+    saved, kept = of_gradient(f)
+    assert kept == saved
+    assert length <= saved <= 2 * length  # a carry and a cosine, of each turn
+    peak = usage(lambda x, w: jnp.sum(f(x, w)), X, W).peak
+    assert peak <= 4 * VALUE  # whatever the length
+
+
+def test_a_branch_takes_what_its_dearest_takes():
+    def f(x, w, i):
+        return jnp.sum(lax.cond(i, lambda: jnp.sin(x @ w) @ w @ w, lambda: x))
+
+    assert usage(f, X, W, jax.ShapeDtypeStruct((), bool)).peak >= 3 * VALUE
+    assert usage(lambda x, w, i: jnp.sum(lax.cond(i, lambda: x + 1, lambda: x)), X, W, True).peak <= 2 * VALUE + 8
+
+
+def test_a_while_is_one_turn():
+    def f(x, w):
+        return lax.fori_loop(0, 100, lambda _, x: jnp.sin(x @ w), x)
+
+    assert VALUE <= usage(f, X, W).peak <= 4 * VALUE
+
+
+def test_a_checkpoint_keeps_what_goes_in():
+    def f(x, w):
+        for _ in range(4):
+            x = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))(x)
+        return x
+
+    assert of_gradient(f)[1] == 3  # x is an argument
+    whole = usage(jax.grad(lambda x, w: jnp.sum(f(x, w))), X, W)
+    assert whole.peak <= 8 * VALUE
+
+
+def test_what_goes_into_a_checkpoint_is_stored_as_it_goes_in():
+    """And not what it could be recomputed from: XLA may not look through."""
+
+    def f(x, w, wrap):
+        return wrap(lambda y: jnp.exp(jnp.exp(y)))(jnp.sin(x @ w))
+
+    assert of_gradient(lambda x, w: f(x, w, lambda g: g))[1] == 1  # x @ w
+    assert of_gradient(lambda x, w: f(x, w, jax.checkpoint))[1] == 2  # and its sine
+
+
+def test_shard_map_is_one_device():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(lambda x, w: jnp.sin(x @ w) @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    assert usage(lambda x, w: jnp.sum(f(x, w)), X, W).peak <= 3 * VALUE // 8 + 4
+
+
+def test_large_matmuls_with_odd_sides_have_padded_copies():
+    def f(x, w):
+        return x @ w
+
+    even, odd = (usage(f, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, n), (n, 512)))) for n in (512, 511))
+    assert even.scratch == 0
+    assert odd.scratch == 2 * 512 * 512 * 2  # of both operands; the result is aligned
+
+
+def test_bytes_are_those_of_arrays():
+    for x in (np.ones((3, 2), np.int8), jnp.ones(5, jnp.bfloat16), jax.random.key(0)):
+        assert _buffers.nbytes(x) == x.nbytes
+    assert _buffers.nbytes(3.0) == 0

@@ -1,0 +1,270 @@
+"""Checkpoints on disk: what is saved comes back, elsewhere and in another precision, whoever was killed meanwhile."""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise, compiled_quickly
+from jaxmp import checkpoint
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+INNER = optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9))
+PARAMS = {
+    "dense": {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)},
+    "norm": jnp.ones(4),
+}
+POLICY = jaxmp.get_policy("bf16", keep_fp32=("norm",))
+TX = jaxmp.mixed_precision(INNER, POLICY, remainder_bits=16, loss_scale=jaxmp.DynamicLossScale(4.0))
+FP32 = jaxmp.mixed_precision(INNER, "fp32")
+
+
+def trained(tx=TX, policy=POLICY):
+    """(params, opt_state) after a step."""
+    params, opt_state = policy.cast_to_param(PARAMS), tx.init(PARAMS)
+    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
+
+
+JOB = trained()
+EXTRA = {"batch_stats": {"mean": jnp.arange(3.0)}, "key": jax.random.key(7), "step": jnp.int32(5)}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """A manager with one step of JOB."""
+    with checkpoint.manager(tmp_path_factory.mktemp("steps") / "run", max_to_keep=2) as manager:
+        record = {"policy": POLICY, "loss_scale": jaxmp.DynamicLossScale(4.0), "recipe": jaxmp.fp8.DelayedScaling()}
+        params, opt_state = JOB
+        assert checkpoint.save(
+            manager, 5, params=params, opt_state=opt_state, extra=EXTRA, metadata={"run": "a"}, **record
+        )
+        manager.wait_until_finished()
+        yield manager
+
+
+def abstract(tree, sharding=None):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def test_a_job_comes_back_bit_for_bit(steps):
+    restored = checkpoint.restore(steps, TX, params=abstract(JOB[0]), extra=EXTRA)
+    assert restored.step == 5
+    assert_bitwise((restored.params, restored.opt_state), JOB)
+    assert_bitwise(restored.extra, EXTRA)
+    assert not any(x.committed for x in jax.tree.leaves(restored.params))  # free to follow others
+    jax.tree.map(lambda x: x.delete(), restored[1:])  # and no buffer is shared
+
+
+def test_onto_another_mesh_and_back(steps, tmp_path):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    split, everywhere = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())
+    like = {"dense": abstract(JOB[0]["dense"], split), "norm": abstract(JOB[0]["norm"], everywhere)}
+    params, opt_state = checkpoint.restore(steps, TX, params=like)[1:3]
+    assert_bitwise(jax.tree.map(np.asarray, (params, opt_state)), jax.tree.map(np.asarray, JOB))
+    for tree in (params, *(optax.tree.get(opt_state, name) for name in ("master_params", "mu", "ema_params"))):
+        (kernel,) = jax.tree.leaves(tree["dense"])
+        assert kernel.sharding == split
+        assert all(x.sharding == everywhere for x in jax.tree.leaves(tree["norm"]))
+    assert all(x.sharding == everywhere for x in jax.tree.leaves(opt_state.scaling))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=opt_state)
+        manager.wait_until_finished()
+        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(JOB[0]))[1:3], JOB)
+
+
+def test_into_another_policy_as_convert_does_it(steps):
+    params, opt_state = checkpoint.restore(steps, FP32, params=PARAMS)[1:3]
+    assert_bitwise((params, opt_state), checkpoint.convert(JOB[1], JOB[0], to=FP32, policy="fp32"))
+    assert_bitwise(params, jaxmp.get_master_params(JOB[1], JOB[0]))
+
+
+def test_params_alone_come_from_the_masters(steps):
+    restored = checkpoint.restore(steps, None, params=PARAMS)
+    assert restored.opt_state is None
+    assert_bitwise(restored.params, jaxmp.get_master_params(JOB[1], JOB[0]))
+
+
+def test_what_orbax_saves_itself_is_read(tmp_path):
+    params, opt_state = JOB
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX, policy=POLICY)
+    state = state.replace(params=params, opt_state=opt_state)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "pair", (params, opt_state))
+        saver.save(tmp_path / "state", state)
+    for name in ("pair", "state"):
+        restored = checkpoint.restore(tmp_path / name, TX, params=abstract(params))
+        assert restored.step is None
+        assert_bitwise(restored[1:3], JOB)
+        assert checkpoint.read_metadata(tmp_path / name) == {}
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        manager.save(3, args=ocp.args.StandardSave({"params": params, "opt_state": opt_state}))
+        manager.wait_until_finished()
+        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(params))[:3], (3, *JOB))
+
+
+def test_what_is_saved_here_is_read_by_orbax(steps):
+    target = {"params": abstract(JOB[0]), "opt_state": abstract(JOB[1]), **EXTRA}
+    with ocp.CheckpointManager(steps.directory) as plain:
+        restored = plain.restore(5, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+    assert_bitwise((restored.state["params"], restored.state["opt_state"]), JOB)
+
+
+def test_the_record_says_what_it_was_made_with(steps):
+    about = checkpoint.read_metadata(steps)
+    assert jaxmp.get_policy(about["policy"], keep_fp32=about["keep_fp32"]) == POLICY
+    assert about["recipe"]["recipe"] == "DelayedScaling" and about["recipe"]["amax_history_len"] == 1024
+    assert "growth_interval=2000" in about["loss_scale"] and about["metadata"] == {"run": "a"}
+    assert about == json.loads(json.dumps(about))
+    assert checkpoint.read_metadata(pathlib.Path(steps.directory) / "5") == about
+
+
+LEAF = "fp8_lhs_e4m3_log2_scale"
+
+
+@functools.cache
+def numbered_layers():
+    """(tx, params, opt_state) of twelve fp8 layers, whose amaxes tell which is which."""
+    params = {n: {LEAF: jnp.float32(0.0), "w": jnp.ones(())} for n in range(12)}
+    tx = jaxmp.mixed_precision(optax.identity(), "fp32", recipe=jaxmp.fp8.DelayedScaling(amax_history_len=2))
+    grads = {n: {LEAF: jnp.float32(n + 1), "w": jnp.zeros(())} for n in params}
+    return tx, *jax.jit(lambda *args: jaxmp.apply_gradients(tx, *args))(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "orbax-alone"])
+def test_histories_stay_with_their_layers_where_keys_are_numbers(recorded, tmp_path):
+    """Orbax makes strings of numbers, and "10" sorts before "2"."""
+    tx, params, opt_state = numbered_layers()
+    with checkpoint.manager(tmp_path / "a") as manager:
+        if recorded:
+            checkpoint.save(manager, 0, params=params, opt_state=opt_state)
+        else:
+            manager.save(0, args=ocp.args.Composite(state=ocp.args.StandardSave((params, opt_state))))
+        manager.wait_until_finished()
+        assert_bitwise(checkpoint.restore(manager, tx, params=abstract(params))[1:3], (params, opt_state))
+        if recorded:  # a model with fewer layers in fp8
+            like = {n: layer if n in (2, 10) else {"w": layer["w"]} for n, layer in params.items()}
+            (group,) = optax.tree.get(checkpoint.restore(manager, tx, params=like).opt_state, "amax_states")
+            assert group.amax_history[-1].tolist() == [3.0, 11.0]
+
+
+# Errors: each before an array is read
+
+
+def test_another_model_is_named_by_its_first_leaf(steps):
+    with pytest.raises(
+        ValueError, match="must be of this model; head is in the model and not in the checkpoint. There"
+    ):
+        checkpoint.restore(steps, TX, params=PARAMS | {"head": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"norm has shape \(4,\) in the checkpoint and \(5,\) in the model"):
+        checkpoint.restore(steps, TX, params=PARAMS | {"norm": jnp.ones(5)})
+    with pytest.raises(ValueError, match="same inner optimizer.*; 0/trace/dense/kernel is missing"):
+        checkpoint.restore(steps, jaxmp.mixed_precision(optax.sgd(0.1, momentum=0.9), "fp32"), params=PARAMS)
+    with pytest.raises(ValueError, match="what is asked for; 'ema' is not among batch_stats, key"):
+        checkpoint.restore(steps, TX, params=JOB[0], extra={"ema": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"batch_stats/mean is float32\[3\], expected float32\[4\]"):
+        checkpoint.restore(steps, TX, params=JOB[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
+
+
+def test_nothing_there(tmp_path, steps):
+    with pytest.raises(ValueError, match="a folder that Orbax wrote; there is none at .*nowhere"):
+        checkpoint.restore(tmp_path / "nowhere", TX, params=PARAMS)
+    with pytest.raises(ValueError, match="no finished checkpoint of step 9 in .*; finished steps: 5"):
+        checkpoint.restore(steps, TX, params=PARAMS, step=9)
+    with checkpoint.manager(tmp_path / "empty") as empty, pytest.raises(ValueError, match="no finished .*: none"):
+        checkpoint.restore(empty, TX, params=PARAMS)
+
+
+def test_files_of_something_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="must be what Orbax wrote, whole; .* cannot be read"):
+        checkpoint.restore(tmp_path, TX, params=PARAMS)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "other", {"weights": jnp.ones(2)})
+        saver.save(tmp_path / "model", {"params": JOB[0]})
+    with pytest.raises(ValueError, match="holds a dict with weights. Restore it with Orbax"):
+        checkpoint.restore(tmp_path / "other", TX, params=PARAMS)
+    with pytest.raises(ValueError, match="has only params. .* pass tx=None, and call tx.init"):
+        checkpoint.restore(tmp_path / "model", TX, params=PARAMS)
+
+
+def test_damaged_files_are_an_error_that_names_the_other_steps(tmp_path):
+    params = {"w": jnp.arange(5.0)}  # one array: where several reads fail, Orbax's event loop is closed before the last
+    with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, params=params, opt_state=())
+        manager.wait_until_finished()
+        for file in (tmp_path / "2" / "state").glob("**/d/*"):
+            os.truncate(file, file.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"damaged, cut off or something else. Other steps there: 1 \(step=\)"):
+            checkpoint.restore(manager, None, params=params)
+        assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
+
+
+class Small(nnx.Module):
+    def __init__(self, seed):
+        self.dense = nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def test_modules_of_nnx_go_on(tmp_path):
+    policy, tx = jaxmp.get_policy("bf16"), jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+
+    def made(seed):
+        model = Small(seed)
+        return model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy=policy)
+
+    model, optimizer = made(0)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    other, fresh = made(1)
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=nnx.state(model, nnx.Param), opt_state=nnx.as_pure(optimizer.opt_state))
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, tx, params=nnx.state(other, nnx.Param))
+    nnx.update(other, restored.params)
+    variables = jax.tree.leaves(fresh.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
+        variable.set_value(value)
+    for before, after in ((model, other), (optimizer.opt_state, fresh.opt_state)):
+        pure = [nnx.as_pure(nnx.state(x)) if isinstance(x, nnx.Module) else nnx.as_pure(x) for x in (before, after)]
+        assert_bitwise(pure[1], pure[0])
+
+
+def test_names_that_are_taken(steps):
+    with pytest.raises(ValueError, match="got one called 'params'. Rename it"):
+        checkpoint.save(steps, 6, params=JOB[0], opt_state=JOB[1], extra={"params": 1})
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'jaxmp[checkpoint]'")):
+        checkpoint.manager(tmp_path)
+
+
+# Kills
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.campaign)])
+def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, tmp_path):
+    script = pathlib.Path(__file__).with_name("checkpoint_job.py")
+    command = [sys.executable, str(script), "--kills", str(kills), "--seconds", "0.3", "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    record = json.loads((tmp_path / "out").read_text())
+    assert record["kills"] == kills == record["restored_bit_for_bit"] + record["killed_before_it_had_restored"]
+    assert record["restored_bit_for_bit"] >= 2 and record["steps_trained"] > 0

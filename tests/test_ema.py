@@ -1,0 +1,103 @@
+"""The average of the masters: beside a NumPy rewrite in float64, over skipped steps and for every kind of param."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from helpers import assert_bitwise, assert_close
+
+W = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def run(tx, params, grads):
+    """[(params, opt_state)] after each step."""
+    opt_state, seen = tx.init(params), []
+    for g in grads:
+        params, opt_state = jaxmp.apply_gradients(
+            tx, jax.tree.map(lambda p, g=g: jnp.full(p.shape, g, p.dtype), params), opt_state, params
+        )
+        seen.append((params, opt_state))
+    return seen
+
+
+@pytest.mark.parametrize("debias", [True, False], ids=["debiased", "from-the-start"])
+@pytest.mark.parametrize(
+    "decay", [0.0, 0.9, lambda n: jnp.minimum(0.9, (1.0 + n) / (10.0 + n))], ids=["0", "0.9", "warm"]
+)
+def test_it_is_the_average_of_the_weights_after_each_step(decay, debias):
+    tx = optax.chain(optax.sgd(0.25), jaxmp.ema_params(decay, debias=debias))
+    expected, weight = (np.zeros(3), 0.0) if debias else (W.astype(np.float64), 1.0)
+    w = W.astype(np.float64)
+    for n, (params, opt_state) in enumerate(run(tx, {"w": jnp.asarray(W)}, [1.0, -0.5, 2.0, 0.25])):
+        w = w - 0.25 * [1.0, -0.5, 2.0, 0.25][n]
+        d = min(0.9, (1 + n) / (10 + n)) if callable(decay) else decay
+        expected, weight = d * expected + (1 - d) * w, d * weight + (1 - d)
+        got = jaxmp.get_ema_params(opt_state, params)
+        assert_close(got, {"w": (expected / weight).astype(np.float32)}, rtol=1e-6, atol=1e-7)
+
+
+def test_after_one_step_a_debiased_average_is_the_weight():
+    tx = optax.chain(optax.sgd(1.0), jaxmp.ema_params(0.9999))
+    params, opt_state = run(tx, {"w": jnp.asarray(W)}, [1.0])[0]
+    assert_close(jaxmp.get_ema_params(opt_state, params), params, rtol=1e-3)  # 1 - d in float32
+    start = tx.init(params)
+    assert_bitwise(jaxmp.get_ema_params(start, params), params)  # before the first
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"remainder_bits": 16}], ids=["whole", "split"])
+def test_it_averages_masters_and_not_what_they_are_rounded_to(kwargs):
+    inner = optax.chain(optax.sgd(2.0**-12), jaxmp.ema_params(0.5))
+    tx, policy = jaxmp.mixed_precision(inner, "bf16", **kwargs), jaxmp.get_policy("bf16")
+    plain = run(inner, {"w": jnp.asarray(W)}, [1.0, 1.0, 1.0])
+    opt_state, params = tx.init({"w": jnp.asarray(W)}), policy.cast_to_param({"w": jnp.asarray(W)})
+    for _ in range(3):
+        params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, opt_state, params)
+    assert params["w"].dtype == jnp.bfloat16
+    average = jaxmp.get_ema_params(opt_state, params)
+    assert_bitwise(average, jaxmp.get_ema_params(plain[-1][1], plain[-1][0]))
+    assert not np.array_equal(average["w"], np.asarray(params["w"], np.float32))
+
+
+def test_a_skipped_step_moves_nothing():
+    tx = jaxmp.mixed_precision(optax.chain(optax.sgd(1.0), jaxmp.ema_params(0.5)), "fp16")
+    params, opt_state = run(tx, {"w": jnp.asarray(W, jnp.float16)}, [1.0])[0]
+    _, after = jaxmp.apply_gradients(tx, {"w": jnp.full(3, jnp.inf)}, opt_state, params)
+    assert bool(after.skipped)
+    assert_bitwise(after.guarded, opt_state.guarded)
+    assert int(optax.tree.get(after, "ema_count")) == 1
+
+
+def test_fp8_scales_and_frozen_leaves_are_taken_from_the_params():
+    params = {"w": jnp.ones((16, 16)), "fp8_lhs_e4m3_log2_scale": jnp.float32(3.0), "base": jnp.ones(2, jnp.int32)}
+    labels = {"w": "train", "fp8_lhs_e4m3_log2_scale": "train", "base": "frozen"}
+    inner = optax.multi_transform(
+        {"train": optax.chain(optax.sgd(0.5), jaxmp.ema_params(0.5)), "frozen": optax.set_to_zero()}, labels
+    )
+    tx = jaxmp.mixed_precision(inner, "fp32", recipe=jaxmp.fp8.DelayedScaling(amax_history_len=2))
+    grads = {"w": jnp.ones((16, 16)), "fp8_lhs_e4m3_log2_scale": jnp.float32(1.0), "base": jnp.zeros(2, jnp.float32)}
+    new, opt_state = jaxmp.apply_gradients(tx, grads, tx.init(params), params)
+    average = jaxmp.get_ema_params(opt_state, new)
+    assert_bitwise(average, new)
+
+
+def test_updates_pass_and_the_state_keeps_its_types():
+    tx = jaxmp.ema_params(0.9)
+    params = {"w": jnp.asarray(W, jnp.bfloat16)}
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)({"w": jnp.asarray(W)}, state, params)
+    assert_bitwise(updates, {"w": jnp.asarray(W)})
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    assert state.ema_params["w"].dtype == jnp.float32
+
+
+def test_errors():
+    for decay in (1.0, -0.1):
+        with pytest.raises(ValueError, match=f"from 0 to below 1; got {decay}"):
+            jaxmp.ema_params(decay)
+    with pytest.raises(ValueError, match="one ema_params; got 0 of them. Put it inside of mixed_precision"):
+        jaxmp.get_ema_params(optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
+    with pytest.raises(ValueError, match="needs the params"):
+        jaxmp.ema_params(0.9).update(jnp.ones(2), jaxmp.ema_params(0.9).init(jnp.ones(2)))

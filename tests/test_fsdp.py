@@ -1,0 +1,400 @@
+"""Params cut over devices: what moves in which dtype, and training that equals one device's."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+import regimes
+from helpers import assert_bitwise, assert_close
+from jaxmp import fsdp
+
+DEVICES = 8
+POLICY = jaxmp.get_policy("fp16")
+ROWS = P("fsdp")
+
+
+def mesh_of(shape=(DEVICES,), names=("fsdp",)):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+
+# Every kind of leaf: cut along either dimension, padded, and whole.
+PARAMS = {"in": draw(8, 24), "out": draw(24, 5), "odd": draw(5, 7), "bias": jnp.zeros((1, 7))}
+LAYOUT = fsdp.layout_of(PARAMS, mesh_of(), min_size=20)
+
+
+# Layouts
+
+
+def test_each_leaf_is_cut_along_its_longest_dimension_that_divides():
+    assert LAYOUT.specs == {"in": P(None, "fsdp"), "out": P("fsdp", None), "odd": P(None, "fsdp"), "bias": P()}
+    assert LAYOUT.cuts["odd"] == fsdp.Cut(P(None, "fsdp"), dim=1, size=7, padded=8, padding=5)
+    assert LAYOUT.cuts["in"] == fsdp.Cut(P(None, "fsdp"), dim=1, size=24, padded=24)
+    assert LAYOUT.whole == {"in": False, "out": False, "odd": False, "bias": True}
+    assert LAYOUT.padding == 5
+    assert LAYOUT.shardings["out"] == NamedSharding(LAYOUT.mesh, P("fsdp", None))
+
+
+def test_small_leaves_and_fp8_scales_stay_whole():
+    scales = {"fp8_lhs_e4m3_log2_scale": jnp.zeros(2**15), "w": jnp.zeros(2**14), "b": jnp.zeros(2**14 - 1)}
+    assert fsdp.layout_of(scales, mesh_of()).whole == {"fp8_lhs_e4m3_log2_scale": True, "w": False, "b": True}
+
+
+def test_dimensions_that_other_axes_cut_are_left_to_them():
+    mesh = mesh_of((2, 4), ("fsdp", "tensor"))
+    params = {"up": jnp.ones((8, 64)), "norm": jnp.ones(64), "all": jnp.ones((8, 64))}
+    specs = {"up": P(None, "tensor"), "norm": P(), "all": P("tensor", None)}
+    layout = fsdp.layout_of(params, mesh, specs=specs, min_size=1)
+    assert layout.specs == {"up": P("fsdp", "tensor"), "norm": P("fsdp"), "all": P("tensor", "fsdp")}
+    assert fsdp.layout_of(params, mesh, specs=P("tensor"), min_size=1).whole == {
+        "up": False,
+        "norm": True,
+        "all": False,
+    }
+
+
+def test_padding_comes_off_as_it_went_on():
+    padded = fsdp.pad(PARAMS, LAYOUT)
+    assert padded["odd"].shape == (5, 8) and not np.any(padded["odd"][:, 7])
+    assert_bitwise(fsdp.trim(padded, LAYOUT), PARAMS)
+    assert fsdp.pad(POLICY.cast_to_param(PARAMS), LAYOUT)["odd"].dtype == jnp.float16
+
+
+WRONG = {
+    "axis": (lambda: fsdp.layout_of(PARAMS, mesh_of(), "model"), "got 'model' and a mesh with the axes 'fsdp'"),
+    "own_axis": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs=P("fsdp")), r"axes other than 'fsdp'.*at bias"),
+    "rank": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs=P(None, None, None)), r"no more dimensions.*at bias"),
+    "unknown_axis": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs=P("tensor")), r"'tensor' \(in specs at bias\)"),
+    "specs": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs={"in": P()}), "specs must be a tree of PartitionSpecs"),
+    "twice": (
+        lambda: fsdp.pad(fsdp.pad(PARAMS, LAYOUT), LAYOUT),
+        r"dimension 1 of an unpadded leaf must have length 7.*\(5, 8\) at odd",
+    ),
+    "never": (lambda: fsdp.trim(PARAMS, LAYOUT), r"dimension 1 of a padded leaf must have length 8.*\(5, 7\) at odd"),
+    "tree": (lambda: fsdp.pad({"in": PARAMS["in"]}, LAYOUT), "bias is in the layout only"),
+    "jit": (
+        lambda: fsdp.gather(fsdp.pad(PARAMS, LAYOUT), LAYOUT, reduce_dtype=jnp.float32),
+        "under plain jit XLA reduces the gradients.*Use jax.shard_map",
+    ),
+    "unbound": (lambda: fsdp.reduce_gradients(PARAMS, LAYOUT), "axis name 'fsdp' is not bound here"),
+    "part": (
+        lambda: jax.shard_map(lambda p: fsdp.gather(p, LAYOUT), mesh=LAYOUT.mesh, in_specs=P(), out_specs=P())(PARAMS),
+        r"dimension 1 of a device's part of a leaf must have length 3 .*got shape \(8, 24\) at in",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_named(name):
+    call, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Training
+
+
+def model(params, x):
+    x = jnp.tanh(x.astype(params["in"].dtype) @ params["in"])
+    return (jnp.tanh(x @ params["out"]) @ params["odd"] + params["bias"]).astype(jnp.float32)
+
+
+def whole_loss(params, batch):
+    return jnp.mean((model(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def cut_loss(params, batch):
+    return whole_loss(fsdp.gather(params, LAYOUT), batch)
+
+
+def optimizer(**where):
+    counted = jaxmp.count_zeros(**where, **({"padding": LAYOUT.padding} if where else {}))
+    clipped = jaxmp.clip_by_global_norm(1.0, **where)
+    inner = optax.chain(clipped, counted, optax.adamw(1e-2, eps=1e-3))
+    scale = jaxmp.DynamicLossScale(1024.0, growth_interval=2, hysteresis=1)
+    return jaxmp.mixed_precision(inner, POLICY, loss_scale=scale)
+
+
+@functools.cache
+def batches():
+    rng = np.random.default_rng(1)
+    found = [{"x": rng.normal(size=(16, 8)), "y": rng.normal(size=(16, 7))} for _ in range(5)]
+    found[2]["x"][5, 1] = np.inf  # a row of the third device
+    return [jax.tree.map(np.float32, b) for b in found]
+
+
+@functools.cache
+def run(how):
+    """(unpadded params, unpadded masters, metrics of each step, losses, the padded state) of five steps."""
+    where = {"axis_name": "fsdp", "replicated": LAYOUT.whole} if how.startswith("shard_map") else {}
+    tx = optimizer(**where)
+
+    def step(params, opt_state, batch):
+        loss_fn = whole_loss if how == "single" else cut_loss
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
+        if where:
+            grads, loss = fsdp.reduce_gradients(grads, LAYOUT), jax.lax.pmean(loss, "fsdp")
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss
+
+    if how == "single":
+        params, opt_state = POLICY.cast_to_param(PARAMS), tx.init(PARAMS)
+        compiled, trim = jax.jit(step), lambda tree: tree
+    else:
+        padded = jax.device_put(fsdp.pad(PARAMS, LAYOUT), LAYOUT.shardings)
+        shardings = jaxmp.sharding_of(tx, padded, LAYOUT.shardings)
+        params, opt_state = POLICY.cast_to_param(padded), jax.jit(tx.init, out_shardings=shardings)(padded)
+        lie = LAYOUT.shardings if how != "zero" else jax.tree.map(lambda _: NamedSharding(LAYOUT.mesh, P()), PARAMS)
+        params = jax.device_put(params, lie)
+        trim = functools.partial(fsdp.trim, layout=LAYOUT)
+        if where:
+            state = jaxmp.sharding_of(tx, padded, LAYOUT.specs)
+            step = jax.shard_map(
+                step,
+                mesh=LAYOUT.mesh,
+                in_specs=(LAYOUT.specs, state, ROWS),
+                out_specs=(LAYOUT.specs, state, P()),
+                check_vma=how == "shard_map",
+            )
+            compiled = jax.jit(step)
+        else:
+            compiled = jax.jit(step, out_shardings=(lie, shardings, None))
+    metrics, losses, programs, events = [], [], [], regimes.compile_events()
+    for batch in batches():
+        if how in ("jit", "zero"):
+            batch = jax.device_put(batch, NamedSharding(LAYOUT.mesh, ROWS))
+        events.clear()
+        params, opt_state, loss = compiled(params, opt_state, batch)
+        programs.append(len(events))
+        metrics.append(jax.tree.map(np.asarray, jaxmp.get_metrics(opt_state)))
+        losses.append(float(loss))
+    masters = jaxmp.get_master_params(opt_state, params)
+    return trim(params), trim(masters), metrics, losses, (params, masters, programs)
+
+
+HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on every device, only the state is cut
+DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_training_is_that_of_one_device(how):
+    params, masters, metrics, losses, _ = run(how)
+    one = run("single")
+    assert [bool(m["skipped"]) for m in metrics] == [False, False, True, False, False]
+    for got, expected in zip(metrics, one[2], strict=True):
+        assert_bitwise({k: got[k] for k in DECISIONS}, {k: expected[k] for k in DECISIONS})
+        assert_close(got["grad_norm"], expected["grad_norm"], rtol=2e-3)  # float16 gradients of other microbatches
+    assert_close(masters, one[1], atol=2e-4)
+    assert_bitwise(params, jax.tree.map(lambda m: m.astype(jnp.float16), masters))
+    np.testing.assert_allclose(losses, one[3], rtol=1e-3)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
+    params, masters, programs = run(how)[4]
+    for tree, dtype in ((params, jnp.float16), (masters, jnp.float32)):
+        for name, x in tree.items():
+            assert x.dtype == dtype
+            if how == "zero" and tree is params:
+                assert x.is_fully_replicated
+            else:
+                assert x.sharding.is_equivalent_to(LAYOUT.shardings[name], x.ndim), name
+    assert_bitwise(masters["odd"][:, 7], np.zeros(5, np.float32))
+    assert programs[0] > 0 and programs[1:] == [0] * 4
+
+
+def test_zeros_are_counted_once_and_padding_never():
+    """Exact: the gradient of a weight that meets a zero input is zero, on every device."""
+    tx = optimizer(axis_name="fsdp", replicated=LAYOUT.whole)
+    grads = jax.tree.map(lambda p: jnp.where(p > 0, 1.0, 0.0), PARAMS)
+
+    def count(grads):
+        tx_count = jaxmp.count_zeros(axis_name="fsdp", replicated=LAYOUT.whole, padding=LAYOUT.padding)
+        return tx_count.update(grads, tx_count.init(grads))[1].zero_grads
+
+    del tx
+    spread = jax.shard_map(count, mesh=LAYOUT.mesh, in_specs=(LAYOUT.specs,), out_specs=P())
+    expected = sum(float(np.sum(np.asarray(g) == 0)) for g in grads.values())
+    assert_bitwise(jax.jit(spread)(fsdp.pad(grads, LAYOUT)), np.float32(expected))
+
+
+# What moves
+
+
+def collectives(f, *args):
+    """[(name, dtype of what moves, whether inside of a scan)] of every collective in the jaxpr of `f`."""
+    found = []
+
+    def visit(jaxpr, in_scan):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("all_gather", "reduce_scatter", "psum", "psum_invariant"):
+                found.append((eqn.primitive.name, eqn.invars[0].aval.dtype.name, in_scan))
+            for sub in jax.tree.leaves(
+                list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+            ):
+                inner = getattr(sub, "jaxpr", sub)
+                if hasattr(inner, "eqns"):
+                    visit(inner, in_scan or eqn.primitive.name == "scan")
+
+    visit(jax.make_jaxpr(f)(*args).jaxpr, False)
+    return found
+
+
+MATRICES = {"in": PARAMS["in"], "out": PARAMS["out"]}
+PAIR = fsdp.layout_of(MATRICES, mesh_of(), min_size=1)
+X = jnp.ones((16, 8))
+
+
+def pair_loss(params, x):
+    return jnp.mean((jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) @ params["out"]).astype(jnp.float32))
+
+
+def spread(f, out_specs=PAIR.specs):
+    return jax.shard_map(f, mesh=PAIR.mesh, in_specs=(PAIR.specs, ROWS), out_specs=out_specs)
+
+
+TX = jaxmp.mixed_precision(optax.sgd(1.0), POLICY, loss_scale=1.0)
+STATE = TX.init({})
+
+
+def moving(loss_fn, params=None, **kwargs):
+    def step(params, x):
+        _, grads = jaxmp.value_and_grad(loss_fn, **kwargs)(params, x, opt_state=STATE)
+        return fsdp.reduce_gradients(grads, PAIR)
+
+    return collectives(spread(step), params or POLICY.cast_to_param(MATRICES), X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, None])
+def test_params_move_in_16_bits_and_gradients_as_asked(dtype):
+    found = moving(lambda p, x: pair_loss(fsdp.gather(p, PAIR, reduce_dtype=dtype), x))
+    name = jnp.dtype(dtype or jnp.float16).name
+    assert sorted(found) == [("all_gather", "float16", False)] * 2 + [("reduce_scatter", name, False)] * 2
+
+
+def test_float32_params_can_move_in_16_bits():
+    """What a model computes in is all that its devices need of each other."""
+    found = moving(lambda p, x: pair_loss(fsdp.gather(p, PAIR, dtype=jnp.bfloat16), x), MATRICES)
+    assert sorted(found) == [("all_gather", "bfloat16", False)] * 2 + [("reduce_scatter", "bfloat16", False)] * 2
+
+
+def test_gradients_are_reduced_in_each_microbatch_or_once_for_all():
+    def window(params, x):
+        whole = fsdp.gather(params, PAIR)
+        _, grads = jaxmp.value_and_grad(pair_loss, accumulate=2)(whole, x, opt_state=STATE)
+        return fsdp.reduce_gradients(grads, PAIR, dtype=jnp.float16)
+
+    each = moving(lambda p, x: pair_loss(fsdp.gather(p, PAIR), x), accumulate=2)
+    once = collectives(spread(window), POLICY.cast_to_param(MATRICES), X)
+    assert sorted(each) == [("all_gather", "float16", True)] * 2 + [("reduce_scatter", "float16", True)] * 2
+    assert sorted(once) == [("all_gather", "float16", False)] * 2 + [("reduce_scatter", "float16", False)] * 2
+
+
+def test_gathered_params_are_freed_and_gathered_again():
+    def loss(p, x):
+        return pair_loss(fsdp.gather(p, PAIR), x)
+
+    again = moving(jax.checkpoint(loss, policy=fsdp.save_all_but_gathered()))
+    everything = moving(jax.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable))
+    assert [name for name, *_ in again].count("all_gather") == 3  # the first layer's input has no gradient
+    assert [name for name, *_ in everything].count("all_gather") == 2
+
+
+def test_float16_sums_of_eight_devices_stay_in_range_with_fsdps_rule():
+    """8 * 16384 is beyond float16; divided by 4 before the sum and by 2 after it, it is not. The mean is 16384."""
+    w = jnp.ones((8,), jnp.float16)
+    layout = fsdp.layout_of({"w": w}, mesh_of(), min_size=1)
+
+    def grads(predivide):
+        def step(params, x):
+            def loss_fn(p):
+                return jnp.sum((fsdp.gather(p, layout, predivide=predivide)["w"] * x).astype(jnp.float32))
+
+            g = jaxmp.value_and_grad(loss_fn)(params, opt_state=STATE)[1]
+            return fsdp.reduce_gradients(g, layout)
+
+        f = jax.shard_map(step, mesh=layout.mesh, in_specs=(layout.specs, P()), out_specs=layout.specs)
+        return jax.jit(f)({"w": w}, jnp.full(8, 16384.0, jnp.float16))["w"]
+
+    assert_bitwise(grads(8.0), np.full(8, 16384.0, np.float32))
+    assert_bitwise(grads(4.0), np.full(8, 16384.0, np.float32))
+    assert np.all(np.isinf(grads(1.0)))
+    assert_bitwise(grads(None), grads(4.0))
+
+
+def test_masters_are_gathered_in_full_precision_for_evaluation():
+    tx = optimizer()
+    padded = fsdp.pad(PARAMS, LAYOUT)
+    opt_state, params = tx.init(padded), POLICY.cast_to_param(padded)
+
+    def whole(params):
+        return fsdp.gather(params, LAYOUT)
+
+    specs = jax.tree.map(lambda _: P(), LAYOUT.specs)
+    gathered = jax.shard_map(whole, mesh=LAYOUT.mesh, in_specs=(LAYOUT.specs,), out_specs=specs, check_vma=False)
+    assert_bitwise(jax.jit(gathered)(jaxmp.get_master_params(opt_state, params)), PARAMS)
+    under_jit = jax.jit(whole)(jax.device_put(jaxmp.get_master_params(opt_state, params), LAYOUT.shardings))
+    assert_bitwise(under_jit, PARAMS)
+
+
+# Kernels in fp8
+
+
+class Fp8Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(32, dtype=jnp.bfloat16)(x))
+        return nn.Dense(16, dtype=jnp.bfloat16)(x)
+
+
+def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
+    """One byte a weight; the scale of a kernel comes from the masters of all devices."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4)
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
+    net, in_fp8 = Fp8Net(), lambda: jaxmp.fp8.autocast(recipe, filter=lambda path, layer: True)
+    with in_fp8():
+        params32 = net.init(jax.random.key(0), jnp.ones((16, 32)))["params"]
+    layout = fsdp.layout_of(params32, mesh, min_size=256)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(64, n)).astype(np.float32) for name, n in (("x", 32), ("y", 16))}
+
+    def net_loss(params, batch):
+        with in_fp8():
+            return jnp.mean((net.apply({"params": params}, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+    def cut_step(params, opt_state, batch):
+        def loss_fn(params, batch):
+            return net_loss(fsdp.gather(params, layout, reduce_dtype=jnp.float32), batch)
+
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
+
+    def whole_step(params, opt_state, batch):
+        _, grads = jaxmp.value_and_grad(net_loss)(params, batch, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
+    spread = jax.jit(jax.shard_map(cut_step, mesh=mesh, in_specs=(*specs, ROWS), out_specs=specs))
+    start = (policy.cast_to_param(params32), tx.init(params32))
+    moved = collectives(spread, *start, batch)
+    assert [m for m in moved if m[0] == "all_gather"] == [("all_gather", "float8_e4m3fn", False)] * 2
+    whole, cut, whole_program = start, start, jax.jit(whole_step)
+    for _ in range(3):
+        whole, cut = whole_program(*whole, batch), spread(*cut, batch)
+    assert cut[0]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
+    assert {s.data.shape for s in cut[0]["Dense_0"]["kernel"].addressable_shards} == {(8, 32)}
+    assert_bitwise(jaxmp.fp8.get_scales(cut[0]), jaxmp.fp8.get_scales(whole[0]))
+    masters = [jaxmp.get_master_params(s, p) for p, s in (cut, whole)]
+    kernels = [[m["Dense_0"]["kernel"], m["Dense_1"]["kernel"]] for m in masters]
+    assert_close(kernels[0], kernels[1], atol=3e-3)

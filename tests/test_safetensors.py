@@ -1,0 +1,179 @@
+"""Weights in safetensors files: read back by the library itself, by names and layouts of other systems."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import safetensors
+import safetensors.numpy
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise
+from jaxmp.checkpoint import load_safetensors, read_safetensors, save_safetensors
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "embed": {"embedding": jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)},
+    "mlp": {"kernel": jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32), "bias": jnp.arange(8.0)},
+    "conv": {"kernel": jnp.asarray(RNG.normal(size=(3, 3, 4, 8)), jnp.float32)},
+    "norm": {"scale": jnp.full(4, 1.001)},
+}
+POLICY = jaxmp.get_policy("bf16", keep_fp32=("norm/*",))
+
+
+def header(path):
+    """{name: (dtype as it is written, shape)}, by the library's own reader."""
+    with safetensors.safe_open(path, framework="np") as file:
+        return {k: (file.get_slice(k).get_dtype(), tuple(file.get_slice(k).get_shape())) for k in file.keys()}
+
+
+def test_masters_are_written_and_not_what_they_are_rounded_to(tmp_path):
+    opt_state, params = jaxmp.mixed_precision(optax.adam(1e-3), POLICY).init(PARAMS), POLICY.cast_to_param(PARAMS)
+    save_safetensors(tmp_path / "w", params, opt_state=opt_state, dtype=jnp.float32)
+    assert_bitwise(load_safetensors(tmp_path / "w", PARAMS), PARAMS)
+    save_safetensors(tmp_path / "rounded", params, dtype=jnp.float32)
+    assert_bitwise(
+        load_safetensors(tmp_path / "rounded", PARAMS)["mlp"]["kernel"], params["mlp"]["kernel"].astype("float32")
+    )
+    assert header(tmp_path / "w") == {
+        "conv.kernel": ("F32", (3, 3, 4, 8)), "embed.embedding": ("F32", (6, 4)), "mlp.bias": ("F32", (8,)),
+        "mlp.kernel": ("F32", (4, 8)), "norm.scale": ("F32", (4,)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float16", "F16"), ("bfloat16", "BF16")])
+@pytest.mark.parametrize("layout", ["flax", "torch"])
+def test_sixteen_bits_are_each_rounded_once(dtype, code, layout, tmp_path):
+    big = PARAMS | {"mlp": PARAMS["mlp"] | {"bias": jnp.full(8, 1e6)}}
+    save_safetensors(tmp_path / "w", big, dtype=dtype, layout=layout)
+    assert {x[0] for x in header(tmp_path / "w").values()} == {code}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), big)
+    expected = jax.tree.map(lambda x: jaxmp.casting.saturating_cast(x, dtype), big)
+    assert_bitwise(load_safetensors(tmp_path / "w", like, layout=layout), expected)
+
+
+def test_torch_has_its_names_and_its_layout(tmp_path):
+    save_safetensors(tmp_path / "w", PARAMS, dtype=jnp.float32, layout="torch", rename=lambda name: f"model.{name}")
+    tensors = read_safetensors(tmp_path / "w")
+    np.testing.assert_array_equal(tensors["model.mlp.weight"], np.asarray(PARAMS["mlp"]["kernel"]).T)
+    np.testing.assert_array_equal(
+        tensors["model.conv.weight"], np.asarray(PARAMS["conv"]["kernel"]).transpose(3, 2, 0, 1)
+    )
+    np.testing.assert_array_equal(tensors["model.embed.weight"], PARAMS["embed"]["embedding"])
+    assert sorted(tensors) == [
+        f"model.{n}" for n in ("conv.weight", "embed.weight", "mlp.bias", "mlp.weight", "norm.weight")
+    ]
+    with safetensors.safe_open(tmp_path / "w", framework="np") as file:
+        assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
+    with pytest.raises(ValueError, match=r"kernel of 3 axes .* got \(2, 2, 2\) at heads/kernel. Reshape it"):
+        save_safetensors(tmp_path / "w", {"heads": {"kernel": jnp.ones((2, 2, 2))}}, layout="torch")
+
+
+@pytest.mark.parametrize("layout", ["flax", "torch"])
+def test_fp8_kernels_stand_beside_their_scale(layout, tmp_path):
+    save_safetensors(tmp_path / "w", PARAMS, dtype=jnp.float8_e4m3fn, layout=layout, keep=("conv/*",))
+    name = {"flax": "kernel", "torch": "weight"}[layout]
+    tensors = read_safetensors(tmp_path / "w")
+    assert tensors[f"conv.{name}"].dtype == ml_dtypes.bfloat16
+    kernel = np.asarray(PARAMS["mlp"]["kernel"] if layout == "flax" else PARAMS["mlp"]["kernel"].T, np.float64)
+    scale = tensors[f"mlp.{name}_scale"]
+    assert header(tmp_path / "w")[f"mlp.{name}"][0] == "F8_E4M3" and scale.dtype == np.float32 and scale.shape == ()
+    assert float(scale) == pytest.approx(np.abs(kernel).max() / 448, rel=1e-6)
+    expected = (kernel / np.float64(scale)).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert np.mean(expected != tensors[f"mlp.{name}"]) < 0.05  # the quotient is rounded in float32
+    np.testing.assert_allclose(tensors[f"mlp.{name}"].astype(np.float64) * scale, kernel, rtol=2.0**-4, atol=1e-4)
+    loaded = load_safetensors(tmp_path / "w", PARAMS, layout=layout)
+    np.testing.assert_allclose(loaded["mlp"]["kernel"], PARAMS["mlp"]["kernel"], rtol=2.0**-4, atol=1e-4)
+
+
+def fp8_layer(kernel):
+    names = {"fp8_lhs_e4m3_log2_scale": 3.0, "fp8_rhs_e4m3_log2_scale": 0.0, "fp8_grad_e5m2_log2_scale": 5.0}
+    return {"dense": {"kernel": kernel, "op": jax.tree.map(jnp.float32, names)}}
+
+
+def test_kernels_stored_in_fp8_go_out_as_they_are_and_in_as_weights(tmp_path):
+    stored = jaxmp.get_policy("bf16", fp8_weights=True).cast_to_param(fp8_layer(PARAMS["mlp"]["kernel"]))
+    save_safetensors(tmp_path / "w", stored, dtype=jnp.float8_e4m3fn, input_scales=True)
+    tensors = read_safetensors(tmp_path / "w")
+    np.testing.assert_array_equal(tensors["dense.kernel"], np.asarray(stored["dense"]["kernel"]))
+    assert float(tensors["dense.kernel_scale"]) == 2.0 ** -float(stored["dense"]["op"]["fp8_rhs_e4m3_log2_scale"])
+    assert float(tensors["dense.input_scale"]) == 0.125
+    assert sorted(tensors) == ["dense.input_scale", "dense.kernel", "dense.kernel_scale"]  # no leaves of training
+    like = fp8_layer(jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    loaded = load_safetensors(tmp_path / "w", like)
+    assert_bitwise(loaded["dense"]["kernel"], jaxmp.fp8.load_weights(stored, jnp.float32)["dense"]["kernel"])
+    assert float(loaded["dense"]["op"]["fp8_lhs_e4m3_log2_scale"]) == 3.0
+
+
+def test_files_of_engines_with_a_scale_for_each_row(tmp_path):
+    weight = np.ones((8, 4), ml_dtypes.float8_e4m3fn)
+    scale = np.arange(8, dtype=np.float32)
+    safetensors.numpy.save_file({"mlp.weight": weight, "mlp.weight_scale": scale.reshape(8, 1)}, tmp_path / "w")
+    loaded = load_safetensors(tmp_path / "w", {"mlp": {"kernel": PARAMS["mlp"]["kernel"]}}, layout="torch")
+    assert_bitwise(loaded["mlp"]["kernel"], jnp.asarray(np.tile(scale, (4, 1))))
+
+
+def test_shards_and_shardings(tmp_path):
+    save_safetensors(tmp_path / "1", {"mlp": PARAMS["mlp"]}, dtype=jnp.float32)
+    save_safetensors(tmp_path / "2", {"norm": PARAMS["norm"]}, dtype=jnp.float32)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P("x"))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), {k: PARAMS[k] for k in ("mlp", "norm")}
+    )
+    loaded = load_safetensors([tmp_path / "1", tmp_path / "2"], like)
+    assert all(x.sharding == split for x in jax.tree.leaves(loaded))
+    save_safetensors(tmp_path / "3", loaded, dtype=jnp.float32)  # gathered
+    whole = {k: PARAMS[k] for k in ("mlp", "norm")}
+    assert_bitwise(load_safetensors(tmp_path / "3", whole), whole)
+
+
+def test_what_does_not_fit(tmp_path):
+    path = tmp_path / "w"
+    save_safetensors(path, {"mlp": PARAMS["mlp"]}, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"norm.scale \(norm/scale\) is missing. It has mlp.bias, mlp.kernel"):
+        load_safetensors(path, {"norm": PARAMS["norm"], "mlp": PARAMS["mlp"]})
+    with pytest.raises(ValueError, match="the tensor mlp.bias has no place in it. Pass strict=False"):
+        load_safetensors(path, {"mlp": {"kernel": PARAMS["mlp"]["kernel"]}})
+    assert_bitwise(
+        load_safetensors(path, {"mlp": {"bias": jnp.ones(8)}}, strict=False), {"mlp": {"bias": jnp.arange(8.0)}}
+    )
+    with pytest.raises(ValueError, match=r"mlp.bias has shape \(8,\) as mlp/bias, expected \(7,\)"):
+        load_safetensors(path, {"mlp": {"bias": jnp.ones(7)}}, strict=False)
+    with pytest.raises(ValueError, match="layout must be"):
+        load_safetensors(path, {}, layout="tf")  # pyright: ignore
+    with pytest.raises(ValueError, match="weights are written as float32, .*; got int8"):
+        save_safetensors(path, {}, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="name of its own; got 'x' for mlp/kernel"):
+        save_safetensors(path, {"mlp": PARAMS["mlp"]}, rename=lambda name: "x")
+    safetensors.numpy.save_file({"k": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}, tmp_path / "bare")
+    with pytest.raises(ValueError, match="means nothing without its scale; k_scale is missing"):
+        load_safetensors(tmp_path / "bare", {"k": jnp.ones((2, 2))})
+
+
+def test_a_damaged_file_is_an_error_and_a_failed_save_leaves_the_old_one(tmp_path):
+    path = tmp_path / "w"
+    save_safetensors(path, PARAMS)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:4], b"PK" + whole, b""):
+        (tmp_path / "bad").write_bytes(damaged)
+        with pytest.raises(ValueError, match="bad must be a whole safetensors file; it is damaged, cut off or"):
+            load_safetensors(tmp_path / "bad", PARAMS)
+    with pytest.raises(ValueError, match="there is none at .*nowhere"):
+        read_safetensors(tmp_path / "nowhere")
+    with pytest.raises(ValueError):
+        save_safetensors(path, PARAMS, rename=lambda name: "x")
+    assert path.read_bytes() == whole and sorted(x.name for x in tmp_path.iterdir()) == ["bad", "w"]
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'jaxmp[checkpoint]'")):
+        save_safetensors(tmp_path / "w", PARAMS)
