@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
 from jaxtyping import PyTree
 
-from jaxmp import _paths, _scales
+from jaxmp import _paths, _scales, _sharding_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +138,16 @@ def pad(tree: PyTree, layout: Layout) -> PyTree:
     for what counts zeros.)
 
     Args:
-      tree: tree of the params (or gradients, or masters), unpadded.
+      tree: params (or gradients, or masters), unpadded; or a tree that holds such trees: an optimizer's state, a
+        TrainState, `(params, opt_state)`. There, what belongs to a param is found by path, and the rest stays.
       layout: of these params.
+
+    Returns:
+      The tree, padded.
+
+    Raises:
+      ValueError: a leaf that has not the length that the layout says, by path; moments in 8 bits, which have no zero
+        that could be appended.
 
     Example:
       >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
@@ -150,11 +159,17 @@ def pad(tree: PyTree, layout: Layout) -> PyTree:
         check_length(path, x, cut, cut.size, "an unpadded")
         return padded(x, cut)
 
-    return map_leaves(extend, tree, layout)
+    return _map_inside(extend, tree, layout)
 
 
 def trim(tree: PyTree, layout: Layout) -> PyTree:
-    """`tree` without its padding: `pad` undone, for export and for evaluation under plain jit.
+    """`tree` without its padding: `pad` undone, for export, for checkpoints and for evaluation under plain jit.
+
+    To go on with another number of devices, trim params and state by the old layout and pad them by the new one.
+
+    Args:
+      tree: as for `pad`, padded.
+      layout: by which it was padded.
 
     Example:
       >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
@@ -166,7 +181,35 @@ def trim(tree: PyTree, layout: Layout) -> PyTree:
         check_length(path, x, cut, cut.padded, "a padded")
         return trimmed(x, cut)
 
-    return map_leaves(cut_off, tree, layout)
+    return _map_inside(cut_off, tree, layout)
+
+
+def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
+    """`map_leaves` of a tree like the params, or of all that lies like a param inside of another tree."""
+    cuts = {keystr(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(layout.cuts)}
+    if all(keystr(path) in cuts for path, _ in jax.tree_util.tree_leaves_with_path(tree)):
+        return map_leaves(f, tree, layout)
+    found = False
+
+    def visit(path: Any, x: Any) -> Any:
+        nonlocal found
+        owner = _sharding_of.owner_of(keystr(path), cuts)
+        cut = None if owner is None else cuts[owner]
+        if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.spec):
+            found |= cut is not None
+            return x
+        found = True
+        if cut.padding and keystr(path).endswith((".codes", ".scales")):  # moments.Quantized
+            raise ValueError(
+                f"moments in 8 bits cannot be padded; got them at {_paths.path_str(path)}. Choose a layout that pads "
+                f"no leaf, or moments of 16 or 32 bits."
+            )
+        return f(_paths.path_str(path), x, cut)
+
+    mapped = jax.tree_util.tree_map_with_path(visit, tree)
+    if not found:
+        _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout")
+    return mapped
 
 
 def padded(x: Any, cut: Cut) -> Any:

@@ -70,6 +70,31 @@ def test_padding_comes_off_as_it_went_on():
     assert fsdp.pad(POLICY.cast_to_param(PARAMS), LAYOUT)["odd"].dtype == jnp.float16
 
 
+@pytest.mark.parametrize("bits", [None, 16])
+def test_state_is_padded_and_trimmed_as_its_params(bits):
+    """From 8 devices to 4: another padding."""
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16", remainder_bits=bits)
+    params = jaxmp.get_policy("bf16").cast_to_param(PARAMS)
+    job = {"params": params, "opt_state": tx.init(PARAMS), "norm": jnp.ones(7)}
+    padded = fsdp.pad(job, LAYOUT)
+    assert optax.tree.get(padded["opt_state"], "mu")["odd"].shape == (5, 8)
+    (master,) = jax.tree.leaves(padded["opt_state"].guarded.master_params["odd"])
+    assert master.shape == padded["params"]["odd"].shape == (5, 8)
+    assert padded["norm"].shape == (7,)
+    assert_bitwise(padded["opt_state"], tx.init(fsdp.pad(PARAMS, LAYOUT)))
+    assert_bitwise(fsdp.trim(padded, LAYOUT), job)
+    with pytest.raises(ValueError, match=r"a padded leaf must have length 8.*\(5, 7\) at opt_state/.*/odd"):
+        fsdp.trim(job, LAYOUT)
+
+
+def test_moments_in_8_bits_are_not_padded():
+    tx = jaxmp.compress_moments(optax.adam(1e-2), jnp.int8)
+    odd = {"w": jnp.ones((1023, 1056))}
+    other = fsdp.layout_of(odd, jax.make_mesh((5,), ("fsdp",), devices=jax.devices()[:5]), min_size=1)
+    with pytest.raises(ValueError, match="moments in 8 bits cannot be padded; got them at .*/w/codes"):
+        fsdp.pad(tx.init(odd), other)
+
+
 WRONG = {
     "axis": (lambda: fsdp.layout_of(PARAMS, mesh_of(), "model"), "got 'model' and a mesh with the axes 'fsdp'"),
     "own_axis": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs=P("fsdp")), r"axes other than 'fsdp'.*at bias"),
