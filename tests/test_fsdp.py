@@ -126,6 +126,15 @@ def test_what_does_not_fit_is_named(name):
         call()
 
 
+MATRICES = {"in": PARAMS["in"], "out": PARAMS["out"]}
+PAIR = fsdp.layout_of(MATRICES, mesh_of(), min_size=1)
+X = jnp.ones((16, 8))
+
+
+def pair_loss(params, x):
+    return jnp.mean((jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) @ params["out"]).astype(jnp.float32))
+
+
 # Training
 
 
@@ -237,6 +246,34 @@ def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     assert programs[0] > 0 and programs[1:] == [0] * 4
 
 
+def test_meshes_with_explicit_axes():
+    """Where arrays lie is part of their types there, and stays."""
+    mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        layout = fsdp.layout_of(MATRICES, mesh, min_size=1)
+        tx = jaxmp.mixed_precision(optax.sgd(1.0), POLICY, loss_scale=8.0)
+        cut = jax.device_put(MATRICES, layout.shardings)
+        x = jax.device_put(np.asarray(X), NamedSharding(mesh, ROWS))
+
+        @jax.jit
+        def step(params, opt_state):
+            def loss_fn(params):
+                return pair_loss(fsdp.gather(params, layout), x)
+
+            _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+        params, opt_state = step(POLICY.cast_to_param(cut), tx.init(cut))
+        masters = jaxmp.get_master_params(opt_state, params)
+    assert {name: tuple(jax.typeof(x).sharding.spec) for name, x in params.items()} == {
+        "in": (None, "fsdp"),
+        "out": ("fsdp", None),
+    }
+    one = jax.grad(pair_loss)(POLICY.cast_to_param(MATRICES), X)
+    expected = jax.tree.map(lambda p, g: np.asarray(p - g.astype(jnp.float32)), MATRICES, one)
+    assert_close(jax.tree.map(np.asarray, masters), expected, atol=2e-3)
+
+
 def test_zeros_are_counted_once_and_padding_never():
     """Exact: the gradient of a weight that meets a zero input is zero, on every device."""
     tx = optimizer(axis_name="fsdp", replicated=LAYOUT.whole)
@@ -272,15 +309,6 @@ def collectives(f, *args):
 
     visit(jax.make_jaxpr(f)(*args).jaxpr, False)
     return found
-
-
-MATRICES = {"in": PARAMS["in"], "out": PARAMS["out"]}
-PAIR = fsdp.layout_of(MATRICES, mesh_of(), min_size=1)
-X = jnp.ones((16, 8))
-
-
-def pair_loss(params, x):
-    return jnp.mean((jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) @ params["out"]).astype(jnp.float32))
 
 
 def spread(f, out_specs=PAIR.specs):
