@@ -149,7 +149,9 @@ def _moved(param: Any, master_param: Any, update: Any) -> Any:
         return param  # written last, by the scale that has moved
     if master_param is None:
         return optax.apply_updates(param, update)
-    return jax.tree.map(lambda p, m: master.model_param(m, p.dtype), param, master_param)
+    leaves, treedef = jax.tree.flatten(param)  # either may be boxed, by an nnx.Param
+    new = [master.model_param(m, p.dtype) for p, m in zip(leaves, jax.tree.leaves(master_param), strict=True)]
+    return treedef.unflatten(new)
 
 
 def check_trains_casts(opt_state: Any) -> None:

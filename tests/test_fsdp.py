@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_bitwise, assert_close
+from helpers import assert_bitwise, assert_close, sqnr
 from jaxmp import fsdp
 
 DEVICES = 8
@@ -449,5 +449,5 @@ def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     assert {s.data.shape for s in cut[0]["Dense_0"]["kernel"].addressable_shards} == {(8, 32)}
     assert_bitwise(jaxmp.fp8.get_scales(cut[0]), jaxmp.fp8.get_scales(whole[0]))
     masters = [jaxmp.get_master_params(s, p) for p, s in (cut, whole)]
-    kernels = [[m["Dense_0"]["kernel"], m["Dense_1"]["kernel"]] for m in masters]
-    assert_close(kernels[0], kernels[1], atol=3e-3)
+    kernels = [np.concatenate([np.ravel(m[f"Dense_{i}"]["kernel"]) for i in range(2)]) for m in masters]
+    assert sqnr(kernels[1], kernels[0]) > 40

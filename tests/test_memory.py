@@ -551,7 +551,7 @@ def test_good_input_is_good():
         ({"accumulate": 0}, ValueError, "accumulate must be a number of microbatches >= 1; got 0"),
         ({"batch": S((8, 16), F32)}, TypeError, "batch must be the tuple .* got ShapeDtypeStruct"),
     ],
-    ids=lambda x: "" if not isinstance(x, dict) else "-".join(f"{k}={v}"[:40] for k, v in x.items()),
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_input_is_named(changes, error, message):
     with pytest.raises(error, match=message):
