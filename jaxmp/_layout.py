@@ -5,6 +5,7 @@ of `jax.jit`, and which leaves every device holds in full.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,24 +18,34 @@ from jaxtyping import PyTree
 
 from jaxmp import _paths, _scales, _sharding_of
 
+_OF_THESE_PARAMS = "A layout is for one tree of params: make it of these with jaxmp.fsdp.layout_of(params, mesh)."
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How one leaf is cut: along `dim`, whose `size` is padded to a multiple of the number of devices; or not at all.
+    """How one leaf is cut: along `dim`, padded to a multiple of the number of devices; or not at all.
 
     Attributes:
       spec: how the leaf lies on the mesh, other axes included.
+      shape: of the whole leaf, without padding.
       dim: the dimension that is cut; None: the leaf is whole on every device of the axis.
-      size: its length without padding.
       padded: its length with padding.
-      padding: elements of the whole leaf that are padding.
     """
 
     spec: PartitionSpec
+    shape: tuple[int, ...]
     dim: int | None = None
-    size: int = 0
     padded: int = 0
-    padding: int = 0
+
+    @property
+    def size(self) -> int:
+        """The length of the dimension that is cut, without padding."""
+        return 0 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def padding(self) -> int:
+        """Elements of the whole leaf that are padding."""
+        return 0 if self.dim is None else (self.padded - self.size) * math.prod(self.shape) // self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +132,11 @@ def layout_of(
         taken = tuple(spec) + (None,) * (len(shape) - len(spec))
         free = [i for i, name in enumerate(taken) if name is None]
         if _scales.is_scale(path) or not free or x.size < min_size:
-            return Cut(PartitionSpec(*spec))
+            return Cut(PartitionSpec(*spec), shape)
         even = [i for i in free if shape[i] % devices == 0]
         dim = max(even or free, key=lambda i: shape[i])
         padded = -(-shape[dim] // devices) * devices
-        padding = (padded - shape[dim]) * (x.size // shape[dim])
-        return Cut(PartitionSpec(*taken[:dim], axis_name, *taken[dim + 1 :]), dim, shape[dim], padded, padding)
+        return Cut(PartitionSpec(*taken[:dim], axis_name, *taken[dim + 1 :]), shape, dim, padded)
 
     return Layout(mesh, axis_name, _paths.map_with_path(cut, params, given))
 
@@ -195,7 +205,7 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         nonlocal found
         owner = _sharding_of.owner_of(keystr(path), cuts)
         cut = None if owner is None else cuts[owner]
-        if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.spec):
+        if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.shape):
             found |= cut is not None
             return x
         found = True
@@ -208,7 +218,7 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
 
     mapped = jax.tree_util.tree_map_with_path(visit, tree)
     if not found:
-        _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout")
+        _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
     return mapped
 
 
@@ -226,17 +236,18 @@ def trimmed(x: Any, cut: Cut) -> Any:
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
     """`f(path, leaf, cut)` of each leaf of a tree that is like the layout's params."""
-    _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout")
+    _paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
     return _paths.map_with_path(f, tree, layout.cuts)
 
 
 def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
-    """Raises a ValueError unless the dimension of `x` that is cut has the expected length."""
+    """Raises a ValueError unless `x` is of the leaf that was laid out, and of the expected length where it is cut."""
     got = jnp.shape(x)
-    if cut.dim is not None and (len(got) <= cut.dim or got[cut.dim] != expected):
+    if len(got) != len(cut.shape) or (cut.dim is not None and got[cut.dim] != expected):
+        of = f"{len(cut.shape)} dimensions" if cut.dim is None else f"length {expected} in dimension {cut.dim}"
         raise ValueError(
-            f"dimension {cut.dim} of {what} leaf must have length {expected} with this layout; got shape {got} at "
-            f"{path}. Params are padded once, before tx.init (jaxmp.fsdp.pad), and lie as layout.specs says."
+            f"{what} leaf must have {of} with this layout; got shape {got} at {path}. Params are padded once, before "
+            f"tx.init (jaxmp.fsdp.pad), lie as layout.specs says, and all calls of a step take one layout."
         )
 
 

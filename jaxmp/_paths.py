@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.core import meta
 
@@ -88,7 +89,10 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callabl
     )
 
 
-def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
+_VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these very params."
+
+
+def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str, fix: str = _VERY_PARAMS) -> None:
     """Raises a ValueError that names the first path in which two trees differ.
 
     Example:
@@ -112,7 +116,23 @@ def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: 
         return  # the same leaves in other containers (boxes, FrozenDict): tree.map says what does not fit
     else:
         difference = "the same paths come in another order"
-    raise ValueError(
-        f"{got_name} and {expected_name} must have the same tree structure; {difference}. "
-        f"Pass the tree that jaxmp.value_and_grad returned for these very params."
-    )
+    raise ValueError(f"{got_name} and {expected_name} must have the same tree structure; {difference}. {fix}")
+
+
+def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
+    """Raises a ValueError that names the first path at which two trees of one structure have arrays of other shapes.
+
+    Example:
+      >>> check_same_shapes({"a": np.ones(2)}, {"a": np.ones(3)}, "grads", "params")
+      Traceback (most recent call last):
+        ...
+      ValueError: grads and params must have the same shapes; got (2,) and (3,) at a. ...
+    """
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
+    for (path, x), y in pairs:
+        if np.shape(x) != np.shape(y):
+            raise ValueError(
+                f"{got_name} and {expected_name} must have the same shapes; got {np.shape(x)} and {np.shape(y)} at "
+                f"{path_str(path)}. Where params are cut over devices, {got_name} are cut the same way "
+                f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
+            )

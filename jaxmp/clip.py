@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _scales, casting, sync
+from jaxmp import _scales, _versions, casting, sync
 from jaxmp.state import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
@@ -47,7 +47,8 @@ def clip_by_global_norm(
         reduce gradients first. Not needed under plain jit.
       replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
         along `axis_name` holds in full. With several axes, the tree of the params' `PartitionSpec`s: a leaf counts once
-        along each axis over which it is not cut.
+        along each axis over which it is not cut. None: under `jax.shard_map(check_vma=True)` what jax knows to be the
+        same along an axis; elsewhere none, so that such leaves count once for every shard.
       ord: order of the norm: 2, any number > 0, or `math.inf`.
 
     Returns:
@@ -192,10 +193,13 @@ def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> t
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     held_by = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree, is_leaf=is_spec)
+    tracked = [axis for axis in axes if replicated is None and axis in _versions.varying_axes(lax.axis_index(axis))]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
         if casting.is_float(x):
             copied = _axes_not_in(held, axes) if is_spec(held) else axes if held else ()
+            if tracked:
+                copied = tuple(axis for axis in tracked if axis not in _versions.varying_axes(x))
             parts[copied == axes].append(f(x) if copied == axes else _of_the_first(f(x), copied))
     return parts
 

@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jaxmp import _layout, _scales, _versions, _weights, casting, sync
+from jaxmp import _cut_params, _layout, _scales, _versions, _weights, casting, sync
 from jaxmp._layout import Cut as Cut, Layout as Layout, layout_of as layout_of, pad as pad, trim as trim
 from jaxmp.reduce import predivide_factor
 
@@ -93,12 +93,19 @@ def gather(
       FairScale, fully_sharded_data_parallel.py.
     """
     manual, devices = layout.axis_name in _versions.manual_axes(), layout.mesh.shape[layout.axis_name]
+    if not manual and _versions.manual_axes() and layout.axis_name not in _auto_axes():
+        raise ValueError(
+            f"the axis that params are cut over must be bound where they are gathered; got {layout.axis_name!r} inside "
+            f"of a shard_map over {', '.join(_versions.manual_axes())}. Make the layout with a mesh of these names."
+        )
     if not manual and (reduce_dtype is not None or predivide is not None):
         raise ValueError(
             f"under plain jit XLA reduces the gradients, in their own dtype; got reduce_dtype={reduce_dtype}, "
             f"predivide={predivide} where {layout.axis_name!r} is not bound. Use jax.shard_map over the mesh, or leave "
             f"them out."
         )
+    if manual:
+        _cut_params.note(params, layout.axis_name)
     carriers = _weights.marked_kernels(params)
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
@@ -163,9 +170,11 @@ def reduce_gradients(
         if _scales.is_scale(path) or not casting.is_float(g):
             return g
         if cut.dim is None:
+            _check_whole(path, g, layout, cut)
             factor = _predivide(dtype or g.dtype, predivide, layout.axis_name)
             return sync.mean_over(g, (layout.axis_name,), dtype=dtype, predivide=factor)
         if g.shape[cut.dim] == cut.padded // devices:
+            _check_own(path, g, layout)
             return g.astype(dtype or g.dtype)
         _layout.check_length(path, g, cut, cut.size, "a whole")
         return _mean_part(_layout.padded(g, cut), layout.axis_name, cut.dim, dtype, predivide)
@@ -195,6 +204,37 @@ def save_all_but_gathered(policy: Any = None) -> Any:
         return True if policy is None else policy(primitive, *args, **params)
 
     return saveable
+
+
+def _auto_axes() -> tuple[str, ...]:
+    """Axes of the mesh at hand over which XLA spreads arrays, also inside of a shard_map over others."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
+def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
+    """Raises a ValueError for a part of a leaf that the layout does not cut."""
+    parts = [1] * len(cut.shape)
+    for dim, names in enumerate(cut.spec):
+        for name in () if names is None else (names,) if isinstance(names, str) else names:
+            parts[dim] *= layout.mesh.shape[name] if name in _versions.manual_axes() else 1
+    expected = tuple(n // k for n, k in zip(cut.shape, parts, strict=True))
+    if g.shape != expected:
+        raise ValueError(
+            f"a leaf that is not cut must have shape {expected} with this layout; got {g.shape} at {path}. All calls "
+            f"of a step take one layout, with the same min_size."
+        )
+
+
+def _check_own(path: str, g: Array, layout: Layout) -> None:
+    """Raises a ValueError for a part that was averaged over devices, where jax keeps track of it."""
+    axis = layout.axis_name
+    keeps_track = axis in _versions.varying_axes(lax.axis_index(axis))
+    if keeps_track and axis not in _versions.varying_axes(g):
+        raise ValueError(
+            f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
+            f"devices are different params; got a common one at {path}. Leave out jax.lax.pmean over {axis!r}."
+        )
 
 
 def _moved(x: Array, forward: Any, backward: Any, dtype: Any) -> Array:

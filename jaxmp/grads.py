@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _autocast, _gemm, _paths, _scales, _spaces, _versions, _weights, casting, state, sync
+from jaxmp import _autocast, _cut_params, _gemm, _paths, _scales, _spaces, _versions, _weights, casting, state, sync
 
 
 def value_and_grad(
@@ -106,6 +106,7 @@ def value_and_grad(
 
 
 @_scales.explained()
+@_cut_params.lifted()
 def scaled_value_and_grad(
     loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
     params: PyTree,

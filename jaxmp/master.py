@@ -95,6 +95,7 @@ def keep_master_params(
                 "mixed_precision round the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
         _paths.check_same_structure(updates, params, "grads", "params")
+        _paths.check_same_shapes(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
         _write.check_masters(state.master_params, params, None)
         moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
@@ -109,6 +110,7 @@ def keep_master_params(
         grads: PyTree, state: Any, params: PyTree, step: _in_place.Step, **extra_args: Any
     ) -> tuple[PyTree, MasterState, Array]:
         _paths.check_same_structure(grads, params, "grads", "params")
+        _paths.check_same_shapes(grads, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
         _write.check_masters(state.master_params, params, remainder)
         return _write.write(inner, grads, state, params, step, extra_args)

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from jaxmp import _scales, sync
+from jaxmp import _cut_params, _scales, sync
 
 
 def reduce_gradients(
@@ -36,7 +36,7 @@ def reduce_gradients(
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: an axis that is not bound.
+      ValueError: an axis that is not bound; gradients of params that `jaxmp.fsdp` has cut over one of the axes.
 
     Example:
       >>> tx = reduce_gradients(dtype=jnp.float32)
@@ -51,6 +51,7 @@ def reduce_gradients(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
         del params
         axes = sync.bound_axes(axis_name)
+        _cut_params.check_mean(updates, axes)
         factor = predivide
         if factor is None:
             in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4

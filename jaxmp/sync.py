@@ -68,8 +68,8 @@ def named_axes(axis_name: AxisName) -> tuple[str, ...]:
             bound = ", ".join(_versions.manual_axes()) or "none"
             raise ValueError(
                 f"axis name {name!r} is not bound here; bound axes: {bound}. Call this inside "
-                f"jax.pmap(..., axis_name={name!r}) or jax.shard_map over a mesh with that axis; under plain jit use "
-                f'axis_name="auto".'
+                f"jax.pmap(..., axis_name={name!r}) or jax.shard_map over a mesh with that axis; under plain jit leave "
+                f"axis_name out."
             ) from e
     return names
 

@@ -129,7 +129,12 @@ DURING_A_RUN = {
     "unbound_axis-mixed_precision": BadInput(
         lambda run: mixed(axis_name="data").update(run.grads, run.state, run.params),
         ValueError,
-        ("axis name 'data' is not bound here", "bound axes: none", "jax.pmap(..., axis_name='data')", '"auto"'),
+        (
+            "axis name 'data' is not bound here",
+            "bound axes: none",
+            "jax.pmap(..., axis_name='data')",
+            "leave axis_name out",
+        ),
     ),
     "unbound_axis-value_and_grad": BadInput(
         lambda run: jaxmp.value_and_grad(loss_fn, axis_name="data")(run.params, opt_state=run.state),

@@ -38,8 +38,10 @@ LAYOUT = fsdp.layout_of(PARAMS, mesh_of(), min_size=20)
 
 def test_each_leaf_is_cut_along_its_longest_dimension_that_divides():
     assert LAYOUT.specs == {"in": P(None, "fsdp"), "out": P("fsdp", None), "odd": P(None, "fsdp"), "bias": P()}
-    assert LAYOUT.cuts["odd"] == fsdp.Cut(P(None, "fsdp"), dim=1, size=7, padded=8, padding=5)
-    assert LAYOUT.cuts["in"] == fsdp.Cut(P(None, "fsdp"), dim=1, size=24, padded=24)
+    assert LAYOUT.cuts["odd"] == fsdp.Cut(P(None, "fsdp"), (5, 7), dim=1, padded=8)
+    assert (LAYOUT.cuts["odd"].size, LAYOUT.cuts["odd"].padding) == (7, 5)
+    assert LAYOUT.cuts["in"] == fsdp.Cut(P(None, "fsdp"), (8, 24), dim=1, padded=24)
+    assert LAYOUT.cuts["bias"] == fsdp.Cut(P(), (1, 7))
     assert LAYOUT.whole == {"in": False, "out": False, "odd": False, "bias": True}
     assert LAYOUT.padding == 5
     assert LAYOUT.shardings["out"] == NamedSharding(LAYOUT.mesh, P("fsdp", None))
@@ -103,10 +105,13 @@ WRONG = {
     "specs": (lambda: fsdp.layout_of(PARAMS, mesh_of(), specs={"in": P()}), "specs must be a tree of PartitionSpecs"),
     "twice": (
         lambda: fsdp.pad(fsdp.pad(PARAMS, LAYOUT), LAYOUT),
-        r"dimension 1 of an unpadded leaf must have length 7.*\(5, 8\) at odd",
+        r"an unpadded leaf must have length 7 in dimension 1.*\(5, 8\) at odd",
     ),
-    "never": (lambda: fsdp.trim(PARAMS, LAYOUT), r"dimension 1 of a padded leaf must have length 8.*\(5, 7\) at odd"),
-    "tree": (lambda: fsdp.pad({"in": PARAMS["in"]}, LAYOUT), "bias is in the layout only"),
+    "never": (lambda: fsdp.trim(PARAMS, LAYOUT), r"a padded leaf must have length 8 in dimension 1.*\(5, 7\) at odd"),
+    "tree": (
+        lambda: fsdp.pad({"in": PARAMS["in"]}, LAYOUT),
+        "bias is in the layout only. A layout is for one tree of params",
+    ),
     "jit": (
         lambda: fsdp.gather(fsdp.pad(PARAMS, LAYOUT), LAYOUT, reduce_dtype=jnp.float32),
         "under plain jit XLA reduces the gradients.*Use jax.shard_map",
@@ -114,7 +119,7 @@ WRONG = {
     "unbound": (lambda: fsdp.reduce_gradients(PARAMS, LAYOUT), "axis name 'fsdp' is not bound here"),
     "part": (
         lambda: jax.shard_map(lambda p: fsdp.gather(p, LAYOUT), mesh=LAYOUT.mesh, in_specs=P(), out_specs=P())(PARAMS),
-        r"dimension 1 of a device's part of a leaf must have length 3 .*got shape \(8, 24\) at in",
+        r"a device's part of a leaf must have length 3 in dimension 1 .*got shape \(8, 24\) at in",
     ),
 }
 
@@ -133,6 +138,14 @@ X = jnp.ones((16, 8))
 
 def pair_loss(params, x):
     return jnp.mean((jnp.tanh(x.astype(params["in"].dtype) @ params["in"]) @ params["out"]).astype(jnp.float32))
+
+
+def spread(f, out_specs=PAIR.specs, check_vma=True):
+    return jax.shard_map(f, mesh=PAIR.mesh, in_specs=(PAIR.specs, ROWS), out_specs=out_specs, check_vma=check_vma)
+
+
+TX = jaxmp.mixed_precision(optax.sgd(1.0), POLICY, loss_scale=1.0)
+STATE = TX.init({})
 
 
 # Training
@@ -289,6 +302,58 @@ def test_zeros_are_counted_once_and_padding_never():
     assert_bitwise(jax.jit(spread)(fsdp.pad(grads, LAYOUT)), np.float32(expected))
 
 
+# Loops that were data-parallel
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["auto", "fsdp"])
+def test_the_mean_of_a_data_parallel_loop_is_refused(check_vma, axes):
+    """It would add the parts of different params, and train on the sum."""
+
+    def step(params, x):
+        _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
+        return jaxmp.reduce_gradients(axes).update(grads, optax.EmptyState())[0]
+
+    with pytest.raises(ValueError, match="cut over 'fsdp' must not be averaged over it.*fsdp.reduce_gradients"):
+        jax.eval_shape(spread(step, check_vma=check_vma), POLICY.cast_to_param(MATRICES), X)
+
+
+def test_a_pmean_before_is_seen_where_jax_keeps_track():
+    def step(params, x):
+        _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
+        return fsdp.reduce_gradients(jax.lax.pmean(grads, "fsdp"), PAIR)
+
+    with pytest.raises(ValueError, match="got a common one at in. Leave out jax.lax.pmean over 'fsdp'"):
+        jax.eval_shape(spread(step), POLICY.cast_to_param(MATRICES), X)
+
+
+def test_another_trees_mean_is_its_own_affair():
+    def step(params, x):
+        _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
+        mean = jaxmp.reduce_gradients().update({"other": x.sum(0)}, optax.EmptyState())[0]
+        return fsdp.reduce_gradients(grads, PAIR), mean
+
+    out = jax.eval_shape(spread(step, out_specs=(PAIR.specs, P())), POLICY.cast_to_param(MATRICES), X)
+    assert out[1]["other"].shape == (8,)
+
+
+def test_one_step_takes_one_layout():
+    other = fsdp.layout_of(MATRICES, mesh_of(), min_size=150)  # `out` is whole there
+
+    def step(params, x):
+        _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
+        return fsdp.reduce_gradients(grads, other)
+
+    with pytest.raises(ValueError, match=r"not cut must have shape \(24, 5\).*got \(3, 5\) at out.*one layout"):
+        jax.eval_shape(spread(step), POLICY.cast_to_param(MATRICES), X)
+
+
+def test_the_axis_of_the_layout_must_be_the_one_that_is_bound():
+    layout = fsdp.layout_of(MATRICES, mesh_of(names=("shards",)), "shards", min_size=1)
+    with pytest.raises(ValueError, match="got 'shards' inside of a shard_map over fsdp"):
+        jax.eval_shape(spread(lambda p, x: fsdp.gather(p, layout)), MATRICES, X)
+
+
 # What moves
 
 
@@ -309,14 +374,6 @@ def collectives(f, *args):
 
     visit(jax.make_jaxpr(f)(*args).jaxpr, False)
     return found
-
-
-def spread(f, out_specs=PAIR.specs):
-    return jax.shard_map(f, mesh=PAIR.mesh, in_specs=(PAIR.specs, ROWS), out_specs=out_specs)
-
-
-TX = jaxmp.mixed_precision(optax.sgd(1.0), POLICY, loss_scale=1.0)
-STATE = TX.init({})
 
 
 def moving(loss_fn, params=None, **kwargs):

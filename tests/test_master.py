@@ -417,3 +417,13 @@ def test_init_under_jit_and_eval_shape():
     abstract = jax.eval_shape(tx.init, params32)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params32)) == jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+def test_gradients_of_other_shapes_are_named(policy):
+    tx = jaxmp.keep_master_params(optax.sgd(1.0), policy)
+    params = {"a": jnp.ones(2), "b": {"w": jnp.ones((4, 2))}}
+    cast = jaxmp.get_policy(policy).cast_to_param(params)
+    grads = {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2))}}
+    with pytest.raises(ValueError, match=r"same shapes; got \(2, 2\) and \(4, 2\) at b/w.*jaxmp.fsdp.reduce_gradients"):
+        tx.update(grads, tx.init(params), cast)

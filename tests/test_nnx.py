@@ -407,3 +407,17 @@ def test_the_module_is_no_batch():
     compute = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x)), accumulate=2, accumulate_argnums=(0, 1))
     with pytest.raises(ValueError, match=r"accumulate_argnums \(0, 1\) must not name what is differentiated"):
         compute(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3)), opt_state=None)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+def test_a_state_of_params_trains_as_a_tree(policy):
+    """nnx.split gives an nnx.State, whose masters are arrays of their own in the same boxes."""
+    _, params32 = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = jaxmp.mixed_precision(optax.sgd(0.5), policy, loss_scale=None if policy == "fp32" else 2.0)
+    params, opt_state = jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
+    grads = jax.tree.map(jnp.ones_like, params)
+    new, new_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+    assert jax.tree.structure((new, new_state)) == jax.tree.structure((params, opt_state))
+    step = 0.25 if policy == "fp16" else 0.5
+    expected = jax.tree.map(lambda m, p: (m - step).astype(p.dtype), params32, params)
+    assert_bitwise(jax.tree.leaves(new), jax.tree.leaves(expected))

@@ -174,7 +174,7 @@ def test_a_name_that_is_not_bound_is_an_error(how):
 
 
 def test_a_name_outside_is_an_error_that_says_what_to_do():
-    message = r"axis name 'data' is not bound here; bound axes: none. Call this inside jax.pmap.*under plain jit use"
+    message = r"axis name 'data' is not bound here; bound axes: none. Call this inside jax.pmap.*under plain jit leave"
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda x: jaxmp.all_finite(x, "data"))(1.0)
     with pytest.raises(ValueError, match=message):
