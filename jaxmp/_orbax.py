@@ -52,6 +52,24 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
     return found, folder
 
 
+def check_newer(manager: Any, step: int) -> None:
+    """Raises a ValueError unless `step` is newer than all that are there or on their way.
+
+    Orbax passes over another one without a word, and the newest stays what `restore` takes: after a roll back to an
+    earlier step the steps trained since would be lost. With `force=True` it writes an older one, and from then on takes
+    that for the newest.
+    """
+    newest = manager.latest_step()
+    if newest is None or step > newest:
+        return
+    later = sorted(n for n in manager.all_steps() if n >= step)
+    calls = ", ".join(f"manager.delete({n})" for n in later[:4]) + (", ..." if len(later) > 4 else "")
+    raise ValueError(
+        f"steps are saved in rising order; got {step}, and the newest of {manager.directory} is {newest}. To go on "
+        f"from an earlier step, delete the later ones first ({calls}), or save into a new directory."
+    )
+
+
 def tree_in(folder: pathlib.Path) -> pathlib.Path:
     """Where the tree of params and state lies in the folder of a step: ours, Orbax's single item, or right there."""
     return next((folder / item for item in (STATE, "default") if (folder / item).exists()), folder)

@@ -250,6 +250,29 @@ def test_names_that_are_taken(steps):
         checkpoint.save(steps, 6, params=JOB[0], opt_state=JOB[1], extra={"params": 1})
 
 
+def test_steps_only_go_up_and_a_roll_back_deletes_the_later_ones(tmp_path):
+    """Orbax passes over a step that is there or older than the newest; what is saved so would be lost."""
+    with checkpoint.manager(tmp_path, max_to_keep=None, save_interval_steps=2) as manager:
+
+        def save(step, value, **options):
+            return checkpoint.save(manager, step, params={"w": jnp.full(2, value)}, opt_state=(), **options)
+
+        assert [save(step, 1.0) for step in (2, 3, 4, 6)] == [True, False, True, True]
+        for step, force in ((6, False), (6, True), (4, False), (3, False), (3, True)):
+            with pytest.raises(ValueError, match=rf"rising order; got {step}, and the newest of .* is 6") as e:
+                save(step, 2.0, force=force)
+            later = ", ".join(f"manager.delete({n})" for n in (4, 6) if n >= step)
+            assert f"first ({later}), or save into a new directory." in str(e.value)
+        manager.wait_until_finished()
+        assert checkpoint.restore(manager, None, params={"w": jnp.ones(2)}).params["w"].tolist() == [1.0, 1.0]
+        for step in (4, 6):
+            manager.delete(step)
+        assert save(4, 2.0) and not save(5, 2.0)
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, None, params={"w": jnp.ones(2)})
+    assert restored.step == 4 and restored.params["w"].tolist() == [2.0, 2.0]
+
+
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'jaxmp[checkpoint]'")):
