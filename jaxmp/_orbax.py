@@ -87,12 +87,28 @@ def described(folder: pathlib.Path) -> Any:
     return tree
 
 
+def record(folder: pathlib.Path) -> dict[str, Any]:
+    """What was saved as JSON; {} where nothing was."""
+    if not folder.exists():
+        return {}
+    ocp = package()
+    try:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            found = reader.restore(folder)
+    except Exception as e:
+        raise _unreadable(folder, e) from e
+    if not isinstance(found, dict):
+        raise _unreadable(folder, f"a {type(found).__name__} in the place of the record")
+    return found
+
+
 def _epath(folder: pathlib.Path) -> Any:
     return _extras.load("etils.epath", extra="checkpoint").Path(folder)
 
 
 def _unreadable(folder: pathlib.Path, why: Any) -> ValueError:
-    steps = [x.name for x in folder.parent.parent.iterdir() if x.name.isdigit()] if folder.name == STATE else []
+    is_item = folder.name in (STATE, ABOUT)
+    steps = [x.name for x in folder.parent.parent.iterdir() if x.name.isdigit()] if is_item else []
     others = [name for name in steps if name != folder.parent.name]
     also = f" Other steps there: {', '.join(sorted(others, key=int))} (step=)." if others else ""
     return ValueError(

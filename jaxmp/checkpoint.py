@@ -184,7 +184,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       A dict; {} where Orbax was used directly. `jaxmp.get_policy(d["policy"], keep_fp32=d["keep_fp32"])` is the policy.
 
     Raises:
-      ValueError: no such step.
+      ValueError: no such step; a damaged record.
 
     Example:
       >>> import jaxmp, tempfile
@@ -196,11 +196,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = _orbax.find(source, step)
-    if not (folder / _orbax.ABOUT).exists():
-        return {}
-    ocp = _orbax.package()
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return reader.restore(folder / _orbax.ABOUT)
+    return _orbax.record(folder / _orbax.ABOUT)
 
 
 def restore(

@@ -214,6 +214,26 @@ def test_damaged_files_are_an_error_that_names_the_other_steps(tmp_path):
         assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "no object", "missing"])
+def test_a_damaged_record_is_an_error_that_names_the_other_steps(damage, tmp_path):
+    params = {"w": jnp.arange(5.0)}
+    with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, params=params, opt_state=())
+        manager.wait_until_finished()
+        file = tmp_path / "2" / "jaxmp" / "metadata"
+        text = file.read_text()
+        file.unlink()
+        if damage != "missing":
+            file.write_text({"cut": text[: len(text) // 2], "empty": "", "no object": "[]"}[damage])
+        told = r"2/jaxmp cannot be read: it is damaged, cut off or something else. Other steps there: 1 \(step=\)"
+        with pytest.raises(ValueError, match=told):
+            checkpoint.restore(manager, None, params=params)
+        with pytest.raises(ValueError, match=told):
+            checkpoint.read_metadata(manager)
+        assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
+
+
 class Small(nnx.Module):
     def __init__(self, seed):
         self.dense = nnx.Linear(4, 4, rngs=nnx.Rngs(seed))
