@@ -226,8 +226,8 @@ def restore(
       A `Restored`.
 
     Raises:
-      ValueError: nothing there, or something else; damaged files; a leaf that is missing, left over, of another shape
-        or in another format, named by path. Nothing is read before all is compared.
+      ValueError: nothing there, or something else; files cut off or missing; a leaf that is missing, left over, of
+        another shape or in another format, named by path. Nothing is read before all is compared.
 
     Warns:
       UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start anew.
