@@ -52,6 +52,24 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
     return found, folder
 
 
+def check_newer(manager: Any, step: int) -> None:
+    """Raises a ValueError unless `step` is newer than all that are there or on their way.
+
+    Orbax passes over another one without a word, and the newest stays what `restore` takes: after a roll back to an
+    earlier step the steps trained since would be lost. With `force=True` it writes an older one, and from then on takes
+    that for the newest.
+    """
+    newest = manager.latest_step()
+    if newest is None or step > newest:
+        return
+    later = sorted(n for n in manager.all_steps() if n >= step)
+    calls = ", ".join(f"manager.delete({n})" for n in later[:4]) + (", ..." if len(later) > 4 else "")
+    raise ValueError(
+        f"steps are saved in rising order; got {step}, and the newest of {manager.directory} is {newest}. To go on "
+        f"from an earlier step, delete the later ones first ({calls}), or save into a new directory."
+    )
+
+
 def tree_in(folder: pathlib.Path) -> pathlib.Path:
     """Where the tree of params and state lies in the folder of a step: ours, Orbax's single item, or right there."""
     return next((folder / item for item in (STATE, "default") if (folder / item).exists()), folder)
@@ -69,12 +87,28 @@ def described(folder: pathlib.Path) -> Any:
     return tree
 
 
+def record(folder: pathlib.Path) -> dict[str, Any]:
+    """What was saved as JSON; {} where nothing was."""
+    if not folder.exists():
+        return {}
+    ocp = package()
+    try:
+        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+            found = reader.restore(folder)
+    except Exception as e:
+        raise _unreadable(folder, e) from e
+    if not isinstance(found, dict):
+        raise _unreadable(folder, f"a {type(found).__name__} in the place of the record")
+    return found
+
+
 def _epath(folder: pathlib.Path) -> Any:
     return _extras.load("etils.epath", extra="checkpoint").Path(folder)
 
 
 def _unreadable(folder: pathlib.Path, why: Any) -> ValueError:
-    steps = [x.name for x in folder.parent.parent.iterdir() if x.name.isdigit()] if folder.name == STATE else []
+    is_item = folder.name in (STATE, ABOUT)
+    steps = [x.name for x in folder.parent.parent.iterdir() if x.name.isdigit()] if is_item else []
     others = [name for name in steps if name != folder.parent.name]
     also = f" Other steps there: {', '.join(sorted(others, key=int))} (step=)." if others else ""
     return ValueError(

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp import _extras, _paths, _placed, _saved, _scales, _weights, casting
-from jaxmp.state import get_master_params
+from jaxmp.state import get_master_params, masters_of
 
 Layout = Literal["flax", "torch"]
 _FP8 = jnp.dtype(jnp.float8_e4m3fn)
@@ -62,7 +62,8 @@ def save_safetensors(
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
-      ValueError: another dtype; two tensors of one name; a kernel that has no torch layout, named by path.
+      ValueError: another dtype; two tensors of one name; masters of other shapes than `params` (`jaxmp.fsdp.trim` takes
+        both), or a kernel that has no torch layout, named by path.
 
     Example:
       >>> import tempfile
@@ -220,7 +221,22 @@ def _start(path: str, x: Any) -> Any:
 def _in_full(params: PyTree, opt_state: Any) -> PyTree:
     if opt_state is None:
         return _weights.load_weights(params, jnp.float32)
+    _check_masters(opt_state, params)
     return get_master_params(opt_state, params)
+
+
+def _check_masters(opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError that names the first param whose master has another shape."""
+    units, treedef = _paths.boxed_leaves(params)
+    for (path, unit), master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
+        shapes = [[tuple(x.shape) for x in jax.tree.leaves(part)] for part in (unit, master)]
+        if master is not None and shapes[0] != shapes[1]:
+            got = [", ".join(map(str, found)) for found in shapes]
+            raise ValueError(
+                f"weights are written from the masters, which must have the shapes of params; {path} is {got[0]} in "
+                f"params and {got[1]} in the masters. Pass the opt_state of these params: if they were trimmed, trim "
+                f"both, with jaxmp.fsdp.trim(opt_state, layout)."
+            )
 
 
 def _is_kernel(path: str, x: Any) -> bool:

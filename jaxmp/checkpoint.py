@@ -105,7 +105,7 @@ def save(
 
     Args:
       manager: an Orbax `CheckpointManager`.
-      step: the number of the step.
+      step: the number of the step, larger than all that are there.
       params: the model's params. Copies for pmap are taken off before (`flax.jax_utils.unreplicate`).
       opt_state: state of the optimizer.
       extra: other trees of arrays by name, such as `{"batch_stats": ..., "key": ...}`.
@@ -117,7 +117,8 @@ def save(
       Whether the step is being saved; False where the manager's interval passes over it.
 
     Raises:
-      ValueError: `extra` with a name that is taken.
+      ValueError: `extra` with a name that is taken; a step that is there, or older than the newest. To go on from an
+        earlier step delete the later ones first, with `manager.delete(step)`.
 
     Example:
       >>> import jaxmp, tempfile
@@ -133,6 +134,7 @@ def save(
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
         raise ValueError(f"extra holds trees beside params and opt_state; got one called {taken[0]!r}. Rename it.")
+    _orbax.check_newer(manager, step)
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state: of keys that are no strings Orbax makes strings, which sort in another.
@@ -182,7 +184,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       A dict; {} where Orbax was used directly. `jaxmp.get_policy(d["policy"], keep_fp32=d["keep_fp32"])` is the policy.
 
     Raises:
-      ValueError: no such step.
+      ValueError: no such step; a damaged record.
 
     Example:
       >>> import jaxmp, tempfile
@@ -194,11 +196,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = _orbax.find(source, step)
-    if not (folder / _orbax.ABOUT).exists():
-        return {}
-    ocp = _orbax.package()
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-        return reader.restore(folder / _orbax.ABOUT)
+    return _orbax.record(folder / _orbax.ABOUT)
 
 
 def restore(
@@ -228,8 +226,8 @@ def restore(
       A `Restored`.
 
     Raises:
-      ValueError: nothing there, or something else; damaged files; a leaf that is missing, left over, of another shape
-        or in another format, named by path. Nothing is read before all is compared.
+      ValueError: nothing there, or something else; files cut off or missing; a leaf that is missing, left over, of
+        another shape or in another format, named by path. Nothing is read before all is compared.
 
     Warns:
       UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start anew.

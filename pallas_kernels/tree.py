@@ -48,6 +48,11 @@ def over_tree(
     def plain(arrays: list[Array], scalar: Array) -> Any:
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)
 
-    result = backends.run(backend, kernel, plain, filled, scalar)
+    unmet = None
+    if (
+        len({backends.varying_axes(x) for x in filled}) > 1
+    ):  # leaves share the branches of a kernel, which have one type
+        unmet = "leaves differ in the axes over which jax.shard_map checks that they vary (pass check_vma=False)"
+    result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet)
     found = iter(result.leaves)
     return [next(found) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums

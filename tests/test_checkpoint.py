@@ -201,16 +201,37 @@ def test_files_of_something_else(tmp_path):
         checkpoint.restore(tmp_path / "model", TX, params=PARAMS)
 
 
-def test_damaged_files_are_an_error_that_names_the_other_steps(tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_damaged_files_are_an_error_that_names_the_other_steps(damage, tmp_path):
     params = {"w": jnp.arange(5.0)}  # one array: where several reads fail, Orbax's event loop is closed before the last
     with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
         for step in (1, 2):
             checkpoint.save(manager, step, params=params, opt_state=())
         manager.wait_until_finished()
         for file in (tmp_path / "2" / "state").glob("**/d/*"):
-            os.truncate(file, file.stat().st_size // 2)
+            os.truncate(file, file.stat().st_size // 2) if damage == "cut" else file.unlink()
         with pytest.raises(ValueError, match=r"damaged, cut off or something else. Other steps there: 1 \(step=\)"):
             checkpoint.restore(manager, None, params=params)
+        assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "no object", "missing"])
+def test_a_damaged_record_is_an_error_that_names_the_other_steps(damage, tmp_path):
+    params = {"w": jnp.arange(5.0)}
+    with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, params=params, opt_state=())
+        manager.wait_until_finished()
+        file = tmp_path / "2" / "jaxmp" / "metadata"
+        text = file.read_text()
+        file.unlink()
+        if damage != "missing":
+            file.write_text({"cut": text[: len(text) // 2], "empty": "", "no object": "[]"}[damage])
+        told = r"2/jaxmp cannot be read: it is damaged, cut off or something else. Other steps there: 1 \(step=\)"
+        with pytest.raises(ValueError, match=told):
+            checkpoint.restore(manager, None, params=params)
+        with pytest.raises(ValueError, match=told):
+            checkpoint.read_metadata(manager)
         assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
 
 
@@ -248,6 +269,29 @@ def test_modules_of_nnx_go_on(tmp_path):
 def test_names_that_are_taken(steps):
     with pytest.raises(ValueError, match="got one called 'params'. Rename it"):
         checkpoint.save(steps, 6, params=JOB[0], opt_state=JOB[1], extra={"params": 1})
+
+
+def test_steps_only_go_up_and_a_roll_back_deletes_the_later_ones(tmp_path):
+    """Orbax passes over a step that is there or older than the newest; what is saved so would be lost."""
+    with checkpoint.manager(tmp_path, max_to_keep=None, save_interval_steps=2) as manager:
+
+        def save(step, value, **options):
+            return checkpoint.save(manager, step, params={"w": jnp.full(2, value)}, opt_state=(), **options)
+
+        assert [save(step, 1.0) for step in (2, 3, 4, 6)] == [True, False, True, True]
+        for step, force in ((6, False), (6, True), (4, False), (3, False), (3, True)):
+            with pytest.raises(ValueError, match=rf"rising order; got {step}, and the newest of .* is 6") as e:
+                save(step, 2.0, force=force)
+            later = ", ".join(f"manager.delete({n})" for n in (4, 6) if n >= step)
+            assert f"first ({later}), or save into a new directory." in str(e.value)
+        manager.wait_until_finished()
+        assert checkpoint.restore(manager, None, params={"w": jnp.ones(2)}).params["w"].tolist() == [1.0, 1.0]
+        for step in (4, 6):
+            manager.delete(step)
+        assert save(4, 2.0) and not save(5, 2.0)
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, None, params={"w": jnp.ones(2)})
+    assert restored.step == 4 and restored.params["w"].tolist() == [2.0, 2.0]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):

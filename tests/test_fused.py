@@ -392,6 +392,24 @@ def test_split_params_inside_shard_map(check_vma):
     assert_close(*outcomes, rtol=2.0**-7)
 
 
+@pytest.mark.parametrize("scaled", ["fp16", "bf16"])
+@pytest.mark.parametrize("inner", [jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
+def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled):
+    """Both would share the branches of one kernel, whose types shard_map tells apart: XLA serves."""
+    mesh = jax.make_mesh((4,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    params32 = {"a": jnp.linspace(0.0, 1.0, 64 * 512).reshape(64, 512), "b": jnp.ones((64, 512))}
+    specs = {"a": jax.sharding.PartitionSpec("m"), "b": jax.sharding.PartitionSpec()}
+    policy = jaxmp.get_policy(scaled)
+    tx = jaxmp.mixed_precision(inner, policy)
+
+    def step(params32, grads):
+        return jaxmp.apply_gradients(tx, grads, tx.init(params32), policy.cast_to_param(params32))[0]
+
+    grads = policy.cast_to_param(params32)
+    spread = jax.shard_map(step, mesh=mesh, in_specs=(specs, specs), out_specs=specs, check_vma=True)
+    assert_close(jax.jit(spread)(params32, grads), jax.jit(step)(params32, grads), rtol=2.0**-7)
+
+
 def test_mosaic_says_why_it_cannot_serve():
     reason = pallas_kernels.why_no_kernels(needs_gpu=True)
     if reason is None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import kernel_oracles as oracles
 import pallas_kernels
@@ -573,3 +574,23 @@ def test_parts_that_do_not_fit(weight, message, backend):
             taken=jnp.bool_(True),
             backend=backend,
         )
+
+
+@pytest.mark.parametrize("spec", [P("x"), P()], ids=["all-cut", "cut-and-whole"])
+def test_checked_shard_map_leaves_to_xla_what_varies_over_other_axes(spec):
+    """Leaves share the branches of a kernel, whose types must agree; a named backend says so."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tree, specs = {"a": jnp.full((8, 512), 1.5), "b": jnp.full((8, 512), 2.5)}, {"a": P("x"), "b": spec}
+
+    def spread(backend):
+        cast = functools.partial(pallas_kernels.cast_tree, dtype=jnp.bfloat16, scale=2.0, backend=backend)
+        return jax.jit(jax.shard_map(cast, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=True))
+
+    assert_bitwise(spread("auto")(tree), jax.tree.map(lambda x: (2 * x).astype(jnp.bfloat16), tree))
+    text = spread("auto").trace(tree).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == (spec == P("x") and MISSING["interpret"] is None)
+    if spec == P() and MISSING["interpret"] is None:
+        with pytest.raises(
+            ValueError, match=r'"interpret" cannot serve here: leaves differ in the axes .*check_vma=False'
+        ):
+            spread("interpret")(tree)

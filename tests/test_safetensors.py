@@ -134,6 +134,24 @@ def test_shards_and_shardings(tmp_path):
     assert_bitwise(load_safetensors(tmp_path / "3", whole), whole)
 
 
+@pytest.mark.parametrize("remainder_bits", [None, 16], ids=["fp32 masters", "split masters"])
+def test_masters_of_another_shape_are_not_written(remainder_bits, tmp_path):
+    """Padded masters under trimmed params: the file would hold the padding."""
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    whole = {"mlp": {"kernel": jnp.arange(1.0, 19.0).reshape(6, 3)}}
+    layout = jaxmp.fsdp.layout_of(whole, mesh, min_size=1)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=remainder_bits)
+    padded = jaxmp.fsdp.pad(whole, layout)
+    opt_state, params = tx.init(padded), jaxmp.get_policy("bf16").cast_to_param(padded)
+    trimmed = jaxmp.fsdp.trim(params, layout)
+    told = r"mlp/kernel is \(6, 3\) in params and \(8, 3\) in the masters.* jaxmp.fsdp.trim\(opt_state, layout\)"
+    with pytest.raises(ValueError, match=told):
+        save_safetensors(tmp_path / "w", trimmed, opt_state=opt_state, dtype=jnp.float32)
+    assert not (tmp_path / "w").exists()
+    save_safetensors(tmp_path / "w", trimmed, opt_state=jaxmp.fsdp.trim(opt_state, layout), dtype=jnp.float32)
+    assert_bitwise(load_safetensors(tmp_path / "w", whole), whole)
+
+
 def test_what_does_not_fit(tmp_path):
     path = tmp_path / "w"
     save_safetensors(path, {"mlp": PARAMS["mlp"]}, dtype=jnp.float32)
