@@ -1,7 +1,8 @@
 """`python -m jaxmp`: what this installation is, and what serves it on this machine.
 
 python -m jaxmp              the same as
-python -m jaxmp backends     versions, devices, and which backend runs each operation, with the reason
+python -m jaxmp doctor       versions, devices, and which backend runs each operation, with the reason
+python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   what a function of yours returns: a jaxmp.memory.Plan, or several by name
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 import jax
 
 import jaxmp
-from jaxmp import _backends, memory
+from jaxmp import _backends, _formats, memory
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
@@ -28,8 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxmp", description="What jaxmp does on this machine.")
     parser.set_defaults(run=_print_backends)
     commands = parser.add_subparsers(title="commands", metavar="command")
-    command = commands.add_parser("backends", help="versions, devices, and what serves each operation (the default)")
+    served = "versions, devices, and what serves each operation (the default)"
+    command = commands.add_parser("doctor", aliases=["backends"], help=served)
     command.set_defaults(run=_print_backends)
+    command = commands.add_parser("formats", help="bits, range, precision, and pi, of fp32 down to fp4")
+    command.set_defaults(run=_print_formats)
     command = commands.add_parser("memory", help="bytes of params, masters, moments and gradients; or a plan of yours")
     command.add_argument(
         "what",
@@ -48,6 +52,11 @@ def _print_backends() -> int:
     print(f"jaxmp {jaxmp.__version__}: {', '.join(_versions())}\n")
     print(*_devices(), "", sep="\n")
     print(_table([("operation", "backend", "because, or where"), *_backends.backends()]))
+    return 0
+
+
+def _print_formats() -> int:
+    print(_table(_formats.rows()))
     return 0
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import pallas_kernels
-from jaxmp import __main__ as command, _backends
+from jaxmp import __main__ as command, _backends, _formats
 from pallas_kernels import backend as kernel_backend
 
 FUSED = "fused optimizer update"
@@ -36,7 +36,7 @@ def served():
     return {row.operation: row for row in _backends.backends()}
 
 
-@pytest.mark.parametrize("arguments", [[], ["backends"]], ids=["alone", "backends"])
+@pytest.mark.parametrize("arguments", [[], ["doctor"], ["backends"]], ids=["alone", "doctor", "backends"])
 def test_it_prints_versions_devices_and_every_operation(arguments):
     run = subprocess.run([sys.executable, "-m", "jaxmp", *arguments], capture_output=True, text=True, check=True)
     assert f"jaxmp {jaxmp.__version__}: python " in run.stdout
@@ -190,3 +190,26 @@ def test_memory_names_what_is_wrong(planner, capsys, what, message):
     with pytest.raises(SystemExit):
         command.main(["memory", what])
     assert re.search(message, capsys.readouterr().err)
+
+
+# The numbers that the formats' own documents give
+FORMATS = {
+    "fp32": (32, 8, 23, 3.4028234663852886e38, 2.0**-126, 2.0**-149, 2.0**-23, 3.1415927410125732),
+    "tf32": (32, 8, 10, 3.4011621342146535e38, 2.0**-126, 2.0**-136, 2.0**-10, 3.140625),
+    "bf16": (16, 8, 7, 3.3895313892515355e38, 2.0**-126, 2.0**-133, 2.0**-7, 3.140625),
+    "fp16": (16, 5, 10, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 3.140625),
+    "e4m3": (8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, 3.25),
+    "e5m2": (8, 5, 2, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, 3.0),
+    "e2m1": (4, 2, 1, 6.0, 1.0, 0.5, 0.5, 3.0),
+}
+
+
+def test_formats_are_those_of_their_documents():
+    assert {f.name: tuple(f[1:]) for f in _formats.formats()} == FORMATS
+
+
+def test_formats_are_printed(capsys):
+    assert command.main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(FORMATS)
+    assert lines[4].split() == ["fp16", "16", "5", "10", "65504", "6.1035e-05", "5.9605e-08", "0.00097656", "3.140625"]
