@@ -4,8 +4,9 @@ Rules of a policy and messages of errors speak of the same paths. A box around a
 an `nnx.Variable`) adds nothing to the path.
 """
 
+import contextlib
 import fnmatch
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -136,3 +137,16 @@ def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str
                 f"{path_str(path)}. Where params are cut over devices, {got_name} are cut the same way "
                 f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
             )
+
+
+@contextlib.contextmanager
+def explained_by_shapes(grads: Any, params: Any) -> Iterator[None]:
+    """Turns an error inside into one that names the first gradient of another shape than its param, if there is one."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        try:
+            check_same_shapes(grads, params, "grads", "params")
+        except ValueError as named:
+            raise named from e
+        raise

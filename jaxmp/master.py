@@ -95,10 +95,12 @@ def keep_master_params(
                 "mixed_precision round the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
         _paths.check_same_structure(updates, params, "grads", "params")
-        _paths.check_same_shapes(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
         _write.check_masters(state.master_params, params, None)
-        moves, inner_state = inner.update(updates, state.master_inner, _view(params, state.master_params), **extra_args)
+        view = _view(params, state.master_params)
+        with _paths.explained_by_shapes(updates, params):  # which may differ: a gradient for each example
+            moves, inner_state = inner.update(updates, state.master_inner, view, **extra_args)
+        _paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
             units, treedef = jax.tree.flatten(params, is_leaf=_paths.is_box)
             masters = treedef.flatten_up_to(state.master_params)
@@ -110,10 +112,10 @@ def keep_master_params(
         grads: PyTree, state: Any, params: PyTree, step: _in_place.Step, **extra_args: Any
     ) -> tuple[PyTree, MasterState, Array]:
         _paths.check_same_structure(grads, params, "grads", "params")
-        _paths.check_same_shapes(grads, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
         _write.check_masters(state.master_params, params, remainder)
-        return _write.write(inner, grads, state, params, step, extra_args)
+        with _paths.explained_by_shapes(grads, params):
+            return _write.write(inner, grads, state, params, step, extra_args)
 
     if remainder is None and not isinstance(inner, _in_place.InPlace):
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -420,10 +420,18 @@ def test_init_under_jit_and_eval_shape():
 
 
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
-def test_gradients_of_other_shapes_are_named(policy):
-    tx = jaxmp.keep_master_params(optax.sgd(1.0), policy)
+@pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adam(1.0)], ids=["sgd", "adam"])
+def test_gradients_of_other_shapes_are_named(policy, inner):
+    tx = jaxmp.keep_master_params(inner, policy)
     params = {"a": jnp.ones(2), "b": {"w": jnp.ones((4, 2))}}
     cast = jaxmp.get_policy(policy).cast_to_param(params)
     grads = {"a": jnp.ones(2), "b": {"w": jnp.ones((2, 2))}}
     with pytest.raises(ValueError, match=r"same shapes; got \(2, 2\) and \(4, 2\) at b/w.*jaxmp.fsdp.reduce_gradients"):
         tx.update(grads, tx.init(params), cast)
+
+
+def test_gradients_that_would_broadcast_are_named():
+    tx = jaxmp.keep_master_params(optax.sgd(1.0), "bf16")
+    params = {"w": jnp.ones((1, 2), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"same shapes; got \(3, 2\) and \(1, 2\) at w"):
+        tx.update({"w": jnp.ones((3, 2))}, tx.init(params), params)
