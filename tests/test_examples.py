@@ -13,6 +13,7 @@ import pytest
 
 from helpers import compiled_quickly
 
+pytestmark = pytest.mark.newest
 ROOT = Path(__file__).parents[1]
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
@@ -88,7 +89,6 @@ def test_train(start, tmp_path):
         assert 0 <= run["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
 
 
-@pytest.mark.newest
 def test_train_is_the_same_in_two_processes(start, tmp_path):
     knobs = (
         *TINY,
@@ -121,7 +121,6 @@ def test_train_says_which_batch_sizes_fit(start):
     assert "--batch-size must be a multiple of the number of devices, 8; got 7" in err
 
 
-@pytest.mark.newest
 def test_train_nnx(start, tmp_path):
     knobs = "--steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
     out = finish(start("train_nnx.py", *TINY, *knobs, "--out", tmp_path))
@@ -131,7 +130,6 @@ def test_train_nnx(start, tmp_path):
     assert is_png(tmp_path / "train_nnx.png")
 
 
-@pytest.mark.newest
 def test_two_losses(start):
     out = finish(start("two_losses.py"))
     assert "step  60: skipped by B " in out
@@ -142,7 +140,6 @@ def test_two_losses(start):
     assert after_b < 0.1 * before_b
 
 
-@pytest.mark.newest
 def test_gradient_penalty(start):
     out = finish(start("gradient_penalty.py", "--steps", 60, "--log-every", 30))
     assert re.search(r"    0 +\d\.\d{4} +nan +65536   skipped\n", out)
@@ -153,7 +150,6 @@ def test_gradient_penalty(start):
     assert all(2 < float(x) < 4 for x in found.groups())
 
 
-@pytest.mark.newest
 def test_port_torch_amp(start):
     nnx = start("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
     out = finish(start("port_torch_amp.py", "--steps", 24, "--width", 8))
