@@ -34,7 +34,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp import _cut_params, _layout, _scales, _versions, _weights, casting, sync
 from jaxmp._layout import Cut as Cut, Layout as Layout, layout_of as layout_of, pad as pad, trim as trim
-from jaxmp.reduce import predivide_factor
+from jaxmp.reduce import predivide_or_rule
 
 _GATHERED = "jaxmp.gathered"
 _GATHERS = ("all_gather", "all_gather_invariant", "sharding_constraint", "reshard")
@@ -171,13 +171,13 @@ def reduce_gradients(
             return g
         if cut.dim is None:
             _check_whole(path, g, layout, cut)
-            factor = _predivide(dtype or g.dtype, predivide, layout.axis_name)
+            factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
             return sync.mean_over(g, (layout.axis_name,), dtype=dtype, predivide=factor)
         if g.shape[cut.dim] == cut.padded // devices:
             _check_own(path, g, layout)
             return g.astype(dtype or g.dtype)
         _layout.check_length(path, g, cut, cut.size, "a whole")
-        return _mean_part(_layout.padded(g, cut), layout.axis_name, cut.dim, dtype, predivide)
+        return _mean_part(_layout.padded(g, cut), layout, cut.dim, dtype, predivide)
 
     with jax.named_scope("jaxmp.reduce_gradients"):
         return _layout.map_leaves(part, grads, layout)
@@ -251,13 +251,13 @@ def _moved(x: Array, forward: Any, backward: Any, dtype: Any) -> Array:
 
 
 def _collectives(x: Array, layout: Layout, cut: Cut, reduce_dtype: Any, predivide: float | None) -> tuple[Any, Any]:
-    dtype, axis_name, dim = x.dtype, layout.axis_name, cut.dim
+    dtype, dim = x.dtype, cut.dim
     assert dim is not None
 
     def backward(g: Array) -> Array:
-        return _mean_part(g, axis_name, dim, reduce_dtype, predivide).astype(dtype)
+        return _mean_part(g, layout, dim, reduce_dtype, predivide).astype(dtype)
 
-    return lambda x: lax.all_gather(x, axis_name, axis=dim, tiled=True), backward
+    return lambda x: sync.gather_over(x, layout.axis_name, dim), backward
 
 
 def _placements(layout: Layout, cut: Cut) -> tuple[Any, Any]:
@@ -271,17 +271,7 @@ def _placements(layout: Layout, cut: Cut) -> tuple[Any, Any]:
     )
 
 
-def _mean_part(g: Array, axis_name: str, dim: int, dtype: Any, predivide: float | None) -> Array:
-    """This device's part of the mean of `g`, whole and padded, over the axis, in `dtype`."""
-    g = g.astype(dtype or g.dtype)
-    factor = _predivide(g.dtype, predivide, axis_name)
-    if factor != 1:
-        g = g / jnp.asarray(factor, g.dtype)
-    part = lax.psum_scatter(g, axis_name, scatter_dimension=dim, tiled=True)
-    return part * jnp.asarray(factor / lax.axis_size(axis_name), g.dtype)
-
-
-def _predivide(dtype: Any, predivide: float | None, axis_name: str) -> float:
-    if predivide is not None:
-        return predivide
-    return 1.0 if jnp.dtype(dtype).itemsize >= 4 else predivide_factor((axis_name,))
+def _mean_part(g: Array, layout: Layout, dim: int, dtype: Any, predivide: float | None) -> Array:
+    """This device's part of the mean of `g`, whole and padded, over the layout's axis."""
+    factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
+    return sync.mean_part_over(g, layout.axis_name, dim, dtype=dtype, predivide=factor)

@@ -52,10 +52,7 @@ def reduce_gradients(
         del params
         axes = sync.bound_axes(axis_name)
         _cut_params.check_mean(updates, axes)
-        factor = predivide
-        if factor is None:
-            in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4
-            factor = 1.0 if in_float32 else predivide_factor(axes)
+        factor = predivide_or_rule(predivide, dtype, axes)
         # The amaxes of fp8 scales are at their MAX already: value_and_grad sees to that.
         amaxes, grads = _scales.partition(updates)
         return _scales.merge(amaxes, sync.mean_over(grads, axes, dtype=dtype, predivide=factor)), state
@@ -77,3 +74,16 @@ def predivide_factor(axes: tuple[str, ...]) -> float:
     while devices % factor == 0 and devices / factor > factor:
         factor *= 2
     return float(factor)
+
+
+def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:
+    """`predivide`, or where it is None 1 for sums in float32 and FSDP's rule in 16 bits (or `dtype=None`).
+
+    Example:
+      >>> predivide_or_rule(None, jnp.float32, ()), predivide_or_rule(8.0, None, ())
+      (1.0, 8.0)
+    """
+    if predivide is not None:
+        return predivide
+    in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4
+    return 1.0 if in_float32 else predivide_factor(axes)

@@ -206,11 +206,29 @@ def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, 
     def mean(x: Array) -> Array:
         if not casting.is_float(x):
             return x
-        x = x.astype(dtype or x.dtype)
         if not axes:
-            return x
-        if not (isinstance(predivide, (int, float)) and predivide == 1):
-            x = x / jnp.asarray(predivide, x.dtype)
+            return x.astype(dtype or x.dtype)
+        x = _divided(x, dtype, predivide)
         return lax.psum(x, axes) * jnp.asarray(predivide / size, x.dtype)
 
     return jax.tree.map(mean, tree)
+
+
+def gather_over(x: Array, axis: str, dim: int) -> Array:
+    """The parts of `x` that devices hold along `axis`, put together along dimension `dim`."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def mean_part_over(x: Array, axis: str, dim: int, *, dtype: Any, predivide: float) -> Array:
+    """This device's part, along dimension `dim`, of what `mean_over` gives of `x` over one axis."""
+    x = _divided(x, dtype, predivide)
+    part = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return part * jnp.asarray(predivide / lax.axis_size(axis), x.dtype)
+
+
+def _divided(x: Array, dtype: Any, predivide: float) -> Array:
+    """`x` in `dtype` (None: its own), divided."""
+    x = x.astype(dtype or x.dtype)
+    if isinstance(predivide, (int, float)) and predivide == 1:
+        return x
+    return x / jnp.asarray(predivide, x.dtype)
