@@ -5,6 +5,8 @@ python -m jaxmp doctor       versions, devices, and which backend runs each oper
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   what a function of yours returns: a jaxmp.memory.Plan, or several by name
+python -m jaxmp replay captures module:loss_fn     a step of jaxmp.monitor.capture, again and alone: exits with 0 if the
+                                         fault does not come back, 1 if it does, 2 if it cannot be run
 """
 
 import argparse
@@ -14,12 +16,13 @@ import importlib.metadata
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 import jaxmp
-from jaxmp import _backends, _formats, memory
+from jaxmp import _backends, _formats, _replay, memory
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
@@ -42,9 +45,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="1e9",
         help="a number of parameters (1e9), or module:function that returns a jaxmp.memory.Plan, or a dict of them",
     )
+    command = commands.add_parser("replay", help="a captured step again: was it the numbers, or the machine?")
+    command.add_argument("capture", help="the folder of a capture, or of several, of which the last is taken")
+    help_loss = "the loss function, as module:function or file.py:function; default: as the capture names it"
+    command.add_argument("loss_fn", nargs="?", type=_function_of, help=help_loss)
+    command.add_argument("--times", type=int, default=3, help="how often it runs (default 3)")
+    help_like = "a function of yours that makes arguments like those captured; see jaxmp.monitor.load_capture"
+    command.add_argument("--like", type=_function_of, metavar="module:function", help=help_like)
     parsed = parser.parse_args(arguments)
     if "what" in parsed:
         parsed.run = functools.partial(_print_plans, parsed.what)
+    if "capture" in parsed:
+        parsed.run = functools.partial(_print_replay, command, parsed)
     return parsed.run()
 
 
@@ -87,6 +99,23 @@ def _plans_of(what: str) -> dict[str, memory.Plan]:
 def _print_plans(plans: dict[str, memory.Plan]) -> int:
     print(memory.table(plans))
     return 0
+
+
+def _function_of(name: str) -> Callable[..., Any]:
+    try:
+        return _replay.function_of(name)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def _print_replay(command: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    try:
+        like = None if parsed.like is None else parsed.like()
+        found = _replay.replay(parsed.capture, parsed.loss_fn, times=parsed.times, like=like)
+    except (ValueError, TypeError, FileNotFoundError, AttributeError) as e:  # not of this loss function, say
+        command.error(f"{type(e).__name__}: {e}")
+    print(found)
+    return 0 if found.clean else 1
 
 
 def _versions() -> list[str]:

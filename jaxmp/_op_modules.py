@@ -181,14 +181,20 @@ def named_nnx(nodes: Any) -> Iterator[None]:
             for path, module in nnx.iter_modules(node) if isinstance(node, nnx.Module) else ():
                 if id(module) not in changed:
                     changed[id(module)] = module, type(module)
-                    name = str(path[-1]) if path else type(module).__name__
-                    object.__setattr__(module, "_jaxmp_name", name)
+                    object.__setattr__(module, "_jaxmp_name", _name(path, module))
                     object.__setattr__(module, "__class__", _named(type(module), _is_tree(module)))
         yield
     finally:
         for module, kind in changed.values():
             object.__setattr__(module, "__class__", kind)
             object.__delattr__(module, "_jaxmp_name")
+
+
+def _name(path: tuple[Any, ...], module: Any) -> str:
+    """What a module is to the one that calls it: `mlp`, or `layers/0` in a list."""
+    names = [str(part) for part in path]
+    last = next((i for i in reversed(range(len(path))) if isinstance(path[i], str)), 0)
+    return "/".join(names[last:]) or type(module).__name__
 
 
 def _is_tree(module: Any) -> bool:

@@ -151,6 +151,16 @@ def as_function(eqn: Any) -> Any:
     return function
 
 
+def jaxpr_as_function(jaxpr: Any, consts: Any) -> Any:
+    """A jaxpr with its constants, as a function that returns the list of its results.
+
+    Example:
+      >>> jaxpr_as_function(*open_jaxpr(jax.make_jaxpr(jnp.sin)(1.0)))(0.0)
+      [Array(0., dtype=float32, weak_type=True)]
+    """
+    return jax.extend.core.jaxpr_as_fun(_closed(jaxpr, consts))
+
+
 def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
     """Equations in their order as one function: (function, the variables it takes, those whose values it returns).
 
