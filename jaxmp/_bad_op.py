@@ -195,19 +195,21 @@ class Place:
 
 
 def _operand(x: Any) -> Operand:
-    dtype = str(x.dtype)
-    if not jnp.issubdtype(x.dtype, jnp.number):
-        return Operand(dtype, tuple(x.shape), float("nan"), True)
-    amax, finite = jax.device_get(_amax(x)) if x.size else (np.nan, True)
-    return Operand(dtype, tuple(x.shape), float(amax), bool(finite))
+    if not (jnp.issubdtype(x.dtype, jnp.number) and x.size):
+        return Operand(str(x.dtype), tuple(x.shape), float("nan"), True)
+    x = _nonfinite.on_host_if_small(x)
+    amax, finite = _amax(np, x) if isinstance(x, np.ndarray) else jax.device_get(_amax_on_device(x))
+    return Operand(str(x.dtype), tuple(x.shape), float(amax), bool(finite))
 
 
-@jax.jit
-def _amax(x: Any) -> Any:
-    magnitude = jnp.abs(x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(jnp.float32))
-    finite = jnp.isfinite(magnitude)
-    largest = jnp.max(jnp.where(finite, magnitude, -1.0))
-    return jnp.where(largest < 0, jnp.nan, largest), jnp.all(finite)
+def _amax(xp: Any, x: Any) -> Any:
+    magnitude = xp.abs(x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32))
+    finite = xp.isfinite(magnitude)
+    largest = xp.max(xp.where(finite, magnitude, -1.0))
+    return xp.where(largest < 0, np.nan, largest), xp.all(finite)
+
+
+_amax_on_device = jax.jit(functools.partial(_amax, jnp))
 
 
 def _is_narrow(dtype: Any) -> bool:

@@ -16,6 +16,8 @@ from jax.core import Tracer
 
 from jaxmp import _arguments, _spaces
 
+_SMALL = 1 << 12  # elements
+
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
@@ -117,18 +119,36 @@ def _rows(x: Any) -> Any:
 
 
 def as_wide(x: Any) -> Any:
+    """`x` in float32, if its dtype is smaller.
+
+    Example:
+      >>> as_wide(jnp.ones(2, jnp.bfloat16)).dtype
+      dtype('float32')
+    """
     return x.astype(jnp.float32) if jnp.dtype(x.dtype).itemsize < 4 else x  # not every small float has an isfinite
+
+
+def on_host_if_small(x: Any) -> Any:
+    """`x` as an array of numpy, if it is small: to copy it takes less than to compile a program for its shape.
+
+    Example:
+      >>> type(on_host_if_small(jnp.ones(3))).__name__
+      'ndarray'
+    """
+    return np.asarray(x) if x.size <= _SMALL else x
 
 
 def _has_nonfinite(x: Any) -> Any:
     if not x.size:
         return False
+    x = on_host_if_small(x)
     return bool((~np.isfinite(as_wide(x))).any()) if isinstance(x, np.ndarray) else _flag(x)
 
 
 def _describe(x: Any, at: tuple[int, ...]) -> tuple[tuple[int, ...], complex | float, int]:
     """(index of the first value that is not finite, the value, how many there are) of what lies on one device."""
     count, row = 1, ()
+    x = on_host_if_small(x)
     if isinstance(x, jax.Array) and x.ndim:  # of a large array one row is read
         rows = np.asarray(_rows(x))
         count, first = int(rows.sum(dtype=np.int64)), int(np.argmax(rows > 0))

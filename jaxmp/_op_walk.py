@@ -151,7 +151,7 @@ class _Walker:
             if not severity or inner[i]:
                 found.append(inner[i] if severity else _NONE)
                 continue
-            bad = ~jnp.isfinite(_nonfinite.as_wide(results[i]))
+            bad = ~_is_finite(results[i])
             rank = 0 if not worst else 1 if severity > worst else 2
             if rank and name in _ELEMENTWISE and (fresh := _fresh(bad, operands)).any():
                 bad, rank = fresh, 0
@@ -230,8 +230,13 @@ def _fresh(bad: Any, operands: list[Any]) -> Any:
     """Which of the bad elements of an elementwise operation were made of finite ones."""
     for x in operands:
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            bad &= jnp.broadcast_to(jnp.isfinite(_nonfinite.as_wide(x)), bad.shape)
+            bad = bad & _is_finite(x)
     return bad
+
+
+def _is_finite(x: Any) -> Any:
+    x = _nonfinite.as_wide(_nonfinite.on_host_if_small(x))
+    return np.isfinite(x) if isinstance(x, np.ndarray) else jnp.isfinite(x)
 
 
 def _literal(v: Any) -> tuple[Any, frozenset[int]]:
@@ -249,17 +254,25 @@ def _execute(eqn: Any, operands: list[Any]) -> list[Any]:
     return list(_versions.as_function(eqn)(*given))
 
 
+def _severities(values: list[Any]) -> list[int]:
+    """0 for what is finite, 1 with an inf, 2 with a NaN."""
+    found = []
+    for x in values:
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
+        x = _nonfinite.on_host_if_small(x) if is_float else x
+        found.append(0 if not is_float else _severity_on_host(x) if isinstance(x, np.ndarray) else _severity(x))
+    return [int(x) for x in jax.device_get(found)]
+
+
 @jax.jit
 def _severity(x: Any) -> Any:
     wide = _nonfinite.as_wide(x)
     return jnp.where(jnp.any(jnp.isnan(wide)), 2, jnp.where(jnp.all(jnp.isfinite(wide)), 0, 1))
 
 
-def _severities(values: list[Any]) -> list[int]:
-    """0 for what is finite, 1 with an inf, 2 with a NaN."""
-    floats = [jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0 for x in values]
-    found = iter(jax.device_get([_severity(x) for x, is_float in zip(values, floats, strict=True) if is_float]))
-    return [int(next(found)) if is_float else 0 for is_float in floats]
+def _severity_on_host(x: np.ndarray) -> int:
+    wide = _nonfinite.as_wide(x)
+    return 2 if np.isnan(wide).any() else 0 if np.isfinite(wide).all() else 1
 
 
 def _of_argument(x: Any, bad: _nonfinite.NonFinite, path: str) -> _bad_op.BadOp:

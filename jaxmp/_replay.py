@@ -88,7 +88,7 @@ class Replay:
         lines = [f"{c.path}: loss scale {c.loss_scale:.6g}", f"observed: {observed or 'nothing'}", ""]
         same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "other bits each time"
         lines.append(f"replayed {len(runs)} times, compiled: {same}" if len(runs) > 1 else "replayed once, compiled")
-        for run in dict.fromkeys(runs):
+        for run in {run.digest: run for run in runs}.values():
             lines.append(f"  loss {run.loss:.6g}, " + (f"gradient {run.bad}" if run.bad else "gradients finite"))
         if self.bad_op is not None:
             lines += ["", "operation by operation, the first that is not finite:", str(self.bad_op)]
