@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import platform
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def _print_plans(plans: dict[str, memory.Plan]) -> int:
 def _function_of(name: str) -> Callable[..., Any]:
     try:
         return _replay.function_of(name)
-    except ValueError as e:
+    except Exception as e:  # whatever a module of the user raises when it is imported
         raise argparse.ArgumentTypeError(str(e)) from e
 
 
@@ -112,8 +113,10 @@ def _print_replay(command: argparse.ArgumentParser, parsed: argparse.Namespace) 
     try:
         like = None if parsed.like is None else parsed.like()
         found = _replay.replay(parsed.capture, parsed.loss_fn, times=parsed.times, like=like)
-    except (ValueError, TypeError, FileNotFoundError, AttributeError) as e:  # not of this loss function, say
-        command.error(f"{type(e).__name__}: {e}")
+    except Exception as e:  # whatever the loss function raises: a status of 1 would say that the step is not finite
+        if not isinstance(e, (ValueError, FileNotFoundError)):
+            traceback.print_exc()
+        command.error(str(e))
     print(found)
     return 0 if found.clean else 1
 

@@ -70,7 +70,7 @@ def capture(
     directory: str | os.PathLike[str],
     loss_fn: Callable[..., Any],
     *args: Any,
-    loss_scale: Any = 1.0,
+    loss_scale: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     accumulate: int = 1,
@@ -82,7 +82,7 @@ def capture(
 ) -> Path | None:
     """Writes down what `jaxmp.value_and_grad(loss_fn, ...)(*args, **kwargs)` needs to run again, alone.
 
-        scale = jaxmp.get_metrics(opt_state)["loss_scale"]  # before the step: the scale that it will use
+        scale = float(jaxmp.get_loss_scale(opt_state))  # before the step: the scale that it will use
         params, opt_state, loss = train_step(params, opt_state, batch)
         metrics = jaxmp.get_metrics(opt_state)
         if metrics["skipped"]:  # then params are those that the step started from
@@ -96,7 +96,7 @@ def capture(
       directory: where captures are kept; made if it is not there.
       loss_fn: the loss function. Its name is stored, not its code.
       *args: its arguments: params (or an nnx module), batch, keys, statistics of BatchNorm; pytrees.
-      loss_scale: the scale of the step, before it moved.
+      loss_scale: the scale of the step, before it moved; 1.0 where there is none.
       argnums, has_aux, accumulate, accumulate_argnums: those of the step's `jaxmp.value_and_grad`.
       wrt: that of the step's `jaxmp.nnx.value_and_grad`.
       observed: scalars that the step gave, by name. `loss`, `skipped` and `grads_finite` are compared with a replay.
@@ -125,11 +125,16 @@ def capture(
     leaves = _arguments.leaves_of(args)
     named = _arguments.leaves_of(kwargs)
     for path, x in zip([*leaves.paths, *named.paths], [*leaves.values, *named.values], strict=True):
-        _check_readable(path, x)
+        _check_readable(f"argument {path}", x)
+    scalars = {"loss_scale": loss_scale, **(observed or {})}
+    for name, x in scalars.items():
+        _check_readable(name, x)
+        if np.size(x) != 1:
+            raise ValueError(f"loss_scale and what is observed must be scalars; got shape {np.shape(x)} at {name}")
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     _remove_halves(root)
-    if len(captures_in(root)) >= keep:
+    if len(_own(root)) >= keep:
         warnings.warn(
             f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or raise keep.",
             stacklevel=2,
@@ -143,8 +148,8 @@ def capture(
         meta = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "function": name_of(loss_fn),
-            "loss_scale": float(loss_scale),
-            "observed": {name: float(np.asarray(x)) for name, x in (observed or {}).items()},
+            "loss_scale": _number(loss_scale),
+            "observed": {name: _number(x) for name, x in (observed or {}).items()},
             "about": about(),
             "not_stored": _write(half, leaves, args, {"options": options, "kwargs": kwargs}),
         }
@@ -252,10 +257,14 @@ def _check_names(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
             )
 
 
+def _number(x: Any) -> float:
+    return float(np.asarray(x).reshape(()))
+
+
 def _check_readable(path: str, x: Any) -> None:
     if isinstance(x, Tracer):
         raise TypeError(
-            f"a capture stores values, which a traced array does not have; got {jax.typeof(x)} at argument {path}. "
+            f"a capture stores values, which a traced array does not have; got {jax.typeof(x)} at {path}. "
             f"Call jaxmp.monitor.capture outside of jit, on what the step returned."
         )
     if not isinstance(x, jax.Array):
@@ -263,7 +272,7 @@ def _check_readable(path: str, x: Any) -> None:
     _nonfinite.check_alive(path, x)
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise ValueError(
-            f"a capture stores whole arrays; got one at argument {path} that lies in part on other processes. Gather "
+            f"a capture stores whole arrays; got one at {path} that lies in part on other processes. Gather "
             f"it first, in all processes: jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
         )
 
@@ -304,21 +313,28 @@ def _write(half: Path, leaves: _arguments.Leaves, args: Any, rest: dict[str, Any
 
 
 def _published(half: Path, root: Path) -> Path:
-    """Gives a capture its name; another process may take the same at the same time."""
-    process = f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
+    """Gives a capture its name; another job may take the same at the same time."""
     for file in half.iterdir():
         with open(file, "rb") as f:
             os.fsync(f.fileno())
     while True:
-        names = [path.name.split("-")[0] for path in captures_in(root)]
-        number = max((int(name) for name in names if name.isdigit()), default=-1) + 1
-        path = root / f"{number:06d}{process}"
+        numbers = [int(path.name[:6]) for path in _own(root) if path.name[:6].isdigit()]
+        path = root / f"{max(numbers, default=-1) + 1:06d}{_process()}"
         try:
             half.rename(path)  # one step, so that a capture is there as a whole or not at all
             return path
         except OSError:
             if not path.exists():
                 raise
+
+
+def _process() -> str:
+    return f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
+
+
+def _own(root: Path) -> list[Path]:
+    """The captures of this process among those of a job of many."""
+    return [path for path in captures_in(root) if path.name[6:] == _process()]
 
 
 def _as_like(like: Any, paths: list[str], values: list[Any]) -> Any:

@@ -267,7 +267,11 @@ def _judge(
     if all(run.finite for run in runs):
         return _judge_finite(capture.observed, loss, each)
     if bad_op is not None and bad_op.primitive == "argument":
-        return "data", f"{bad_op.where()}, before anything is computed"
+        argnums = capture.options["argnums"]
+        among = {str(i) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
+        params = " These are the params: an earlier step, or what loaded them, made them so."
+        is_param = bad_op.module.partition("/")[0] in among
+        return "data", f"{bad_op.where()}, before anything is computed.{params if is_param else ''}"
     where = f"at {bad_op.where()}" if bad_op is not None else "and operation by operation it is finite"
     if finite_scale is not None:
         return "loss scale", (
