@@ -125,7 +125,10 @@ def as_wide(x: Any) -> Any:
       >>> as_wide(jnp.ones(2, jnp.bfloat16)).dtype
       dtype('float32')
     """
-    return x.astype(jnp.float32) if jnp.dtype(x.dtype).itemsize < 4 else x  # not every small float has an isfinite
+    if jnp.dtype(x.dtype).itemsize >= 4:
+        return x
+    with np.errstate(invalid="ignore"):  # numpy's word for a NaN of the kind that signals
+        return x.astype(jnp.float32)  # not every small float has an isfinite
 
 
 def on_host_if_small(x: Any) -> Any:

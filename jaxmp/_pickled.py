@@ -102,7 +102,7 @@ class Loader(pickle.Unpickler):
         self.arrays = arrays
         self.main = main
         self.on_host = on_host
-        self.found: dict[tuple[str, int], Any] = {}
+        self.found: dict[Any, Any] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if module_name == "__main__" and hasattr(self.main, global_name.partition(".")[0]):
@@ -110,8 +110,8 @@ class Loader(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, implementation, (start, shape, dtype) = pid
-        if (kind, start) not in self.found or not np.prod(shape):
+        if pid not in self.found:
+            kind, implementation, (start, shape, dtype) = pid
             self.arrays.seek(start)
             data = bytearray(self.arrays.read(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize))
             x = np.frombuffer(data, np.uint8).view(dtype).reshape(shape)
@@ -119,8 +119,8 @@ class Loader(pickle.Unpickler):
                 x = jax.random.wrap_key_data(jnp.asarray(x), impl=implementation)
             elif kind != "numpy" and not self.on_host:
                 x = as_jax(x, weak=kind == "weak")
-            self.found[kind, start] = x
-        return self.found[kind, start]
+            self.found[pid] = x
+        return self.found[pid]
 
 
 def as_jax(x: np.ndarray, *, weak: bool) -> jax.Array:

@@ -38,6 +38,16 @@ def test_the_first_in_row_major_order_is_named(dtype, shape):
     assert np.isnan(found.value)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_nan_counts(dtype):
+    x = np.arange(65536, dtype=np.uint16).view(dtype)
+    bad = np.arange(65536) & {jnp.bfloat16: 0x7F80, jnp.float16: 0x7C00}[dtype]
+    bad = bad == {jnp.bfloat16: 0x7F80, jnp.float16: 0x7C00}[dtype]
+    for given in (x, jnp.asarray(x)):
+        found = first_nonfinite([given])
+        assert (found.index, found.count) == ((int(np.argmax(bad)),), int(bad.sum()))
+
+
 def test_numpy_and_jax_say_the_same():
     rng = np.random.default_rng(0)
     for _ in range(20):

@@ -1,0 +1,262 @@
+"""`first_bad_op`: overflows planted in a layer, a loop, a branch, a derivative are found there, and masks are not."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from jaxmp.monitor import first_bad_op
+
+HALF = jnp.float16
+
+
+class Block(nn.Module):
+    """x times a weight that is 1, but in the one that is meant to overflow."""
+
+    weight: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, use_bias=False, dtype=HALF, kernel_init=nn.initializers.constant(self.weight))(x)
+
+
+class Model(nn.Module):
+    weight: float
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        kind = nn.remat(Block) if self.remat else Block
+        for name, weight in (("one", 1.0), ("two", self.weight), ("three", 1.0)):
+            x = kind(weight, name=name)(x)
+        return x.astype(jnp.float32)
+
+
+def linen_case(remat, weight):
+    model, x = Model(weight, remat), jnp.ones((3, 2))
+    params = model.init(jax.random.key(0), x)
+    return lambda params, x, scale: jnp.mean(model.apply(params, x)) * scale, params, x
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_a_layer_of_linen_that_overflows_forward(remat):
+    loss_fn, params, x = linen_case(remat, 4e4)
+    bad = first_bad_op(jax.value_and_grad(loss_fn), params, x, 1.0)
+    assert (bad.primitive, bad.module, bad.backward) == ("dot_general", "Model/two/Dense_0", False)
+    assert bad.where() == "dot_general in Model/two/Dense_0 (forward)"
+    assert __file__ in bad.source and bad.source.endswith("(Block.__call__)")
+    assert (bad.dtype, bad.shape, bad.limit) == ("float16", (3, 2), 65504.0)
+    assert [(x.dtype, x.shape, x.amax, x.finite) for x in bad.operands] == [
+        ("float16", (3, 2), 2.0, True),
+        ("float16", (2, 2), 40000.0, True),
+    ]
+    assert (bad.first.index, bad.first.count, bad.first.value) == ((0, 0), 6, np.inf)
+    assert bad.float32_amax == 2 * 2 * 40000.0
+    assert "in float32 its largest is 160000; float16 ends at 65504 (2.44 times beyond)" in str(bad)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
+def test_a_layer_of_linen_that_overflows_backward(remat):
+    """Layer three reads 2 * 2 * 2048; its weight's gradient is the sum of three of these times scale / 6."""
+    loss_fn, params, x = linen_case(remat, 2048.0)
+    bad = first_bad_op(jax.value_and_grad(loss_fn), params, x, 2.0**8)
+    assert (bad.primitive, bad.module, bad.backward) == ("dot_general", "Model/three/Dense_0", True)
+    np.testing.assert_allclose(bad.float32_amax, 3 * 8192 * 2.0**8 / 6, rtol=1e-3)
+    assert first_bad_op(jax.value_and_grad(loss_fn), params, x, 1.0) is None
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(2, 2, use_bias=False, dtype=HALF, rngs=rngs) for _ in range(3)])
+        self.head = nnx.Linear(2, 1, rngs=rngs)
+        self.by_name = {}
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_layer_of_nnx(way):
+    model = NnxModel(nnx.Rngs(0))
+    for i, block in enumerate(model.blocks):
+        block.kernel[...] = jnp.full((2, 2), 4e4 if i == 1 and way == "forward" else 1.0)
+    model.head.kernel[...] = jnp.full((2, 1), 1.0 if way == "forward" else 4e4)
+    bad = first_bad_op(nnx.grad(lambda model, x: jnp.sum(model(x))), model, jnp.ones((3, 2)))
+    module = {"forward": "NnxModel/blocks/1", "backward": "NnxModel/blocks/2"}[way]
+    assert (bad.primitive, bad.module, bad.backward) == ("dot_general", module, way == "backward")
+    assert type(model) is NnxModel and type(model.head) is nnx.Linear
+
+
+# Control flow
+
+
+def powers(x, factors):
+    """The running product."""
+
+    def body(carry, factor):
+        with jax.named_scope("step"):
+            carry = carry * factor
+        return carry, carry
+
+    return lax.scan(body, x, factors)[1]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_a_scan_names_the_iteration(wrap):
+    factors = jnp.array([1, 100, 100, 7, 1, 2], HALF)
+    bad = first_bad_op(wrap(powers), jnp.ones((), HALF), factors)
+    assert (bad.where(), bad.iterations) == ("mul in step (forward, iteration 3)", (3,))
+    assert [x.amax for x in bad.operands] == [10000.0, 7.0]
+
+
+def test_a_reversed_scan_and_one_in_another():
+    factors = jnp.array([[2, 1], [300, 300]], HALF)
+
+    def nested(x, factors):
+        return lax.scan(lambda carry, row: (powers(carry, row)[-1], 0), x, factors, reverse=True)[0]
+
+    bad = first_bad_op(nested, jnp.ones((), HALF), factors)
+    assert (bad.iterations, bad.operands[1].amax) == ((1, 1), 300.0)
+
+
+def test_the_backward_pass_of_a_scan():
+    """d(sum of products)/dx overflows in the iteration that multiplies the cotangent beyond 65504."""
+    factors = jnp.array([1000, 1, 50, 100, 2**-10, 2**-10], HALF)
+    small = jnp.asarray(2.0**-12, HALF)
+    loss_fn = lambda x: powers(x, factors)[-1].astype(jnp.float32) * 2.0**30  # noqa: E731
+    assert first_bad_op(loss_fn, small) is None
+    bad = first_bad_op(jax.grad(loss_fn), small)
+    assert bad.backward and bad.float32_amax > 65504
+
+
+def test_a_while_loop_names_the_iteration():
+    def f(x):
+        return lax.while_loop(lambda state: state[0] < 9, lambda state: (state[0] + 1, state[1] * 10), (0, x))[1]
+
+    bad = first_bad_op(f, jnp.ones(2, HALF))
+    assert (bad.primitive, bad.iterations) == ("mul", (4,))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_the_branch_that_ran_is_looked_into(index):
+    branches = [jnp.exp, lambda x: 1 / (x - 20), lambda x: x * 4000]
+    bad = first_bad_op(lambda i, x: lax.switch(i, branches, x), index, jnp.full(2, 20.0, HALF))
+    assert bad.primitive == ("exp", "div", "mul")[index]
+
+
+def test_custom_derivatives_are_entered():
+    @jax.custom_vjp
+    def square(x):
+        return x
+
+    square.defvjp(lambda x: (x, x), lambda x, g: (g * x / 0,))
+    assert first_bad_op(jax.grad(lambda x: jnp.sum(square(x))), jnp.ones(2)).primitive == "div"
+
+    @jax.custom_jvp
+    def log(x):
+        return jnp.log(x)
+
+    log.defjvps(lambda t, y, x: t / x)
+    assert first_bad_op(lambda x: log(x), jnp.zeros(2)).primitive == "log"
+
+
+def test_a_jit_inside_that_donates_leaves_its_input_readable():
+    inner = jax.jit(lambda x: x * 300, donate_argnums=0)
+    bad = first_bad_op(lambda x: inner(x + 0), jnp.full(2, 300.0, HALF))
+    assert (bad.primitive, bad.operands[0].amax) == ("mul", 300.0)
+
+
+def test_a_shard_map_is_one_operation():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    f = jax.shard_map(lambda x: lax.psum(x, "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    bad = first_bad_op(lambda x: f(x) * 1, jnp.full(8, 3e4, HALF))
+    assert (bad.primitive, bad.operands[0].amax, bad.float32_amax) == ("shard_map", 3e4, None)
+
+
+# What counts
+
+
+MASK = jnp.array([True, True, False, False])
+
+
+def softmax_of(scores, mask=MASK):
+    return jax.nn.softmax(jnp.where(mask, scores, -jnp.inf))
+
+
+def test_an_inf_that_reaches_no_result_is_no_fault():
+    assert first_bad_op(softmax_of, jnp.ones(4)) is None
+    assert first_bad_op(lambda x: jax.nn.softmax(jnp.log(x)), jnp.arange(4.0)) is None
+    assert first_bad_op(lambda x, bias: jax.nn.softmax(x + bias), jnp.ones(2), jnp.array([0, -jnp.inf])) is None
+
+
+def test_an_overflow_beside_a_mask_is_found():
+    """The operation's input holds -inf already; what is new are elements that were finite."""
+    bad = first_bad_op(lambda x: softmax_of(jnp.where(MASK, x, -jnp.inf) * HALF(8)), jnp.full(4, 1e4, HALF))
+    assert (bad.primitive, bad.first.index, bad.first.count) == ("mul", (0,), 2)
+
+
+def test_a_row_without_anything_allowed_is_nan_of_inf():
+    bad = first_bad_op(lambda x: softmax_of(x, ~MASK & MASK), jnp.ones(4))
+    assert (bad.primitive, bad.note) == ("sub", "makes NaN of inf")
+
+
+def test_the_gradient_of_where_is_found_behind_the_mask():
+    """1 / sqrt(x) is computed with the forward pass and multiplied by zero in the backward pass."""
+    bad = first_bad_op(jax.grad(lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))), jnp.array([0.0, 1.0]))
+    assert (bad.primitive, bad.backward, bad.first.index) == ("div", False, (0,))
+
+
+def test_an_infinite_constant_is_named():
+    bad = first_bad_op(lambda x: x * jnp.inf, jnp.ones(2))
+    assert bad.note == "an operand is infinite from the start, as a constant of the program"
+
+
+def test_an_argument_that_is_not_finite_is_named():
+    batch = {"x": jnp.ones((2, 2)).at[1, 0].set(jnp.nan), "mask": jnp.array(-jnp.inf)}
+    bad = first_bad_op(lambda scale, batch: jnp.sum(batch["x"] * scale), 1.0, batch)
+    assert (bad.primitive, bad.module, bad.first.index) == ("argument", "1/x", (1, 0))
+    assert str(bad) == "argument 1/x[1, 0] is nan; 1 of 4 values are not finite"
+
+
+def test_what_is_bad_in_float32_too_is_said():
+    bad = first_bad_op(lambda x: jnp.log(x), jnp.zeros(2, HALF))
+    assert bad.float32_amax == np.inf
+    assert "in float32 it gives inf as well: not a matter of float16's range" in str(bad)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2, jnp.float32])
+def test_other_dtypes(dtype):
+    big = jnp.asarray(jnp.finfo(dtype).max, dtype)
+    bad = first_bad_op(lambda x: x + x, big)
+    assert bad.dtype == jnp.dtype(dtype).name
+    twice = {jnp.bfloat16: np.inf, jnp.float8_e5m2: 2 * 57344.0, jnp.float32: None}
+    assert bad.float32_amax == twice[dtype]
+
+
+def test_in_fp8_training_the_operation_is_named():
+    with jaxmp.fp8.autocast(filter=lambda path, layer: True):
+        model = nn.Dense(16, dtype=jnp.bfloat16, name="dense")
+        params = model.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+
+        def loss_fn(params, x):
+            return jnp.sum(jnp.exp(model.apply({"params": params}, x).astype(jnp.float32) * 1e4))
+
+        step = jaxmp.value_and_grad(loss_fn)
+        state = jaxmp.mixed_precision(jaxmp.fused_sgd(0.1), "fp8").init(params)
+        bad = first_bad_op(lambda params, x: step(params, x, opt_state=state), params, jnp.ones((16, 16)))
+    assert (bad.primitive, bad.backward) == ("exp", False)
+
+
+def test_python_numbers_strings_and_none_are_passed_on():
+    def f(x, how, times, other=None):
+        assert (how, times, other) == ("twice", 2, None)
+        return x * times
+
+    assert first_bad_op(f, np.ones(2), "twice", 2, other=None) is None
