@@ -84,7 +84,8 @@ class Replay:
 
     def __str__(self) -> str:
         c, runs = self.capture, self.runs
-        observed = ", ".join(f"{name} {x:.6g}" for name, x in c.observed.items())
+        seen = {name: x for name, x in c.observed.items() if name == "loss" or not math.isnan(x)}  # NaN: not computed
+        observed = ", ".join(f"{name} {x:.6g}" for name, x in seen.items())
         lines = [f"{c.path}: loss scale {c.loss_scale:.6g}", f"observed: {observed or 'nothing'}", ""]
         same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "other bits each time"
         lines.append(f"replayed {len(runs)} times, compiled: {same}" if len(runs) > 1 else "replayed once, compiled")
