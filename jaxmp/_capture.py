@@ -21,8 +21,6 @@ import inspect
 import json
 import os
 import pickle
-import platform
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +33,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from jaxmp import _arguments, _nonfinite, _pickled
+from jaxmp import _arguments, _folders, _nonfinite, _pickled
 
 _META, _ARRAYS, _LEAVES, _TREE, _KWARGS = "capture.json", "arrays.bin", "leaves.pickle", "args.pickle", "kwargs.pickle"
 _CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
@@ -132,31 +130,26 @@ def capture(
         if np.size(x) != 1:
             raise ValueError(f"loss_scale and what is observed must be scalars; got shape {np.shape(x)} at {name}")
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    _remove_halves(root)
-    if len(_own(root)) >= keep:
+    process = f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
+    if len(_folders.folders_in(root, process)) >= keep:
         warnings.warn(
             f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or raise keep.",
             stacklevel=2,
         )
         return None
-    half = root / f".{platform.node()}-{os.getpid()}.half"
-    half.mkdir()
-    try:
-        options = {"argnums": argnums, "has_aux": has_aux, "accumulate": accumulate}
-        options |= {"accumulate_argnums": accumulate_argnums, "wrt": wrt}
-        meta = {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "function": name_of(loss_fn),
-            "loss_scale": _number(loss_scale),
-            "observed": {name: _number(x) for name, x in (observed or {}).items()},
-            "about": about(),
-            "not_stored": _write(half, leaves, args, {"options": options, "kwargs": kwargs}),
-        }
-        (half / _META).write_text(json.dumps(meta, indent=1))
-        return _published(half, root)
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
+    options = {"argnums": argnums, "has_aux": has_aux, "accumulate": accumulate}
+    options |= {"accumulate_argnums": accumulate_argnums, "wrt": wrt}
+    meta = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "function": name_of(loss_fn),
+        "loss_scale": _number(loss_scale),
+        "observed": {name: _number(x) for name, x in (observed or {}).items()},
+        "about": about(),
+    }
+    with _folders.new_folder(root, process) as folder:
+        meta["not_stored"] = _write(folder.half, leaves, args, {"options": options, "kwargs": kwargs})
+        (folder.half / _META).write_text(json.dumps(meta, indent=1))
+    return folder.path
 
 
 def load_capture(
@@ -189,7 +182,7 @@ def load_capture(
     """
     root = Path(path)
     if not (root / _META).exists():
-        found = captures_in(root) if root.is_dir() else []
+        found = _folders.folders_in(root)
         if not found:
             raise FileNotFoundError(f"{path} must be a capture, or a directory of captures; there is none.")
         root = found[-1]
@@ -211,11 +204,6 @@ def load_capture(
             rest = _pickled.Loader(f, arrays, functions_of).load()
     about, scale = meta["about"], meta["loss_scale"]
     return Capture(args, rest["kwargs"], scale, rest["options"], meta["observed"], meta["function"], about, root)
-
-
-def captures_in(directory: Path) -> list[Path]:
-    """The captures in a directory, oldest first."""
-    return sorted(path.parent for path in directory.glob(f"*/{_META}") if not path.parent.name.startswith("."))
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -277,24 +265,6 @@ def _check_readable(path: str, x: Any) -> None:
         )
 
 
-def _remove_halves(root: Path) -> None:
-    """Removes what jobs on this machine left that were killed while they wrote."""
-    for half in root.glob(f".{platform.node()}-*.half"):
-        process = half.name.removesuffix(".half").rpartition("-")[2]
-        if process == str(os.getpid()) or not _is_alive(int(process)):
-            shutil.rmtree(half, ignore_errors=True)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # of somebody else
-    return True
-
-
 def _write(half: Path, leaves: _arguments.Leaves, args: Any, rest: dict[str, Any]) -> str:
     """Writes the arguments; returns why what they are made of cannot be stored, or ""."""
     places: dict[int, Any] = {}
@@ -310,31 +280,6 @@ def _write(half: Path, leaves: _arguments.Leaves, args: Any, rest: dict[str, Any
         except (pickle.PicklingError, TypeError, AttributeError) as e:  # whatever pickle has against an object
             return str(e) or type(e).__name__
     return ""
-
-
-def _published(half: Path, root: Path) -> Path:
-    """Gives a capture its name; another job may take the same at the same time."""
-    for file in half.iterdir():
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
-    while True:
-        numbers = [int(path.name[:6]) for path in _own(root) if path.name[:6].isdigit()]
-        path = root / f"{max(numbers, default=-1) + 1:06d}{_process()}"
-        try:
-            half.rename(path)  # one step, so that a capture is there as a whole or not at all
-            return path
-        except OSError:
-            if not path.exists():
-                raise
-
-
-def _process() -> str:
-    return f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
-
-
-def _own(root: Path) -> list[Path]:
-    """The captures of this process among those of a job of many."""
-    return [path for path in captures_in(root) if path.name[6:] == _process()]
 
 
 def _as_like(like: Any, paths: list[str], values: list[Any]) -> Any:

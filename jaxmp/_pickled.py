@@ -105,7 +105,7 @@ class Loader(pickle.Unpickler):
         self.found: dict[Any, Any] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name == "__main__" and hasattr(self.main, global_name.partition(".")[0]):
+        if module_name == "__main__" and self.main and hasattr(self.main, global_name.partition(".")[0]):
             module_name = self.main.__name__
         return super().find_class(module_name, global_name)
 

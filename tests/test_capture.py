@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, compiled_quickly
-from jaxmp import _capture
+from jaxmp import _folders
 from jaxmp.monitor import capture, load_capture
 
 
@@ -168,10 +168,10 @@ def test_processes_of_one_job_count_their_own(tmp_path, monkeypatch):
 
 def test_two_jobs_in_one_directory_do_not_meet(tmp_path, monkeypatch):
     """The other job takes the name between the look and the rename."""
-    real = _capture.captures_in
+    real = _folders.folders_in
     capture(tmp_path, loss_fn, "other", loss_scale=1.0)
     blind = iter([True, True])
-    monkeypatch.setattr(_capture, "captures_in", lambda root: [] if next(blind, False) else real(root))
+    monkeypatch.setattr(_folders, "folders_in", lambda *args: [] if next(blind, False) else real(*args))
     assert capture(tmp_path, loss_fn, "mine", loss_scale=1.0).name == "000001"
     assert [load_capture(tmp_path / name).args for name in ("000000", "000001")] == [("other",), ("mine",)]
 
