@@ -315,3 +315,5 @@ def test_an_array_that_occurs_often_is_stored_once(tmp_path):
     x = jnp.ones(1000)
     path = capture(tmp_path, loss_fn, [x] * 10, x=x, loss_scale=1.0)
     assert (path / "arrays.bin").stat().st_size == 4000
+    (found,) = load_capture(path).args
+    assert all(x is found[0] for x in found)
