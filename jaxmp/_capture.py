@@ -180,13 +180,7 @@ def load_capture(
         ...
       FileNotFoundError: no/such/folder must be a capture, or a directory of captures; there is none.
     """
-    root = Path(path)
-    if not (root / _META).exists():
-        found = _folders.folders_in(root)
-        if not found:
-            raise FileNotFoundError(f"{path} must be a capture, or a directory of captures; there is none.")
-        root = found[-1]
-    meta = json.loads((root / _META).read_text())
+    root, meta = find_capture(path)
     if like is None and meta["not_stored"]:
         raise ValueError(
             f"the arguments of {root} hold what cannot be stored: {meta['not_stored']}. Pass like=, arguments that are "
@@ -204,6 +198,17 @@ def load_capture(
             rest = _pickled.Loader(f, arrays, functions_of).load()
     about, scale = meta["about"], meta["loss_scale"]
     return Capture(args, rest["kwargs"], scale, rest["options"], meta["observed"], meta["function"], about, root)
+
+
+def find_capture(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a capture, of which a directory holds perhaps several, and what capture.json says."""
+    root = Path(path)
+    if not (root / _META).exists():
+        found = _folders.folders_in(root)
+        if not found:
+            raise FileNotFoundError(f"{path} must be a capture, or a directory of captures; there is none.")
+        root = found[-1]
+    return root, json.loads((root / _META).read_text())
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -136,11 +136,12 @@ def replay(
     """
     if times < 1:
         raise ValueError(f"times must be a number of replays >= 1; got {times}")
-    if not isinstance(capture, _capture.Capture):
-        main = None if loss_fn is None else sys.modules.get(getattr(loss_fn, "__module__", ""))
-        capture = _capture.load_capture(capture, like=like, functions_of=main)
     if loss_fn is None:
-        loss_fn = function_of(capture.function)
+        is_loaded = isinstance(capture, _capture.Capture)
+        loss_fn = function_of(capture.function if is_loaded else _capture.find_capture(capture)[1]["function"])
+    if not isinstance(capture, _capture.Capture):
+        main = sys.modules.get(getattr(loss_fn, "__module__", ""))
+        capture = _capture.load_capture(capture, like=like, functions_of=main)
     step = _Step(capture, loss_fn)
     runs = tuple(step.run(capture.loss_scale) for _ in range(times))
     bad_op = finite_scale = in_float32 = None
@@ -263,14 +264,14 @@ def _judge(
     capture: _capture.Capture, runs: tuple[Run, ...], bad_op: _bad_op.BadOp | None, finite_scale: float | None
 ) -> tuple[str, str]:
     loss = runs[0].loss
-    each = f"{len(runs)} replays" if len(runs) > 1 else "one replay"
+    are = f"{len(runs)} replays are" if len(runs) > 1 else "one replay is"
     if len({run.digest for run in runs}) > 1:
         return "not reproducible", (
-            f"{each} of the same inputs differ among themselves. Something in the step is not in its inputs (a "
+            f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its inputs (a "
             f"callback, state of the host, an operation that is not deterministic), or the machine computes wrong"
         )
     if all(run.finite for run in runs):
-        return _judge_finite(capture.observed, loss, each)
+        return _judge_finite(capture.observed, loss, are)
     if bad_op is not None and bad_op.primitive == "argument":
         argnums = capture.options["argnums"]
         among = {str(i) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
@@ -284,16 +285,16 @@ def _judge(
             f"{where}. A dynamic scale backs off by itself"
         )
     scale = " at any loss scale down to 1" if capture.loss_scale > 1 else ""
-    return "deterministic", f"{each} are not finite{scale}, {where}"
+    return "deterministic", f"{are} not finite{scale}, {where}"
 
 
-def _judge_finite(observed: dict[str, float], loss: float, each: str) -> tuple[str, str]:
-    now = f"{each} are finite, with equal bits"
+def _judge_finite(observed: dict[str, float], loss: float, are: str) -> tuple[str, str]:
+    now = f"{are} finite, with equal bits"
     then = observed.get("loss")
     if observed.get("grads_finite", 1.0) == 0 or (then is not None and not math.isfinite(then)):
         return "transient", f"the step was not finite, and {now}"
     if then is not None and abs(then - loss) > _SAME_LOSS * max(abs(then), abs(loss)):
-        return "transient", f"the step had a loss of {then:.6g}, and {each} have {loss:.6g}, with equal bits"
+        return "transient", f"the step had a loss of {then:.6g}, and {now}, with a loss of {loss:.6g}"
     if observed.get("skipped") and not observed.get("grads_finite"):
         return "transient", (
             f"the step was skipped, and {now}. (If skip_if skipped it, and not an overflow, say so with "

@@ -135,7 +135,7 @@ def test_arguments_that_are_not_finite_are_named(tmp_path, where, path):
     [
         ({"loss": 4.0, "skipped": True, "grads_finite": True}, "reproduced", "and the loss is 4 again, as it was"),
         ({"loss": 4.1}, "reproduced", "and the loss is 4 again, as it was"),
-        ({"loss": 4e3}, "transient", "the step had a loss of 4000, and 3 replays have 4, with equal bits"),
+        ({"loss": 4e3}, "transient", "had a loss of 4000, and 3 replays are finite, with equal bits, with a loss of 4"),
         ({"loss": float("nan")}, "transient", "the step was not finite, and 3 replays are finite, with equal bits"),
         ({"loss": 4.0, "grads_finite": False}, "transient", "the step was not finite, and 3 replays are finite"),
         ({"loss": 4.0, "skipped": 1.0}, "transient", "(If skip_if skipped it, and not an overflow, say so with"),
@@ -295,15 +295,19 @@ def test_the_exit_status_is_the_verdict(script, capsys, x, status, verdict):
         (["FOLDER", "no/such.py:loss_fn"], "'no/such.py:loss_fn' is not there"),
         (["FOLDER", "loss_fn"], "a replay needs the loss function; got 'loss_fn', which cannot be imported"),
         (["FOLDER", "train_job:broken"], "no such param"),
+        (["MAIN"], "a replay needs the loss function; got '__main__:loss_fn', which cannot be imported. Name it as"),
         (["FOLDER", "--times", "0"], "times must be a number of replays >= 1; got 0"),
         ([], "the following arguments are required: capture"),
     ],
-    ids=["folder", "module", "function", "file", "no module", "raises", "times", "nothing"],
+    ids=["folder", "module", "function", "file", "no module", "raises", "main", "times", "nothing"],
 )
 def test_what_cannot_be_run_has_status_2(script, capsys, arguments, message):
-    folder = str(script[1](1.0))
+    folder = script[1](1.0)
+    if arguments == ["MAIN"]:  # captured by a script
+        meta = folder / "capture.json"
+        meta.write_text(meta.read_text().replace("train_job:", "__main__:"))
     with pytest.raises(SystemExit) as stopped:
-        command.main(["replay", *(folder if a == "FOLDER" else a for a in arguments)])
+        command.main(["replay", *(str(folder) if a in ("FOLDER", "MAIN") else a for a in arguments)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
