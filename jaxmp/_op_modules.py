@@ -20,7 +20,7 @@ from flax.core import lift
 from flax.linen import transforms
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp import _op_regions
+from jaxmp import _module_paths, _op_regions
 from jaxmp._op_lists import FLOATS, LOW_MARK, CastLists
 
 _LINEN_CELLS = (
@@ -155,7 +155,8 @@ def _with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
 
 
 def _mark_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    out = next_fun(*args, **kwargs)
+    with _module_paths.at("/".join(context.module.path)) if context.module.scope else contextlib.nullcontext():
+        out = next_fun(*args, **kwargs)
     if context.method_name == "__call__" and isinstance(context.module, _LINEN) and context.module.dtype is None:
         return _mark(out)
     return out
@@ -182,7 +183,7 @@ def named_nnx(nodes: Any) -> Iterator[None]:
                 if id(module) not in changed:
                     changed[id(module)] = module, type(module)
                     name = str(path[-1]) if path else type(module).__name__
-                    object.__setattr__(module, "_jaxmp_name", name)
+                    object.__setattr__(module, "_jaxmp_name", (name, "/".join(map(str, path))))
                     object.__setattr__(module, "__class__", _named(type(module), _is_tree(module)))
         yield
     finally:
@@ -200,7 +201,8 @@ def _named(kind: type, is_tree: bool) -> type:
     """A class whose calls are named scopes; no tree to jax if `kind` is none (`pytree=False`)."""
 
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(self._jaxmp_name):
+        name, path = self._jaxmp_name
+        with jax.named_scope(name), _module_paths.at(path):
             out = kind.__call__(self, *args, **kwargs)
         return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
 
