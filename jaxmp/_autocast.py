@@ -22,7 +22,7 @@ Where we differ from torch.autocast:
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -69,6 +69,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Autocast: ...
 @overload
@@ -80,6 +81,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> F: ...
 def autocast(
@@ -90,6 +92,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Any:
     """Runs a function in mixed precision, as it is: `torch.autocast` for JAX.
@@ -117,6 +120,9 @@ def autocast(
         the names in a function.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
+      modules: dtypes of flax modules by globs over their paths, as `{"head": jnp.float32, "Block_3/*": jnp.bfloat16}`;
+        the first that fits counts, and holds for what the module calls unless that is named itself. nnx modules have
+        paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which modules need it.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
 
     Returns:
@@ -140,7 +146,7 @@ def autocast(
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
-    lists = _op_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest)
+    lists = _op_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest, modules)
     if not enabled:
         lists = _op_lists.OFF
     if output_dtype is not None:

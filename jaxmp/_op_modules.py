@@ -155,11 +155,20 @@ def _with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
 
 
 def _mark_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    with _module_paths.at("/".join(context.module.path)) if context.module.scope else contextlib.nullcontext():
+    module = context.module
+    with _at("/".join(module.path)) if module.scope is not None else contextlib.nullcontext():
         out = next_fun(*args, **kwargs)
-    if context.method_name == "__call__" and isinstance(context.module, _LINEN) and context.module.dtype is None:
-        return _mark(out)
-    return out
+        is_layer = context.method_name == "__call__" and isinstance(module, _LINEN) and module.dtype is None
+        return _mark(out) if is_layer else out
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """A call of the module at `path`: its marker, and the dtype that it has by name."""
+    lists = _op_regions.current()
+    here = lists.at(path) if lists is not None else None
+    with _module_paths.at(path), contextlib.nullcontext() if here == lists else _op_regions.region(here):
+        yield
 
 
 def _mark(out: Any) -> Any:
@@ -202,9 +211,9 @@ def _named(kind: type, is_tree: bool) -> type:
 
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         name, path = self._jaxmp_name
-        with jax.named_scope(name), _module_paths.at(path):
+        with jax.named_scope(name), _at(path):
             out = kind.__call__(self, *args, **kwargs)
-        return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
+            return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
 
     options: dict[str, Any] = {} if is_tree else {"pytree": False}
     return type(kind.__name__, (kind,), {"__call__": named_call, "__module__": kind.__module__}, **options)
