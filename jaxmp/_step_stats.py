@@ -103,7 +103,7 @@ def _look(
     return StepStats(
         grads=measure(grads),
         params=measure(params32),
-        activations=activations,
+        activations=None if activations is None else _tensor_stats.over_microbatches(activations),
         fp8=_fp8_stats(grads, params, sync.bound_axes(axis_name)),
         probes={path: _probe(x) for path, x in _tensor_stats.float_leaves(params32)},
         loss_scale=states.get_loss_scale(opt_state),

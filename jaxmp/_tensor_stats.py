@@ -15,7 +15,7 @@ pass over the tensor, and exact, in integers (a CPU would read subnormal floats 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -36,6 +36,7 @@ LOWEST, HIGHEST = -48, 23  # the octaves of the histogram, by their exponent; wh
 _SMALL = 2**20  # values of a tensor that may be copied to be looked at together with others
 
 T = TypeVar("T")
+Seen = tuple[Float[Array, "shares"], Int[Array, "2"]]  # what `of_leaf` sees
 
 
 @functools.partial(
@@ -161,24 +162,34 @@ def measure(
     tree: PyTree, *, scale: Any = None, histogram: bool = True, axis_name: sync.AxisName = "auto"
 ) -> TensorStats:
     """`tensor_stats` without a condition."""
-    axes = sync.bound_axes(axis_name)
     with jax.named_scope("jaxmp.tensor_stats"):
         leaves = dict(float_leaves(tree))
         seen = _of_leaves(list(leaves.values()), scale, histogram)
-        columns = 2 + 3 * len(FORMATS) + (HIGHEST - LOWEST + 1 if histogram else 0)
-        shares = jnp.stack([s for s, _ in seen]) if seen else jnp.zeros((0, columns), jnp.float32)
-        extremes = jnp.stack([e for _, e in seen]) if seen else jnp.zeros((0, 2), jnp.int32)
-        if axes and seen:
-            shares = sync.sum_over(shares, axes) / lax.psum(1, axes)
-            extremes = sync.max_over(extremes, axes)  # as integers: subnormal floats could be flushed on the way
-        smallest = jnp.where(extremes[:, 1] == 0, 0, _bits.INFINITY - extremes[:, 1])
-        zeros, nonfinite, overflow, underflow, subnormal, octaves = jnp.split(
-            shares, np.cumsum([1, 1, len(FORMATS), len(FORMATS), len(FORMATS)]), axis=1
-        )
+        return assemble({path: (x.dtype, x.size) for path, x in leaves.items()}, seen, axis_name)
+
+
+def assemble(tensors: Mapping[str, tuple[Any, int]], seen: list[Seen], axis_name: sync.AxisName) -> TensorStats:
+    """The statistics of several tensors, common to all devices, from what each device saw of each.
+
+    Args:
+      tensors: path -> (dtype, number of values).
+      seen: of each, in this order, what `of_leaf` gave.
+      axis_name: as for `tensor_stats`.
+    """
+    axes = sync.bound_axes(axis_name)
+    shares = jnp.stack([s for s, _ in seen]) if seen else jnp.zeros((0, 2 + 3 * len(FORMATS)), jnp.float32)
+    extremes = jnp.stack([e for _, e in seen]) if seen else jnp.zeros((0, 2), jnp.int32)
+    if axes and seen:
+        shares = sync.sum_over(shares, axes) / lax.psum(1, axes)
+        extremes = sync.max_over(extremes, axes)  # as integers: subnormal floats could be flushed on the way
+    smallest = jnp.where(extremes[:, 1] == 0, 0, _bits.INFINITY - extremes[:, 1])
+    zeros, nonfinite, overflow, underflow, subnormal, octaves = jnp.split(
+        shares, np.cumsum([1, 1, len(FORMATS), len(FORMATS), len(FORMATS)]), axis=1
+    )
     return TensorStats(
-        names=tuple(leaves),
-        dtypes=tuple(jnp.dtype(x.dtype).name for x in leaves.values()),
-        sizes=tuple(x.size for x in leaves.values()),
+        names=tuple(tensors),
+        dtypes=tuple(jnp.dtype(dtype).name for dtype, _ in tensors.values()),
+        sizes=tuple(size for _, size in tensors.values()),
         sampled=jnp.ones((), bool),
         amax=_bits.from_bits(extremes[:, 0]),
         smallest=_bits.from_bits(smallest),
@@ -191,29 +202,48 @@ def measure(
     )
 
 
+def over_microbatches(stats: TensorStats) -> TensorStats:
+    """Statistics that came as auxiliary data of several microbatches, stacked, as one; of one, as they are.
+
+    Example:
+      >>> stacked = jax.tree.map(lambda *x: jnp.stack(x), *(tensor_stats({"x": jnp.array([v])}) for v in (1.0, 4.0)))
+      >>> over_microbatches(stacked)["x"]["amax"]
+      4.0
+    """
+    if stats.sampled.ndim == 0:
+        return stats
+    merged = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+    for name, x in merged.items():
+        if isinstance(x, jax.Array) and name not in ("sampled", "amax", "smallest"):
+            merged[name] = jnp.mean(x, axis=0)
+    least = jnp.min(jnp.where(stats.smallest > 0, stats.smallest, jnp.inf), axis=0)
+    extremes = {"amax": jnp.max(stats.amax, axis=0), "smallest": jnp.where(jnp.isinf(least), 0.0, least)}
+    return TensorStats(**(merged | extremes | {"sampled": stats.sampled[0]}))
+
+
 def float_leaves(tree: PyTree) -> Iterator[tuple[str, Array]]:
     for path, x in _paths.leaves_by_path(tree).items():
         if jnp.issubdtype(jnp.result_type(x), jnp.floating) and not _scales.is_scale(path) and np.size(x):
             yield path, jnp.asarray(x)
 
 
-def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[tuple[Array, Array]]:
-    """`_of_leaf` of each; small ones of one type go through one loop, so that a deep model compiles as a flat one."""
-    of_leaf = functools.partial(_of_leaf, scale=scale, histogram=histogram)
+def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[Seen]:
+    """`of_leaf` of each; small ones of one type go through one loop, so that a deep model compiles as a flat one."""
+    look = functools.partial(of_leaf, scale=scale, histogram=histogram)
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         groups.setdefault(jax.typeof(x) if x.size <= _SMALL else i, []).append(i)
-    found: dict[int, tuple[Array, Array]] = {}
+    found: dict[int, Seen] = {}
     for members in groups.values():
         if len(members) == 1:
-            found[members[0]] = of_leaf(leaves[members[0]])
+            found[members[0]] = look(leaves[members[0]])
         else:
-            shares, extremes = lax.map(of_leaf, jnp.stack([leaves[i] for i in members]))
+            shares, extremes = lax.map(look, jnp.stack([leaves[i] for i in members]))
             found |= {i: (shares[k], extremes[k]) for k, i in enumerate(members)}
     return [found[i] for i in range(len(leaves))]
 
 
-def _of_leaf(x: Array, scale: Any, histogram: bool) -> tuple[Float[Array, "shares"], Int[Array, "2"]]:
+def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> Seen:
     """All shares, in the order of the fields; and two extremes, of which devices take the MAX.
 
     These are bits: of the largest finite magnitude, and infinity less those of the smallest one above zero (0 if there

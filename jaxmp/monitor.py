@@ -13,9 +13,11 @@
 
 All of it is read-only: it changes no result, and what is switched off (`when=False`) is not in the program.
 
-In this order: `tensor_stats`, `step_stats` (in jit) -> `Monitor`, `Finding` (on the host) -> `log_metrics` (elsewhere).
+In this order: `tensor_stats`, `watch_activations`, `step_stats` (in jit) -> `Monitor`, `Finding` (on the host) ->
+`log_metrics` (elsewhere) -> `plot_*` (pictures).
 """
 
+from jaxmp._activations import watch_activations as watch_activations
 from jaxmp._log import log_metrics as log_metrics
 from jaxmp._monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
 from jaxmp._rules import Finding as Finding
