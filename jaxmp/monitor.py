@@ -20,6 +20,12 @@ In this order: `tensor_stats`, `watch_activations`, `step_stats` (in jit) -> `Mo
 from jaxmp._activations import watch_activations as watch_activations
 from jaxmp._log import log_metrics as log_metrics
 from jaxmp._monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
+from jaxmp._pictures import (
+    plot_exponents as plot_exponents,
+    plot_fp8 as plot_fp8,
+    plot_layers as plot_layers,
+    plot_loss_and_scale as plot_loss_and_scale,
+)
 from jaxmp._rules import Finding as Finding
 from jaxmp._step_stats import Fp8Stats as Fp8Stats, StepStats as StepStats, step_stats as step_stats
 from jaxmp._tensor_stats import FORMATS as FORMATS, TensorStats as TensorStats, tensor_stats as tensor_stats
