@@ -122,9 +122,9 @@ def layout_of(
 
     def cut(path: str, x: Any, spec: Any) -> Cut:
         shape = tuple(x.shape)
-        for name in _names(spec):
+        for name in _sharding_of.axes_of(spec):
             _check_axis(mesh, name, f" (in specs at {path})")
-        if axis_name in _names(spec) or len(spec) > len(shape):
+        if axis_name in _sharding_of.axes_of(spec) or len(spec) > len(shape):
             raise ValueError(
                 f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
                 f"shape {shape} at {path}. Leave {axis_name!r} out: layout_of chooses where it goes."
@@ -257,10 +257,6 @@ def _check_axis(mesh: Any, name: str, where: str = "") -> None:
             f"the mesh must have the axis that leaves are cut over; got {name!r}{where} and a mesh with the axes "
             f"{', '.join(map(repr, mesh.shape))}"
         )
-
-
-def _names(spec: Any) -> list[str]:
-    return [name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)]
 
 
 def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
