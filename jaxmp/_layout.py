@@ -262,6 +262,6 @@ def _check_axis(mesh: Any, name: str, where: str = "") -> None:
 def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     try:
-        return jax.tree.map(lambda spec, sub: jax.tree.map(lambda _: spec, sub), specs, params, is_leaf=is_spec)
+        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as e:
         raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix of it: {e}") from e

@@ -171,4 +171,4 @@ def _key_of_part(key: UInt[Array, ""], param: Any, axes: tuple[str, ...]) -> UIn
 
 def _flags(replicated: Any, params: PyTree) -> list[bool]:
     mask = replicated(params) if callable(replicated) else False if replicated is None else replicated
-    return jax.tree.leaves(jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, params))
+    return jax.tree.leaves(jax.tree.broadcast(mask, params))
