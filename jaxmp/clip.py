@@ -193,7 +193,7 @@ def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> t
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     held_by = jax.tree.broadcast(mask, tree, is_leaf=is_spec)
-    tracked = [axis for axis in axes if replicated is None and axis in _versions.varying_axes(lax.axis_index(axis))]
+    tracked = [axis for axis in axes if replicated is None and _versions.is_tracked(axis)]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
         if casting.is_float(x):

@@ -228,8 +228,7 @@ def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
 def _check_own(path: str, g: Array, layout: Layout) -> None:
     """Raises a ValueError for a part that was averaged over devices, where jax keeps track of it."""
     axis = layout.axis_name
-    keeps_track = axis in _versions.varying_axes(lax.axis_index(axis))
-    if keeps_track and axis not in _versions.varying_axes(g):
+    if _versions.is_tracked(axis) and axis not in _versions.varying_axes(g):
         raise ValueError(
             f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
             f"devices are different params; got a common one at {path}. Leave out jax.lax.pmean over {axis!r}."
