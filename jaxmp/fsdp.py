@@ -107,12 +107,10 @@ def gather(
     if manual:
         _cut_params.note(params, layout.axis_name)
     carriers = _weights.marked_kernels(params)
+    parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
-        if manual:
-            _layout.check_length(path, x, cut, cut.padded // devices, "a device's part of a")
-        else:
-            _layout.check_length(path, x, cut, cut.padded, "a padded")
+        _layout.check_length(path, x, cut, cut.padded // parts, what)
         if _scales.is_scale(path):
             return x
         if dtype is not None and casting.is_float(x) and path not in carriers:
