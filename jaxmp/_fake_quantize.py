@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _paths, _tapped, amax, casting
+from jaxmp import _paths, _tapped, casting
 from jaxmp._quantize import largest_magnitude
 
 
@@ -41,12 +41,11 @@ class Grid(NamedTuple):
 
     Attributes:
       limit: the largest finite number.
-      overflow: from here on a value becomes inf; inf: it saturates at the limit.
+      overflow: from here on a value becomes inf; NaN: it saturates at the limit.
       smallest_normal: the smallest number with all bits of the mantissa.
       step: the spacing of numbers above 1.
       scaled: 1: the tensor is multiplied by the scale that its own amax gives; 0: by `factor`.
       factor: a power of two; a loss scale.
-      active: 1: it rounds; 0: it does nothing.
     """
 
     limit: Any
@@ -55,7 +54,6 @@ class Grid(NamedTuple):
     step: Any
     scaled: Any
     factor: Any
-    active: Any
 
 
 class Roundings(NamedTuple):
@@ -76,7 +74,13 @@ class Roundings(NamedTuple):
     kept: Any
 
 
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+}
 NAMES = ("fp32", "bf16", "fp16", "fp8", "e4m3", "e5m2", "off")
 
 
@@ -84,23 +88,20 @@ def grid(name: str, loss_scale: float = 1.0) -> Grid:
     """The rounding to one format.
 
     Args:
-      name: "fp32" (none), "bf16", "fp16", "e4m3" or "e5m2".
+      name: "fp32" (float32's own numbers down to 2^-103), "bf16", "fp16", "e4m3" or "e5m2".
       loss_scale: of what is rounded to float16.
 
     Example:
       >>> float(grid("e4m3").limit), float(grid("fp16").overflow)
       (448.0, 65520.0)
     """
-    if name == "fp32":
-        return Grid(*(np.float32(x) for x in (1, 1, 1, 1, 0, 1, 0)))
     info = jnp.finfo(DTYPES[name])
     largest, step = float(info.max), 2.0**-info.nmant
     # Halfway to the next number, which would be rounded to even, to what the format has no number for.
-    overflow = largest + 2.0 ** np.floor(np.log2(largest)) * step / 2 if info.bits == 16 else np.inf
+    halfway = {8: np.nan, 16: largest + 2.0 ** np.floor(np.log2(largest)) * step / 2, 32: np.inf}
     smallest = max(float(info.smallest_normal), 2.0**-126 / step)  # float32 has no smaller spacing
-    is_fp16 = name == "fp16"
-    values = (largest, overflow, smallest, step, info.bits == 8, loss_scale if is_fp16 else 1.0, 1)
-    return Grid(*(np.float32(x) for x in values))
+    factor = loss_scale if name == "fp16" else 1.0
+    return Grid(*(np.float32(x) for x in (largest, halfway[info.bits], smallest, step, info.bits == 8, factor)))
 
 
 def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results: str | None = None) -> Roundings:
@@ -149,14 +150,21 @@ def rounded(x: Float[Array, "..."], by: Grid) -> Float[Array, "..."]:
     scale = scale_of(wide, by)
     scaled = wide * scale
     on_grid = casting.round_to_grid(jnp.clip(scaled, -by.limit, by.limit), by.smallest_normal, by.step)
-    beyond = jnp.copysign(jnp.inf, scaled)
-    result = jnp.where(jnp.abs(scaled) >= by.overflow, beyond, on_grid) * casting.reciprocal(scale)
-    return jnp.where(by.active > 0, result, wide).astype(x.dtype)
+    result = jnp.where(jnp.abs(scaled) >= by.overflow, scaled * jnp.inf, on_grid)
+    return (result * casting.inverse_of_power_of_two(scale)).astype(x.dtype)
 
 
 def scale_of(x: Float[Array, "..."], by: Grid) -> Float[Array, ""]:
-    """What a tensor is multiplied by before it is rounded: float32[], a power of two."""
-    own = amax.scale_from_amax(largest_magnitude(x), by.limit, fallback=1.0)
+    """What a tensor is multiplied by before it is rounded: float32[], the largest power of two that saturates nothing.
+
+    That of `CurrentScaling`, but 2^100 times the format's range for tensors that are still smaller.
+    """
+    largest = largest_magnitude(x)
+    below = casting.power_of_two_below(largest)
+    inverse = casting.inverse_of_power_of_two(jnp.maximum(below, np.float32(2.0**-100)))
+    scale = casting.power_of_two_below(jnp.asarray(by.limit)) * inverse  # exact
+    scale = jnp.where(largest * scale > by.limit, scale * 0.5, scale)
+    own = jnp.where((below > 0) & (below < jnp.inf), scale, 1.0)
     return jnp.where(by.scaled > 0, own, by.factor)
 
 
@@ -261,4 +269,4 @@ def stacked(each: list[Roundings]) -> PyTree:
       >>> stacked([roundings("fp32"), roundings("off")]).kept.tolist()
       [1.0, 0.0]
     """
-    return jax.tree.map(lambda *xs: jnp.stack([jnp.asarray(x) for x in xs]), *each)
+    return jax.tree.map(lambda *xs: np.stack(xs), *each)

@@ -23,7 +23,8 @@ from jaxmp import _fake_quantize
 from jaxmp._fake_quantize import Grid
 
 FORMATS = ("fp8", "fp16", "bf16")
-TENSORS = ("x", "w", "y", "dy")
+TENSORS = ("x", "w", "y", "dy", "dx", "dw")
+BACKWARD = ("dy", "dx", "dw")
 _EXPONENTS = 256  # float32's exponent field
 _COUNTS = 3  # calls, elements, elements that are not zero
 SIZE = _COUNTS + 4 * len(FORMATS) + _EXPONENTS
@@ -54,64 +55,54 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
       backward: whether it is a gradient: e5m2 in place of e4m3.
     """
     x = x.astype(jnp.float32)
-    nonzero = jnp.sum(x != 0, dtype=jnp.float32)
-    fields = [jnp.float32(1), jnp.float32(x.size), nonzero]
     largest = jnp.max(jnp.abs(x), initial=0)
     unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)  # squares of tiny numbers would be zero
     signal = jnp.sum((x / unit) ** 2)
-    for name in FORMATS:
-        by = _grid(name, loss_scale, backward=backward)
+    grids = [_fake_quantize.grid(("e5m2" if backward else "e4m3") if f == "fp8" else f) for f in FORMATS]
+    by = jax.tree.map(lambda *fields: jnp.stack(fields), *grids)
+    by = by._replace(factor=jnp.where(np.array([f == "fp16" for f in FORMATS]) & backward, loss_scale, 1.0))
+
+    def of_format(by: Grid) -> Array:
         rounded = _fake_quantize.rounded(x, by)
         noise = jnp.sum(((rounded - x) / unit) ** 2)
         scaled = jnp.abs(x) * _fake_quantize.scale_of(x, by)
-        fields += [
-            jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0),
-            jnp.sum(jnp.where(by.overflow < jnp.inf, scaled >= by.overflow, scaled > by.limit), dtype=jnp.float32),
-            jnp.sum((rounded == 0) & (x != 0), dtype=jnp.float32),
-            jnp.sum((scaled < by.smallest_normal) & (x != 0), dtype=jnp.float32),
-        ]
-    exponents = (lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
-    histogram = jnp.zeros(_EXPONENTS, jnp.float32).at[exponents.astype(jnp.int32)].add(1.0)
-    return jnp.concatenate([jnp.stack(fields), histogram.at[0].set(0)])
+        beyond = jnp.where(jnp.isnan(by.overflow), scaled > by.limit, scaled >= by.overflow)
+        lost, small = (rounded == 0) & (x != 0), (scaled < by.smallest_normal) & (x != 0)
+        ratio = jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0)
+        return jnp.stack([ratio, *(jnp.sum(which, dtype=jnp.float32) for which in (beyond, lost, small))])
 
-
-def _grid(name: str, loss_scale: Float[Array, ""], *, backward: bool) -> Grid:
-    if name == "fp8":
-        return _fake_quantize.grid("e5m2" if backward else "e4m3")
-    by = _fake_quantize.grid(name)
-    return by._replace(factor=loss_scale) if name == "fp16" and backward else by
+    counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), jnp.sum(x != 0, dtype=jnp.float32)])
+    histogram = jnp.zeros(_EXPONENTS, jnp.float32)
+    if backward:
+        exponents = (lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
+        histogram = histogram.at[exponents.astype(jnp.int32)].add(1.0).at[0].set(0)
+    return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram])
 
 
 @jax.custom_vjp
-def _watched_forwards(x: Array, probe: Array, loss_scale: Array) -> Array:
-    del probe, loss_scale
+def _watched(x: Array, probe: Array, probe_of_gradient: Array, loss_scale: Array) -> Array:
+    """`x`; the gradients of the probes are what was measured of it and of its gradient."""
+    del probe, probe_of_gradient, loss_scale
     return x
 
 
-def _forwards(x: Array, probe: Array, loss_scale: Array) -> tuple[Array, Array]:
-    del probe
-    return x, measure(x, loss_scale, backward=False)
+def _forwards(x: Array, probe: Array, probe_of_gradient: Array, loss_scale: Array) -> tuple[Array, Any]:
+    del probe, probe_of_gradient
+    return x, (measure(x, loss_scale, backward=False), loss_scale)
 
 
-_watched_forwards.defvjp(_forwards, lambda measured, g: (g, measured, jnp.float32(0)))
+def _backwards(residuals: Any, g: Array) -> tuple[Array, Array, Array, Array]:
+    measured, loss_scale = residuals
+    return g, measured, measure(g, loss_scale, backward=True), jnp.zeros_like(loss_scale)
 
 
-@jax.custom_vjp
-def _watched_backwards(y: Array, probe: Array, loss_scale: Array) -> Array:
-    del probe, loss_scale
-    return y
-
-
-_watched_backwards.defvjp(
-    lambda y, probe, loss_scale: (y, loss_scale),
-    lambda loss_scale, g: (g, measure(g, loss_scale, backward=True), jnp.zeros_like(loss_scale)),
-)
+_watched.defvjp(_forwards, _backwards)
 
 
 def watched_matmul(
-    run: Callable[..., Array], operands: list[Any], weight: int, probes: Float[Array, "4 n"], loss_scale: Any
+    run: Callable[..., Array], operands: list[Any], weight: int, probes: Float[Array, "6 n"], loss_scale: Any
 ) -> Array:
-    """A matmul as it is; the gradients of `probes` are what was measured of x, w, y and dy.
+    """A matmul as it is; the gradients of `probes` are what was measured of `TENSORS`.
 
     Args:
       run: the matmul.
@@ -120,9 +111,10 @@ def watched_matmul(
       probes: zeros.
       loss_scale: float32[], of gradients in float16.
     """
-    probe_of = {1 - weight: probes[0], weight: probes[1]}
-    out = run(*(_watched_forwards(x, probe_of[i], loss_scale) for i, x in enumerate(operands)))
-    return _watched_backwards(_watched_forwards(out, probes[2], loss_scale), probes[3], loss_scale)
+    of = dict(zip(TENSORS, probes, strict=True))
+    names = ("w", "x") if weight == 0 else ("x", "w")
+    given = (_watched(x, of[name], of[f"d{name}"], loss_scale) for name, x in zip(names, operands, strict=True))
+    return _watched(run(*given), of["y"], of["dy"], loss_scale)
 
 
 def read(measured: np.ndarray) -> dict[str, Noise]:
@@ -139,7 +131,7 @@ def read(measured: np.ndarray) -> dict[str, Noise]:
     calls, elements, nonzero = (float(v) for v in measured[:_COUNTS])
     if not calls:
         return {}
-    by_format = np.asarray(measured[_COUNTS : _COUNTS + 4 * len(FORMATS)], np.float64).reshape(len(FORMATS), 4)
+    by_format = np.asarray(measured[_COUNTS : _COUNTS + 4 * len(FORMATS)], np.float64).reshape(len(FORMATS), 4).tolist()
     return {
         name: Noise(
             decibel(noise / calls),
@@ -164,14 +156,14 @@ def decibel(noise: float) -> float:
 
 
 def exponents(measured: np.ndarray) -> np.ndarray:
-    """How many elements lie in [2^e, 2^(e+1)), for e from -127 (nothing is counted there) to 128 (inf and NaN).
+    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (never any) to 128 (inf and NaN).
 
     Example:
-      >>> counts = exponents(np.asarray(measure(jnp.array([1.0, 3.0, 3.5]), jnp.float32(1.0), backward=False)))
+      >>> counts = exponents(np.asarray(measure(jnp.array([1.0, 3.0, 3.5]), jnp.float32(1.0), backward=True)))
       >>> counts[127:129].tolist()
       [1.0, 2.0]
     """
-    return np.asarray(measured[-_EXPONENTS:], np.float64)
+    return np.asarray(measured[..., -_EXPONENTS:], np.float64)
 
 
 def highest_loss_scale(histogram: np.ndarray) -> float:

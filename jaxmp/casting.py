@@ -146,11 +146,11 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.clip(x, -limit, limit)
     if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return round_to_grid(x, np.float32(info.smallest_normal), np.float32(2.0**-info.nmant))
+    return round_to_grid(x, np.float32(float(info.smallest_normal)), np.float32(2.0**-info.nmant))
 
 
 def round_to_grid(
-    x: Float[Array, "..."], smallest_normal: Float[Array, ""], step: Float[Array, ""]
+    x: Float[Array, "..."], smallest_normal: Float[Array, ""] | np.float32, step: Float[Array, ""] | np.float32
 ) -> Float[Array, "..."]:
     """float32 `x`, rounded to nearest even on the grid of a format that need not be known when this is traced.
 
@@ -167,7 +167,7 @@ def round_to_grid(
       [1.125, 2.0]
     """
     spacing = jnp.maximum(power_of_two_below(x), smallest_normal) * step
-    return lax.round(x * _inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+    return lax.round(x * inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
 
 
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
@@ -218,7 +218,7 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     info = jnp.finfo(jnp.float16)
     size = jnp.minimum(jnp.abs(x), np.float32(info.max))
     spacing = jnp.maximum(power_of_two_below(size), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
-    steps = size * _inverse_of_power_of_two(spacing)
+    steps = size * inverse_of_power_of_two(spacing)
     low = jnp.floor(steps)
     odds = (steps - low) * np.float32(2.0**24)  # of 2^24; exact
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
@@ -237,8 +237,13 @@ def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
 
 
-def _inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k."""
+def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
+
+    Example:
+      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
+      0.125
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
 
@@ -260,7 +265,7 @@ def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     exponent = bits >> 23  # the sign is 0
     is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
-    return jnp.where(is_power_of_two, _inverse_of_power_of_two(scale), 1.0 / scale)
+    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
 
 
 def computed_once(scalars: PyTree) -> PyTree:
