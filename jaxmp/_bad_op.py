@@ -8,7 +8,6 @@ running it again with its narrow floats in float32.
 import dataclasses
 import functools
 import os
-import re
 import sysconfig
 from typing import Any
 
@@ -20,10 +19,8 @@ import numpy as np
 import optax
 
 import pallas_kernels
-from jaxmp import _nonfinite, _op_regions
+from jaxmp import _module_paths, _nonfinite
 
-_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|rematted_computation|remat\d?)\(([^()]*)\)")
-_OF_JAX = frozenset({"rematted_computation", "checkpoint"})
 _DTYPES = ("preferred_element_type", "new_dtype")  # parameters of primitives that name a result's dtype
 
 
@@ -56,7 +53,7 @@ class BadOp:
 
     Attributes:
       primitive: jax's name of it; "argument" where an argument itself is not finite, and `module` is its path.
-      module: path of the flax module or named scope, such as `Model/block_1/Dense_0`; "" at the top.
+      module: path of the flax module, that of its params (`block_1/Dense_0`), or of the named scope; "" at the top.
       backward: whether it is of the backward pass.
       source: the line of the user's code, as `file:line (function)`; "" where there is none.
       iterations: which iteration of the loops round it, outermost first.
@@ -164,32 +161,22 @@ class Place:
 
     @property
     def module(self) -> str:
-        """The path of the module: the name stack, without what transformations add.
+        """The path of the module or named scope.
 
         Example:
-          >>> Place("transpose(jvp(Model))/Block_0/jvp(Model)/Block_0/rematted_computation/Dense_0").module
-          'Model/Block_0/Dense_0'
+          >>> Place("transpose(jvp(Net))/jaxmp.module()/rematted_computation/Dense_0/jaxmp.module(Dense_0)").module
+          'Dense_0'
         """
-        text = self.stack
-        while (simpler := _WRAPPED.sub(r"\1", text)) != text:
-            text = simpler
-        parts = [part for part in text.split("/") if part and part not in _OF_JAX]
-        kept: list[str] = []
-        for part in parts:  # a function inside may name the path from the top once more
-            kept.append(part)
-            half = len(kept) // 2
-            if len(kept) % 2 == 0 and kept[:half] == kept[half:]:
-                kept = kept[:half]
-        return "/".join(kept)
+        return _module_paths.path_of(self.stack)
 
     @property
     def backward(self) -> bool:
         """Whether it is in the backward pass, recomputed forward passes included."""
-        return "transpose(" in self.stack
+        return _module_paths.is_backward(self.stack)
 
     def inside(self, eqn: Any, iteration: int | None = None) -> "Place":
         """Where an equation stands, or the function inside of it."""
-        stack = "/".join(part for part in (self.stack, _op_regions.scope_of(eqn)) if part)
+        stack = _module_paths.join(self.stack, str(eqn.source_info.name_stack))
         iterations = self.iterations if iteration is None else (*self.iterations, iteration)
         return Place(stack, _source(eqn) or self.source, iterations)
 

@@ -1,7 +1,7 @@
 """What autocast would do with a function, and why: a table to read before it runs."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,7 @@ def explain_autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """What `autocast(fn, dtype, ...)` would run in which dtype, by operation and by module. Nothing is computed.
@@ -97,6 +98,7 @@ def explain_autocast(
       allow: as for `autocast`.
       force_fp32: as for `autocast`.
       widest: as for `autocast`.
+      modules: as for `autocast`.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -110,7 +112,7 @@ def explain_autocast(
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
     """
-    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest)
+    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest, modules)
     found: list[Explanation] = []
 
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,11 +181,16 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
     group = "written" if step.how == "written" and step.group == "inside" else step.group
     counts = rows.setdefault((module, name, written[0], dtypes[0] if dtypes else written[0], group), [0, 0])
     counts[0] += times
-    counts[1] += times * _flops(eqn)
+    counts[1] += times * flops_of(eqn)
 
 
-def _flops(eqn: Any) -> int:
-    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction."""
+def flops_of(eqn: Any) -> int:
+    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction.
+
+    Example:
+      >>> flops_of(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr.eqns[0])
+      48
+    """
     sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -196,5 +203,5 @@ def _flops(eqn: Any) -> int:
     inner = _versions.functions_of(eqn)
     if inner:
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return length * sum(_flops(e) for jaxpr, _ in inner for e in jaxpr.eqns)
+        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
     return max(sizes, default=0)

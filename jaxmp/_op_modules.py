@@ -20,7 +20,7 @@ from flax.core import lift
 from flax.linen import transforms
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp import _op_regions
+from jaxmp import _module_paths, _op_regions
 from jaxmp._op_lists import FLOATS, LOW_MARK, CastLists
 
 _LINEN_CELLS = (
@@ -51,7 +51,7 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
         return _call_linen(lambda _, *args, **kwargs: fn(*args, **kwargs), transform, bound[0], args, kwargs)
     places = [i for i, x in enumerate(leaves) if _is_node(x)]
     if not places:
-        return transform(_with_hooks(fn, ()))(*args, **kwargs)
+        return transform(with_hooks(fn, ()))(*args, **kwargs)
     nodes = [leaves[i] for i in places]
     graphdef, state = nnx.split(nodes)
     rest = [None if i in places else x for i, x in enumerate(leaves)]
@@ -63,7 +63,7 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
         for i, x in zip(places, copies, strict=True):
             given[i] = x
         args, kwargs = jax.tree.unflatten(treedef, given)
-        out = _with_hooks(fn, copies)(*args, **kwargs)
+        out = with_hooks(fn, copies)(*args, **kwargs)
         # What a call left as it was may be of an outer trace, in which nothing can be written.
         after = nnx.to_flat_state(nnx.state(copies))
         return out, nnx.from_flat_state([(p, x) for p, x in after if before.get(p) is not nnx.as_pure(x)])
@@ -138,12 +138,12 @@ def _call_linen(fn: Any, transform: Any, module: Any, args: Any, kwargs: Any) ->
         return packed(scope, *args, **kwargs)
 
     def method(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return _with_hooks(fn, ())(module, *args, **kwargs)
+        return with_hooks(fn, ())(module, *args, **kwargs)
 
     return transforms.lift_direct_transform(lifted, (method,), module, *args, multi_scope=True, **kwargs)
 
 
-def _with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
+def with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
     """`fn`, with the results of some layers marked, and nnx modules named, while it runs."""
 
     @functools.wraps(fn)
@@ -155,10 +155,22 @@ def _with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
 
 
 def _mark_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    out = next_fun(*args, **kwargs)
-    if context.method_name == "__call__" and isinstance(context.module, _LINEN) and context.module.dtype is None:
-        return _mark(out)
-    return out
+    module = context.module
+    with _at("/".join(module.path)) if module.scope is not None else contextlib.nullcontext():
+        out = next_fun(*args, **kwargs)
+        is_layer = context.method_name == "__call__" and isinstance(module, _LINEN) and module.dtype is None
+        return _mark(out) if is_layer else out
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """A call of the module at `path`: its marker, and the dtype that it has by name."""
+    lists = _op_regions.current()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_module_paths.at(path))
+        if lists is not None and lists.at(path) != lists:
+            stack.enter_context(_op_regions.region(lists.at(path)))
+        yield
 
 
 def _mark(out: Any) -> Any:
@@ -181,20 +193,14 @@ def named_nnx(nodes: Any) -> Iterator[None]:
             for path, module in nnx.iter_modules(node) if isinstance(node, nnx.Module) else ():
                 if id(module) not in changed:
                     changed[id(module)] = module, type(module)
-                    object.__setattr__(module, "_jaxmp_name", _name(path, module))
+                    name = str(path[-1]) if path else type(module).__name__
+                    object.__setattr__(module, "_jaxmp_name", (name, "/".join(map(str, path))))
                     object.__setattr__(module, "__class__", _named(type(module), _is_tree(module)))
         yield
     finally:
         for module, kind in changed.values():
             object.__setattr__(module, "__class__", kind)
             object.__delattr__(module, "_jaxmp_name")
-
-
-def _name(path: tuple[Any, ...], module: Any) -> str:
-    """What a module is to the one that calls it: `mlp`, or `layers/0` in a list."""
-    names = [str(part) for part in path]
-    last = next((i for i in reversed(range(len(path))) if isinstance(path[i], str)), 0)
-    return "/".join(names[last:]) or type(module).__name__
 
 
 def _is_tree(module: Any) -> bool:
@@ -206,9 +212,10 @@ def _named(kind: type, is_tree: bool) -> type:
     """A class whose calls are named scopes; no tree to jax if `kind` is none (`pytree=False`)."""
 
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(self._jaxmp_name):
+        name, path = self._jaxmp_name
+        with jax.named_scope(name), _at(path):
             out = kind.__call__(self, *args, **kwargs)
-        return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
+            return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
 
     options: dict[str, Any] = {} if is_tree else {"pytree": False}
     return type(kind.__name__, (kind,), {"__call__": named_call, "__module__": kind.__module__}, **options)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp import _arguments, _bad_op, _nonfinite, _op_modules, _versions
+from jaxmp import _arguments, _bad_op, _module_paths, _nonfinite, _op_modules, _versions
 
 _ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
@@ -73,12 +73,12 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> _bad_op.B
 
 
 def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, with the calls of nnx modules among its arguments named by their paths, as linen's are."""
+    """`fn`, in which the operations of flax's modules carry the paths of these modules."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         nodes = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_arguments.is_module) if _arguments.is_module(x)]
-        with _op_modules.named_nnx(nodes):
-            return fn(*args, **kwargs)
+        with _module_paths.marking():
+            return _op_modules.with_hooks(fn, nodes)(*args, **kwargs)
 
     return function
 

@@ -1,13 +1,37 @@
-"""Looking at a run: where it is not finite, and why. Nothing here changes what a step computes.
+"""See what the numbers do: statistics of tensors, what is wrong with a run, pictures, one step again.
 
-`first_nonfinite` names the path and the index of the first inf or NaN of a tree. `first_bad_op` runs a function one
-operation at a time and names the one at which finite numbers turned bad, with its layer, its line and its operands.
-`capture` writes down a step that was skipped or spiked, which costs the step nothing, and `replay`, or
-`python -m jaxmp replay`, runs it again alone: a fault of the machine does not come back, one of the numbers does.
+    def train_step(state, batch, step):
+        loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, batch, opt_state=state.opt_state)
+        stats = jaxmp.monitor.step_stats(grads, state.opt_state, state.params, when=step % 10 == 0)
+        state = state.apply_gradients(grads=grads)
+        return state, loss, stats
+
+    monitor = jaxmp.monitor.Monitor()
+    for step, batch in enumerate(batches):
+        state, loss, stats = train_step(state, batch, step)
+        monitor.update(step, state.metrics, loss=loss, stats=stats)       # warns: which layer, and what to try
+
+All of it is read-only: it changes no result, and what is switched off (`when=False`) is not in the program.
+
+In this order: `tensor_stats`, `watch_activations`, `step_stats` (in jit) -> `Monitor`, `Finding` (on the host) ->
+`log_metrics` (elsewhere) -> `plot_*` (pictures) -> `first_nonfinite`, `first_bad_op` (which leaf, which operation) ->
+`capture`, `replay` (one step again: the numbers or the machine).
 """
 
+from jaxmp._activations import watch_activations as watch_activations
 from jaxmp._bad_op import BadOp as BadOp, Operand as Operand
 from jaxmp._capture import Capture as Capture, capture as capture, load_capture as load_capture
+from jaxmp._log import log_metrics as log_metrics
+from jaxmp._monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
 from jaxmp._nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
 from jaxmp._op_walk import first_bad_op as first_bad_op
+from jaxmp._pictures import (
+    plot_exponents as plot_exponents,
+    plot_fp8 as plot_fp8,
+    plot_layers as plot_layers,
+    plot_loss_and_scale as plot_loss_and_scale,
+)
 from jaxmp._replay import Replay as Replay, Run as Run, replay as replay
+from jaxmp._rules import Finding as Finding
+from jaxmp._step_stats import Fp8Stats as Fp8Stats, StepStats as StepStats, step_stats as step_stats
+from jaxmp._tensor_stats import FORMATS as FORMATS, TensorStats as TensorStats, tensor_stats as tensor_stats
