@@ -267,8 +267,8 @@ def _judge(
     are = f"{len(runs)} replays are" if len(runs) > 1 else "one replay is"
     if len({run.digest for run in runs}) > 1:
         return "not reproducible", (
-            f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its inputs (a "
-            f"callback, state of the host, an operation that is not deterministic), or the machine computes wrong"
+            f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its "
+            f"inputs (a callback, state of the host, an operation that is not deterministic), or the machine computes wrong"
         )
     if all(run.finite for run in runs):
         return _judge_finite(capture.observed, loss, are)
