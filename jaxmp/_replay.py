@@ -268,7 +268,8 @@ def _judge(
     if len({run.digest for run in runs}) > 1:
         return "not reproducible", (
             f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its "
-            f"inputs (a callback, state of the host, an operation that is not deterministic), or the machine computes wrong"
+            f"inputs (a callback, state of the host, an operation that is not deterministic), or the machine computes "
+            f"wrong"
         )
     if all(run.finite for run in runs):
         return _judge_finite(capture.observed, loss, are)
