@@ -78,7 +78,7 @@ def watch_activations(
     return watched
 
 
-def _is_wanted(filter: Any) -> Callable[[str], bool] | None:
+def _is_wanted(filter: Sequence[str] | Callable[[str], bool] | None) -> Callable[[str], bool] | None:
     if filter is None or callable(filter):
         return filter
     patterns = (filter,) if isinstance(filter, str) else tuple(filter)
