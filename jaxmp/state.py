@@ -26,6 +26,13 @@ class LossScaleState(NamedTuple):
       loss_scale: float32[], the scale that the next loss is multiplied by.
       growth_count: int32[], good steps since the last overflow or growth; 0 for a static scale.
       hysteresis_left: int32[], overflows until the scale falls; 0 for a static scale.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=jaxmp.DynamicLossScale(8.0))
+      >>> state = tx.init({"w": jnp.ones(2)}).scaling
+      >>> float(state.loss_scale), int(state.growth_count), int(state.hysteresis_left)
+      (8.0, 0, 2)
     """
 
     loss_scale: Float[Array, ""]
@@ -59,6 +66,12 @@ class UnscaleState(NamedTuple):
         because their master lies beyond it. Where params are split over devices: of the device that has most, or, under
         pmap and shard_map(check_vma=False), of each device itself.
       guarded: state of the wrapped transform.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> state = jaxmp.unscale_and_skip(optax.sgd(0.1), 8.0).init({"w": jnp.ones(2)})
+      >>> isinstance(state, UnscaleState), int(state.skipped_steps)
+      (True, 0)
     """
 
     scaling: LossScaleState | CustomLossScaleState
@@ -79,6 +92,12 @@ class MasterState(NamedTuple):
         where it needs none (float32 params, frozen params). With `remainder_bits`, int16 or int8: what a bfloat16 param
         is short of its master.
       master_inner: state of the wrapped optimizer, made from float32 params.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> state = jaxmp.keep_master_params(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2, jnp.float16)})
+      >>> state.master_params["w"].dtype.name
+      'float32'
     """
 
     master_params: PyTree
@@ -93,6 +112,13 @@ class Fp8State(NamedTuple):
         amax_history float32[len, n].
       saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
       unused_tensors: float32[], tensors that were not used in it, or all zero.
+
+    Example:
+      >>> import jaxmp
+      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}
+      >>> state = jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=4)).init(params)
+      >>> [found.amax_history.shape for found in state.amax_states]
+      [(4, 1)]
     """
 
     amax_states: tuple[amax.AmaxState, ...]
@@ -106,6 +132,13 @@ class SplitFp8State(NamedTuple):
     Attributes:
       fp8_scales: state of the transform of the scale leaves, an `Fp8State`.
       fp8_rest: state of the transform of all other leaves.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> tx = jaxmp.fp8.split_fp8(jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling()), optax.sgd(0.1))
+      >>> state = tx.init({"w": jnp.ones(2), "fp8_lhs_e4m3_log2_scale": jnp.zeros(())})
+      >>> type(state.fp8_scales).__name__
+      'Fp8State'
     """
 
     fp8_scales: Any
