@@ -108,7 +108,7 @@ COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
 
 
 def rows_and_proofs():
-    rows = re.findall(r"^\| (\d+) \|", COMPARISON, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d+)\. ", COMPARISON, flags=re.MULTILINE)
     proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", COMPARISON, flags=re.MULTILINE))
     return rows, proofs
 
