@@ -6,6 +6,7 @@ them; one from a file that no page names comes on the last page, and a module ge
 """
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,7 @@ def namespaces() -> list[str]:
     return [*sorted(inner), "pallas_kernels"]
 
 
+@functools.cache
 def pages() -> dict[str, tuple[str, list[str]]]:
     """Each page of the reference: its title, and its names in full."""
     found = {page: (title, []) for page, title, _ in TOPICS}

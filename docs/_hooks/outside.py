@@ -5,6 +5,7 @@ notebooks of examples/ are shown as they are, notebooks with the outputs that th
 files of the repository are turned into links between pages; a file that is no page is copied.
 """
 
+import functools
 import json
 import posixpath
 import re
@@ -22,6 +23,7 @@ MOVED = {
     "benchmarks/scaling.md": "performance/scaling.md",
     BENCHMARKS: "performance/index.md",
 }
+WITHOUT_CONTENTS = "---\nhide:\n  - toc\n---\n\n"  # room for wide tables and long lines
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 
@@ -32,6 +34,7 @@ def examples() -> dict[str, str]:
     return {f"examples/{path.name}": f"examples/{path.name.replace('.', '_')}.md" for path in found}
 
 
+@functools.cache
 def sections() -> dict[str, str]:
     """The sections of benchmarks/README.md: the page of each, and its text with its heading as the title."""
     parts = re.split(r"^## (?=.)", (ROOT / BENCHMARKS).read_text(), flags=re.MULTILINE)[1:]
@@ -51,16 +54,16 @@ def results() -> str:
         *(f"- [{text.splitlines()[0][2:]}]({Path(page).name})" for page, text in sections().items()),
         "- [What a step costs between devices](scaling.md)",
         "",
-        "| results | made by | on | with |",
+        "| results | on | with | made by |",
         "|---|---|---|---|",
     ]
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         found = json.loads(path.read_text())
         versions = found.get("versions") or found.get("packages") or {}
         with_ = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "optax") if name in versions)
-        made_by = f"`{found['command']}`" if "command" in found else ""
+        made_by = found.get("command", "")
         on = found.get("device") or found.get("devices") or ""
-        lines.append(f"| [{path.name}](../../benchmarks/results/{path.name}) | {made_by} | {on} | {with_} |")
+        lines.append(f"| [{path.name}](../../benchmarks/results/{path.name}) | {on} | {with_} | {made_by} |")
     return "\n".join(lines) + "\n"
 
 
@@ -84,6 +87,7 @@ def notebook(path: Path) -> str:
     return "\n\n".join(parts) + f"\n\nThis is [the notebook]({path.name}), which runs in the tests.\n"
 
 
+@functools.cache
 def anchors() -> dict[str, str]:
     """Where each heading of benchmarks/README.md has gone."""
     found = {}
@@ -167,7 +171,8 @@ def on_files(files, config):
         source, text = source_and_text(uri)
         text, copies = turn_links(text, source, uri)
         needed |= copies
-        files.append(File.generated(config, uri, content=text))
+        wide = uri.startswith("performance/") or uri.endswith("_py.md")
+        files.append(File.generated(config, uri, content=WITHOUT_CONTENTS * wide + text))
     for path in sorted(needed):
         if (ROOT / path).is_file():  # else the link is reported as broken
             files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))

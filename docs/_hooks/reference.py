@@ -54,6 +54,7 @@ def on_page_markdown(markdown, page, config, files):
     if page.file.src_uri.startswith("reference/"):
         return markdown
     names = "|".join(re.escape(name) for _, found in pages().values() for name in found)
-    parts = re.split(r"(^```.*?^```$|^ {4}.*$|^#.*$|\[[^\]]*\]\([^)]*\))", markdown, flags=re.MULTILINE | re.DOTALL)
+    kept = r"(^```.*?^```$|^ {4}[^\n]*$|^#[^\n]*$|\[[^\]]*\]\([^)]*\))"
+    parts = re.split(kept, markdown, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(rf"(?<!\[)`({names})`", r"[`\1`][\1]", part) for part in parts[::2]]
     return "".join(parts)
