@@ -8,6 +8,7 @@ from jaxmp import fp8 as fp8
 from jaxmp import fsdp as fsdp
 from jaxmp import linen as linen
 from jaxmp import memory as memory
+from jaxmp import monitor as monitor
 from jaxmp import nnx as nnx
 from jaxmp import offload as offload
 from jaxmp._convert import reload_master_params as reload_master_params

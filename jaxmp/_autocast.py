@@ -22,7 +22,7 @@ Where we differ from torch.autocast:
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, overload
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from jaxmp import _op_calls, _op_emit, _op_lists, _op_modules, _op_plan, _op_regions, _versions
+from jaxmp import _op_calls, _op_emit, _op_lists, _op_modules, _op_plan, _op_regions, _traced
 from jaxmp._op_lists import FLOATS, CastLists
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,6 +69,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Autocast: ...
 @overload
@@ -80,6 +81,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> F: ...
 def autocast(
@@ -90,6 +92,7 @@ def autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Any:
     """Runs a function in mixed precision, as it is: `torch.autocast` for JAX.
@@ -117,6 +120,9 @@ def autocast(
         the names in a function.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
+      modules: dtypes of flax modules by globs over their paths, as `{"head": jnp.float32, "Block_3/*": jnp.bfloat16}`;
+        the first that fits counts, and holds for what the module calls unless that is named itself. nnx modules have
+        paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which modules need it.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
 
     Returns:
@@ -140,7 +146,7 @@ def autocast(
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
-    lists = _op_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest)
+    lists = _op_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest, modules)
     if not enabled:
         lists = _op_lists.OFF
     if output_dtype is not None:
@@ -245,39 +251,22 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
     return wrapped
 
 
-class Traced:
-    """A function as it was traced, and how to put its results together."""
+class Traced(_traced.Traced):
+    """A function as it was traced for a rewrite: in float32, and its float inputs in the dtypes they have."""
 
     def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        # A numpy scalar is a number to Python code, which may ask for it.
-        places = [i for i, x in enumerate(leaves) if is_float_array(x) and not isinstance(x, np.generic)]
-        self._out: list[Any] = []
-        self._arrays: list[int] = []
-        self._treedef: Any = None
-
-        def flat(*values: Any) -> list[Any]:
-            given = list(leaves)
-            for i, x in zip(places, values, strict=True):
-                given[i] = x
-            args, kwargs = jax.tree.unflatten(treedef, given)
-            self._out, self._treedef = jax.tree.flatten(fn(*args, **kwargs))
-            self._arrays = [i for i, x in enumerate(self._out) if isinstance(x, jax.Array)]
-            return [self._out[i] for i in self._arrays]
-
-        self.values = [jnp.asarray(leaves[i]) for i in places]
-        avals = [jax.typeof(x) for x in self.values]
-        with _op_regions.tracing(lists):  # in float32, whatever comes: a function of 16-bit params is no other function
-            closed = jax.make_jaxpr(flat)(*(aval.update(dtype=np.dtype(np.float32)) for aval in avals))
-        self.jaxpr, self.consts = _versions.open_jaxpr(closed)
-        self.inputs = tuple(_op_plan.value_of(aval) for aval in avals)
+        super().__init__(
+            fn,
+            args,
+            kwargs,
+            # A numpy scalar is a number to Python code, which may ask for it.
+            is_input=lambda x: is_float_array(x) and not isinstance(x, np.generic),
+            context=_op_regions.tracing(lists),
+            # In float32, whatever comes: a function of 16-bit params is no other function.
+            as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
+        )
+        self.inputs = tuple(_op_plan.value_of(aval) for aval in self.avals)
         self.planner = _op_plan.Planner()
-
-    def unflatten(self, results: list[Any]) -> Any:
-        out = list(self._out)
-        for i, x in zip(self._arrays, results, strict=True):
-            out[i] = jnp.asarray(x)  # a number that the jaxpr has in itself is no array
-        return jax.tree.unflatten(self._treedef, out)
 
 
 def is_float_array(x: Any) -> bool:

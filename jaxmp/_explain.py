@@ -1,7 +1,7 @@
 """What autocast would do with a function, and why: a table to read before it runs."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +86,7 @@ def explain_autocast(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """What `autocast(fn, dtype, ...)` would run in which dtype, by operation and by module. Nothing is computed.
@@ -97,6 +98,7 @@ def explain_autocast(
       allow: as for `autocast`.
       force_fp32: as for `autocast`.
       widest: as for `autocast`.
+      modules: as for `autocast`.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
@@ -110,7 +112,7 @@ def explain_autocast(
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
     """
-    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest)
+    lists = _op_lists.make_lists(dtype, allow, force_fp32, widest, modules)
     found: list[Explanation] = []
 
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:

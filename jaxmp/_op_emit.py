@@ -5,6 +5,7 @@ bound or called here is ordinary JAX: it can be differentiated, batched, compile
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -63,7 +64,8 @@ class Emitter:
                 read(v, dtype, None if isinstance(v, core.Literal) else known.get(v))
                 for v, dtype in zip(eqn.invars, step.operands, strict=True)
             ]
-            with _where(eqn):
+            # What runs as it was written brings its name along.
+            with contextlib.nullcontext() if step.how == "written" else where(eqn):
                 results = self._run_step(step, operands)
             held |= dict(zip(eqn.outvars, results, strict=True))
             known |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -145,8 +147,12 @@ def _scatter(eqn: Any, operands: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _where(eqn: Any) -> Any:
-    """What an equation was traced under: its name in a profile, and contexts such as `compute_on`."""
+def where(eqn: Any) -> Iterator[None]:
+    """What an equation was traced under: its name in a profile, and contexts such as `compute_on`.
+
+    Args:
+      eqn: the equation.
+    """
     with contextlib.ExitStack() as stack:
         scope = _op_regions.scope_of(eqn)
         if scope:

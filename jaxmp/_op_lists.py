@@ -16,7 +16,7 @@ References:
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from jaxmp import _torch_habits
+from jaxmp import _paths, _torch_habits
 
 ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -98,12 +98,24 @@ class CastLists(NamedTuple):
       allow: names that run in `dtype`.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
+      modules: globs over paths of modules with another dtype; None: as it was written. The first that fits counts.
     """
 
     dtype: np.dtype | None
     allow: frozenset[str] = ALLOW
     force_fp32: frozenset[str] = FORCE_FP32
     widest: frozenset[str] = WIDEST
+    modules: tuple[tuple[str, np.dtype | None], ...] = ()
+
+    def at(self, path: str) -> "CastLists":
+        """The lists in the module at `path`, where one of `modules` names it.
+
+        Example:
+          >>> CastLists(np.dtype("float16"), modules=(("head*", None),)).at("head_0").dtype is None
+          True
+        """
+        found = [dtype for pattern, dtype in self.modules if _paths.matches(path, (pattern,))]
+        return self._replace(dtype=found[0]) if found else self
 
     def group(self, name: str) -> str | None:
         """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written.
@@ -178,6 +190,7 @@ def make_lists(
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
+    modules: Mapping[str, jax.typing.DTypeLike] | None = None,
 ) -> CastLists:
     """The lists, with names moved into others; float32 switches autocast off.
 
@@ -186,12 +199,14 @@ def make_lists(
       allow: names that run in `dtype`, wherever they stood.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
+      modules: dtypes of modules, by globs over their paths.
 
     Returns:
       A `CastLists`.
 
     Raises:
-      ValueError: another dtype; an unknown name; a name in two of the arguments.
+      ValueError: another dtype; an unknown name; a name in two of the arguments; modules in another dtype than float32
+        where autocast is off.
       TypeError: a list that is a bare string.
 
     Example:
@@ -207,7 +222,13 @@ def make_lists(
             _check_name(argument, name)
             if moved.setdefault(name, argument) != argument:
                 raise ValueError(f"autocast: {name!r} stands in {moved[name]} and in {argument}; leave it in one")
+    others = tuple((pattern, check_dtype(d)) for pattern, d in (modules or {}).items())
     if dtype == jnp.float32:
+        if any(d != jnp.float32 for _, d in others):
+            raise ValueError(
+                f"autocast: dtype float32 is off, so modules={modules!r} would change nothing. Give dtype= the 16-bit "
+                f'dtype and float32 to the rest: modules={{"head": jnp.bfloat16, "*": jnp.float32}}.'
+            )
         return OFF
     to = {group: frozenset(n for n, g in moved.items() if g == group) for group in ("allow", "force_fp32", "widest")}
     return CastLists(
@@ -215,6 +236,7 @@ def make_lists(
         ALLOW.difference(moved) | to["allow"],
         FORCE_FP32.difference(moved) | to["force_fp32"],
         WIDEST.difference(moved) | to["widest"],
+        tuple((pattern, None if d == jnp.float32 else d) for pattern, d in others),
     )
 
 

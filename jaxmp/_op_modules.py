@@ -20,7 +20,7 @@ from flax.core import lift
 from flax.linen import transforms
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp import _op_regions
+from jaxmp import _module_paths, _op_regions
 from jaxmp._op_lists import FLOATS, LOW_MARK, CastLists
 
 _LINEN_CELLS = (
@@ -155,10 +155,20 @@ def _with_hooks(fn: Callable[..., Any], nodes: Any) -> Callable[..., Any]:
 
 
 def _mark_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    out = next_fun(*args, **kwargs)
-    if context.method_name == "__call__" and isinstance(context.module, _LINEN) and context.module.dtype is None:
-        return _mark(out)
-    return out
+    module = context.module
+    with _at("/".join(module.path)) if module.scope is not None else contextlib.nullcontext():
+        out = next_fun(*args, **kwargs)
+        is_layer = context.method_name == "__call__" and isinstance(module, _LINEN) and module.dtype is None
+        return _mark(out) if is_layer else out
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """A call of the module at `path`: its marker, and the dtype that it has by name."""
+    lists = _op_regions.current()
+    here = lists.at(path) if lists is not None else None
+    with _module_paths.at(path), contextlib.nullcontext() if here == lists else _op_regions.region(here):
+        yield
 
 
 def _mark(out: Any) -> Any:
@@ -182,7 +192,7 @@ def named_nnx(nodes: Any) -> Iterator[None]:
                 if id(module) not in changed:
                     changed[id(module)] = module, type(module)
                     name = str(path[-1]) if path else type(module).__name__
-                    object.__setattr__(module, "_jaxmp_name", name)
+                    object.__setattr__(module, "_jaxmp_name", (name, "/".join(map(str, path))))
                     object.__setattr__(module, "__class__", _named(type(module), _is_tree(module)))
         yield
     finally:
@@ -200,9 +210,10 @@ def _named(kind: type, is_tree: bool) -> type:
     """A class whose calls are named scopes; no tree to jax if `kind` is none (`pytree=False`)."""
 
     def named_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(self._jaxmp_name):
+        name, path = self._jaxmp_name
+        with jax.named_scope(name), _at(path):
             out = kind.__call__(self, *args, **kwargs)
-        return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
+            return _mark(out) if issubclass(kind, _NNX) and getattr(self, "dtype", None) is None else out
 
     options: dict[str, Any] = {} if is_tree else {"pytree": False}
     return type(kind.__name__, (kind,), {"__call__": named_call, "__module__": kind.__module__}, **options)

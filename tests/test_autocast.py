@@ -589,3 +589,47 @@ def test_random_functions_run_within_the_tolerance_of_16_bits(program: list[tupl
         assert out.shape == exact.shape
         assert out.dtype in (dtype, F32)
         assert np.max(np.abs(np.asarray(out, np.float32) - np.asarray(exact))) < 30 * 2.0**-bits
+
+
+def test_modules_have_dtypes_of_their_own_by_path():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(x)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Inner(name="low")(x)
+            x = Inner(name="full")(x)
+            return Inner(name="brain")(x)
+
+    x = jnp.ones((2, 4))
+    params = Outer().init(jax.random.key(0), x)["params"]
+
+    def loss_fn(params):
+        return Outer().apply({"params": params}, x).sum()
+
+    modules = {"full*": jnp.float32, "brain": jnp.bfloat16}
+    rows = jaxmp.explain_autocast(loss_fn, params, dtype=jnp.float16, modules=modules).rows
+    found = {row.module.split("/")[-2]: row.runs_in for row in rows if row.name == "dot_general"}
+    assert found == {"low": "float16", "full": "float32", "brain": "bfloat16"}
+    closed = jax.make_jaxpr(jax.jit(jaxmp.autocast(loss_fn, jnp.float16, modules=modules)))(params)
+    dots = [
+        e.invars[0].aval.dtype.name
+        for e in closed.jaxpr.eqns[0].params["jaxpr"].eqns
+        if e.primitive.name == "dot_general"
+    ]
+    assert dots == ["float16", "float32", "bfloat16"]
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.low, self.full = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+
+        def __call__(self, x):
+            return self.low(x) + self.full(x)
+
+    rows = jaxmp.explain_autocast(Net(), x, modules={"full": jnp.float32}).rows
+    assert [r.runs_in for r in rows if r.name == "dot_general"] == ["float16", "float32"]
+    with pytest.raises(ValueError, match="autocast: dtype float32 is off, so modules="):
+        jaxmp.autocast(loss_fn, jnp.float32, modules={"brain": jnp.bfloat16})

@@ -1,0 +1,91 @@
+"""Statistics of what each module of a model returns, without a change to the model.
+
+The loss function is walked as it is traced (`_tapped`), and at the output of each module one pass looks at it. Its
+numbers come out beside the loss, as auxiliary data do: nothing is sent to the host, and gradients are the same bits.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxmp import _paths, _tapped, _tensor_stats, sync
+from jaxmp._tensor_stats import Seen, TensorStats
+
+
+def watch_activations(
+    fn: Callable[..., Any],
+    *,
+    filter: Sequence[str] | Callable[[str], bool] | None = None,
+    when: bool | Bool[Array, ""] = True,
+    histogram: bool = False,
+    axis_name: sync.AxisName = "auto",
+) -> Callable[..., tuple[Any, TensorStats | None]]:
+    """`fn`, with statistics of what each module in it returns.
+
+        watched = jaxmp.monitor.watch_activations(loss_fn, when=step % 10 == 0)
+        (loss, activations), grads = jaxmp.value_and_grad(watched, has_aux=True)(params, batch, opt_state=opt_state)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, activations=activations, when=step % 10 == 0)
+
+    Modules are those of linen, by the path of their params; nnx modules that are arguments of `fn`; and named scopes
+    (`with jax.named_scope("attention"):`), which tap any value. The value of a module is the last that is computed in
+    it and used outside; in a module that is called more than once, in its last call. What runs inside of `cond`,
+    `while`, `shard_map` or a function with a derivative of its own is not seen. Inside of a `scan` over layers, and
+    over microbatches, extremes are taken and shares averaged.
+
+    Args:
+      fn: any function of pytrees; one with auxiliary data returns `((loss, aux), stats)`.
+      filter: which modules, by path globs such as `("*attention*",)` or a function of the path; None for all.
+      when: whether to look, as for `tensor_stats`. For Python's False `fn` runs as it is, and None comes back.
+      histogram: whether to keep the octaves.
+      axis_name: as for `tensor_stats`.
+
+    Returns:
+      A function of the same arguments that returns `(what fn returns, stats)`, names in the order of computation.
+
+    Example:
+      >>> import flax.linen as nn, jax
+      >>> model = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(1)])
+      >>> x = jnp.ones((2, 3))
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> out, stats = watch_activations(model.apply)(variables, x)
+      >>> stats.names, stats.dtypes
+      (('layers_0', 'layers_2'), ('float32', 'float32'))
+    """
+
+    @functools.wraps(fn)
+    def watched(*args: Any, **kwargs: Any) -> tuple[Any, TensorStats | None]:
+        if isinstance(when, (bool, int)) and not when:
+            return fn(*args, **kwargs), None
+        tensors: dict[str, tuple[Any, int]] = {}  # in the order of computation, which dicts that jax makes have not
+
+        def look(path: str, x: Array) -> Seen | None:
+            if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+                return None
+            tensors[path] = x.dtype, x.size
+            return _tensor_stats.sampled(lambda: _tensor_stats.of_leaf(x, histogram=histogram), when)
+
+        out, found = _tapped.collect(fn, look, _is_wanted(filter))(*args, **kwargs)
+
+        def assemble() -> TensorStats:
+            seen = [_over_iterations(found[path]) for path in tensors]
+            return _tensor_stats.assemble(tensors, seen, axis_name)
+
+        return out, _tensor_stats.sampled(assemble, when)
+
+    return watched
+
+
+def _is_wanted(filter: Any) -> Callable[[str], bool] | None:
+    if filter is None or callable(filter):
+        return filter
+    patterns = (filter,) if isinstance(filter, str) else tuple(filter)
+    return lambda path: _paths.matches(path, patterns)
+
+
+def _over_iterations(seen: Seen) -> Seen:
+    shares, extremes = seen
+    shares = jnp.mean(shares.reshape(-1, shares.shape[-1]), axis=0)
+    return shares, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)

@@ -1,0 +1,179 @@
+"""Statistics of activations: of linen, nnx and named scopes, under every transformation, and the gradients stay."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise
+from jaxmp.monitor import Monitor, watch_activations
+from regimes import AXIS, mesh_of
+
+X = jax.random.normal(jax.random.key(0), (8, 4))
+
+
+class Block(nn.Module):
+    factor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(8, use_bias=False, dtype=jnp.float16, name="up")(x)
+        return x + nn.Dense(4, use_bias=False, dtype=jnp.float16, name="down")(jnp.sin(h)) * self.factor
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = Block(name="zebra")(x.astype(jnp.float16))
+        x = Block(factor=6e4, name="middle")(x)
+        return Block(name="apple")(x).astype(jnp.float32)
+
+
+PARAMS = Net().init(jax.random.key(1), X)["params"]
+
+
+def loss_fn(params, x):
+    return jnp.mean(Net().apply({"params": params}, x))
+
+
+def test_modules_in_the_order_of_computation():
+    """And numbers as an intermediate of flax shows them."""
+    out, stats = jax.jit(watch_activations(loss_fn))(PARAMS, X)
+    order = [f"{block}{layer}" for block in ("zebra", "middle", "apple") for layer in ("/up", "/down", "")]
+    assert [name for name in stats.names if name] == order
+    assert set(stats.dtypes) == {"float16"}
+    _, state = Net().apply({"params": PARAMS}, X, capture_intermediates=True)
+    for block in ("zebra", "middle", "apple"):
+        seen = np.asarray(state["intermediates"][block]["__call__"][0], np.float32)
+        finite = seen[np.isfinite(seen)]
+        np.testing.assert_allclose(stats[block]["amax"], np.abs(finite).max(initial=0.0), rtol=2e-2)
+        assert stats[block]["nonfinite"] == np.mean(~np.isfinite(seen))
+    assert_bitwise(out, loss_fn(PARAMS, X))
+
+
+def test_the_module_that_overflows_is_named_first():
+    monitor = Monitor(warn=False)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
+    opt_state, params = tx.init(PARAMS), jaxmp.get_policy("fp16").cast_to_param(PARAMS)
+
+    @jax.jit
+    def step(params, opt_state, x):
+        watched = watch_activations(loss_fn)
+        (loss, activations), grads = jaxmp.value_and_grad(watched, has_aux=True)(params, x, opt_state=opt_state)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, activations=activations, histogram=False)
+        return loss, stats
+
+    loss, stats = step(params, opt_state, X)
+    assert not np.isfinite(loss)
+    monitor.update(0, {"skipped": 1.0}, loss=loss, stats=stats)
+    (finding,) = monitor.finish()
+    assert (finding.kind, finding.path) == ("overflow", "activations/middle")
+    assert "No loss scale mends a forward pass" in finding.message
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_are_the_same_bits(accumulate):
+    def small(params, x):
+        return loss_fn(params, x * 1e-4)
+
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(PARAMS)
+    options = {"accumulate": accumulate, "accumulate_argnums": (1,)} if accumulate > 1 else {}
+
+    @jax.jit
+    def plain(params, x):
+        return jaxmp.value_and_grad(small, **options)(params, x, opt_state=opt_state)
+
+    @jax.jit
+    def watching(params, x):
+        watched = watch_activations(small)
+        (loss, stats), grads = jaxmp.value_and_grad(watched, has_aux=True, **options)(params, x, opt_state=opt_state)
+        return (loss, grads), jaxmp.monitor.step_stats(grads, opt_state, params, activations=stats, histogram=False)
+
+    found, stats = watching(PARAMS, X)
+    assert_bitwise(found, plain(PARAMS, X))
+    assert stats.activations.amax.shape == (len(stats.activations.names),)
+    whole = jax.jit(watch_activations(small))(PARAMS, X)[1]
+    np.testing.assert_allclose(stats.activations.amax, whole.amax, rtol=1e-3)
+
+
+def test_a_condition_and_a_filter():
+    look = jax.jit(lambda step: watch_activations(loss_fn, filter=("*/up",), when=step % 10 == 0)(PARAMS, X)[1])
+    on, off = look(0), look(1)
+    assert on.names == off.names == ("zebra/up", "middle/up", "apple/up")
+    assert on.sampled and not off.sampled and float(on.amax[0]) > 0 and not np.any(off.amax)
+    assert watch_activations(loss_fn, filter=lambda path: path == "zebra")(PARAMS, X)[1].names == ("zebra",)
+
+
+def test_off_it_is_not_in_the_program():
+    def program(f):
+        return jax.jit(lambda *args: f(*args)).lower(PARAMS, X).as_text()
+
+    off = watch_activations(loss_fn, when=False)
+    assert off(PARAMS, X)[1] is None
+    assert program(lambda *args: off(*args)[0]) == program(loss_fn)
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        body = nn.scan(
+            nn.remat(Step), variable_axes={"params": 0}, split_rngs={"params": True}, length=3, in_axes=nn.broadcast
+        )
+        return body(name="layers")(x, None)[0]
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4, use_bias=False, name="dense")(x) * 3.0, None
+
+
+def test_layers_in_a_scan_are_one_tensor():
+    params = Scanned().init(jax.random.key(0), X)["params"]
+    _, stats = jax.jit(watch_activations(lambda p, x: Scanned().apply({"params": p}, x)))(params, X)
+    expected, x = 0.0, np.asarray(X)
+    for kernel in np.asarray(params["layers"]["dense"]["kernel"]):
+        y = x @ kernel
+        expected, x = max(expected, np.abs(y).max()), 3 * y
+    np.testing.assert_allclose(stats["layers/dense"]["amax"], expected, rtol=1e-5)
+
+
+def test_nnx_modules_and_named_scopes():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 4, rngs=rngs)
+            self.second = nnx.Linear(4, 1, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.first(x)
+            with jax.named_scope("gate"):
+                x = x * 3
+            return self.second(x)
+
+    model = Model(nnx.Rngs(0))
+    _, stats = watch_activations(lambda model, x: jnp.mean(model(x)))(model, X)
+    assert [name for name in stats.names if name] == ["first", "gate", "second"]
+    np.testing.assert_allclose(stats["gate"]["amax"], 3 * stats["first"]["amax"], rtol=1e-6)
+    (_, stats), _ = nnx.value_and_grad(watch_activations(lambda model, x: jnp.mean(model(x))), has_aux=True)(model, X)
+    assert "second" in stats.names and float(stats["second"]["amax"]) > 0
+
+
+@pytest.mark.parametrize("how", ["pmap", "shard_map"])
+def test_parts_of_a_batch_give_the_whole(how):
+    def look(params, x):
+        return watch_activations(loss_fn)(params, x)[1]
+
+    whole = jax.device_get(jax.jit(look)(PARAMS, X))
+    if how == "pmap":
+        run = jax.pmap(look, AXIS, in_axes=(None, 0), out_axes=None, devices=jax.devices()[:4])
+        stats = run(PARAMS, X.reshape(4, 2, 4))
+    else:
+        stats = jax.jit(jax.shard_map(look, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P()))(PARAMS, X)
+    assert stats.names == whole.names
+    for name in ("amax", "zeros", "nonfinite", "overflow"):
+        np.testing.assert_allclose(getattr(stats, name), getattr(whole, name), rtol=2e-3, err_msg=name)

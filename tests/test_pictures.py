@@ -1,0 +1,101 @@
+"""What the pictures show is what was recorded; how they look is for eyes."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp import monitor
+
+pytestmark = pytest.mark.newest
+
+ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipped": float(i == 2)} for i in range(4)]
+
+
+def sample(i):
+    """Two gradients: magnitudes 2^-20 to 2^-13 under a scale of 2^10, and one that is not finite at step 20."""
+    grads = {"a": (2.0 ** (jnp.arange(8.0) - 10)).astype(jnp.float16), "b": jnp.full(4, jnp.inf if i == 20 else 0.5)}
+    params = {"a": jnp.ones(8, jnp.float16), "b": jnp.ones(4)}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=2.0**10)
+    return monitor.step_stats(grads, tx.init(params), params)
+
+
+SAMPLES = [(i, sample(i)) for i in (0, 10, 20)]
+
+
+def test_loss_and_scale():
+    above, below = monitor.plot_loss_and_scale(ROWS).axes
+    np.testing.assert_array_equal(above.lines[0].get_ydata(), [4, 3, 2, 1])
+    np.testing.assert_array_equal(below.lines[0].get_ydata(), [8, 8, 8, 4])
+    skipped = next(line for line in below.lines if line.get_label() == "skipped")
+    assert (skipped.get_xdata().tolist(), skipped.get_ydata().tolist()) == ([2], [8])
+    assert below.get_yscale() == "log"
+
+
+def test_several_runs_differ_in_their_dashes():
+    above, _ = monitor.plot_loss_and_scale({"fp32": ROWS, "fp16": ROWS, "bf16": ROWS}).axes
+    curves = [line for line in above.lines if line.get_label() in ("fp32", "fp16", "bf16")]
+    assert len({line.get_linestyle() for line in curves}) == 3
+
+
+def test_a_smoothed_loss_leaves_out_what_is_not_finite():
+    rows = [{"step": i, "loss": np.nan if i == 1 else float(i)} for i in range(4)]
+    above, _ = monitor.plot_loss_and_scale(rows, smooth=2).axes
+    np.testing.assert_array_equal(above.lines[0].get_ydata(), [0, 0, 2, 2.5])
+
+
+def test_exponents_before_and_after_scaling():
+    above, below = monitor.plot_exponents(SAMPLES[0][1], names=["a"]).axes
+    unscaled, scaled = above.lines
+    assert "2^10" in scaled.get_label()
+    peak = lambda line: line.get_xdata()[line.get_ydata() > 0]  # noqa: E731
+    np.testing.assert_array_equal(peak(scaled), np.arange(-10, -2) + 0.5)
+    np.testing.assert_array_equal(peak(unscaled), np.arange(-20, -12) + 0.5)
+    assert [t.get_text() for t in below.get_yticklabels()] == ["e5m2", "e4m3", "fp16", "bf16"]
+    starts = sorted(
+        (p.get_x(), p.get_x() + p.get_width()) for p in below.patches if p.get_y() < 2.5 and p.get_y() > 1.5
+    )
+    np.testing.assert_allclose(starts, [(-24, -14), (-14, np.log2(65504))])
+    with pytest.raises(ValueError, match="histogram=True"):
+        monitor.plot_exponents(monitor.tensor_stats({"a": jnp.ones(2)}, histogram=False))
+    with pytest.raises(ValueError, match="no tensor 'c' was measured; there are a, b"):
+        monitor.plot_exponents(SAMPLES[0][1], names=["c"])
+
+
+def test_layers():
+    axes = monitor.plot_layers(SAMPLES).axes[0]
+    values = axes.images[0].get_array()
+    np.testing.assert_array_equal(values[0], [-3, -3, -3])
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["a", "b"]
+    assert axes.lines[0].get_xdata().tolist() == [2] and axes.lines[0].get_ydata().tolist() == [1]
+    share = monitor.plot_layers(SAMPLES, what="underflow/e4m3").axes[0].images[0].get_array()
+    np.testing.assert_allclose(share[0], 100 / 8)  # 2^-10 is half of e4m3's smallest number
+    with pytest.raises(ValueError, match="no statistic 'underflow/fp12'"):
+        monitor.plot_layers(SAMPLES, what="underflow/fp12")
+    with pytest.raises(ValueError, match="no activations were sampled"):
+        monitor.plot_layers(SAMPLES, of="activations")
+
+
+def test_fp8():
+    stats = [
+        monitor.StepStats(
+            *(None, None, None), monitor.Fp8Stats({"d/fp8_lhs": a}, {"d/fp8_lhs": 64.0}, {"d/fp8_lhs": a > 7}), {}, 1.0
+        )
+        for a in (1.0, 2.0, 8.0)
+    ]
+    above, below = monitor.plot_fp8(list(enumerate(stats))).axes
+    np.testing.assert_array_equal(above.lines[0].get_ydata(), [1, 2, 8])
+    assert above.lines[1].get_xdata().tolist() == [2]
+    np.testing.assert_array_equal(below.lines[0].get_ydata(), [64, 64, 64])
+    with pytest.raises(ValueError, match="no fp8 tensor"):
+        monitor.plot_fp8(SAMPLES)
+    with pytest.raises(ValueError, match="no fp8 tensor 'x' was sampled; there are d/fp8_lhs"):
+        monitor.plot_fp8(list(enumerate(stats)), paths=["x"])
+
+
+def test_nothing_recorded():
+    with pytest.raises(ValueError, match="call Monitor.update"):
+        monitor.plot_loss_and_scale(monitor.Monitor())
+    with pytest.raises(ValueError, match="hand `stats=`"):
+        monitor.plot_layers(monitor.Monitor())

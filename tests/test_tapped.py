@@ -1,0 +1,241 @@
+"""The walk with hooks: which values it sees, under which paths, and that it changes no bit of what it runs."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import helpers
+from jaxmp import _tapped, autocast
+
+
+def amax(path, x):
+    del path
+    return jnp.max(jnp.abs(x))
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.Dense(8)(nn.LayerNorm()(x))
+        return x + nn.Dense(4)(jax.nn.gelu(h)), None
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x, _ = Mlp(name="first")(x)
+        with jax.named_scope("middle"):
+            x = x * 3
+        return self.head(x)
+
+    @nn.compact
+    def head(self, x):
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=True)(x))
+
+
+class Stack(nn.Module):
+    rematted: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Mlp, policy=jax.checkpoint_policies.nothing_saveable) if self.rematted else Mlp
+        x, _ = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="layers")(
+            x, None
+        )
+        return nn.Dense(2)(x)
+
+
+X = np.random.default_rng(0).standard_normal((3, 4), np.float32)
+
+
+def linen(model):
+    params = model.init(jax.random.key(1), X)["params"]
+
+    def loss_fn(params, x, factor=1.0):
+        """With every matmul multiplied by `factor`."""
+        scaled = jax.tree_util.tree_map_with_path(lambda p, w: w * factor if p[-1].key == "kernel" else w, params)
+        return jnp.mean(model.apply({"params": params if factor == 1 else scaled}, x) ** 2)
+
+    return params, loss_fn
+
+
+def test_paths_and_values_of_linen_modules_are_those_of_capture_intermediates():
+    params, loss_fn = linen(Net())
+    _, seen = _tapped.collect(loss_fn, lambda path, x: x)(params, X)
+    _, state = Net().apply({"params": params}, X, capture_intermediates=True, mutable=["intermediates"])
+    expected = state["intermediates"]
+    assert sorted(seen) == ["Dense_0", "first", "first/Dense_0", "first/Dense_1", "first/LayerNorm_0", "middle"]
+    helpers.assert_bitwise(seen["Dense_0"], expected["Dense_0"]["__call__"][0])
+    helpers.assert_bitwise(seen["first"], expected["first"]["__call__"][0][0])
+    for name in ("Dense_0", "Dense_1", "LayerNorm_0"):
+        helpers.assert_bitwise(seen[f"first/{name}"], expected["first"][name]["__call__"][0])
+    helpers.assert_bitwise(seen["middle"], seen["first"] * 3)
+
+
+@pytest.mark.parametrize("model", [Net(), Stack(), Stack(rematted=True)], ids=["plain", "scan", "scan of remat"])
+def test_gradients_are_the_same_bits(model):
+    params, loss_fn = linen(model)
+    expected = jax.jit(jax.value_and_grad(loss_fn))(params, X)
+    (loss, seen), grads = jax.jit(jax.value_and_grad(_tapped.collect(loss_fn, amax), has_aux=True))(params, X)
+    helpers.assert_bitwise((loss, grads), expected)
+    assert seen and all(np.isfinite(x).all() for x in seen.values())
+
+
+@pytest.mark.parametrize("rematted", [False, True], ids=["plain", "remat"])
+def test_scan_over_layers_gives_one_entry_for_each(rematted):
+    params, loss_fn = linen(Stack(rematted))
+    _, seen = _tapped.collect(loss_fn, amax)(params, X)
+    x, expected = X, []
+    for i in range(3):
+        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+        x, _ = Mlp().apply({"params": layer}, x)
+        expected.append(np.max(np.abs(x)))
+    assert seen["layers"].shape == seen["layers/Dense_1"].shape == (3,)
+    helpers.assert_close(seen["layers"], jnp.asarray(expected), rtol=1e-6)
+    assert seen["Dense_0"].shape == ()
+
+
+def test_remat_stays_remat_with_its_policy():
+    def block(w, x):
+        with jax.named_scope("block"):
+            return checkpoint_name(jnp.sin(x @ w), "kept")
+
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    fn = jax.checkpoint(block, policy=policy, prevent_cse=False)
+    closed = jax.make_jaxpr(_tapped.collect(fn, amax))(jnp.ones((4, 4)), X)
+    (eqn,) = (e for e in closed.jaxpr.eqns if e.primitive.name in ("remat2", "checkpoint"))
+    assert eqn.params["policy"] is policy and eqn.params["prevent_cse"] is False
+    assert len(eqn.outvars) == 2
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return nnx.relu(self.norm(self.dense(x)))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_nnx_modules_have_the_paths_of_their_params_and_keep_their_state():
+    def loss_fn(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    plain, tapped = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
+    expected = nnx.value_and_grad(loss_fn)(plain, X)
+    (loss, seen), grads = nnx.value_and_grad(_tapped.collect(loss_fn, amax), has_aux=True)(tapped, X)
+    assert sorted(seen) == [f"blocks/{i}{part}" for i in range(2) for part in ("", "/dense", "/norm")]
+    helpers.assert_bitwise(
+        (loss, nnx.as_pure(grads)), jax.tree.map(jnp.asarray, (expected[0], nnx.as_pure(expected[1])))
+    )
+    helpers.assert_bitwise(nnx.as_pure(nnx.state(tapped)), nnx.as_pure(nnx.state(plain)))
+    helpers.assert_bitwise(seen["blocks/1"], amax("", NnxNet(nnx.Rngs(0))(X)))
+
+
+def scoped(w, x):
+    with jax.named_scope("outer"):
+        with jax.named_scope("inner"):
+            y = jnp.dot(x, w)
+        jnp.sum(y)  # used by nothing
+        y = jax.jit(lambda y: jax.named_scope("jitted")(jax.nn.silu)(y) + 1)(y)
+    return jnp.sum(y)
+
+
+def test_named_scopes_jit_and_vmap():
+    w = jnp.ones((4, 2))
+    _, seen = _tapped.collect(scoped, lambda path, x: x)(w, X)
+    helpers.assert_close(seen["outer/inner"], X @ np.asarray(w), rtol=1e-6)
+    helpers.assert_close(seen["outer"], seen["outer/jitted"] + 1)
+    assert sorted(seen) == ["outer", "outer/inner", "outer/jitted"]
+    _, each = jax.vmap(_tapped.collect(scoped, lambda path, x: x), in_axes=(None, 0))(w, X)
+    _, inside = _tapped.collect(lambda w, x: jax.vmap(scoped, in_axes=(None, 0))(w, x), lambda path, x: x)(w, X)
+    helpers.assert_close(each, seen, rtol=1e-6)
+    helpers.assert_close(inside, seen, rtol=1e-6)
+
+
+def test_a_gradient_inside_is_seen_once_and_forwards():
+    w = jnp.ones((4, 2))
+    expected, seen = _tapped.collect(jax.value_and_grad(scoped), lambda path, x: x)(w, X)
+    _, forward = _tapped.collect(scoped, lambda path, x: x)(w, X)
+    helpers.assert_close(expected, jax.value_and_grad(scoped)(w, X), rtol=1e-6)
+    helpers.assert_close(
+        {k: seen[k] for k in ("outer", "outer/inner")}, {k: forward[k] for k in ("outer", "outer/inner")}
+    )
+
+
+def test_filter_and_hooks_that_return_nothing():
+    params, loss_fn = linen(Net())
+    _, seen = _tapped.collect(loss_fn, amax, lambda path: path.endswith("Dense_0"))(params, X)
+    assert sorted(seen) == ["Dense_0", "first/Dense_0"]
+    _, seen = _tapped.collect(loss_fn, lambda path, x: None)(params, X)
+    assert seen == {}
+
+
+def test_branches_loops_and_own_derivatives_are_one_operation():
+    @jax.custom_vjp
+    def double(x):
+        with jax.named_scope("hidden"):
+            return 2 * x
+
+    double.defvjp(lambda x: (2 * x, None), lambda _, g: (7 * g,))
+
+    def fn(x):
+        with jax.named_scope("a"):
+            x = double(x)
+        with jax.named_scope("b"):
+            return jax.lax.cond(x > 0, jax.named_scope("hidden")(jnp.sin), jnp.cos, x)
+
+    tapped = _tapped.collect(fn, lambda path, x: x)
+    (out, seen), grad = jax.value_and_grad(tapped, has_aux=True)(jnp.float32(1.0))
+    assert sorted(seen) == ["a", "b"] and float(seen["a"]) == 2 and float(out) == float(seen["b"])
+    assert float(grad) == float(7 * jnp.cos(2.0))
+
+
+def test_over_and_under_autocast():
+    params, loss_fn = linen(Net())
+    _, under = _tapped.collect(autocast(loss_fn, jnp.bfloat16), lambda path, x: x)(params, X)
+    _, over = autocast(_tapped.collect(loss_fn, lambda path, x: x), jnp.bfloat16)(params, X)
+    assert under["first/Dense_0"].dtype == over["first/Dense_0"].dtype == jnp.bfloat16
+    assert sorted(under) == sorted(over)
+
+
+@pytest.mark.parametrize("model", [Net(), Stack(rematted=True)], ids=["plain", "scan of remat"])
+def test_replaced_matmuls_are_differentiated_and_known_by_path_and_param(model):
+    params, loss_fn = linen(model)
+    sites = {}
+
+    def hook(site, run, operands):
+        sites[site.key] = site
+        return run(*operands) * factor
+
+    for factor in (1.0, 2.0):
+        loss, grads = jax.jit(jax.value_and_grad(_tapped.replace_matmuls(loss_fn, hook)))(params, X)
+        expected = jax.jit(jax.value_and_grad(lambda p, x, f=factor: loss_fn(p, x, f)))(params, X)
+        helpers.assert_close((loss, grads), expected, rtol=1e-5, atol=1e-7)
+    first = "layers" if isinstance(model, Stack) else "first"
+    found = {site.path: site.origins[1] for site in sites.values()}
+    assert found == {path: f"{path}/kernel" for path in (f"{first}/Dense_0", f"{first}/Dense_1", "Dense_0")}
+
+
+def test_the_same_site_has_the_same_key_in_every_trace():
+    params, loss_fn = linen(Stack())
+    keys = []
+    for _ in range(2):
+        found = []
+        jax.jit(_tapped.replace_matmuls(loss_fn, lambda s, run, x, f=found: (f.append(s.key), run(*x))[1]))(params, X)
+        keys.append(sorted(set(found)))
+    assert keys[0] == keys[1] and len(keys[0]) == 3

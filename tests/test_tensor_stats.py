@@ -1,0 +1,190 @@
+"""Statistics of tensors against a count in NumPy, in every regime; off, they are not in the program."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise
+from jaxmp import _tensor_stats
+from regimes import AXIS, mesh_of
+
+FORMATS = {
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
+
+
+def oracle(x):
+    """Shares as a cast by NumPy shows them."""
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        x = np.asarray(x).astype(np.float64).ravel()
+    finite = x[np.isfinite(x)]
+    nonzero = np.abs(finite[finite != 0])
+    out = {
+        "zeros": np.mean(x == 0),
+        "nonfinite": np.mean(~np.isfinite(x)),
+        "amax": np.max(np.abs(finite), initial=0.0),
+        "smallest": np.min(nonzero) if len(nonzero) else 0.0,
+    }
+    for name, dtype in FORMATS.items():
+        with np.errstate(over="ignore"):
+            cast = nonzero.astype(np.float32).astype(dtype).astype(np.float64)
+        normal = float(ml_dtypes.finfo(dtype).smallest_normal)
+        out[f"overflow/{name}"] = np.sum(~np.isfinite(cast)) / len(x)
+        out[f"underflow/{name}"] = np.sum(cast == 0) / len(x)
+        out[f"subnormal/{name}"] = np.sum((nonzero < normal) & (cast != 0)) / len(x)
+    return out
+
+
+def edges():
+    """The neighbourhood of every number at which a format changes its mind."""
+    values = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]
+    for dtype in FORMATS.values():
+        info = ml_dtypes.finfo(dtype)
+        top = np.float32(info.max)
+        for edge in (info.smallest_subnormal, info.smallest_subnormal / dtype(2), info.smallest_normal):
+            values.append(float(edge))
+        values += [float(info.smallest_subnormal) / 2, float(top), float(top) * (1 + 2.0**-9)]
+    for tie in (65520.0, 464.0, 61440.0):
+        values.append(tie)
+    exact = np.array(values, np.float32)
+    exact = np.concatenate([exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))])
+    return np.concatenate([exact, -exact])
+
+
+def compare(found, x):
+    expected = oracle(x)
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-6, atol=0, err_msg=key)
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+def test_shares_are_those_of_a_cast(histogram):
+    x = edges()
+    compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_every_pattern_of_a_narrow_dtype(dtype):
+    bits = jnp.finfo(dtype).bits
+    x = np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype))
+    found = jaxmp.monitor.tensor_stats({"x": x})["x"]
+    compare(found, x)
+    assert found["dtype"] == jnp.dtype(dtype).name
+
+
+def test_both_ways_of_counting_agree():
+    """Only one of them runs on a CPU; the other is that of GPUs."""
+    m = jnp.asarray(np.abs(edges()).view(np.int32))
+    for histogram in (True, False):
+        by_comparison = _tensor_stats._count_by_comparison(m, histogram)
+        assert_bitwise(_tensor_stats._count_by_scatter(m, histogram), by_comparison)
+        assert np.asarray(by_comparison).tolist() == [np.sum(m >= e) for e in _tensor_stats._edges(histogram)]
+
+
+def test_octaves_are_those_of_log2():
+    x = (
+        np.random.default_rng(0).normal(size=4096).astype(np.float32)
+        * 2.0 ** np.arange(-60, 4)[None].repeat(64, 0).ravel()
+    )
+    stats = jaxmp.monitor.tensor_stats({"x": x})
+    k = np.clip(np.frexp(np.abs(x))[1] - 1, -48, 23)  # frexp's fraction is from 1/2 to 1
+    np.testing.assert_allclose(stats.octaves[0], np.bincount(k + 48, minlength=72) / x.size, rtol=1e-6)
+    assert stats.octaves.dtype == jnp.float32
+
+
+def test_what_is_no_float_is_passed_over():
+    tree = {
+        "w": jnp.ones(3),
+        "count": jnp.arange(3),
+        "key": jax.random.key(0),
+        "fp8_rhs_e4m3_log2_scale": jnp.float32(3.0),
+        "empty": jnp.ones((0, 3)),
+    }
+    assert jaxmp.monitor.tensor_stats(tree).names == ("w",)
+    assert jaxmp.monitor.tensor_stats({}).names == ()
+
+
+def test_scale_gives_what_gradients_stand_for():
+    x = np.array([2.0**-10, 1.0], np.float16)
+    stats = jaxmp.monitor.tensor_stats({"x": x}, scale=jnp.float32(2.0**-16))["x"]
+    assert (stats["amax"], stats["smallest"]) == (2.0**-16, 2.0**-26)
+    assert stats["underflow/fp16"] == 0.5
+    with pytest.raises(KeyError, match="no tensor 'y' was measured; there are x"):
+        jaxmp.monitor.tensor_stats({"x": x})["y"]
+
+
+def test_a_step_that_is_not_sampled_gives_zeros_of_the_same_type():
+    look = jax.jit(lambda x, step: jaxmp.monitor.tensor_stats({"x": x}, when=step % 10 == 0))
+    x = jnp.array([1.0, 2.0], jnp.bfloat16)
+    on, off = look(x, 10), look(x, 11)
+    assert look._cache_size() == 1
+    assert (bool(on.sampled), bool(off.sampled)) == (True, False)
+    assert float(on.amax[0]) == 2.0 and float(off.amax[0]) == 0.0
+    assert jax.tree.map(jax.typeof, on) == jax.tree.map(jax.typeof, off)
+    # The passes over the tensor are in a branch.
+    text = look.lower(x, 10).compile().as_text()
+    assert "conditional(" in text
+
+
+def test_off_it_is_not_in_the_program():
+    def step(x, watch):
+        stats = jaxmp.monitor.tensor_stats({"x": x}, when=False) if watch else None
+        return jnp.sin(x), stats
+
+    x = jnp.ones(8)
+    texts = {jax.jit(step, static_argnums=1).lower(x, watch).compile().as_text() for watch in (True, False)}
+    assert len(texts) == 1
+
+
+VALUES = (np.linspace(-2, 2, 64) ** 9).astype(np.float32).reshape(8, 8)
+VALUES[3, 3] = np.inf
+VALUES[1] = 0.0
+
+
+def _alone():
+    return jax.device_get(jaxmp.monitor.tensor_stats({"x": VALUES}))
+
+
+@pytest.mark.parametrize("how", ["jit", "pmap", "shard_map", "shard_map_unchecked"])
+def test_parts_on_devices_give_the_statistics_of_the_whole(how):
+    def look(x, step):
+        return jaxmp.monitor.tensor_stats({"x": x}, when=step % 10 == 0)
+
+    if how == "jit":
+        x = jax.device_put(VALUES, NamedSharding(mesh_of(), P(AXIS)))
+        found = jax.jit(look)(x, 0)
+    elif how == "pmap":
+        run = jax.pmap(look, axis_name=AXIS, in_axes=(0, None), out_axes=None, devices=jax.devices()[:4])
+        found = run(VALUES.reshape(4, 2, 8), 0)
+    else:
+        spread = jax.shard_map(
+            look, mesh=mesh_of(), in_specs=(P(AXIS), P()), out_specs=P(), check_vma=how == "shard_map"
+        )
+        found = jax.jit(spread)(VALUES, 0)
+    whole = _alone()
+    for name in ("amax", "smallest", "zeros", "nonfinite", "overflow", "underflow", "subnormal", "octaves"):
+        np.testing.assert_allclose(getattr(found, name), getattr(whole, name), rtol=1e-6, err_msg=name)
+
+
+def test_shown_as_a_table():
+    lines = str(jaxmp.monitor.tensor_stats({"a": jnp.array([1.0, 1e-9, 0.0, 1e6])})).splitlines()
+    assert lines[0].split()[:3] == ["tensor", "dtype", "amax"]
+    assert lines[1].split() == ["a", "float32", "1e+06", "1e-09", "25%", "0%", "0%", "50%", "50%", "50%"]
+
+
+def test_many_small_tensors_of_one_shape_share_a_loop():
+    """A deep model compiles as a shallow one does."""
+    tree = {f"w{i}": (VALUES * 2.0**-i).astype(np.float16) for i in range(12)}
+    look = jax.jit(jaxmp.monitor.tensor_stats)
+    scatters = look.lower(tree).as_text().count("stablehlo.scatter")
+    assert scatters == look.lower({"w0": tree["w0"]}).as_text().count("stablehlo.scatter") > 0
+    stats = look(tree)
+    for name, x in tree.items():
+        compare(stats[name], x)
