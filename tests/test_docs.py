@@ -71,7 +71,9 @@ def resolved(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_an_example(name):
-    assert ">>>" in (resolved(name).__doc__ or "")
+    """But for constants, whose docstring would be their type's."""
+    if callable(resolved(name)):
+        assert ">>>" in (resolved(name).__doc__ or "")
 
 
 @pytest.mark.parametrize("module", ["jaxmp", *names.namespaces()])
