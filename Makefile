@@ -87,14 +87,14 @@ faults: $(STAMP)/dev
 
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev
-	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
+	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest -n $(JOBS) --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
 
 # The switch silences a notice of mkdocs-material about the tool that is to follow it.
 docs: $(STAMP)/dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 bench: $(STAMP)/examples
-	status=0; for name in cpu cpu_autocast; do $(VENV)/bin/python benchmarks/$$name.py $(ARGS) || status=1; done; exit $$status
+	status=0; for name in cpu cpu_autocast cpu_monitor; do $(VENV)/bin/python benchmarks/$$name.py $(ARGS) || status=1; done; exit $$status
 
 # Compiling for an H100 takes the CUDA plugin of one jax version, but neither a GPU nor a driver.
 h100: $(VENV_H100)/.jaxmp-$(KEY)/h100

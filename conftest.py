@@ -47,18 +47,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each parametrized test run every N-th case only, and nothing marked `newest`: for an older cell",
+        help="of each parametrized test, and of the doctests of each module, run every N-th only, and nothing marked "
+        "`newest`: for an older cell",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--sample N` takes one case of N of every test, another one of each: a matrix in the time of its rows."""
+    """With `--sample N` takes one case of N of every test, another one of each: a matrix in the time of its rows.
+
+    The doctests of a module are cases of one test.
+    """
     n = config.getoption("sample")
     if n < 2:
         return
     cases = defaultdict(list)
     for item in items:
         name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
+        name = item.path.name if isinstance(item, pytest.DoctestItem) else name
         cases[item.path, getattr(item, "cls", None), name].append(item)
     left_out = {item for item in items if item.get_closest_marker("newest")}
     for (_, _, name), found in cases.items():

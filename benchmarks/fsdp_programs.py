@@ -108,14 +108,20 @@ def loss_of(params: PyTree, tokens: Array, block: Callable[[PyTree, Array], Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def compiled(program: Program, devices: int) -> Any:
-    """The step, compiled for `devices` H100s."""
-    mesh = aot.mesh(devices, ("fsdp",))
+def _set_up(program: Program, mesh: Any) -> tuple[Any, fsdp.Layout, Any, PyTree]:
+    """(policy, layout, optimizer, the padded params' shapes)."""
     policy = jaxmp.get_policy(program.policy, keep_fp32=("*norm*",))
     layout = fsdp.layout_of(params32(), mesh)
     where: dict[str, Any] = {"axis_name": "fsdp", "replicated": layout.whole} if program.manual else {}
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0, **where), optax.adamw(1e-4))
-    tx = jaxmp.mixed_precision(inner, policy)
+    padded = jax.eval_shape(lambda p: fsdp.pad(p, layout), params32())
+    return policy, layout, jaxmp.mixed_precision(inner, policy), padded
+
+
+def compiled(program: Program, devices: int) -> Any:
+    """The step, compiled for `devices` H100s."""
+    mesh = aot.mesh(devices, ("fsdp",))
+    policy, layout, tx, padded = _set_up(program, mesh)
     k = program.microbatches
 
     def gather(params: PyTree) -> PyTree:
@@ -134,7 +140,6 @@ def compiled(program: Program, devices: int) -> Any:
         params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return params, opt_state, loss
 
-    padded = jax.eval_shape(lambda p: fsdp.pad(p, layout), params32())
     abstract = (policy.cast_to_param(padded), jax.eval_shape(tx.init, padded))
     specs = (layout.specs, jaxmp.sharding_of(tx, padded, layout.specs))
     rows = P("fsdp")
@@ -152,10 +157,7 @@ def compiled(program: Program, devices: int) -> Any:
 def planned(program: Program, devices: int) -> Any:
     """What `jaxmp.memory.plan` says of the step, without a mesh of devices that exist: no whole params in it."""
     mesh = AbstractMesh((devices,), ("fsdp",))
-    layout = fsdp.layout_of(params32(), mesh)
-    policy = jaxmp.get_policy(program.policy, keep_fp32=("*norm*",))
-    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-4)), policy)
-    padded = jax.eval_shape(lambda p: fsdp.pad(p, layout), params32())
+    policy, layout, tx, padded = _set_up(program, mesh)
     tokens = jax.ShapeDtypeStruct((ROWS * devices, LENGTH + 1), jnp.int32)
     cut = {"mesh": mesh, "specs": layout.specs, "data_axes": "fsdp"}
     return jaxmp.memory.plan(padded, policy, optimizer=tx, loss_fn=loss_of, batch=(tokens,), **cut)

@@ -1,10 +1,12 @@
 """Counts of what state in host memory does, in programs compiled for H100s that need not be there.
 
-    python benchmarks/h100_offload.py        the table, and a check of each line; exit status 1 if one fails
+    python benchmarks/h100_offload.py            compile, check, write the results and README.md's table
+    python benchmarks/h100_offload.py --table    only the table, from the results that are there
 
-Each line is `apply_gradients` with fp16 params, masters, clipping and AdamW: copies over the bus and their bytes, host
-arrays that are updated where they stand, XLA's scratch on the device, and collectives. See `h100_aot` for what such a
-count can tell, and what not.
+Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: copies over the bus and their bytes, host
+arrays that are updated where they stand, XLA's scratch on the device, and collectives. Exit status 1 if an array is not
+copied in once and out once or not updated where it stands, if a collective is added, or if windows of one leaf take the
+scratch of more than four. See `h100_aot` for what such a count can tell, and what not.
 """
 
 import re
@@ -15,13 +17,20 @@ import h100_aot as aot  # first: it pins the platform
 import jax
 import jax.numpy as jnp
 import optax
+from h100 import versions
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import markdown
+from tables import HERE, holds, markdown, run
 
 import jaxmp
 
+RESULTS = HERE / "results" / "h100_offload.json"
+MARKERS = "<!-- h100_offload: written by h100_offload.py -->", "<!-- h100_offload: end -->"
+
 WIDTH, LAYERS = 1024, 8
 COUNT = LAYERS * WIDTH * WIDTH
+LEAF = 12 * WIDTH * WIDTH  # bytes of one master and its moments
+DEVICES = (1, 8)
+WINDOWS = (None, LEAF, 2**30)
 
 
 class HostSharding(NamedSharding):
@@ -43,35 +52,60 @@ class Case(NamedTuple):
     window: int | None
 
 
-def main() -> int:
-    """Prints the table; returns the exit status."""
-    leaf = 12 * WIDTH * WIDTH  # master and moments
-    head = ["devices", "window MiB", "copies in", "MiB in", "copies out", "MiB out", "in place", "scratch MiB"]
-    cells = [[*head, "collectives"]]
-    failed = []
-    scratch = {}
-    for case in [Case(n, w) for n in (1, 8) for w in (None, leaf, 2**30)]:
-        row = count(case)
-        scratch[case] = row["scratch"]
-        window = "-" if case.window is None else f"{case.window / 2**20:.0f}"
-        mib = [f"{row[field] / 2**20:.0f}" for field in ("bytes_in", "bytes_out", "in_place", "scratch")]
-        counts = [str(row[field]) for field in ("in", "out", "collectives")]
-        cells.append([str(case.devices), window, counts[0], mib[0], counts[1], mib[1], mib[2], mib[3], counts[2]])
-        expected = 0 if case.window is None else 12 * COUNT // case.devices
-        ok = row["bytes_in"] == row["bytes_out"] == row["in_place"] == expected
-        ok &= row["in"] == row["out"] == (0 if case.window is None else 3 * LAYERS)
-        ok &= row["collectives"] == count(Case(case.devices, None))["collectives"]
-        failed += [] if ok else [case]
-    for n in (1, 8):
-        failed += [] if scratch[Case(n, leaf)] <= 4 * leaf // n + 2**20 < scratch[Case(n, 2**30)] else [Case(n, leaf)]
-    print(markdown(cells))
-    for case in failed:
-        print(f"not as it should be: {case}")
-    return bool(failed)
+def missed(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """What a row does not hold to, beside that of a state on the device."""
+    bytes_each_way = 0 if row["window_bytes"] is None else 12 * COUNT // row["devices"]
+    copies = 0 if row["window_bytes"] is None else 3 * LAYERS
+    expected = {
+        "copies_in": copies,
+        "copies_out": copies,
+        "bytes_in": bytes_each_way,
+        "bytes_out": bytes_each_way,
+        "in_place_bytes": bytes_each_way,
+        "collectives": baseline["collectives"],
+    }
+    found = [f"{name} are {row[name]}, not {n}" for name, n in expected.items() if row[name] != n]
+    most = 4 * LEAF // row["devices"] + 2**20
+    if row["window_bytes"] == LEAF and row["scratch_bytes"] > most:
+        found.append(f"scratch of {row['scratch_bytes']} bytes, over {most}")
+    if row["window_bytes"] is not None and row["window_bytes"] > LEAF and row["scratch_bytes"] <= most:
+        found.append("all leaves at once take no more scratch than windows of one: these show nothing")
+    return found
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found, rows = versions(), []
+    for devices in DEVICES:
+        of_these = []
+        for window in WINDOWS:
+            print(f"compiling for {devices}: windows of {window} bytes", file=sys.stderr, flush=True)
+            of_these.append(count(Case(devices, window)))
+        rows += [row | {"missed": missed(row, of_these[0])} for row in of_these]
+    return {
+        "command": "python benchmarks/h100_offload.py",
+        "device": f"{' and '.join(map(str, DEVICES))} x H100 (compiled, not run)",
+        "versions": found,
+        "leaves": LAYERS,
+        "params": COUNT,
+        "rows": rows,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """README.md's table."""
+    head = ["devices", "window MiB", "copies in", "MiB in", "copies out", "MiB out", "in place MiB", "scratch MiB"]
+    cells = [[*head, "collectives", "holds"]]
+    for row in results["rows"]:
+        mib = {name: "-" if n is None else f"{n / 2**20:.0f}" for name, n in row.items() if "bytes" in name}
+        moved = (str(row["copies_in"]), mib["bytes_in"], str(row["copies_out"]), mib["bytes_out"])
+        kept = (mib["in_place_bytes"], mib["scratch_bytes"], str(row["collectives"]))
+        cells.append([str(row["devices"]), mib["window_bytes"], *moved, *kept, holds(row)])
+    return markdown(cells)
 
 
 def count(case: Case) -> dict[str, Any]:
-    """What a program does."""
+    """What a program does, as a row."""
     mesh = aot.mesh(case.devices)
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-3))
     if case.window is not None:
@@ -93,12 +127,14 @@ def count(case: Case) -> dict[str, Any]:
     outs = re.findall(rf"= \({host_shape}, ({shape}), .* copy-start\(", text)
     memory: Any = compiled.memory_analysis()
     return {
-        "in": len(ins),
-        "out": len(outs),
+        "devices": case.devices,
+        "window_bytes": case.window,
+        "copies_in": len(ins),
+        "copies_out": len(outs),
         "bytes_in": sum(map(aot._bytes, ins)),
         "bytes_out": sum(map(aot._bytes, outs)),
-        "in_place": memory.host_alias_size_in_bytes,
-        "scratch": memory.temp_size_in_bytes,
+        "in_place_bytes": memory.host_alias_size_in_bytes,
+        "scratch_bytes": memory.temp_size_in_bytes,
         "collectives": len(re.findall(r" all-reduce(?:-start)?\(| all-gather(?:-start)?\(", text)),
     }
 
@@ -114,4 +150,4 @@ def on_host(mesh: Mesh, x: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))

@@ -142,7 +142,7 @@ def plot(runs: list[Run], cfg: Any, path: Path) -> None:
 def record(runs: list[Run], cfg: Any) -> dict[str, Any]:
     """The closing table for machines, with what is needed to repeat it."""
     settings = dataclasses.asdict(cfg)
-    for name in ("out", "figure", "json", "coordinator", "num_processes", "process_id"):
+    for name in ("out", "figure", "json", "log", "coordinator", "num_processes", "process_id"):
         del settings[name]
     return {
         "command": "python examples/" + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

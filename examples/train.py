@@ -83,6 +83,9 @@ class Config:
     out: Path = Path(__file__).parent / "out"  # where train.png goes
     figure: Path | None = None  # a second copy of the picture
     json: Path | None = None  # the closing table for machines
+    log: Path | None = (
+        None  # a folder for metrics, one CSV file a policy (TensorBoard and W&B: see jaxmp.monitor.log_metrics)
+    )
     cpu_devices: int = 4  # simulated devices, where there is no GPU
     coordinator: str | None = None  # HOST:PORT of process 0, or "auto" on a cluster that jax can detect
     num_processes: int | None = None
@@ -253,6 +256,9 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
         sum(x.nbytes for x in jax.tree.leaves(tree)) // local for tree in (state.params, state.opt_state)
     )
     run = Run(policy_name, param_bytes, state_bytes)
+    if cfg.log:
+        cfg.log.mkdir(parents=True, exist_ok=True)
+        (cfg.log / f"{policy_name}.csv").unlink(missing_ok=True)
     for i in range(cfg.steps):
         disturbance = np.ones(devices, np.float32)
         if is_fp16 and i in cfg.overflow_steps:
@@ -263,6 +269,8 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
             losses = [float(held_out_loss(state.params, mine(batch))) for batch in walk(held_out_text, cfg)]
             run.held_out[i + 1] = float(np.mean(losses))
         run.log(metrics, state.opt_state, cfg, on_log)
+        if cfg.log and jax.process_index() == 0 and len(run.losses) % cfg.log_every == 0:
+            jaxmp.monitor.log_metrics(cfg.log / f"{policy_name}.csv", i + 1, metrics)
     run.seconds = time.perf_counter() - started
     return run
 

@@ -15,6 +15,7 @@ from jaxmp._convert import reload_master_params as reload_master_params
 from jaxmp._autocast import autocast as autocast
 from jaxmp._autocast import no_autocast as no_autocast
 from jaxmp._explain import explain_autocast as explain_autocast
+from jaxmp._fake_quantize import fake_quantize as fake_quantize
 from jaxmp._fp16_methods import auto_fp16 as auto_fp16
 from jaxmp._fp16_methods import force_fp32 as force_fp32
 from jaxmp._scale_gradient import scale_gradient as scale_gradient
@@ -23,6 +24,7 @@ from jaxmp._softmax import log_softmax as log_softmax
 from jaxmp._softmax import logsumexp as logsumexp
 from jaxmp._softmax import softmax as softmax
 from jaxmp._softmax import softmax_cross_entropy as softmax_cross_entropy
+from jaxmp._suggest import suggest_policy as suggest_policy
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros
 from jaxmp.clip import global_norm as global_norm

@@ -181,11 +181,16 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
     group = "written" if step.how == "written" and step.group == "inside" else step.group
     counts = rows.setdefault((module, name, written[0], dtypes[0] if dtypes else written[0], group), [0, 0])
     counts[0] += times
-    counts[1] += times * _flops(eqn)
+    counts[1] += times * flops_of(eqn)
 
 
-def _flops(eqn: Any) -> int:
-    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction."""
+def flops_of(eqn: Any) -> int:
+    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction.
+
+    Example:
+      >>> flops_of(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr.eqns[0])
+      48
+    """
     sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -198,5 +203,5 @@ def _flops(eqn: Any) -> int:
     inner = _versions.functions_of(eqn)
     if inner:
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return length * sum(_flops(e) for jaxpr, _ in inner for e in jaxpr.eqns)
+        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
     return max(sizes, default=0)

@@ -57,8 +57,8 @@ def export_megatron(
         found = _moment_of(path, order)
         if found is not None:
             per_param[order.index(found[1])][found[0]] = np.asarray(x, np.float32)
-    for i, count in [(i, c) for i in per_param for c in _counts(opt_state)[:1]]:
-        per_param[i] = {"step": int(count), **per_param[i]}
+    if counts := _counts(opt_state):
+        per_param = {i: {"step": int(counts[0]), **moments} for i, moments in per_param.items()}
     numbers = iter(range(len(order)))
     megatron: dict[str, Any] = {
         "optimizer": {"state": per_param, "param_groups": [{"params": [next(numbers) for _ in g]} for g in groups]},

@@ -126,9 +126,9 @@ def layout_of(
 
     def cut(path: str, x: Any, spec: Any) -> Cut:
         shape = tuple(x.shape)
-        for name in _names(spec):
+        for name in _sharding_of.axes_of(spec):
             _check_axis(mesh, name, f" (in specs at {path})")
-        if axis_name in _names(spec) or len(spec) > len(shape):
+        if axis_name in _sharding_of.axes_of(spec) or len(spec) > len(shape):
             raise ValueError(
                 f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
                 f"shape {shape} at {path}. Leave {axis_name!r} out: layout_of chooses where it goes."
@@ -263,13 +263,9 @@ def _check_axis(mesh: Any, name: str, where: str = "") -> None:
         )
 
 
-def _names(spec: Any) -> list[str]:
-    return [name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)]
-
-
 def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     try:
-        return jax.tree.map(lambda spec, sub: jax.tree.map(lambda _: spec, sub), specs, params, is_leaf=is_spec)
+        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as e:
         raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix of it: {e}") from e

@@ -96,6 +96,17 @@ def path_of(stack: str) -> str:
     return (chain(stack) or ("",))[-1]
 
 
+def module_of(stack: str) -> str | None:
+    """The innermost flax module of a name stack, "" for the root; None where there is none.
+
+    Example:
+      >>> module_of("Net/jaxmp.module()/Dense_0/jaxmp.module(Dense_0)/mlp"), module_of("mlp")
+      ('Dense_0', None)
+    """
+    found = _MARKER.findall(stack)
+    return found[-1] if found else None
+
+
 def _pieces(stack: str) -> list[tuple[list[str], str]]:
     """The scopes before each marker, with its path; and those after the last, with ""."""
     found, start = [], 0

@@ -166,8 +166,10 @@ def _mark_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
 def _at(path: str) -> Iterator[None]:
     """A call of the module at `path`: its marker, and the dtype that it has by name."""
     lists = _op_regions.current()
-    here = lists.at(path) if lists is not None else None
-    with _module_paths.at(path), contextlib.nullcontext() if here == lists else _op_regions.region(here):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_module_paths.at(path))
+        if lists is not None and lists.at(path) != lists:
+            stack.enter_context(_op_regions.region(lists.at(path)))
         yield
 
 

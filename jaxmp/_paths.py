@@ -144,9 +144,6 @@ def explained_by_shapes(grads: Any, params: Any) -> Iterator[None]:
     """Turns an error inside into one that names the first gradient of another shape than its param, if there is one."""
     try:
         yield
-    except (TypeError, ValueError) as e:
-        try:
-            check_same_shapes(grads, params, "grads", "params")
-        except ValueError as named:
-            raise named from e
+    except (TypeError, ValueError):
+        check_same_shapes(grads, params, "grads", "params")  # raises in the place of the error, which it has as context
         raise

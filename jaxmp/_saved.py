@@ -167,7 +167,7 @@ def special_parts(paths: list[str]) -> dict[str, str]:
       >>> special_parts(["scaling/loss_scale", "skipped", "0/mu/w", "master_params/w"])
       {'scaling/loss_scale': 'scale', 'skipped': 'counter', 'master_params/w': 'master'}
     """
-    parts = {}
+    known, parts = set(paths), {}
     for path in paths:
         if "/master_params/" in f"/{path}":
             parts[path] = "master"
@@ -179,14 +179,17 @@ def special_parts(paths: list[str]) -> dict[str, str]:
         if found and rest.split("/")[0] in (*state.LossScaleState._fields, *state.CustomLossScaleState._fields):
             parts[path] = "scale"
             parts |= {f"{head}/{name}".lstrip("/"): "counter" for name in _UNSCALE}
-    return {path: part for path, part in parts.items() if path in set(paths)}
+    return {path: part for path, part in parts.items() if path in known}
+
+
+def _of_inner(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    special = special_parts(list(leaves))
+    return {path: x for path, x in leaves.items() if path not in special}
 
 
 def check_state(saved: Saved, structure: Any) -> None:
     """Raises a ValueError that names the first leaf of the inner optimizer's state that is not that of `structure`."""
-    given = {path: x for path, x in saved.state.items() if path not in special_parts(list(saved.state))}
-    wanted = essential_leaves(structure)
-    wanted = {path: x for path, x in wanted.items() if path not in special_parts(list(wanted))}
+    given, wanted = (_of_inner(leaves) for leaves in (saved.state, essential_leaves(structure)))
     rule = f"{saved.what} must be of the same inner optimizer, at the same place of its chain, and of the same params"
     for path, x in wanted.items():
         if path not in given:

@@ -6,7 +6,8 @@ leaf of the state belongs to the param in whose path its own ends (`.guarded.mas
 on every device: counts, the loss scale, amax histories.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -87,6 +88,33 @@ def owner_of(path: str, params: Iterable[str]) -> str | None:
     return found
 
 
+def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
+    """The mesh axes over which an array that lies as `spec` says is cut.
+
+    Example:
+      >>> axes_of(PartitionSpec("fsdp", None, ("data", "tensor")))
+      ('fsdp', 'data', 'tensor')
+    """
+    cut = (part for part in spec if part is not None and part is not PartitionSpec.UNCONSTRAINED)
+    return tuple(name for part in cut for name in (part if isinstance(part, tuple) else (part,)))
+
+
+def ways(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Over how many devices each of an array's dimensions is cut.
+
+    Args:
+      spec: of the array.
+      ndim: how many dimensions it has, not fewer than `spec` speaks of.
+      sizes: of the mesh's axes (`mesh.shape`).
+
+    Example:
+      >>> ways(PartitionSpec("fsdp", ("data", "tensor")), 3, {"data": 2, "fsdp": 4, "tensor": 3})
+      (4, 6, 1)
+    """
+    cut = [math.prod(sizes[name] for name in axes_of((part,))) for part in spec]
+    return (*cut, *[1] * (ndim - len(cut)))
+
+
 def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
     """The sharding of each param by path; each checked to be one that its shape can have."""
     is_sharding = lambda x: isinstance(x, (NamedSharding, PartitionSpec))  # noqa: E731
@@ -119,8 +147,7 @@ def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
             f"shardings must match the params; got {spec} for shape {shape} at {path}, which has fewer dimensions"
         )
     if isinstance(sharding, NamedSharding):
-        for dim, (length, part) in enumerate(zip(shape, spec, strict=False)):
-            devices = _devices(sharding.mesh, part)
+        for dim, (length, devices) in enumerate(zip(shape, ways(spec, len(shape), sharding.mesh.shape), strict=True)):
             if length % devices:
                 raise ValueError(
                     f"a dimension must be a multiple of the devices that it is cut over; got shape {shape} at {path}, "
@@ -134,13 +161,5 @@ def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: An
         return spec
     if len(shape) != len(param_shape) or isinstance(sharding, PartitionSpec):
         return PartitionSpec()
-    parts = [part if n % _devices(sharding.mesh, part) == 0 else None for n, part in zip(shape, spec, strict=False)]
-    return PartitionSpec(*parts)
-
-
-def _devices(mesh: Any, part: Any) -> int:
-    names = () if part is None else (part,) if isinstance(part, str) else part
-    count = 1
-    for name in names:
-        count *= mesh.shape[name]
-    return count
+    devices = ways(spec, len(shape), sharding.mesh.shape)
+    return PartitionSpec(*(part if n % k == 0 else None for n, part, k in zip(shape, spec, devices, strict=False)))

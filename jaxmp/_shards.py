@@ -57,8 +57,8 @@ def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
     """
     if mesh is None:
         return _buffers.nbytes(x)
-    parts = [_ways(entry, mesh) for entry in spec] + [1] * (len(x.shape) - len(spec))
-    here = tuple(-(-n // k) for n, k in zip(x.shape, parts, strict=True))
+    devices = _sharding_of.ways(spec, len(x.shape), mesh.shape)
+    here = tuple(-(-n // k) for n, k in zip(x.shape, devices, strict=True))
     return _buffers.nbytes(jax.ShapeDtypeStruct(here, x.dtype))
 
 
@@ -130,7 +130,7 @@ def _checked(path: str, spec: Any, x: Any, mesh: AnyMesh | None, *, is_given: bo
         raise ValueError(
             f"a spec has at most one entry for each axis; got {spec} at {path}, which has shape {tuple(x.shape)}."
         )
-    _check_axes(path, [name for entry in spec for name in _names(entry)], mesh)
+    _check_axes(path, _sharding_of.axes_of(spec), mesh)
     return spec
 
 
@@ -142,13 +142,3 @@ def _check_axes(path: str, names: Sequence[str], mesh: AnyMesh) -> None:
             )
         if name in names[:i]:
             raise ValueError(f"an array is split at most once over an axis of the mesh; got {name!r} twice at {path}.")
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def _ways(entry: Any, mesh: AnyMesh) -> int:
-    return math.prod(mesh.shape[name] for name in _names(entry))

@@ -35,10 +35,8 @@ def first_on_host(tree: PyTree) -> str | None:
       >>> first_on_host({"a": 1.0, "b": to_host(jax.numpy.ones(2))})
       'b'
     """
-    for path, x in _paths.leaves_by_path(tree).items():
-        if isinstance(x, jax.Array) and is_on_host(x):
-            return path
-    return None
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return next((_paths.path_str(path) for path, x in leaves if _is_array_on_host(x)), None)
 
 
 def check_on_device(state: PyTree) -> None:

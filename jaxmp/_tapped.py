@@ -39,12 +39,15 @@ class Site(NamedTuple):
     Attributes:
       key: where it stands; the same whenever the function is traced for the same arguments.
       path: the innermost module or scope it is in; "" outside of all.
+      module: the innermost flax module, "" for the root; None outside of all.
       eqn: its equation.
-      origins: for each operand, the path of the argument that it is, as it came or moved and cast; else None.
+      origins: for each operand, the path of the argument that it is, as it came or moved and cast: the position of the
+        argument, and the path in it; else None.
     """
 
     key: tuple[int, ...]
     path: str
+    module: str | None
     eqn: Any
     origins: tuple[str | None, ...]
 
@@ -204,7 +207,7 @@ class _Walk:
                 results, found = self.run(jaxpr, consts, _placed(eqn, "in", operands), origins, stack, key)
                 return _placed(eqn, "out", results), found
         if name in MATMULS and self.replace is not None:
-            site = Site(key, _module_paths.path_of(stack), eqn, origins)
+            site = Site(key, _module_paths.path_of(stack), _module_paths.module_of(stack), eqn, origins)
             return [self.replace(site, lambda *given: _op_emit.written(eqn, list(given))[0], operands)], {}
         return _op_emit.written(eqn, operands), {}
 

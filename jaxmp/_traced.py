@@ -24,7 +24,8 @@ class Traced:
       as_traced: the type that an input is traced with, by its own.
 
     Attributes:
-      jaxpr: the jaxpr; `consts`: its constants; `values`: its inputs, with the types `avals` and the paths `paths`.
+      jaxpr: the jaxpr; `consts`: its constants; `values`: its inputs, with the types `avals`; `paths`: where among the
+        arguments they stand, `0/Dense_0/kernel` for the first.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class Traced:
 
         self.values = [jnp.asarray(leaves[i]) for i in places]
         self.avals = [jax.typeof(x) for x in self.values]
-        # `args` is the first of two, and its entries are known by their own paths.
-        self.paths = tuple(_paths.path_str(found[i][0][2:]) for i in places)
+        self.paths = tuple(_paths.path_str(found[i][0][1:]) for i in places)
         with context:
             closed = jax.make_jaxpr(flat)(*map(as_traced, self.avals))
         self.jaxpr, self.consts = _versions.open_jaxpr(closed)

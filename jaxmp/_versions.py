@@ -27,6 +27,18 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_tracked(axis: str) -> bool:
+    """Whether jax keeps track of what varies over a bound axis: inside `jax.shard_map(check_vma=True)`.
+
+    There an array whose `varying_axes` lack the axis is the same on all of its devices; elsewhere that says nothing.
+
+    Example:
+      >>> jax.vmap(lambda x: x + is_tracked("i"), axis_name="i")(jnp.zeros(2))
+      Array([0., 0.], dtype=float32)
+    """
+    return axis in varying_axes(jax.lax.axis_index(axis))
+
+
 def trace_state() -> Any:
     """Equal at the same level of the same trace only: another inside of a branch or a loop.
 

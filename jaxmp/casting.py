@@ -146,10 +146,28 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.clip(x, -limit, limit)
     if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    exponent = jnp.maximum(_power_of_two_below(x), np.float32(info.smallest_normal))
-    spacing = exponent * np.float32(2.0**-info.nmant)
-    per_spacing = _inverse_of_power_of_two(spacing)
-    return lax.round(x * per_spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+    return round_to_grid(x, np.float32(float(info.smallest_normal)), np.float32(2.0**-info.nmant))
+
+
+def round_to_grid(
+    x: Float[Array, "..."], smallest_normal: Float[Array, ""] | np.float32, step: Float[Array, ""] | np.float32
+) -> Float[Array, "..."]:
+    """float32 `x`, rounded to nearest even on the grid of a format that need not be known when this is traced.
+
+    Args:
+      x: float32, within the range of the format.
+      smallest_normal: float32[], its smallest normal number, a power of two.
+      step: float32[], the spacing of its numbers between 1 and 2, a power of two. The product of both is >= 2^-126.
+
+    Returns:
+      float32. inf becomes NaN.
+
+    Example:
+      >>> round_to_grid(jnp.array([1.1, 2.1]), jnp.float32(2.0**-6), jnp.float32(2.0**-3)).tolist()
+      [1.125, 2.0]
+    """
+    spacing = jnp.maximum(power_of_two_below(x), smallest_normal) * step
+    return lax.round(x * inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
 
 
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
@@ -199,8 +217,8 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
         )
     info = jnp.finfo(jnp.float16)
     size = jnp.minimum(jnp.abs(x), np.float32(info.max))
-    spacing = jnp.maximum(_power_of_two_below(size), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
-    steps = size * _inverse_of_power_of_two(spacing)
+    spacing = jnp.maximum(power_of_two_below(size), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
+    steps = size * inverse_of_power_of_two(spacing)
     low = jnp.floor(steps)
     odds = (steps - low) * np.float32(2.0**24)  # of 2^24; exact
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
@@ -208,14 +226,24 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
 
 
-def _power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN."""
+def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN.
+
+    Example:
+      >>> power_of_two_below(jnp.array([3.0, 0.3])).tolist()
+      [2.0, 0.25]
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
 
 
-def _inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k."""
+def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
+
+    Example:
+      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
+      0.125
+    """
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
 
@@ -237,7 +265,7 @@ def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     exponent = bits >> 23  # the sign is 0
     is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
-    return jnp.where(is_power_of_two, _inverse_of_power_of_two(scale), 1.0 / scale)
+    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
 
 
 def computed_once(scalars: PyTree) -> PyTree:

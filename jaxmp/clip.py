@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp import _scales, _versions, casting, sync
+from jaxmp import _scales, _sharding_of, _versions, casting, sync
 from jaxmp.state import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
@@ -192,22 +192,19 @@ def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> t
     _, tree = _scales.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    held_by = jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, tree, is_leaf=is_spec)
-    tracked = [axis for axis in axes if replicated is None and axis in _versions.varying_axes(lax.axis_index(axis))]
+    held_by = jax.tree.broadcast(mask, tree, is_leaf=is_spec)
+    tracked = [axis for axis in axes if replicated is None and _versions.is_tracked(axis)]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
         if casting.is_float(x):
-            copied = _axes_not_in(held, axes) if is_spec(held) else axes if held else ()
             if tracked:
                 copied = tuple(axis for axis in tracked if axis not in _versions.varying_axes(x))
+            elif is_spec(held):
+                copied = tuple(axis for axis in axes if axis not in _sharding_of.axes_of(held))
+            else:
+                copied = axes if held else ()
             parts[copied == axes].append(f(x) if copied == axes else _of_the_first(f(x), copied))
     return parts
-
-
-def _axes_not_in(spec: PartitionSpec, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `axes` over which a leaf that lies as `spec` says is not cut."""
-    cut = {name for part in spec if part is not None for name in ((part,) if isinstance(part, str) else part)}
-    return tuple(axis for axis in axes if axis not in cut)
 
 
 def _of_the_first(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:

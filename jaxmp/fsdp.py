@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jaxmp import _cut_params, _layout, _scales, _versions, _weights, casting, sync
+from jaxmp import _cut_params, _layout, _scales, _sharding_of, _versions, _weights, casting, sync
 from jaxmp._layout import Cut as Cut, Layout as Layout, layout_of as layout_of, pad as pad, trim as trim
 from jaxmp.reduce import predivide_or_rule
 
@@ -107,12 +107,10 @@ def gather(
     if manual:
         _cut_params.note(params, layout.axis_name)
     carriers = _weights.marked_kernels(params)
+    parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
-        if manual:
-            _layout.check_length(path, x, cut, cut.padded // devices, "a device's part of a")
-        else:
-            _layout.check_length(path, x, cut, cut.padded, "a padded")
+        _layout.check_length(path, x, cut, cut.padded // parts, what)
         if _scales.is_scale(path):
             return x
         if dtype is not None and casting.is_float(x) and path not in carriers:
@@ -214,11 +212,10 @@ def _auto_axes() -> tuple[str, ...]:
 
 def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
     """Raises a ValueError for a part of a leaf that the layout does not cut."""
-    parts = [1] * len(cut.shape)
-    for dim, names in enumerate(cut.spec):
-        for name in () if names is None else (names,) if isinstance(names, str) else names:
-            parts[dim] *= layout.mesh.shape[name] if name in _versions.manual_axes() else 1
-    expected = tuple(n // k for n, k in zip(cut.shape, parts, strict=True))
+    bound = _versions.manual_axes()
+    sizes = {name: size if name in bound else 1 for name, size in layout.mesh.shape.items()}
+    devices = _sharding_of.ways(cut.spec, len(cut.shape), sizes)
+    expected = tuple(n // k for n, k in zip(cut.shape, devices, strict=True))
     if g.shape != expected:
         raise ValueError(
             f"a leaf that is not cut must have shape {expected} with this layout; got {g.shape} at {path}. All calls "
@@ -229,8 +226,7 @@ def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
 def _check_own(path: str, g: Array, layout: Layout) -> None:
     """Raises a ValueError for a part that was averaged over devices, where jax keeps track of it."""
     axis = layout.axis_name
-    keeps_track = axis in _versions.varying_axes(lax.axis_index(axis))
-    if keeps_track and axis not in _versions.varying_axes(g):
+    if _versions.is_tracked(axis) and axis not in _versions.varying_axes(g):
         raise ValueError(
             f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
             f"devices are different params; got a common one at {path}. Leave out jax.lax.pmean over {axis!r}."

@@ -162,13 +162,12 @@ def _landing(param: Any, update: Any, key: UInt[Array, ""]) -> Any:
 def _key_of_part(key: UInt[Array, ""], param: Any, axes: tuple[str, ...]) -> UInt[Array, ""]:
     """`key`, another one for each part of a param that is split over `axes`."""
     for axis in axes:
-        position = lax.axis_index(axis)
-        if axis in _versions.varying_axes(position) and axis not in _versions.varying_axes(param):
+        if _versions.is_tracked(axis) and axis not in _versions.varying_axes(param):
             continue  # jax keeps track, and knows of no split
-        key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ position, 1.0, 0.0)
+        key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ lax.axis_index(axis), 1.0, 0.0)
     return key
 
 
 def _flags(replicated: Any, params: PyTree) -> list[bool]:
     mask = replicated(params) if callable(replicated) else False if replicated is None else replicated
-    return jax.tree.leaves(jax.tree.map(lambda held, sub: jax.tree.map(lambda _: held, sub), mask, params))
+    return jax.tree.leaves(jax.tree.broadcast(mask, params))

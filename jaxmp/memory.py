@@ -187,17 +187,18 @@ def plan(
     used = _buffers.usage(jaxpr, output_bytes=[None] * others + split_grads) if jaxpr else None
     sums = of_params(casting.cast_floats(grads, jnp.float32)) if k > 1 else 0
     masters = sum(of_state(found.master_params) for found in state.find(opt_state, state.MasterState))
-    kept = of_params(stored) + of_state(opt_state) + sum(map(_buffers.nbytes, jax.tree.leaves(part)))
+    param_bytes, state_bytes = of_params(stored), of_state(opt_state)
+    batch_bytes = sum(map(_buffers.nbytes, jax.tree.leaves(part)))
     return Plan(
-        params=of_params(stored),
+        params=param_bytes,
         masters=masters,
-        optimizer=of_state(opt_state) - masters,
-        batch=sum(map(_buffers.nbytes, jax.tree.leaves(part))),
+        optimizer=state_bytes - masters,
+        batch=batch_bytes,
         gradients=sum(split_grads) + sums,
         activations=used and used.kept,
         temporaries=used and max(used.scratch - used.kept, 0),
         saved=used and used.saved,
-        peak=kept + sums + (used.peak if used else sum(split_grads)),
+        peak=param_bytes + state_bytes + batch_bytes + sums + (used.peak if used else sum(split_grads)),
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(_scales.partition(shapes)[1])),
         num_devices=1 if mesh is None else mesh.size,
     )

@@ -49,9 +49,7 @@ def over_tree(
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)
 
     unmet = None
-    if (
-        len({backends.varying_axes(x) for x in filled}) > 1
-    ):  # leaves share the branches of a kernel, which have one type
+    if len({backends.varying_axes(x) for x in filled}) > 1:  # they share the branches of a kernel, which have one type
         unmet = "leaves differ in the axes over which jax.shard_map checks that they vary (pass check_vma=False)"
     result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet)
     found = iter(result.leaves)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
@@ -55,10 +55,8 @@ class World(NamedTuple):
       shard: places a batch.
       copies: what each device holds of a state.
       names: of the leaves that gradients have, in order.
-      shapes: of each leaf of gradients, as one device has it.
       limits: the largest finite number of each gradient's dtype.
       has_scale: whether there is a dynamic loss scale.
-      compiled: how many programs there are by now.
     """
 
     step: Callable[..., Any]
@@ -66,10 +64,8 @@ class World(NamedTuple):
     shard: Callable[[Any], Any]
     copies: Callable[[Any], list[Any]]
     names: list[str]
-    shapes: list[tuple[int, ...]]
     limits: list[float]
     has_scale: bool
-    compiled: Callable[[], int]
 
 
 def _params(in_fp8: bool) -> dict[str, Any]:
@@ -140,14 +136,7 @@ def make_world(regime_name: str, precision: str) -> World:
         compiled = jax.jit(
             jax.shard_map(body, mesh=MESH, in_specs=(specs, P(regimes.AXIS)), out_specs=(specs, P()), check_vma=True)
         )
-        flat = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-        treedef = jax.tree.structure(state)
-        placed = treedef.unflatten(
-            [
-                jax.device_put(x, jax.sharding.NamedSharding(MESH, s))
-                for x, s in zip(jax.tree.leaves(state), flat, strict=True)
-            ]
-        )
+        placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(MESH, s), specs))
     else:
         assert regime is not None
         compiled, placed = regime.compile(step), regime.place(state)
@@ -159,10 +148,8 @@ def make_world(regime_name: str, precision: str) -> World:
         regime.shard,
         regime.copies,
         paths,
-        [x.shape for x in grads],
         [float(jnp.finfo(x.dtype).max) for x in grads],
         scale is not None,
-        regimes.compile_events,
     )
 
 
@@ -274,7 +261,7 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
     """Injects `count` faults into one world; the number of each kind. Raises at the first wrong state."""
     world = make_world(regime_name, precision)
     rng = np.random.default_rng(seed)
-    state, done, events = world.state, collections.Counter(), world.compiled()
+    state, done, events = world.state, collections.Counter(), regimes.compile_events()
     state = first = jax.block_until_ready(world.step(state, world.shard(batch_of(rng, None, world.limits))))
     for i in range(count):
         fault = Fault(

@@ -289,14 +289,12 @@ def test_meshes_with_explicit_axes():
 
 def test_zeros_are_counted_once_and_padding_never():
     """Exact: the gradient of a weight that meets a zero input is zero, on every device."""
-    tx = optimizer(axis_name="fsdp", replicated=LAYOUT.whole)
     grads = jax.tree.map(lambda p: jnp.where(p > 0, 1.0, 0.0), PARAMS)
 
     def count(grads):
         tx_count = jaxmp.count_zeros(axis_name="fsdp", replicated=LAYOUT.whole, padding=LAYOUT.padding)
         return tx_count.update(grads, tx_count.init(grads))[1].zero_grads
 
-    del tx
     spread = jax.shard_map(count, mesh=LAYOUT.mesh, in_specs=(LAYOUT.specs,), out_specs=P())
     expected = sum(float(np.sum(np.asarray(g) == 0)) for g in grads.values())
     assert_bitwise(jax.jit(spread)(fsdp.pad(grads, LAYOUT)), np.float32(expected))

@@ -228,7 +228,7 @@ def test_replaced_matmuls_are_differentiated_and_known_by_path_and_param(model):
         helpers.assert_close((loss, grads), expected, rtol=1e-5, atol=1e-7)
     first = "layers" if isinstance(model, Stack) else "first"
     found = {site.path: site.origins[1] for site in sites.values()}
-    assert found == {path: f"{path}/kernel" for path in (f"{first}/Dense_0", f"{first}/Dense_1", "Dense_0")}
+    assert found == {path: f"0/{path}/kernel" for path in (f"{first}/Dense_0", f"{first}/Dense_1", "Dense_0")}
 
 
 def test_the_same_site_has_the_same_key_in_every_trace():

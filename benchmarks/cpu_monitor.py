@@ -1,0 +1,138 @@
+"""What it costs to watch a training step on CPU: the model of examples/train.py in float16, side by side.
+
+Three programs take turns in one process, ten steps each, in another order in each round: the step as it is; with
+`step_stats` of gradients and params at one step of ten; and with `watch_activations` as well. Ratios are taken within a
+round; medians stand in the table. Watched steps must end in the same bits, and the compiled program with `when=False`
+must be that without a monitor.
+
+    python benchmarks/cpu_monitor.py            measure, write the results and the table in README.md
+    python benchmarks/cpu_monitor.py --table    only the table, from the results that are there
+
+Exit status 1 if a target is missed: statistics at most 1.03 of the step as it is.
+"""
+
+import os
+import re
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import train
+from cpu import PACKAGES
+from tables import HERE, holds, markdown, run, versions
+
+import jaxmp
+
+RESULTS = HERE / "results" / "cpu_monitor.json"
+MARKERS = "<!-- cpu_monitor: written by cpu_monitor.py -->", "<!-- cpu_monitor: end -->"
+ROUNDS, EVERY, TARGET = 40, 10, 1.03
+PLAIN, STATS, ALL = "as it is", "step_stats", "step_stats and watch_activations"
+
+
+def program(cfg: train.Config, kind: str, every: int = EVERY) -> Any:
+    """`step(state, i, tokens) -> (state, loss, stats)`, and the state it starts from."""
+    policy = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
+    model = train.Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
+    tx = jaxmp.mixed_precision(train.optimizer_of(cfg, small_state=False), policy, loss_scale=2.0**10)
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        return train.next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
+
+    def step(state: jaxmp.linen.TrainState, i: jax.Array, tokens: jax.Array) -> Any:
+        when, stats, activations = (every > 0) and i % every == 0, None, None
+        if kind == ALL:
+            watched = jaxmp.monitor.watch_activations(loss_fn, when=when)
+            aux_grad = jaxmp.value_and_grad(watched, has_aux=True)
+            (loss, activations), grads = aux_grad(state.params, tokens, opt_state=state.opt_state)
+        else:
+            loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
+        if kind != PLAIN:
+            stats = jaxmp.monitor.step_stats(grads, state.opt_state, state.params, when=when, activations=activations)
+        return state.apply_gradients(grads=grads), loss, stats
+
+    params = model.init(jax.random.key(cfg.seed), jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]
+    return step, jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
+
+
+def instructions(step: Any, *shapes: Any) -> list[str]:
+    """A compiled program's instructions, without the places in the source that they come from."""
+    text = jax.jit(step).lower(*shapes).compile().as_text()
+    return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
+
+
+def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
+    """The rows of the table, and what of the targets is missed."""
+    text, _ = train.load_text()
+    tokens = [jnp.asarray(train.sample(text, cfg, i)) for i in range(EVERY)]
+    kinds, compiled, states, seconds_to_compile = (PLAIN, STATS, ALL), {}, {}, {}
+    for kind in kinds:
+        step, states[kind] = program(cfg, kind)
+        before = time.perf_counter()
+        compiled[kind] = jax.jit(step, donate_argnums=0).lower(states[kind], 0, tokens[0]).compile()
+        seconds_to_compile[kind] = time.perf_counter() - before
+    rng, seconds = np.random.default_rng(0), np.zeros((rounds, len(kinds)))
+    for r in range(-2, rounds):  # the first two warm up
+        for k in rng.permutation(len(kinds)):
+            before, state = time.perf_counter(), states[kinds[k]]
+            for i in range(EVERY):
+                state, loss, _ = compiled[kinds[k]](state, i, tokens[i])
+            jax.block_until_ready(loss)
+            states[kinds[k]] = state
+            if r >= 0:
+                seconds[r, k] = (time.perf_counter() - before) / EVERY
+    rows, missed = [], []
+    for k, kind in enumerate(kinds):
+        ends = states[kind], states[PLAIN]
+        same = all(
+            np.asarray(a).tobytes() == np.asarray(b).tobytes()
+            for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in ends), strict=True)
+        )
+        ratio = float(np.median(seconds[:, k] / seconds[:, 0]))
+        row = {
+            "program": kind,
+            "step_ms": round(1e3 * float(np.median(seconds[:, k])), 2),
+            "of_plain": round(ratio, 4),
+            "compile_s": round(seconds_to_compile[kind], 2),
+            "same_bits": same,
+            "missed": ([] if ratio <= TARGET or kind == ALL else [f"{kind}: a step of {ratio:.3f}, over {TARGET}"])
+            + ([] if same else [f"{kind}: other params after {rounds + 2} rounds"]),
+        }
+        rows.append(row)
+    step, state = program(cfg, PLAIN)
+    plain = instructions(step, state, 0, tokens[0])
+    for kind in (STATS, ALL):
+        step, state = program(cfg, kind, every=0)
+        if instructions(step, state, 0, tokens[0]) != plain:
+            missed.append(f"{kind} with when=False: another program than without")
+    return {"rows": rows, "off_is_the_same_program": not missed, "missed": missed}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The rows as markdown."""
+    cells = [["watched, every 10 steps", "step, ms", "of as it is", "compile s", "same bits", f"target {TARGET}"]]
+    for row in results["rows"]:
+        numbers = [f"{row['step_ms']:.1f}", f"{row['of_plain']:.3f}", f"{row['compile_s']:.1f}"]
+        has_target = row["program"] == STATS
+        cells.append([row["program"], *numbers, "yes" if row["same_bits"] else "no", holds(row, has_target=has_target)])
+    return markdown(cells)
+
+
+def results() -> dict[str, Any]:
+    """Measures at the sizes of the example."""
+    before, found = os.getloadavg()[0], measure(train.Config())
+    return {
+        "command": "python benchmarks/cpu_monitor.py",
+        "device": f"CPU, {os.cpu_count()} cores, load {before:.1f} to {os.getloadavg()[0]:.1f}",
+        "versions": versions(PACKAGES, "make bench"),
+        **found,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__, RESULTS, MARKERS, table, results))
