@@ -16,7 +16,7 @@ TOPICS = (
     ("step", "The training step", ("transform", "grads", "policy", "reduce", "sync", "_sharding_of")),
     ("scaling", "Loss scales", ("scaling", "shared", "grad_scaler")),
     ("state", "State and metrics", ("state", "_states", "unscale", "master")),
-    ("autocast", "Autocast", ("_autocast", "_explain", "_fp16_methods")),
+    ("autocast", "Autocast and policies by measure", ("_autocast", "_explain", "_fp16_methods", "_suggest")),
     ("optimizers", "Optimizers", ("fused", "clip", "compress", "masterless", "ema", "_convert")),
     ("numerics", "Numerical safety", ("probe", "_softmax", "_scale_gradient")),
     ("more", "More", ()),
