@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import pathlib
 import re
 import sys
@@ -126,3 +127,14 @@ def test_tests_that_the_comparison_names_exist(row):
     assert named
     for file, test in named:
         assert f"\ndef {test}(" in (ROOT / "tests" / f"{file}.py").read_text(), (file, test)
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
+def test_lists_are_lists_for_the_site_too(page):
+    """Python-Markdown wants an empty line before a list, and four spaces before a paragraph that belongs to an item."""
+    text = re.sub(r"^```.*?^```$|\A---\n.*?^---$", "\n", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    item = re.compile(r"([-*]|\d+\.) ")
+    for before, line in itertools.pairwise(text.splitlines()):
+        starts = item.match(line) and before.strip() and not item.match(before) and not before.startswith(" ")
+        assert not starts, f"a list without an empty line before it: {line}"
+        assert before.strip() or not re.match(r" {1,3}\S", line), f"less than four spaces: {line}"
