@@ -261,7 +261,7 @@ def render(results: dict[str, Any]) -> str:
 
 def cell(row: dict[str, Any]) -> str:
     """Decibels, and what was lost."""
-    return "overflows" if row["worst_db"] == -300 else f"{row['worst_db']:.1f} dB, {row['most_lost']:.0%} lost"
+    return "overflows" if row["worst_db"] == -300 else f"{row['worst_db']:.1f} dB ({row['most_lost']:.0%})"
 
 
 if __name__ == "__main__":

@@ -64,7 +64,30 @@ def results() -> str:
         made_by = found.get("command", "")
         on = found.get("device") or found.get("devices") or ""
         lines.append(f"| [{path.name}](../../benchmarks/results/{path.name}) | {on} | {with_} | {made_by} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *losses()]) + "\n"
+
+
+def losses() -> list[str]:
+    """Held-out losses of the stored runs over seeds, each policy beside the one that it is held against."""
+    lines = []
+    for name in ("parity", "parity_8bit"):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        lines += [
+            f"## Loss: {', '.join(found['config']['policies'])}",
+            "",
+            f"Held-out loss in nats per byte after {found['config']['steps']} steps of the transformer of "
+            f"[examples/train.py](../../examples/train.py), {found['seeds']} seeds on {found['devices']}, "
+            f"mean ± deviation over seeds: `{found['command']}`.",
+            "",
+            "| policy | loss | against | gap | skipped steps |",
+            "|---|---|---|---|---|",
+        ]
+        for policy, row in found["summary"].items():
+            gap = "" if policy == row["baseline"] else f"{row['mean_gap']:+.4f} ± {row['std_of_gaps']:.4f}"
+            loss = f"{row['mean']:.4f} ± {row['std']:.4f}"
+            lines.append(f"| {policy} | {loss} | {row['baseline']} | {gap} | {row['skipped_steps']} |")
+        lines.append("")
+    return lines
 
 
 def script(path: Path) -> str:
