@@ -71,7 +71,7 @@ def watch_activations(
 
         def assemble() -> TensorStats:
             seen = [_over_iterations(found[path]) for path in tensors]
-            return _tensor_stats.assemble(tensors, seen, axis_name)
+            return _tensor_stats.assemble(tensors, seen, histogram, axis_name)
 
         return out, _tensor_stats.sampled(assemble, when)
 
@@ -86,6 +86,6 @@ def _is_wanted(filter: Any) -> Callable[[str], bool] | None:
 
 
 def _over_iterations(seen: Seen) -> Seen:
-    shares, extremes = seen
-    shares = jnp.mean(shares.reshape(-1, shares.shape[-1]), axis=0)
-    return shares, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)
+    ranks, extremes = seen
+    ranks = jnp.sum(ranks.reshape(-1, ranks.shape[-1]), axis=0, dtype=ranks.dtype)
+    return ranks, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)

@@ -36,7 +36,7 @@ LOWEST, HIGHEST = -48, 23  # the octaves of the histogram, by their exponent; wh
 _SMALL = 2**20  # values of a tensor that may be copied to be looked at together with others
 
 T = TypeVar("T")
-Seen = tuple[Float[Array, "shares"], Int[Array, "2"]]  # what `of_leaf` sees
+Seen = tuple[Int[Array, "ranks"], Int[Array, "2"]]  # what `of_leaf` sees
 
 
 @functools.partial(
@@ -170,19 +170,22 @@ def measure(
     with jax.named_scope("jaxmp.tensor_stats"):
         leaves = dict(float_leaves(tree))
         seen = _of_leaves(list(leaves.values()), scale, histogram)
-        return assemble({path: (x.dtype, x.size) for path, x in leaves.items()}, seen, axis_name)
+        return assemble({path: (x.dtype, x.size) for path, x in leaves.items()}, seen, histogram, axis_name)
 
 
-def assemble(tensors: Mapping[str, tuple[Any, int]], seen: list[Seen], axis_name: sync.AxisName) -> TensorStats:
+def assemble(
+    tensors: Mapping[str, tuple[Any, int]], seen: list[Seen], histogram: bool, axis_name: sync.AxisName
+) -> TensorStats:
     """The statistics of several tensors, common to all devices, from what each device saw of each.
 
     Args:
       tensors: path -> (dtype, number of values).
       seen: of each, in this order, what `of_leaf` gave.
-      axis_name: as for `tensor_stats`.
+      histogram, axis_name: as for `tensor_stats`.
     """
     axes = sync.bound_axes(axis_name)
-    shares = jnp.stack([s for s, _ in seen]) if seen else jnp.zeros((0, 2 + 3 * len(FORMATS)), jnp.float32)
+    ranks = jnp.stack([r for r, _ in seen]) if seen else jnp.zeros((0, len(_edges(histogram)) + 1), jnp.uint32)
+    shares = _shares(ranks, histogram)
     extremes = jnp.stack([e for _, e in seen]) if seen else jnp.zeros((0, 2), jnp.int32)
     if axes and seen:
         shares = sync.sum_over(shares, axes) / lax.psum(1, axes)
@@ -247,55 +250,67 @@ def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[Seen]:
         if len(members) == 1:
             found[members[0]] = look(leaves[members[0]])
         else:
-            shares, extremes = lax.map(look, jnp.stack([leaves[i] for i in members]))
-            found |= {i: (shares[k], extremes[k]) for k, i in enumerate(members)}
+            ranks, extremes = lax.map(look, jnp.stack([leaves[i] for i in members]))
+            found |= {i: (ranks[k], extremes[k]) for k, i in enumerate(members)}
     return [found[i] for i in range(len(leaves))]
 
 
 def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> Seen:
-    """All shares, in the order of the fields; and two extremes, of which devices take the MAX.
+    """How many values of `x` have each rank; and two extremes, of which devices take the MAX.
 
     These are bits: of the largest finite magnitude, and infinity less those of the smallest one above zero (0 if there
     is none).
     """
     x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) * scale
     m = _bits.to_bits(x).ravel() & np.int32(0x7FFFFFFF)
-    edges = _edges(histogram)
-    count = lax.platform_dependent(
-        m, cpu=lambda m: _count_by_scatter(m, histogram), default=lambda m: _count_by_comparison(m, histogram)
+    ranks = lax.platform_dependent(
+        m, cpu=lambda m: _ranks_by_scatter(m, histogram), default=lambda m: _ranks_by_comparison(m, histogram)
     )
-    at_least = dict(zip(edges, count, strict=True))
-    infinity = int(_bits.INFINITY)
-    limits = [_limits(f) for f in FORMATS]
-    counts = [np.uint32(x.size) - at_least[1], at_least[infinity]]
-    counts += [at_least[over] - at_least[infinity] for _, _, over in limits]
-    counts += [at_least[1] - at_least[under] for under, _, _ in limits]
-    counts += [at_least[under] - at_least[normal] for under, normal, _ in limits]
-    if histogram:  # the first octave begins above zero, the last ends below infinity
-        starts = [at_least[e] for e in (1, *_octave_edges(), infinity)]
-        counts += [a - b for a, b in itertools.pairwise(starts)]
     largest = jnp.max(jnp.where(m < _bits.INFINITY, m, 0))
     smallest = jnp.min(jnp.where((m > 0) & (m < _bits.INFINITY), m, _bits.INFINITY))
-    none = smallest == _bits.INFINITY
-    extremes = jnp.stack([largest, jnp.where(none, 0, _bits.INFINITY - smallest)])
-    return jnp.stack(counts).astype(jnp.float32) / np.float32(x.size), extremes
+    return ranks, jnp.stack([largest, _bits.INFINITY - smallest])
 
 
-def _count_by_comparison(m: Int[Array, "size"], histogram: bool) -> Array:
-    """How many of `m` are at or beyond each edge: reductions side by side, as GPUs like it."""
-    return jnp.sum(m[None] >= np.array(_edges(histogram), np.int32)[:, None], axis=1, dtype=jnp.uint32)
+def _ranks_by_comparison(m: Int[Array, "size"], histogram: bool) -> Array:
+    """The number of values of each rank, from counts beyond each edge: reductions side by side, as GPUs like it."""
+    edges = np.array([0, *_edges(histogram)], np.int32)
+    at_least = jnp.sum(m[None] >= edges[:, None], axis=1, dtype=jnp.uint32)
+    return at_least - jnp.concatenate([at_least[1:], jnp.zeros((1,), jnp.uint32)])
 
 
-def _count_by_scatter(m: Int[Array, "size"], histogram: bool) -> Array:
-    """The same from a histogram of ranks: many times as fast on CPUs, which do not vectorize the other."""
+def _ranks_by_scatter(m: Int[Array, "size"], histogram: bool) -> Array:
+    """The same by a scatter: many times as fast on CPUs, which do not vectorize the other."""
     edges, octaves = _edges(histogram), _octave_edges() if histogram else []
     rank = jnp.zeros_like(m)
     if octaves:  # their edges are the exponents themselves
         rank = jnp.clip((m >> 23) - (LOWEST + 127), 0, len(octaves))
     for edge in sorted(set(edges) - set(octaves)):
         rank += m >= np.int32(edge)
-    bins = jnp.zeros((len(edges) + 1,), jnp.uint32).at[rank].add(np.uint32(1), mode="promise_in_bounds")
-    return jnp.cumsum(bins[::-1], dtype=jnp.uint32)[::-1][1:]  # those of rank > k are at or beyond edge k
+    return jnp.zeros((len(edges) + 1,), jnp.uint32).at[rank].add(np.uint32(1), mode="promise_in_bounds")
+
+
+def _shares(ranks: Array, histogram: bool) -> Float[Array, "n shares"]:
+    """Of each tensor all shares, in the order of the fields, from the numbers of its values of each rank."""
+    at_least = jnp.flip(jnp.cumsum(jnp.flip(ranks, axis=1), axis=1, dtype=jnp.uint32), axis=1)  # rank 0: all
+    at_least = jnp.pad(at_least, ((0, 0), (0, 1)))  # nothing is beyond the last
+    low, high = _bounds(histogram)
+    return (at_least[:, low] - at_least[:, high]).astype(jnp.float32) / at_least[:, :1].astype(jnp.float32)
+
+
+@functools.cache
+def _bounds(histogram: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The ranks from which and below which the values of each share lie, in the order of the fields."""
+    edges = _edges(histogram)
+    infinity, limits = int(_bits.INFINITY), [_limits(f) for f in FORMATS]
+    between: list[tuple[int, int]] = [(over, infinity) for _, _, over in limits]
+    between += [(1, under) for under, _, _ in limits]
+    between += [(under, normal) for under, normal, _ in limits]
+    if histogram:  # the first octave begins above zero, the last ends below infinity
+        between += itertools.pairwise((1, *_octave_edges(), infinity))
+    ranks = [(edges.index(a) + 1, edges.index(b) + 1) for a, b in between]
+    zeros, nonfinite = (0, edges.index(1) + 1), (edges.index(infinity) + 1, len(edges) + 1)
+    low, high = zip(zeros, nonfinite, *ranks, strict=True)
+    return np.array(low), np.array(high)
 
 
 @functools.cache
