@@ -2,8 +2,9 @@
 # environment it runs in. No environment has to be active.
 #
 #   make train      train the example on this machine: loss curves in fp32, bf16 and fp16
-#   make test       lint, types, tests, doctests and notebooks
+#   make test       lint, types, tests, doctests, notebooks and the documentation
 #   make lint       the first of these: ruff, import layers, pyright
+#   make docs       the last of these: build/docs/index.html, with warnings as errors
 #   make parity     the long comparison: several seeds
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
@@ -20,6 +21,7 @@
 #   JOBS          processes that pytest runs in                   (2)
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
+#   DOCS=0        leave the documentation out of `make test`
 PYTHON ?=
 VENV ?= .venv
 VENV_H100 ?= .venv-h100
@@ -29,12 +31,13 @@ ARGS ?=
 JOBS ?= 2
 LINT ?= 1
 NOTEBOOKS ?= 1
+DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks campaign faults bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs campaign faults bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,14p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,15p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -65,7 +68,7 @@ train: $(STAMP)/examples
 parity: $(STAMP)/examples
 	$(VENV)/bin/python examples/parity.py $(ARGS)
 
-test: $(if $(filter-out 0,$(LINT)),lint) pytest $(if $(filter-out 0,$(NOTEBOOKS)),notebooks)
+test: $(if $(filter-out 0,$(LINT)),lint) pytest $(if $(filter-out 0,$(NOTEBOOKS)),notebooks) $(if $(filter-out 0,$(DOCS)),docs)
 
 lint: $(STAMP)/dev
 	$(VENV)/bin/ruff check .
@@ -85,6 +88,10 @@ faults: $(STAMP)/dev
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev
 	$(if $(NOTEBOOK_FILES),$(VENV)/bin/python -m pytest -n $(JOBS) --nbmake $(NOTEBOOK_FILES),@echo 'no notebooks in examples/')
+
+# The switch silences a notice of mkdocs-material about the tool that is to follow it.
+docs: $(STAMP)/dev
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 bench: $(STAMP)/examples
 	status=0; for name in cpu cpu_autocast cpu_monitor; do $(VENV)/bin/python benchmarks/$$name.py $(ARGS) || status=1; done; exit $$status

@@ -24,16 +24,17 @@ def markdown(cells: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
-def write_between(begin: str, end: str, text: str) -> None:
-    """Replaces what stands between two markers in README.md."""
-    before, rest = README.read_text().split(begin)
-    README.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
+def write_between(begin: str, end: str, text: str, page: Path | None = None) -> None:
+    """Replaces what stands between two markers in README.md, or in another page."""
+    page = page or README
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
-def write_readme(markers: tuple[str, str], tables: str, results: dict[str, Any]) -> None:
-    """Puts tables, and what they were measured with, between their markers in README.md."""
+def write_readme(markers: tuple[str, str], tables: str, results: dict[str, Any], page: Path | None = None) -> None:
+    """Puts tables, and what they were measured with, between their markers in README.md, or in another page."""
     found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    write_between(*markers, f"{tables}\n\n{results['device']}; {found}.")
+    write_between(*markers, f"{tables}\n\n{results['device']}; {found}.", page)
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -49,6 +50,7 @@ def run(
     markers: tuple[str, str],
     render: Callable[[dict[str, Any]], str],
     measure: Callable[[], dict[str, Any]],
+    page: Path | None = None,
 ) -> int:
     """What a script does as a program: measures, writes the results and README.md's tables; or the tables alone.
 
@@ -58,18 +60,19 @@ def run(
       markers: of the tables in README.md.
       render: results to markdown.
       measure: makes the results.
+      page: where the markers are; None: README.md.
 
     Returns:
       The exit status: 1 if a target is missed.
     """
     if parse_arguments(description).table:
         results = json.loads(path.read_text())
-        write_readme(markers, render(results), results)
+        write_readme(markers, render(results), results, page)
         return 0
     results = measure()
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(markers, render(results), results)
+    write_readme(markers, render(results), results, page)
     print(render(results), *results.get("missed", ()), sep="\n")
     rows = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
     return 1 if results.get("missed") or any(row.get("missed") for row in rows) else 0

@@ -14,6 +14,11 @@ class Measured(NamedTuple):
       limit: what it may take.
       pool: what it has taken from the device.
       fragmentation: of what is free in the pool, the part that is not in its largest block: 0 is best.
+
+    Example:
+      >>> found = Measured(in_use=2**20, peak=2**21, limit=2**30, pool=2**22, fragmentation=0.0)
+      >>> found.peak / found.limit
+      0.001953125
     """
 
     in_use: int

@@ -39,7 +39,19 @@ MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
 
 
 class FallbackWarning(UserWarning):
-    """A matmul that was asked for in fp8 runs in its inputs' own dtype; the message says why."""
+    """A matmul that was asked for in fp8 runs in its inputs' own dtype; the message says why.
+
+    Example:
+      >>> import warnings
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", FallbackWarning)  # no fallback goes unseen
+      ...     x, matmul = jnp.ones((7, 7)), (((1,), (0,)), ((), ()))
+      ...     try:
+      ...         y = dot_general(x, x, matmul, recipe=amax.CurrentScaling())
+      ...     except FallbackWarning as e:
+      ...         "multiple" in str(e)
+      True
+    """
 
 
 _USES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxmp_fp8_uses", default=None)
@@ -67,7 +79,13 @@ def note_use() -> None:
 
 
 class Scales(NamedTuple):
-    """The scale leaves of one layer: float32[] each, as `jaxmp.fp8.is_scale` names them."""
+    """The scale leaves of one layer: float32[] each, as `jaxmp.fp8.is_scale` names them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Scales(lhs=jnp.zeros(()), rhs=jnp.ones(()), grad=jnp.zeros(())).rhs.dtype.name  # log2 of a scale of 2
+      'float32'
+    """
 
     lhs: Array
     rhs: Array

@@ -30,6 +30,10 @@ class Cut:
       shape: of the whole leaf, without padding.
       dim: the dimension that is cut; None: the leaf is whole on every device of the axis.
       padded: its length with padding.
+
+    Example:
+      >>> Cut(PartitionSpec("fsdp"), shape=(6, 3), dim=0, padded=8).padded
+      8
     """
 
     spec: PartitionSpec

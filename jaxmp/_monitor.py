@@ -20,7 +20,15 @@ from jaxmp._step_stats import StepStats
 
 
 class MonitorWarning(UserWarning):
-    """What a rule of `Monitor` found."""
+    """What a rule of `Monitor` found.
+
+    Example:
+      >>> import warnings
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", MonitorWarning)  # in here a run stops at the first finding
+      ...     issubclass(MonitorWarning, UserWarning)
+      True
+    """
 
 
 class Monitor:

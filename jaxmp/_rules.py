@@ -35,6 +35,10 @@ class Finding(NamedTuple):
       step: where it was noticed.
       path: of the tensor, as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" without one.
       message: what was seen, and what to try.
+
+    Example:
+      >>> print(Finding("overflow", 7, "grads/block/kernel", "a tenth of its values would be inf."))
+      step 7: overflow at grads/block/kernel: a tenth of its values would be inf.
     """
 
     kind: str

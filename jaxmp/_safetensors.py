@@ -185,6 +185,13 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
 
     Raises:
       ValueError: a file that is damaged, cut off, or something else.
+
+    Example:
+      >>> import tempfile
+      >>> path = tempfile.mkdtemp() + "/model.safetensors"
+      >>> save_safetensors(path, {"dense": {"kernel": jnp.ones((3, 2))}})
+      >>> {name: x.shape for name, x in read_safetensors(path).items()}
+      {'dense.kernel': (3, 2)}
     """
     library = _extras.load("safetensors", extra="checkpoint")
     if not pathlib.Path(path).is_file():

@@ -27,6 +27,11 @@ class Fp8Stats(NamedTuple):
       amax: path -> float32[...], the largest magnitude in this step, of gradients unscaled; 0 if it was not used.
       scale: path -> float32[...], what it was multiplied by before the cast.
       saturated: path -> bool[...], whether values were beyond the largest of the format.
+
+    Example:
+      >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
+      >>> stats.fp8.amax  # no fp8 layers
+      {}
     """
 
     amax: dict[str, Float[Array, "..."]]
@@ -44,6 +49,11 @@ class StepStats(NamedTuple):
       fp8: of the fp8 tensors with delayed scaling.
       probes: path -> float32[up to 256], some values of each param in float32.
       loss_scale: float32[], the scale that is in `grads`.
+
+    Example:
+      >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
+      >>> sorted(stats.probes), float(stats.loss_scale)
+      (['w'], 1.0)
     """
 
     grads: TensorStats

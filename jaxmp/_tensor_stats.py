@@ -65,6 +65,11 @@ class TensorStats:
       subnormal: float32[n, 4], share of values below the smallest normal number of a format that would not become zero.
       octaves: float32[n, 72], share of values in [2^k, 2^(k+1)) for k = -48 to 23, the outermost taking what lies
         beyond; or float32[n, 0] without histogram.
+
+    Example:
+      >>> stats = tensor_stats({"w": jnp.array([1.0, 0.0])})
+      >>> stats.names, float(stats.amax[0]), float(stats.zeros[0])
+      (('w',), 1.0, 0.5)
     """
 
     names: tuple[str, ...]

@@ -50,6 +50,16 @@ class Restored(NamedTuple):
       params: the model's params.
       opt_state: the optimizer's state; None where no `tx` was given.
       extra: the other trees that were asked for, by name.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, jaxmp, optax
+      >>> tx, params = jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), {"w": jnp.ones(2)}
+      >>> with manager(tempfile.mkdtemp()) as steps:
+      ...     saved = save(steps, 7, params=params, opt_state=tx.init(params))
+      ...     steps.wait_until_finished()
+      ...     restored = restore(steps, None, params=params)
+      >>> restored.step, restored.params["w"].tolist(), restored.opt_state
+      (7, [1.0, 1.0], None)
     """
 
     step: int | None

@@ -198,6 +198,17 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
       opt_state: `optimizer.opt_state`, after the update.
       model: the module.
       before: what `snapshot` returned before the forward pass.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), wrt=nnx.Param)
+      >>> before = snapshot(model)
+      >>> _ = model(jnp.full((4, 2), jnp.inf))
+      >>> optimizer.update(model, jax.tree.map(lambda x: x * jnp.nan, nnx.state(model, nnx.Param)))
+      >>> restore_if_skipped(optimizer.opt_state, model, before)
+      >>> model.mean[...].tolist()
+      [0.0, 0.0]
     """
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)

@@ -323,7 +323,19 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
 
 
 class TrainingStuck(RuntimeError):
-    """A run that skips every step: raised by `check_progress`."""
+    """A run that skips every step: raised by `check_progress`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> _, opt_state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
+      >>> try:
+      ...     check_progress(opt_state, max_consecutive_skips=1)
+      ... except TrainingStuck:
+      ...     "stopped"
+      'stopped'
+    """
 
 
 def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinned_overflows: int | None = None) -> None:

@@ -116,6 +116,10 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
 
     Args:
       needs_gpu: whether a machine without a GPU, on which programs for one can still be compiled, is a reason.
+
+    Example:
+      >>> why_no_kernels() is None or why_no_kernels(needs_gpu=True) is not None  # no more serves without a GPU
+      True
     """
     if jax.__version_info__ < FIRST_JAX:
         return f"kernels need jax >= {'.'.join(map(str, FIRST_JAX))}; this is {jax.__version__}"

@@ -44,7 +44,14 @@ class Rule(Protocol):
 
 
 class AdamW(NamedTuple):
-    """Adam (Kingma and Ba 2015), as `optax.scale_by_adam`; scalars: 1 - b1^t, 1 - b2^t."""
+    """Adam (Kingma and Ba 2015), as `optax.scale_by_adam`; scalars: 1 - b1^t, 1 - b2^t.
+
+    Example:
+      >>> g, zero = jnp.float32(2.0), jnp.float32(0.0)
+      >>> rule = AdamW(b1=0.5, b2=0.75)
+      >>> [float(m) for m in rule.moments(g, (zero, zero))]
+      [1.0, 1.0]
+    """
 
     b1: float = 0.9
     b2: float = 0.999
@@ -69,7 +76,13 @@ class AdamW(NamedTuple):
 
 
 class Lion(NamedTuple):
-    """Lion (Chen et al. 2023), as `optax.scale_by_lion`."""
+    """Lion (Chen et al. 2023), as `optax.scale_by_lion`.
+
+    Example:
+      >>> g, mu = jnp.float32(-2.0), jnp.float32(1.0)
+      >>> float(Lion(b1=0.5).direction(g, (mu,), (), ()))
+      -1.0
+    """
 
     b1: float = 0.9
     b2: float = 0.99
@@ -92,7 +105,13 @@ class Lion(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """SGD with momentum, as `optax.trace`; nesterov: the step looks ahead."""
+    """SGD with momentum, as `optax.trace`; nesterov: the step looks ahead.
+
+    Example:
+      >>> g, old = jnp.float32(1.0), (jnp.float32(2.0),)
+      >>> [float(m) for m in Momentum(decay=0.5).moments(g, old)]
+      [2.0]
+    """
 
     decay: float = 0.9
     nesterov: bool = False
@@ -121,6 +140,11 @@ class Weight(NamedTuple):
       master: float32; or the remainder of a bfloat16 param, int16 or int8.
       moments: as many as the rule has; float32, bfloat16 or `Quantized`.
       decay: weight decay.
+
+    Example:
+      >>> w = Weight(jnp.ones(2, jnp.float16), jnp.zeros(2, jnp.float16), jnp.zeros(2), (jnp.zeros(2),))
+      >>> w.master.dtype.name, w.decay
+      ('float32', 0.0)
     """
 
     grad: Array

@@ -1,0 +1,209 @@
+"""Pages from files that stand outside of docs/, with one source each: the changelog, benchmarks, examples.
+
+benchmarks/README.md becomes a page for each of its sections, beside an overview of benchmarks/results. Scripts and
+notebooks of examples/ are shown as they are, notebooks with the outputs that they were stored with. Links between
+files of the repository are turned into links between pages; a file that is no page is copied.
+"""
+
+import functools
+import json
+import posixpath
+import re
+from pathlib import Path
+
+from markdown.extensions.toc import slugify
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = "benchmarks/README.md"
+MOVED = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/scaling.md": "performance/scaling.md",
+    BENCHMARKS: "performance/index.md",
+}
+WITHOUT_CONTENTS = "---\nhide:\n  - toc\n---\n\n"  # room for wide tables and long lines
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
+
+
+def examples() -> dict[str, str]:
+    """Scripts and notebooks, and their pages."""
+    found = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
+    return {f"examples/{path.name}": f"examples/{path.name.replace('.', '_')}.md" for path in found}
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """The sections of benchmarks/README.md: the page of each, and its text with its heading as the title."""
+    parts = re.split(r"^## (?=.)", (ROOT / BENCHMARKS).read_text(), flags=re.MULTILINE)[1:]
+    return {
+        f"performance/{slugify(part.splitlines()[0], '-')}.md": "# " + part.replace("\n### ", "\n## ") for part in parts
+    }
+
+
+def results() -> str:
+    """The overview: what lies in benchmarks/results, and what it was made by."""
+    lines = [
+        "# Performance",
+        "",
+        "Nothing here is copied by hand: scripts measure or count, store their results as JSON, and write the tables",
+        "from them. Programs that are *compiled for H100* were never run; what was timed on a GPU says so.",
+        "",
+        *(f"- [{text.splitlines()[0][2:]}]({Path(page).name})" for page, text in sections().items()),
+        "- [What a step costs between devices](scaling.md)",
+        "",
+        "| results | on | with | made by |",
+        "|---|---|---|---|",
+    ]
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        found = json.loads(path.read_text())
+        versions = found.get("versions") or found.get("packages") or {}
+        with_ = ", ".join(f"{name} {versions[name]}" for name in ("python", "jax", "optax") if name in versions)
+        made_by = found.get("command", "")
+        on = found.get("device") or found.get("devices") or ""
+        lines.append(f"| [{path.name}](../../benchmarks/results/{path.name}) | {on} | {with_} | {made_by} |")
+    return "\n".join([*lines, "", *losses()]) + "\n"
+
+
+def losses() -> list[str]:
+    """Held-out losses of the stored runs over seeds, each policy beside the one that it is held against."""
+    lines = []
+    for name in ("parity", "parity_8bit"):
+        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        lines += [
+            f"## Loss: {', '.join(found['config']['policies'])}",
+            "",
+            f"Held-out loss in nats per byte after {found['config']['steps']} steps of the transformer of "
+            f"[examples/train.py](../../examples/train.py), {found['seeds']} seeds on {found['devices']}, "
+            f"mean ± deviation over seeds: `{found['command']}`.",
+            "",
+            "| policy | loss | against | gap | skipped steps |",
+            "|---|---|---|---|---|",
+        ]
+        for policy, row in found["summary"].items():
+            gap = "" if policy == row["baseline"] else f"{row['mean_gap']:+.4f} ± {row['std_of_gaps']:.4f}"
+            loss = f"{row['mean']:.4f} ± {row['std']:.4f}"
+            lines.append(f"| {policy} | {loss} | {row['baseline']} | {gap} | {row['skipped_steps']} |")
+        lines.append("")
+    return lines
+
+
+def script(path: Path) -> str:
+    """A page that shows a script."""
+    return f"# examples/{path.name}\n\n```py\n{path.read_text()}```\n"
+
+
+def notebook(path: Path) -> str:
+    """A page that shows a notebook: text, code, and stored outputs. Nothing runs."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```py\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                parts.append(f"![output](data:image/png;base64,{''.join(data['image/png']).strip()})")
+            elif "text" in output or "text/plain" in data:
+                parts.append(f"```text\n{''.join(output.get('text') or data['text/plain']).rstrip()}\n```")
+    return "\n\n".join(parts) + f"\n\nThis is [the notebook]({path.name}), which runs in the tests.\n"
+
+
+@functools.cache
+def anchors() -> dict[str, str]:
+    """Where each heading of benchmarks/README.md has gone."""
+    found = {}
+    for page, text in sections().items():
+        title, *rest = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
+        found[slugify(title, "-")] = page
+        found |= {slugify(heading, "-"): f"{page}#{slugify(heading, '-')}" for heading in rest}
+    return found
+
+
+def source_and_text(uri: str) -> tuple[str, str] | None:
+    """For a page from outside of docs/: its file, and its text before links are turned."""
+    if uri in sections():
+        return BENCHMARKS, sections()[uri]
+    if uri == "performance/index.md":
+        return "docs/performance/index.md", results()
+    found = {page: source for source, page in (MOVED | examples()).items() if source != "README.md"}
+    if uri not in found:
+        return None
+    path = ROOT / found[uri]
+    text = {".py": script, ".ipynb": notebook}.get(path.suffix, Path.read_text)(path)
+    return found[uri], text
+
+
+def generated() -> list[str]:
+    """All pages from outside of docs/."""
+    return [page for source, page in (MOVED | examples()).items() if source != "README.md"] + list(sections())
+
+
+def turned(link: str, source: str, uri: str) -> tuple[str, str | None]:
+    """A link in `source`, as the page `uri` has it; and the file that it needs a copy of."""
+    target, _, anchor = link.partition("#")
+    if "://" in link or link.startswith(("data:", "mailto:")) or (not target and source != BENCHMARKS):
+        return link, None
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target)) if target else source
+    copied = None
+    if path == BENCHMARKS and anchor:
+        found, anchor = anchors()[anchor].partition("#")[::2]
+    elif path in MOVED | examples() and not (uri.startswith("examples/") and path.endswith(".ipynb")):
+        found = (MOVED | examples())[path]
+    elif path.startswith("docs/"):
+        found = path.removeprefix("docs/")
+    else:
+        found = copied = path
+    relative = posixpath.relpath(found, posixpath.dirname(uri) or ".")
+    return f"{relative}#{anchor}" if anchor else relative, copied
+
+
+def turn_links(text: str, source: str, uri: str) -> tuple[str, set[str]]:
+    """A page with its links turned, and the files that it needs copies of."""
+    copies = set()
+
+    def replace(match):
+        link, copied = turned(match[1], source, uri)
+        copies.add(copied)
+        return f"]({link})"
+
+    parts = FENCE.split(text)
+    parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]
+    return "".join(parts), copies - {None}
+
+
+def on_config(config):
+    """Fills the navigation's `Examples` and `Performance`."""
+    lists = {
+        "Examples": [{Path(source).name: page} for source, page in examples().items()],
+        "Performance": ["performance/index.md", *sections(), "performance/scaling.md"],
+    }
+    for entry in config.nav:
+        entry |= {name: pages for name, pages in lists.items() if name in entry}
+    return config
+
+
+def on_files(files, config):
+    """Adds the pages, and copies of what is linked to."""
+    needed = set()
+    for file in files.documentation_pages():
+        if not file.src_uri.startswith("reference/"):
+            needed |= turn_links(file.content_string, f"docs/{file.src_uri}", file.src_uri)[1]
+    for uri in generated():
+        source, text = source_and_text(uri)
+        text, copies = turn_links(text, source, uri)
+        needed |= copies
+        wide = uri.startswith("performance/") or uri.endswith("_py.md")
+        files.append(File.generated(config, uri, content=WITHOUT_CONTENTS * wide + text))
+    for path in sorted(needed):
+        if (ROOT / path).is_file():  # else the link is reported as broken
+            files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Turns the links of pages in docs/ that lead out of it."""
+    if source_and_text(page.file.src_uri) or page.file.src_uri.startswith("reference/"):
+        return markdown
+    return turn_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)[0]

@@ -1,0 +1,60 @@
+"""The reference: pages made from what the packages export (names.py), which mkdocstrings fills from the docstrings."""
+
+import re
+
+from mkdocs.structure.files import File
+from names import namespaces, pages
+
+
+def page_text(title: str, names: list[str]) -> str:
+    """A page as mkdocstrings reads it."""
+    lines = [f"# {title}", ""]
+    if title in namespaces():
+        lines += [
+            f"::: {title}",
+            "    options: {members: false, show_root_heading: false, show_root_toc_entry: false}",
+            "",
+        ]
+    for name in names:
+        lines += [f"::: {name}", ""]
+    return "\n".join(lines)
+
+
+def index_text() -> str:
+    """The list of all names."""
+    lines = [
+        "# Reference",
+        "",
+        "Every public name, with an example that runs in the tests. They are written by their docstrings.",
+        "",
+    ]
+    for page, (title, names) in pages().items():
+        links = ", ".join(f"[`{name.removeprefix(f'{title}.').removeprefix('jaxmp.')}`][{name}]" for name in names)
+        lines += [f"## [{title}]({page}.md)", "", links, ""]
+    return "\n".join(lines)
+
+
+def on_config(config):
+    """Fills the navigation's `Reference`."""
+    listed = ["reference/index.md", *({title: f"reference/{page}.md"} for page, (title, _) in pages().items())]
+    next(entry for entry in config.nav if "Reference" in entry)["Reference"] = listed
+    return config
+
+
+def on_files(files, config):
+    """Adds the pages."""
+    texts = {"index": index_text()} | {page: page_text(*content) for page, content in pages().items()}
+    for page, text in texts.items():
+        files.append(File.generated(config, f"reference/{page}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links `jaxmp.name` in the text of all other pages to its entry, but not in code, headings and links."""
+    if page.file.src_uri.startswith("reference/"):
+        return markdown
+    names = "|".join(re.escape(name) for _, found in pages().values() for name in found)
+    kept = r"(^```.*?^```$|^ {4}[^\n]*$|^#[^\n]*$|\[[^\]]*\]\([^)]*\))"
+    parts = re.split(kept, markdown, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(rf"(?<!\[)`({names})`", r"[`\1`][\1]", part) for part in parts[::2]]
+    return "".join(parts)
