@@ -23,7 +23,7 @@ from jaxmp import _fake_quantize
 from jaxmp._fake_quantize import Grid
 
 FORMATS = ("fp8", "fp16", "bf16")
-TENSORS = ("x", "w", "y", "dy", "dx", "dw")
+TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
 BACKWARD = ("dy", "dx", "dw")
 _EXPONENTS = 256  # float32's exponent field
 _COUNTS = 3  # calls, elements, elements that are not zero
