@@ -25,6 +25,7 @@ from jaxmp._fake_quantize import Grid
 FORMATS = ("fp8", "fp16", "bf16")
 TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
 BACKWARD = ("dy", "dx", "dw")
+CAST_TO_FP8 = ("x", "w", "dy")  # what an fp8 matmul casts; the others come out of one in 16 bits
 _EXPONENTS = 256  # float32's exponent field
 _COUNTS = 3  # calls, elements, elements that are not zero
 SIZE = _COUNTS + 4 * len(FORMATS) + _EXPONENTS

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._suggest import Thresholds, _Decision
+from jaxmp._suggest import _Decision
 from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Subject
 from jaxmp._suggestion import globs
@@ -204,7 +204,7 @@ def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     trial = Trial(subject, params)
 
     def decide(**limits):
-        return _Decision(subject, measured, loss_scale, trial, ("bf16",), Thresholds(**limits)).suggestion()
+        return _Decision(subject, measured, loss_scale, trial, ("bf16",), jaxmp.Thresholds(**limits)).suggestion()
 
     found = decide()
     assert found.formats == {"layer_0": "bf16", "layer_1": "bf16", "": "bf16"} and found.fp8_layers == ()
