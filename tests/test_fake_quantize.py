@@ -56,7 +56,7 @@ def test_loss_scale_shifts_the_range_of_float16():
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_scale_is_that_of_current_scaling(name):
     amaxes = np.asarray([1.0, 447.9, 448.0, 448.1, 57344.0, 57345.0, 3e-20, 0.0, 1e30, np.inf], np.float32)
-    scales = [float(_fake_quantize.scale_of(jnp.asarray([a]), _fake_quantize.grid(name))) for a in amaxes]
+    scales = [float(_fake_quantize.scale_of(jnp.asarray(a), _fake_quantize.grid(name))) for a in amaxes]
     assert scales == CurrentScaling().scale(jnp.asarray(amaxes), backward=name == "e5m2").tolist()
 
 
