@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from helpers import sqnr
 from jaxmp._suggest import _Decision
 from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Subject
@@ -58,7 +59,7 @@ def planted():
         return 1e-5 * jnp.mean((model.apply({"params": params}, x) - y) ** 2)
 
     formats = ("fp8", "fp16")
-    found = jaxmp.suggest_policy(loss_fn, (X, Y), formats, params=params, optimizer=all_but_few(1e-3), steps=2)
+    found = jaxmp.suggest_policy(jax.jit(loss_fn), (X, Y), formats, params=params, optimizer=all_but_few(1e-3), steps=2)
     return params, loss_fn, found
 
 
@@ -114,6 +115,10 @@ def dtypes_of_dots(fn, *args):
     return list(walk(jax.make_jaxpr(fn)(*args).jaxpr))
 
 
+def vector(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
 def test_pasted_code_trains_linen():
     params32, loss_fn, found = planted()
     pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": loss_fn, "optimizer": all_but_few(1e-2)}
@@ -128,6 +133,11 @@ def test_pasted_code_trains_linen():
         loss, grads = jaxmp.value_and_grad(low_loss_fn)(params, X, Y, opt_state=opt_state)
         params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return params, opt_state, loss
+
+    # What was emulated is what happens.
+    exact = jax.jit(jax.grad(loss_fn))(params32, X, Y)
+    low = jax.jit(jax.grad(lambda *args: 2.0**16 * low_loss_fn(*args)))(params32, X, Y)
+    assert abs(sqnr(vector(exact), vector(low) / 2.0**16) - found.mix.gradient_sqnr) < 5
 
     losses = []
     for _ in range(10):
