@@ -24,6 +24,7 @@ from jaxmp._softmax import log_softmax as log_softmax
 from jaxmp._softmax import logsumexp as logsumexp
 from jaxmp._softmax import softmax as softmax
 from jaxmp._softmax import softmax_cross_entropy as softmax_cross_entropy
+from jaxmp._suggest import Thresholds as Thresholds
 from jaxmp._suggest import suggest_policy as suggest_policy
 from jaxmp.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp.clip import count_zeros as count_zeros

@@ -147,19 +147,26 @@ def rounded(x: Float[Array, "..."], by: Grid) -> Float[Array, "..."]:
       [1.099609375, inf]
     """
     wide = x.astype(jnp.float32)
-    scale = scale_of(wide, by)
-    scaled = wide * scale
+    return rounded_under(wide, scale_of(largest_magnitude(wide), by), by).astype(x.dtype)
+
+
+def rounded_under(x: Float[Array, "..."], scale: Float[Array, ""], by: Grid) -> Float[Array, "..."]:
+    """float32 `x`, multiplied by a power of two, rounded, and divided by it."""
+    scaled = x * scale
     on_grid = casting.round_to_grid(jnp.clip(scaled, -by.limit, by.limit), by.smallest_normal, by.step)
     result = jnp.where(jnp.abs(scaled) >= by.overflow, scaled * jnp.inf, on_grid)
-    return (result * casting.inverse_of_power_of_two(scale)).astype(x.dtype)
+    return result * casting.inverse_of_power_of_two(scale)
 
 
-def scale_of(x: Float[Array, "..."], by: Grid) -> Float[Array, ""]:
+def scale_of(largest: Float[Array, ""], by: Grid) -> Float[Array, ""]:
     """What a tensor is multiplied by before it is rounded: float32[], the largest power of two that saturates nothing.
 
     That of `CurrentScaling`, but 2^100 times the format's range for tensors that are still smaller.
+
+    Args:
+      largest: float32[], its largest magnitude.
+      by: the rounding.
     """
-    largest = largest_magnitude(x)
     below = casting.power_of_two_below(largest)
     inverse = casting.inverse_of_power_of_two(jnp.maximum(below, np.float32(2.0**-100)))
     scale = casting.power_of_two_below(jnp.asarray(by.limit)) * inverse  # exact

@@ -21,10 +21,12 @@ from jaxtyping import Array, Float
 
 from jaxmp import _fake_quantize
 from jaxmp._fake_quantize import Grid
+from jaxmp._quantize import largest_magnitude
 
 FORMATS = ("fp8", "fp16", "bf16")
-TENSORS = ("x", "w", "y", "dy", "dx", "dw")
+TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
 BACKWARD = ("dy", "dx", "dw")
+CAST_TO_FP8 = ("x", "w", "dy")  # what an fp8 matmul casts; the others come out of one in 16 bits
 _EXPONENTS = 256  # float32's exponent field
 _COUNTS = 3  # calls, elements, elements that are not zero
 SIZE = _COUNTS + 4 * len(FORMATS) + _EXPONENTS
@@ -55,7 +57,7 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
       backward: whether it is a gradient: e5m2 in place of e4m3.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0)
+    largest = largest_magnitude(x)
     unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)  # squares of tiny numbers would be zero
     signal = jnp.sum((x / unit) ** 2)
     grids = [_fake_quantize.grid(("e5m2" if backward else "e4m3") if f == "fp8" else f) for f in FORMATS]
@@ -63,9 +65,10 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
     by = by._replace(factor=jnp.where(np.array([f == "fp16" for f in FORMATS]) & backward, loss_scale, 1.0))
 
     def of_format(by: Grid) -> Array:
-        rounded = _fake_quantize.rounded(x, by)
+        scale = _fake_quantize.scale_of(largest, by)
+        rounded = _fake_quantize.rounded_under(x, scale, by)
         noise = jnp.sum(((rounded - x) / unit) ** 2)
-        scaled = jnp.abs(x) * _fake_quantize.scale_of(x, by)
+        scaled = jnp.abs(x) * scale
         beyond = jnp.where(jnp.isnan(by.overflow), scaled > by.limit, scaled >= by.overflow)
         lost, small = (rounded == 0) & (x != 0), (scaled < by.smallest_normal) & (x != 0)
         ratio = jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0)

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from jaxmp import _explain, _fake_quantize, _gemm_noise, _paths
 from jaxmp._fake_quantize import Roundings
-from jaxmp._gemm_noise import BACKWARD, FORMATS, TENSORS, Noise
+from jaxmp._gemm_noise import BACKWARD, CAST_TO_FP8, FORMATS, TENSORS, Noise
 from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Gemm, Subject
 from jaxmp._suggestion import Mix, ModuleEvidence, Suggestion, TensorEvidence, globs
@@ -38,6 +38,10 @@ class Thresholds(NamedTuple):
       underflow: by format, the largest share of a tensor (zeros aside) that may become zero.
       mix_sqnr: of the gradient with all modules as proposed. Below it the module that costs most is moved to the
         next wider format, until it holds.
+
+    Example:
+      >>> Thresholds(mix_sqnr=20.0).gradient_sqnr["fp8"]
+      15.0
     """
 
     tensor_sqnr: Mapping[str, float] = {"fp8": 20.0, "fp16": 40.0, "bf16": 40.0}
@@ -191,8 +195,8 @@ class _Decision:
             if name == "fp8" and self.subject.gemms[i].why_not_fp8:
                 return self.subject.gemms[i].why_not_fp8
             for tensor, by_format in self.noises[i].items():
-                if name == "fp8" and tensor in ("dx", "dw"):
-                    continue  # these come out of a matmul in 16 bits
+                if name == "fp8" and tensor not in CAST_TO_FP8:
+                    continue
                 if name not in by_format:
                     return "no gradient comes back to it, so nothing was measured"
                 noise = by_format[name]
@@ -270,5 +274,5 @@ class _Decision:
             TensorEvidence(path, n, tensor, name, noise)
             for path, n, tensor, by_format in found
             for name, noise in by_format.items()
-            if name in self.formats and not (name == "fp8" and tensor in ("dx", "dw"))
+            if name in self.formats and (name != "fp8" or tensor in CAST_TO_FP8)
         ]

@@ -12,6 +12,8 @@ from jaxtyping import Array, PyTree
 from jaxmp import _gemm, _nnx_fp8, _paths, _scales, _tapped, casting, fp8
 from jaxmp.amax import CurrentScaling
 
+_JITTED = type(jax.jit(lambda: None))
+
 
 class Gemm(NamedTuple):
     """A matmul of the model.
@@ -46,6 +48,8 @@ class Subject:
         self.is_nnx = isinstance(model, nnx.Module)
         self._model, self._has_aux = model, has_aux
         self._loss_fn: Any = loss_fn if self.is_nnx else model
+        if isinstance(self._loss_fn, _JITTED):  # what was traced before would not be looked at again
+            self._loss_fn = self._loss_fn.__wrapped__
         if self.is_nnx and loss_fn is None:
             raise ValueError("suggest_policy: an nnx module needs loss_fn=, a function `loss_fn(model, *batch)`")
         if not self.is_nnx and params is None:
@@ -102,14 +106,12 @@ class Subject:
             layers.add(path)
             return False
 
-        jax.eval_shape(self.loss(hook), self.params, self.batch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no layer was turned to fp8
-            if self.is_nnx:
+        with fp8.autocast(CurrentScaling(), filter=note):  # it asks for each layer of linen that could run in fp8
+            jax.eval_shape(self.loss(hook), self.params, self.batch)
+        if self.is_nnx:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that no layer was turned to fp8
                 _nnx_fp8.to_fp8(self._model, CurrentScaling(), filter=note)
-            else:
-                with fp8.autocast(CurrentScaling(), filter=note):
-                    jax.eval_shape(self.loss(lambda site, run, operands: run(*operands)), self.params, self.batch)
         return [self._gemm(sites[key], layers) for key in sorted(sites)]
 
     def _gemm(self, site: _tapped.Site, layers: set[str]) -> Gemm:

@@ -179,6 +179,8 @@ class Suggestion(NamedTuple):
             for line in table
         ]
         least, highest = self.loss_scales
+        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
+        uses_float16 = "fp16" in (self.base, *self.formats.values())
         mix = self.mix
         return "\n".join(
             [
@@ -186,7 +188,7 @@ class Suggestion(NamedTuple):
                 "",
                 f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
                 f"(float32: {mix.reference_loss:.6g})",
-                f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}",
+                *((scale,) if uses_float16 else ()),
                 "",
                 self.code,
             ]
