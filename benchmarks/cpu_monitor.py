@@ -1,14 +1,15 @@
 """What it costs to watch a training step on CPU: the model of examples/train.py in float16, side by side.
 
 Three programs take turns in one process, ten steps each, in another order in each round: the step as it is; with
-`step_stats` of gradients and params at one step of ten; and with `watch_activations` as well. Ratios are taken within a
-round; medians stand in the table. Watched steps must end in the same bits, and the compiled program with `when=False`
+`step_stats` of gradients and params at one step of ten, under a condition in the program; and with `watch_activations`
+as well, in a second program for one step of ten (`when` is a static argument). Ratios are taken within a round; medians
+stand in the table. Watched steps must end in the same bits, and the compiled program with `when=False`
 must be that without a monitor.
 
     python benchmarks/cpu_monitor.py            measure, write the results and the table in README.md
     python benchmarks/cpu_monitor.py --table    only the table, from the results that are there
 
-Exit status 1 if a target is missed: statistics at most 1.03 of the step as it is.
+Exit status 1 if a target is missed: watched steps take at most 1.03 of the step as it is.
 """
 
 import os
@@ -35,8 +36,8 @@ ROUNDS, EVERY, TARGET = 40, 10, 1.03
 PLAIN, STATS, ALL = "as it is", "step_stats", "step_stats and watch_activations"
 
 
-def program(cfg: train.Config, kind: str, every: int = EVERY) -> Any:
-    """`step(state, i, tokens) -> (state, loss, stats)`, and the state it starts from."""
+def program(cfg: train.Config, kind: str, *, off: bool = False) -> Any:
+    """`step(state, i, tokens) -> (state, loss, stats)`, and the state it starts from; `off`: with when=False."""
     policy = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
     model = train.Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
     tx = jaxmp.mixed_precision(train.optimizer_of(cfg, small_state=False), policy, loss_scale=2.0**10)
@@ -45,7 +46,8 @@ def program(cfg: train.Config, kind: str, every: int = EVERY) -> Any:
         return train.next_byte_loss(model.apply({"params": params}, tokens[:, :-1]), tokens)
 
     def step(state: jaxmp.linen.TrainState, i: jax.Array, tokens: jax.Array) -> Any:
-        when, stats, activations = (every > 0) and i % every == 0, None, None
+        stats, activations = None, None
+        when = not off and (kind == ALL or i % EVERY == 0)
         if kind == ALL:
             watched = jaxmp.monitor.watch_activations(loss_fn, when=when)
             aux_grad = jaxmp.value_and_grad(watched, has_aux=True)
@@ -81,7 +83,8 @@ def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
         for k in rng.permutation(len(kinds)):
             before, state = time.perf_counter(), states[kinds[k]]
             for i in range(EVERY):
-                state, loss, _ = compiled[kinds[k]](state, i, tokens[i])
+                kind = PLAIN if kinds[k] == ALL and i % EVERY else kinds[k]
+                state, loss, _ = compiled[kind](state, i, tokens[i])
             jax.block_until_ready(loss)
             states[kinds[k]] = state
             if r >= 0:
@@ -100,14 +103,14 @@ def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
             "of_plain": round(ratio, 4),
             "compile_s": round(seconds_to_compile[kind], 2),
             "same_bits": same,
-            "missed": ([] if ratio <= TARGET or kind == ALL else [f"{kind}: a step of {ratio:.3f}, over {TARGET}"])
+            "missed": ([] if ratio <= TARGET else [f"{kind}: a step of {ratio:.3f}, over {TARGET}"])
             + ([] if same else [f"{kind}: other params after {rounds + 2} rounds"]),
         }
         rows.append(row)
     step, state = program(cfg, PLAIN)
     plain = instructions(step, state, 0, tokens[0])
     for kind in (STATS, ALL):
-        step, state = program(cfg, kind, every=0)
+        step, state = program(cfg, kind, off=True)
         if instructions(step, state, 0, tokens[0]) != plain:
             missed.append(f"{kind} with when=False: another program than without")
     return {"rows": rows, "off_is_the_same_program": not missed, "missed": missed}
@@ -118,7 +121,7 @@ def table(results: dict[str, Any]) -> str:
     cells = [["watched, every 10 steps", "step, ms", "of as it is", "compile s", "same bits", f"target {TARGET}"]]
     for row in results["rows"]:
         numbers = [f"{row['step_ms']:.1f}", f"{row['of_plain']:.3f}", f"{row['compile_s']:.1f}"]
-        has_target = row["program"] == STATS
+        has_target = row["program"] != PLAIN
         cells.append([row["program"], *numbers, "yes" if row["same_bits"] else "no", holds(row, has_target=has_target)])
     return markdown(cells)
 

@@ -25,9 +25,9 @@ def watch_activations(
 ) -> Callable[..., tuple[Any, TensorStats | None]]:
     """`fn`, with statistics of what each module in it returns.
 
-        watched = jaxmp.monitor.watch_activations(loss_fn, when=step % 10 == 0)
+        watched = jaxmp.monitor.watch_activations(loss_fn, when=look)     # look: a static argument of the step
         (loss, activations), grads = jaxmp.value_and_grad(watched, has_aux=True)(params, batch, opt_state=opt_state)
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params, activations=activations, when=step % 10 == 0)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, activations=activations, when=look)
 
     Modules are those of linen, by the path of their params; nnx modules that are arguments of `fn`; and named scopes
     (`with jax.named_scope("attention"):`), which tap any value. The value of a module is the last that is computed in
@@ -38,7 +38,9 @@ def watch_activations(
     Args:
       fn: any function of pytrees; one with auxiliary data returns `((loss, aux), stats)`.
       filter: which modules, by path globs such as `("*attention*",)` or a function of the path; None for all.
-      when: whether to look, as for `tensor_stats`. For Python's False `fn` runs as it is, and None comes back.
+      when: whether to look, as for `tensor_stats`. For Python's False `fn` runs as it is, and None comes back: with a
+        static argument the steps that are not looked at cost nothing. A traced value is a condition in the middle of
+        the forward pass, which keeps XLA from fusing what it fuses otherwise, in every step.
       histogram: whether to keep the octaves.
       axis_name: as for `tensor_stats`.
 
