@@ -105,6 +105,7 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100_fsdp.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
+	$(VENV_H100)/bin/python benchmarks/h100_monitor.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_offload.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/memory.py $(ARGS)
 

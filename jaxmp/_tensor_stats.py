@@ -246,11 +246,14 @@ def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[Seen]:
     for i, x in enumerate(leaves):
         groups.setdefault(jax.typeof(x) if x.size <= _SMALL else i, []).append(i)
     found: dict[int, Seen] = {}
+    done: Any = ()
     for members in groups.values():
+        # One after another, so that XLA does not keep the bits of all of them at once.
+        given, done = lax.optimization_barrier(([leaves[i] for i in members], done))
         if len(members) == 1:
-            found[members[0]] = look(leaves[members[0]])
+            found[members[0]] = done = look(given[0])
         else:
-            ranks, extremes = lax.map(look, jnp.stack([leaves[i] for i in members]))
+            ranks, extremes = done = lax.map(look, jnp.stack(given))
             found |= {i: (ranks[k], extremes[k]) for k, i in enumerate(members)}
     return [found[i] for i in range(len(leaves))]
 
