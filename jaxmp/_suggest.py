@@ -24,7 +24,7 @@ from jaxmp._fake_quantize import Roundings
 from jaxmp._gemm_noise import BACKWARD, CAST_TO_FP8, FORMATS, TENSORS, Noise
 from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Gemm, Subject
-from jaxmp._suggestion import Mix, ModuleEvidence, Suggestion, TensorEvidence, globs
+from jaxmp._suggestion import Mix, ModuleEvidence, Suggestion, TensorEvidence, exceptions, globs
 from jaxmp.policy import get_policy
 
 
@@ -241,14 +241,7 @@ class _Decision:
         """Formats by glob of the flax modules outside of `base`; and the scopes outside of it that are none."""
         runs_in = {path: base if name == "fp8" else name for path, name in chosen.items()}
         named = [path for path in chosen if self.subject.gemms[self.gemms[path][0]].site.module is not None]
-        outside = [path for path in named if runs_in[path] != base]
-        found: dict[str, str] = {}
-        for name in dict.fromkeys(runs_in[path] for path in outside):
-            found |= dict.fromkeys(globs([path for path in outside if runs_in[path] == name], named), name)
-        for path in outside:  # what is said of a module holds for those in it, unless they are named
-            inside = [p for p in named if p != path and p.startswith(f"{path}/" if path else "")]
-            if path in found:
-                found |= {p: runs_in[p] for p in inside if runs_in[p] != runs_in[path] and p not in found}
+        found = exceptions({path: runs_in[path] for path in named}, base)
         return found, tuple(path for path in chosen if path not in named and runs_in[path] != base)
 
     def _kept(self, chosen: dict[str, str], base: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The model that `suggest_policy` measures: its loss as a function of params, and where its matmuls are."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ class Subject:
         self._model, self._has_aux = model, has_aux
         self._loss_fn: Any = loss_fn if self.is_nnx else model
         if isinstance(self._loss_fn, _JITTED):  # what was traced before would not be looked at again
-            self._loss_fn = self._loss_fn.__wrapped__
+            self._loss_fn = inspect.unwrap(self._loss_fn, stop=lambda fn: not isinstance(fn, _JITTED))
         if self.is_nnx and loss_fn is None:
             raise ValueError("suggest_policy: an nnx module needs loss_fn=, a function `loss_fn(model, *batch)`")
         if not self.is_nnx and params is None:

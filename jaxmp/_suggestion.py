@@ -220,3 +220,27 @@ def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[
         else:
             found[f"{path}/*" if below else path] = None
     return tuple(found)
+
+
+def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
+    """For `jaxmp.autocast(modules=)`: formats by path glob of the modules that do not run in `base`.
+
+    What is said of a module holds for all that it calls: so those in it that run in another format are named, too.
+
+    Args:
+      runs_in: the format of each module.
+      base: that of the policy.
+
+    Example:
+      >>> runs_in = {"attn": "fp32", "attn/query": "fp16", "mlp/up": "fp32", "mlp/down": "fp32", "head": "fp16"}
+      >>> exceptions(runs_in, "fp16")
+      {'attn': 'fp32', 'mlp/*': 'fp32', 'attn/query': 'fp16'}
+    """
+    outside = [path for path in runs_in if runs_in[path] != base]
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(runs_in[path] for path in outside):
+        found |= dict.fromkeys(globs([path for path in outside if runs_in[path] == name], list(runs_in)), name)
+    for path in outside:
+        inside = [p for p in runs_in if p != path and p.startswith(f"{path}/" if path else "")]
+        found |= {p: runs_in[p] for p in inside if path in found and runs_in[p] != runs_in[path] and p not in found}
+    return found

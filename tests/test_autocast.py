@@ -614,6 +614,9 @@ def test_modules_have_dtypes_of_their_own_by_path():
     rows = jaxmp.explain_autocast(loss_fn, params, dtype=jnp.float16, modules=modules).rows
     found = {row.module.split("/")[-2]: row.runs_in for row in rows if row.name == "dot_general"}
     assert found == {"low": "float16", "full": "float32", "brain": "bfloat16"}
+    nested = {"full": jnp.float32, "full/Dense_0": jnp.float16}  # the inner name counts in it
+    rows = jaxmp.explain_autocast(loss_fn, params, dtype=jnp.float16, modules=nested).rows
+    assert {row.runs_in for row in rows if row.name == "dot_general"} == {"float16"}
     closed = jax.make_jaxpr(jax.jit(jaxmp.autocast(loss_fn, jnp.float16, modules=modules)))(params)
     dots = [
         e.invars[0].aval.dtype.name
