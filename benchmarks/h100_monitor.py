@@ -4,9 +4,9 @@
     python benchmarks/h100_monitor.py --table    only the table, from the results that are there
 
 Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW; with `step_stats` before it at one step of
-ten, and at every step. A conditional counts as its dearer branch: the step that is looked at. Exit status 1 if a donated
-buffer is not reused or copied, or if a look takes more memory than the bits of the largest tensor. See `h100_aot` for
-what such a count can tell, and what not.
+ten, and at every step. A conditional counts as its dearer branch: the step that is looked at. Exit status 1 if a
+donated buffer is not reused or is copied, or if a look takes more memory than the bits of the largest tensor. See
+`h100_aot` for what such a count can tell, and what not.
 """
 
 import sys
