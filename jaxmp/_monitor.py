@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxmp import _rules
 from jaxmp._rules import Finding
@@ -223,7 +224,7 @@ def _check_update(step: Any, metrics: Any, loss: Any, stats: Any) -> None:
         raise TypeError(f"stats= takes what step_stats returned; got {type(stats).__name__}")
     if len(jax.tree.leaves(loss)) > 1:
         raise TypeError(f"loss= takes the loss alone; got {type(loss).__name__} of {len(jax.tree.leaves(loss))} values")
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((step, dict(metrics), loss, stats))):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((step, dict(metrics), loss, stats))):
         raise TypeError(
             "Monitor.update is for the loop outside of jit; got a traced value. Return metrics, loss and stats from "
             "the step, and call update with what comes back."

@@ -171,10 +171,11 @@ def checked_when(when: Any) -> bool | Bool[Array, ""]:
     """
     if isinstance(when, (bool, np.bool_)) or (isinstance(when, int) and when == 0):
         return bool(when)
+    shaped: Any = when
     if getattr(when, "dtype", None) != np.dtype(bool) or jnp.ndim(when):
-        got = f"{when.dtype}{list(when.shape)}" if hasattr(when, "dtype") else repr(when)
+        got = f"{shaped.dtype}{list(shaped.shape)}" if hasattr(when, "dtype") else repr(when)
         raise TypeError(f"when= must be a bool, one for the step, such as step % 10 == 0; got {got}")
-    return when
+    return shaped
 
 
 def _zeros(like: Any) -> Array:
