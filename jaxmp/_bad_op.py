@@ -33,6 +33,10 @@ class Operand:
       shape: its shape.
       amax: its largest finite magnitude; NaN where there is none.
       finite: whether all of it is finite.
+
+    Example:
+      >>> print(Operand("float16", (2, 3), 6e4, True))
+      float16[2,3], amax 60000
     """
 
     dtype: str
@@ -65,6 +69,12 @@ class BadOp:
       float32_amax: the largest magnitude of the result with operands and result in float32, perhaps inf or NaN; None
         where it was float32 already, or cannot be run so.
       note: what is known beside that.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> found = jaxmp.monitor.first_bad_op(lambda x: jnp.sum(x * x), jnp.full(2, 300.0, jnp.float16))
+      >>> found.primitive, found.dtype, found.first.index, found.float32_amax
+      ('mul', 'float16', (0,), 90000.0)
     """
 
     primitive: str

@@ -52,6 +52,13 @@ class Capture:
       function: the loss function as `module:name`, or "" where it has no such name.
       about: versions, devices, XLA_FLAGS and jax's settings of the run.
       path: the folder.
+
+    Example:
+      >>> import tempfile
+      >>> path = capture(tempfile.mkdtemp(), abs, 2.0, loss_scale=8.0, observed={"loss": 2.0})
+      >>> step = load_capture(path)
+      >>> float(step.args[0]), step.loss_scale, step.observed
+      (2.0, 8.0, {'loss': 2.0})
     """
 
     args: tuple[Any, ...]

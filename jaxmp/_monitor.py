@@ -190,6 +190,7 @@ class Monitor:
     def _of_sample(self, step: int, stats: StepStats, row: dict[str, float]) -> list[Finding]:
         suspicions = [
             *_rules.overflow(step, stats),
+            *_rules.near_overflow(step, stats),
             *_rules.underflow(step, stats, self._limits["lost"]),
             *_rules.saturation(step, stats, row),
         ]
@@ -201,7 +202,7 @@ class Monitor:
 
     def _is_believed(self, suspicion: Finding) -> bool:
         key = (suspicion.kind, suspicion.path)
-        if suspicion.path.startswith("activations/"):
+        if suspicion.kind == "overflow" and suspicion.path.startswith("activations/"):
             return True
         if suspicion.kind == "overflow":  # now and then it is how a dynamic scale finds its value
             return sum(key in s for s in self._suspected) >= self._patience

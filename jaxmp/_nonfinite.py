@@ -29,6 +29,10 @@ class NonFinite:
       value: that element.
       count: how many elements of the leaf are inf or NaN.
       size: how many it has.
+
+    Example:
+      >>> print(NonFinite("dense/kernel", (0, 2), float("inf"), 1, 6))
+      dense/kernel[0, 2] is inf; 1 of 6 values are not finite
     """
 
     path: str

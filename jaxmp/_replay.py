@@ -37,6 +37,10 @@ class Run:
       loss: the loss.
       bad: where the gradients are not finite first, or None.
       digest: of all bits of the loss and the gradients.
+
+    Example:
+      >>> Run(loss=0.5, bad=None, digest="0f").finite
+      True
     """
 
     loss: float
@@ -66,6 +70,13 @@ class Replay:
       float32: whether the step is finite with 16-bit arguments in float32 and a loss scale of 1; None where it was
         finite anyway, or cannot be run so.
       notes: what else is to be known.
+
+    Example:
+      >>> import tempfile
+      >>> path = _capture.capture(tempfile.mkdtemp(), jnp.sum, jnp.ones(2), loss_scale=1.0, observed={"loss": jnp.nan})
+      >>> found = replay(path, jnp.sum)
+      >>> found.verdict, found.clean, [run.loss for run in found.runs]
+      ('transient', True, [2.0, 2.0, 2.0])
     """
 
     verdict: str

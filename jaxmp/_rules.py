@@ -3,13 +3,14 @@
 A rule looks at finished numbers on the host and says nothing most of the time. What it finds it names by the path of
 the tensor, and says what to try. By kind:
 
-    skips        more than 1 % of the last steps skipped, or more and more of them
-    stuck_scale  overflows in a row at the floor of the loss scale: no scale helps
-    loss_jump    the loss stays far above what it was before a skip, or is not finite in a step that was taken
-    overflow     an activation that is not finite; a gradient that is so again and again
-    underflow    most of a float16 gradient is subnormal, or all of it zero while others are not
-    saturation   values of an fp8 tensor beyond its range; a master beyond float16
-    dead_update  values that have gradients and do not move, as bfloat16 params without masters
+    skips          more than 1 % of the last steps skipped, or more and more of them
+    stuck_scale    overflows in a row at the floor of the loss scale: no scale helps
+    loss_jump      the loss stays far above what it was before a skip, or is not finite in a step that was taken
+    overflow       an activation that is not finite; a gradient that is so again and again
+    near_overflow  a float16 activation beyond a fourth of 65504
+    underflow      most of a float16 gradient is subnormal, or all of it zero while others are not
+    saturation     values of an fp8 tensor beyond its range; a master beyond float16
+    dead_update    values that have gradients and do not move, as bfloat16 params without masters
 
 The first three are of every step, the others of the steps that were looked at (`StepStats`): they are suspicions, which
 `Monitor` believes when they come again.
@@ -25,13 +26,15 @@ from jaxmp._step_stats import StepStats
 from jaxmp._tensor_stats import FORMATS
 
 _FP16 = list(FORMATS).index("fp16")
+_LARGEST_FP16 = 65504.0
 
 
 class Finding(NamedTuple):
     """Something that is wrong.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, overflow, underflow, saturation or dead_update.
+      kind: the rule: skips, stuck_scale, loss_jump, overflow, near_overflow, underflow, saturation or
+        dead_update.
       step: where it was noticed.
       path: of the tensor, as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" without one.
       message: what was seen, and what to try.
@@ -154,16 +157,42 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             f"normalize or scale down what comes in.",
         )
         return  # which makes gradients so
-    bad = np.flatnonzero(stats.grads.nonfinite > 0)
+    names, bad = stats.grads.names, np.flatnonzero(stats.grads.nonfinite > 0)
+    if len(bad) > 1 and 2 * len(bad) > len(names):  # one cause
+        yield Finding(
+            "overflow",
+            step,
+            "grads",
+            f"{len(bad)} of {len(names)} gradients are not finite, again and again: the loss is not, or the gradient of "
+            f"a late layer, which reaches all before it. Look at the activations (jaxmp.monitor.watch_activations) or "
+            f"find the operation (jaxmp.monitor.first_bad_op); lower the learning rate.",
+        )
+        return
     for i in bad:
         yield Finding(
             "overflow",
             step,
-            f"grads/{stats.grads.names[i]}",
-            f"{_percent(stats.grads.nonfinite[i])} of it ({stats.grads.dtypes[i]}) is not finite, again and again, as "
-            f"are {len(bad)} of {len(stats.grads.names)} gradients. If all are, look at the activations; if few, "
-            f"these layers' gradients are the largest: clip, or keep them in bfloat16 or float32.",
+            f"grads/{names[i]}",
+            f"{_percent(stats.grads.nonfinite[i])} of it ({stats.grads.dtypes[i]}) is not finite, again and again, and "
+            f"most other gradients are: those of this layer are the largest. Clip them, scale them down "
+            f"(jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
         )
+
+
+def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
+    """float16 activations that come within a factor of four of the largest float16: it takes a spike, no more."""
+    found = stats.activations
+    if found is None:
+        return
+    for i, name in enumerate(found.names):
+        if found.dtypes[i] == "float16" and found.nonfinite[i] == 0 and found.amax[i] > _LARGEST_FP16 / 4:
+            yield Finding(
+                "near_overflow",
+                step,
+                f"activations/{name or '<root>'}",
+                f"it reaches {found.amax[i]:.5g}, and float16 ends at 65504. Normalize or scale down what comes in, or "
+                f"run the module in bfloat16 or float32.",
+            )
 
 
 def underflow(step: int, stats: StepStats, lost: float) -> Iterator[Finding]:

@@ -78,6 +78,19 @@ def test_the_module_that_overflows_is_named_first():
     assert "No loss scale mends a forward pass" in finding.message
 
 
+def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_overflows():
+    stats = jaxmp.monitor.step_stats({}, optax.EmptyState(), {})
+    monitor = Monitor(warn=False)
+    for i in range(3):
+        _, seen = watch_activations(loss_fn, filter=("zebra/*",))(
+            {**PARAMS, "zebra": {**PARAMS["zebra"], "up": {"kernel": jnp.full((4, 8), 5000.0)}}}, jnp.ones((1, 4))
+        )
+        monitor.update(i, {"skipped": 0.0}, stats=stats._replace(activations=seen))
+    found = {(f.kind, f.path) for f in monitor.finish() + monitor.findings}
+    assert ("near_overflow", "activations/zebra/up") in found
+    assert not any(kind == "overflow" for kind, _ in found)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_the_same_bits(accumulate):
     def small(params, x):

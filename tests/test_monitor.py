@@ -165,6 +165,14 @@ def test_a_gradient_that_overflows_again_and_again():
     assert "50% of the last 20 steps" in message and "lower learning rate" in message
 
 
+def test_gradients_that_all_overflow_are_one_finding():
+    def disturb(grads, step):
+        return jax.tree.map(lambda g: g * jnp.where(step % 2 == 1, jnp.inf, 1.0).astype(g.dtype), grads)
+
+    tx, state = start("fp16", loss_scale=8.0)
+    assert found(run(tx, state, steps=10, disturb=disturb)) == {("overflow", "grads")}
+
+
 def test_one_overflow_now_and_then_is_no_finding():
     def disturb(grads, step):
         return jax.tree.map(lambda g: g * jnp.where(step == 20, jnp.inf, 1.0).astype(g.dtype), grads)
