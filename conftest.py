@@ -27,6 +27,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -71,3 +72,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(found) - set(found[first::n])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_in_haste(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For tests marked `in_haste`, which look at what happens and not at last bits: LLVM optimizes nothing."""
+    if request.node.get_closest_marker("in_haste") is None:
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

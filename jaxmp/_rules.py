@@ -163,9 +163,9 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "overflow",
             step,
             "grads",
-            f"{len(bad)} of {len(names)} gradients are not finite, again and again: the loss is not, or the gradient of "
-            f"a late layer, which reaches all before it. Look at the activations (jaxmp.monitor.watch_activations) or "
-            f"find the operation (jaxmp.monitor.first_bad_op); lower the learning rate.",
+            f"{len(bad)} of {len(names)} gradients are not finite, again and again: the loss is not, or the gradient "
+            f"of a late layer, which reaches all before it. Look at the activations (jaxmp.monitor.watch_activations) "
+            f"or find the operation (jaxmp.monitor.first_bad_op); lower the learning rate.",
         )
         return
     for i in bad:

@@ -14,6 +14,8 @@ sys.path.insert(0, str(ROOT / "docs" / "_hooks"))
 
 import names  # noqa: E402
 
+pytestmark = pytest.mark.in_haste
+
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 LINKING = [
     ROOT / "README.md",

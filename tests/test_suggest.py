@@ -17,7 +17,7 @@ from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Subject
 from jaxmp._suggestion import globs
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("suggest")]
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("suggest"), pytest.mark.in_haste]
 
 X, Y = (np.random.default_rng(i).standard_normal((32, 32), np.float32) for i in range(2))
 
