@@ -5,6 +5,7 @@ numbers come out beside the loss, as auxiliary data do: nothing is sent to the h
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ def watch_activations(
     over microbatches, extremes are taken and shares averaged.
 
     Args:
-      fn: any function of pytrees; one with auxiliary data returns `((loss, aux), stats)`.
+      fn: any function of pytrees; one with auxiliary data returns `((loss, aux), stats)`, which a function round it
+        turns into `(loss, (aux, stats))` for `value_and_grad`.
       filter: which modules, by path globs such as `("*attention*",)` or a function of the path; None for all.
       when: whether to look, as for `tensor_stats`. For Python's False `fn` runs as it is, and None comes back: with a
         static argument the steps that are not looked at cost nothing. A traced value is a condition in the middle of
@@ -46,6 +48,9 @@ def watch_activations(
 
     Returns:
       A function of the same arguments that returns `(what fn returns, stats)`, names in the order of computation.
+
+    Raises:
+      TypeError: `fn` is no function, or `when` no bool.
 
     Example:
       >>> import flax.linen as nn, jax
@@ -57,9 +62,13 @@ def watch_activations(
       (('layers_0', 'layers_2'), ('float32', 'float32'))
     """
 
+    if not callable(fn):
+        raise TypeError(f"watch_activations takes the function itself, loss_fn, not what it returns; got {type(fn)}")
+    when = _tensor_stats.checked_when(when)
+
     @functools.wraps(fn)
     def watched(*args: Any, **kwargs: Any) -> tuple[Any, TensorStats | None]:
-        if isinstance(when, (bool, int)) and not when:
+        if when is False:
             return fn(*args, **kwargs), None
         tensors: dict[str, tuple[Any, int]] = {}  # in the order of computation, which dicts that jax makes have not
 
@@ -70,6 +79,10 @@ def watch_activations(
             return _tensor_stats.sampled(lambda: _tensor_stats.of_leaf(x, histogram=histogram), when)
 
         out, found = _tapped.collect(fn, look, _is_wanted(filter))(*args, **kwargs)
+        if filter is not None and not tensors:
+            warnings.warn(
+                f"watch_activations(filter={filter!r}) matches no module; leave it out to see all", stacklevel=2
+            )
 
         def assemble() -> TensorStats:
             seen = [_over_iterations(found[path]) for path in tensors]

@@ -9,10 +9,12 @@ import csv
 import os
 import warnings
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxmp import _rules
 from jaxmp._rules import Finding
@@ -110,7 +112,12 @@ class Monitor:
 
         Returns:
           New findings, mostly none.
+
+        Raises:
+          TypeError: `metrics` is no dict (but a TrainState, say, or an opt_state), `stats` is not from `step_stats`, or
+            the call stands inside of the compiled step.
         """
+        _check_update(step, metrics, loss, stats)
         self._waiting.append((step, (dict(metrics) | ({} if loss is None else {"loss": loss}), stats)))
         found = []
         while len(self._waiting) > self._lag:
@@ -204,6 +211,24 @@ class Monitor:
     def _most_suspect(self) -> str:
         counts = Counter(path for s in self._suspected for kind, path in s if kind == "overflow")
         return counts.most_common(1)[0][0] if counts else ""
+
+
+def _check_update(step: Any, metrics: Any, loss: Any, stats: Any) -> None:
+    """What would otherwise fail two steps later, or once a program is compiled not at all."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"Monitor.update takes (step, metrics), metrics a dict of scalars: jaxmp.get_metrics(opt_state), or "
+            f".metrics of jaxmp's TrainState; got {type(metrics).__name__}"
+        )
+    if stats is not None and not isinstance(stats, StepStats):
+        raise TypeError(f"stats= takes what step_stats returned; got {type(stats).__name__}")
+    if len(jax.tree.leaves(loss)) > 1:
+        raise TypeError(f"loss= takes the loss alone; got {type(loss).__name__} of {len(jax.tree.leaves(loss))} values")
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves((step, dict(metrics), loss, stats))):
+        raise TypeError(
+            "Monitor.update is for the loop outside of jit; got a traced value. Return metrics, loss and stats from "
+            "the step, and call update with what comes back."
+        )
 
 
 def _number(value: Any) -> float:

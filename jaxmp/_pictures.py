@@ -82,6 +82,7 @@ def plot_exponents(
 
     Raises:
       ImportError: matplotlib is not installed.
+      TypeError: `stats` are no statistics of one step, but a `Monitor` or a pair of step and statistics.
       ValueError: no such tensor, or no histogram was kept.
 
     Example:
@@ -91,6 +92,11 @@ def plot_exponents(
       >>> [line.get_label() for line in figure.axes[0].lines]
       ['unscaled', 'times the loss scale, 2^10']
     """
+    if not isinstance(stats, StepStats | TensorStats):
+        raise TypeError(
+            f"plot_exponents takes the statistics of one step, such as monitor.samples[-1][1]; got "
+            f"{type(stats).__name__}"
+        )
     tensors = stats.grads if isinstance(stats, StepStats) else stats
     if loss_scale is None:
         loss_scale = float(stats.loss_scale) if isinstance(stats, StepStats) else 1.0
@@ -202,7 +208,10 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     field, _, name = what.partition("/")
     kinds = ("amax", "smallest", "zeros", "nonfinite") if not name else ("overflow", "underflow", "subnormal")
     if field not in kinds or (name and name not in FORMATS) or of not in ("grads", "params", "activations"):
-        raise ValueError(f"no statistic {what!r} of {of!r}; see the arguments of plot_layers, and {', '.join(FORMATS)}")
+        raise ValueError(
+            f"no statistic {what!r} of {of!r}: what= is amax, smallest, zeros or nonfinite, or overflow, underflow or "
+            f"subnormal with a format ({', '.join(FORMATS)}), as 'underflow/fp16'; of= is grads, params or activations"
+        )
     found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
     if not found:
         raise ValueError(f"no {of} were sampled")

@@ -237,6 +237,12 @@ def dead_update(step: int, stats: StepStats, earlier: StepStats, dead: float) ->
                     if everywhere
                     else ": updates are below half of a unit in the last place. Keep masters (jaxmp.mixed_precision), "
                     "round stochastically (jaxmp.stochastic_round_updates), or raise the learning rate."
+                )
+                + (
+                    f" The loss scale is {float(stats.loss_scale):g}: are the gradients those of jaxmp.value_and_grad "
+                    f"(jax's have no scale in them), clipped inside of mixed_precision?"
+                    if float(stats.loss_scale) > 1
+                    else ""
                 ),
             )
 

@@ -91,6 +91,11 @@ def step_stats(
     Returns:
       `StepStats`, all zero where `when` is not true (`.grads.sampled` says so); or None for `when=False`.
 
+    Raises:
+      TypeError: `when` is no bool, as `step % 10` is not; `activations` is not what `watch_activations` gave beside the
+        function's result.
+      ValueError: an `opt_state` in the place of `grads` or `params`.
+
     Example:
       >>> import jaxmp, optax
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
@@ -101,6 +106,14 @@ def step_stats(
       >>> stats.grads["w"]["nonfinite"], stats.params["w"]["amax"], float(stats.loss_scale)
       (1.0, 1.0, 65536.0)
     """
+    for name, tree in {"grads": grads, "params": params}.items():
+        if states.has_loss_scale(tree):
+            raise ValueError(f"step_stats takes grads, opt_state, params in this order; got an opt_state as {name}")
+    if activations is not None and not isinstance(activations, TensorStats):
+        raise TypeError(
+            f"activations= takes the statistics alone: the second of what a watched function returns; got "
+            f"{type(activations).__name__}"
+        )
     make = functools.partial(_look, grads, opt_state, params, activations, histogram, axis_name)
     return _tensor_stats.sampled(make, when)
 

@@ -152,11 +152,30 @@ def sampled(make: Callable[[], T], when: bool | Bool[Array, ""]) -> T | None:
       Array([0., 0.], dtype=float32)
       >>> sampled(lambda: jnp.ones(2), False)
     """
-    if isinstance(when, (bool, int, np.bool_)):
+    when = checked_when(when)
+    if isinstance(when, bool):
         return make() if when else None
     with jax.named_scope("jaxmp.monitor"):
         like = jax.eval_shape(make)
         return lax.cond(when, make, lambda: jax.tree.map(_zeros, like))
+
+
+def checked_when(when: Any) -> bool | Bool[Array, ""]:
+    """`when` as Python's bool or as an array of one; a number, as of `step % 10` without `== 0`, is refused.
+
+    Python's 0 is let through, which `every and step % every == 0` gives.
+
+    Example:
+      >>> checked_when(np.bool_(True)), checked_when(0)
+      (True, False)
+    """
+    if isinstance(when, (bool, np.bool_)) or (isinstance(when, int) and when == 0):
+        return bool(when)
+    shaped: Any = when
+    if getattr(when, "dtype", None) != np.dtype(bool) or jnp.ndim(when):
+        got = f"{shaped.dtype}{list(shaped.shape)}" if hasattr(when, "dtype") else repr(when)
+        raise TypeError(f"when= must be a bool, one for the step, such as step % 10 == 0; got {got}")
+    return shaped
 
 
 def _zeros(like: Any) -> Array:

@@ -94,7 +94,7 @@ def value_and_grad(
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
             positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch
             out = fun(*(positional[i] for i in range(len(args))), **kwargs)
-            loss, aux = out if has_aux else (out, None)
+            loss, aux = loss_and_aux(out, has_aux)
             return loss, aux, carry
 
         loss, aux, _, grads = scaled_value_and_grad(
@@ -359,6 +359,21 @@ def _warn_of_no_fp8(in_fp8: bool) -> None:
     )
 
 
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """`(loss, aux)` of what the function returned; aux is None without `has_aux`.
+
+    Example:
+      >>> loss_and_aux(1.0, has_aux=False)
+      (1.0, None)
+    """
+    if not has_aux:
+        return out, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"with has_aux=True the function must return (loss, aux); got {got}")
+    return out[0], out[1]
+
+
 def _checked_loss(loss: Any) -> Float[Array, ""]:
     is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | int | float)
     if not is_array or jnp.ndim(loss) != 0 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
@@ -366,6 +381,11 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
         raise TypeError(
             f"the loss must be a float scalar; got {got}. Reduce it with jnp.mean, and return (loss, aux) only with "
             f"has_aux=True."
+            + (
+                " Of ((loss, aux), stats), as watch_activations returns it, make (loss, (aux, stats))."
+                if isinstance(loss, tuple)
+                else ""
+            )
         )
     if jnp.result_type(loss) == jnp.float16:
         warnings.warn(

@@ -75,7 +75,7 @@ def value_and_grad(
             merged = nnx.merge(graphdef, params, rest, copy=True)
             positional = whole | batch
             out = fun(merged, *(positional[i] for i in range(1, len(args) + 1)), **kwargs)
-            loss, aux = out if has_aux else (out, None)
+            loss, aux = grads_lib.loss_and_aux(out, has_aux)
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(

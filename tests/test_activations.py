@@ -179,3 +179,14 @@ def test_parts_of_a_batch_give_the_whole(how):
     assert stats.names == whole.names
     for name in ("amax", "zeros", "nonfinite", "overflow"):
         np.testing.assert_allclose(getattr(stats, name), getattr(whole, name), rtol=2e-3, err_msg=name)
+
+
+def test_a_filter_that_matches_nothing_warns():
+    with pytest.warns(UserWarning, match="matches no module; leave it out to see all"):
+        _, stats = watch_activations(loss_fn, filter=("*dense_of_another_name*",))(PARAMS, X)
+    assert stats is not None and stats.names == ()
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="takes the function itself, loss_fn, not what it returns"):
+        watch_activations(jnp.ones(()))  # pyright: ignore[reportArgumentType]

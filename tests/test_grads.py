@@ -494,6 +494,23 @@ def test_aux_without_has_aux():
         f(jnp.ones(1), opt_state=state_with(1.0))
 
 
+@pytest.mark.parametrize(("out", "got"), [((1.0,), "1 values"), (1.0, "float")], ids=["one", "loss-alone"])
+def test_has_aux_without_aux(out, got):
+    match = rf"with has_aux=True the function must return \(loss, aux\); got {got}"
+    with pytest.raises(TypeError, match=match):
+        jaxmp.value_and_grad(lambda w: out, has_aux=True)(jnp.ones(1), opt_state=state_with(1.0))
+    with pytest.raises(TypeError, match=match):
+        jaxmp.nnx.value_and_grad(lambda m: out, has_aux=True)(
+            nnx.Linear(1, 1, rngs=nnx.Rngs(0)), opt_state=state_with(1.0)
+        )
+
+
+def test_aux_of_a_watched_function_goes_beside_the_statistics():
+    watched = jaxmp.monitor.watch_activations(lambda w: (jnp.sum(w), w))
+    with pytest.raises(TypeError, match=r"Of \(\(loss, aux\), stats\), .* make \(loss, \(aux, stats\)\)"):
+        jaxmp.value_and_grad(watched, has_aux=True)(jnp.ones(1), opt_state=state_with(1.0))
+
+
 def test_accumulate_must_divide_the_batch():
     f = jaxmp.value_and_grad(lambda w, batch: jnp.mean(batch["x"] * w), accumulate=3)
     with pytest.raises(

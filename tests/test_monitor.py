@@ -413,3 +413,68 @@ def test_metrics_go_to_a_csv_file(tmp_path):
 def test_metrics_go_nowhere_else():
     with pytest.raises(TypeError, match="a path that ends in .csv"):
         jaxmp.monitor.log_metrics("metrics.txt", 0, {})
+
+
+OPT_STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            lambda: {"metrics": OPT_STATE},
+            r"metrics a dict of scalars: jaxmp.get_metrics\(opt_state\).*got UnscaleState",
+        ),
+        (
+            lambda: {"stats": jaxmp.monitor.tensor_stats({"w": jnp.ones(2)})},
+            "stats= takes what step_stats returned; got TensorStats",
+        ),
+        (lambda: {"loss": (jnp.ones(()), jnp.ones(3))}, "loss= takes the loss alone; got tuple of 2 values"),
+    ],
+    ids=["metrics", "stats", "loss"],
+)
+def test_update_refuses_other_things_at_once(arguments, message):
+    monitor = jaxmp.monitor.Monitor()
+    with pytest.raises(TypeError, match=message):
+        monitor.update(0, **({"metrics": {}} | arguments()))
+    assert not monitor.finish() and not monitor.steps
+
+
+@pytest.mark.parametrize("what", ["metrics", "loss"])
+def test_update_inside_of_the_compiled_step_is_refused(what):
+    monitor = jaxmp.monitor.Monitor()
+
+    @jax.jit
+    def step(x):
+        monitor.update(0, {"loss_scale": x} if what == "metrics" else {}, loss=x if what == "loss" else None)
+        return x
+
+    with pytest.raises(TypeError, match="outside of jit; got a traced value. Return metrics, loss and stats"):
+        step(1.0)
+
+
+def test_step_stats_in_another_order_are_refused():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    with pytest.raises(ValueError, match="grads, opt_state, params in this order; got an opt_state as params"):
+        jaxmp.monitor.step_stats(params, params, OPT_STATE)
+    with pytest.raises(ValueError, match="got an opt_state as grads"):
+        jaxmp.monitor.step_stats(OPT_STATE, params, params)
+    with pytest.raises(TypeError, match="activations= takes the statistics alone.*got tuple"):
+        jaxmp.monitor.step_stats(params, OPT_STATE, params, activations=(1.0, None))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
+    """Of what jax.value_and_grad leaves nothing fails; the updates are too small by the scale."""
+    tx = jaxmp.mixed_precision(optax.sgd(1e-5), "fp16", loss_scale=scale)
+    params = {"w": jnp.ones(4, jnp.float16), "b": jnp.full(4, 2.0**-14, jnp.float16)}
+    opt_state, monitor = tx.init(params), jaxmp.monitor.Monitor(warn=False)
+    grads = {"w": jnp.full(4, 2.0**-10, jnp.float16), "b": jnp.full(4, 2.0, jnp.float16)}
+    for step in range(6):
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        monitor.update(step, jaxmp.get_metrics(opt_state), stats=stats)
+    monitor.finish()
+    (found,) = monitor.findings
+    assert (found.kind, found.path) == ("dead_update", "params/w")
+    assert ("those of jaxmp.value_and_grad" in found.message) == (scale > 1)

@@ -99,3 +99,8 @@ def test_nothing_recorded():
         monitor.plot_loss_and_scale(monitor.Monitor())
     with pytest.raises(ValueError, match="hand `stats=`"):
         monitor.plot_layers(monitor.Monitor())
+
+
+def test_a_picture_of_something_else_says_what_it_takes():
+    with pytest.raises(TypeError, match=r"such as monitor.samples\[-1\]\[1\]; got Monitor"):
+        jaxmp.monitor.plot_exponents(jaxmp.monitor.Monitor())  # pyright: ignore[reportArgumentType]

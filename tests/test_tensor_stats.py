@@ -189,3 +189,14 @@ def test_many_small_tensors_of_one_shape_share_a_loop():
     stats = look(tree)
     for name, x in tree.items():
         compare(stats[name], x)
+
+
+@pytest.mark.parametrize(
+    ("when", "got"),
+    [(lambda: 7 % 5, "2"), (lambda: jnp.int32(3), r"int32\[\]"), (lambda: jnp.ones(2, bool), r"bool\[2\]")],
+    ids=["int", "traced-int", "vector"],
+)
+def test_when_is_a_bool(when, got):
+    """`step % 10` for `step % 10 == 0` would look at nine steps of ten, and not at the tenth."""
+    with pytest.raises(TypeError, match=f"must be a bool, one for the step, such as step % 10 == 0; got {got}"):
+        jaxmp.monitor.tensor_stats({"w": jnp.ones(2)}, when=when())
