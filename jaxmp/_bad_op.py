@@ -7,6 +7,7 @@ running it again with its narrow floats in float32.
 
 import dataclasses
 import functools
+import linecache
 import os
 import sysconfig
 from typing import Any
@@ -98,11 +99,19 @@ class BadOp:
         loops = "".join(f", iteration {i}" for i in self.iterations)
         return f"{self.primitive} in {self.module or '(top)'} ({way}{loops})"
 
+    @property
+    def code(self) -> str:
+        """The text of the line at `source`; "" where it is not to be had."""
+        file, _, rest = self.source.rpartition(":")
+        number = rest.split(" ")[0]
+        return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
     def __str__(self) -> str:
         if self.primitive == "argument":
             return self.where()
         index = f"[{', '.join(map(str, self.first.index))}]" if self.first.index else ""
         lines = [self.where(), *([f"  at {self.source}"] if self.source else [])]
+        lines += [f"    {self.code}"] if self.code else []
         lines += [f"  takes {x}" for x in self.operands]
         lines.append(
             f"  gives {self.dtype}[{','.join(map(str, self.shape))}], {self.first.value} first at {index or '[]'}, "

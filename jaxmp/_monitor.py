@@ -60,7 +60,7 @@ class Monitor:
         *,
         window: int = 1000,
         skip_ratio: float = 0.01,
-        lost: float = 0.5,
+        lost: float = 0.75,
         dead: float = 0.5,
         patience: int = 3,
         lag: int = 2,

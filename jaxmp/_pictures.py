@@ -44,12 +44,15 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
     named = runs if isinstance(runs, Mapping) else {"": runs}
     figure, (above, below) = _figure(2, height=4.6, sharex=True, height_ratios=(2, 1))
     marked = False
-    for (name, run), (color, dashes) in zip(named.items(), _cycle(len(named)), strict=True):
+    for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), _cycle(len(named)), strict=True)):
+        width = max(
+            1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k
+        )  # curves may coincide: each is thinner than those before
         rows = _rows(run)
         steps, skipped = _column(rows, "step"), _column(rows, "skipped") == 1
         loss, scale = _column(rows, "loss"), _column(rows, "loss_scale")
-        above.plot(steps, _smoothed(loss, smooth), dashes, color=color, lw=1.8, label=name or None)
-        below.step(steps, scale, where="post", ls=dashes, color=color, lw=1.8)
+        above.plot(steps, _smoothed(loss, smooth), dashes, color=color, lw=width, label=name or None)
+        below.step(steps, scale, where="post", ls=dashes, color=color, lw=width)
         if skipped.any():
             below.plot(
                 steps[skipped], scale[skipped], "x", color=color, ms=7, mew=1.6, label="" if marked else "skipped"

@@ -123,8 +123,9 @@ def loss_jump(
             "loss_jump",
             step,
             "",
-            f"the loss is {loss} in a step that was taken: its gradients were finite. The loss itself overflows, or a "
-            f"value is replaced in the backward pass (clamp_inf=, custom rules). Compute it in float32.",
+            f"the loss is {loss} in a step that was taken. Under mixed_precision its gradients were finite: the loss "
+            f"itself overflows, so compute it in float32. Under a plain optimizer nothing is skipped: params or its "
+            f"state may be NaN (jaxmp.monitor.first_nonfinite), as after an eps that underflowed (check_optimizer).",
         )
     elif since_skip is not None and len(before) >= 4:
         usual = float(np.median(before))
@@ -165,7 +166,7 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "grads",
             f"{len(bad)} of {len(names)} gradients are not finite, again and again: the loss is not, or the gradient "
             f"of a late layer, which reaches all before it. Look at the activations (jaxmp.monitor.watch_activations) "
-            f"or find the operation (jaxmp.monitor.first_bad_op); lower the learning rate.",
+            f"or find the operation (jaxmp.monitor.first_bad_op), and look at the batch; lower the learning rate.",
         )
         return
     for i in bad:

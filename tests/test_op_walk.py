@@ -1,5 +1,7 @@
 """`first_bad_op`: overflows planted in a layer, a loop, a branch, a derivative are found there, and masks are not."""
 
+import pathlib
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,8 @@ def test_a_layer_of_linen_that_overflows_forward(remat):
     assert (bad.primitive, bad.module, bad.backward) == ("dot_general", "two/Dense_0", False)
     assert bad.where() == "dot_general in two/Dense_0 (forward)"
     assert __file__ in bad.source and bad.source.endswith("(Block.__call__)")
+    assert bad.code in pathlib.Path(__file__).read_text() and "Dense" in bad.code
+    assert bad.code in str(bad)
     assert (bad.dtype, bad.shape, bad.limit) == ("float16", (3, 2), 65504.0)
     assert [(x.dtype, x.shape, x.amax, x.finite) for x in bad.operands] == [
         ("float16", (3, 2), 2.0, True),

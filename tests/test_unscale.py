@@ -568,3 +568,10 @@ def test_clamp_inf_wants_a_float_dtype(wrong):
         TypeError, match="clamp_inf is the float dtype in which gradients overflow, such as jnp.float16"
     ):
         jaxmp.unscale_and_skip(optax.sgd(0.1), 4.0, clamp_inf=wrong)
+
+
+def test_a_state_that_is_none_of_its_own_is_named():
+    params = {"w": jnp.ones(2, jnp.float16)}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
+    with pytest.raises(TypeError, match="needs the state that its own init made; got dict. The order is"):
+        jaxmp.apply_gradients(tx, params, params, tx.init(params))
