@@ -45,6 +45,23 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
 
 
+def check_has_scaling(state: Any) -> None:
+    """Raises a TypeError if `state` is not what `unscale_and_skip` or `mixed_precision` made.
+
+    Example:
+      >>> check_has_scaling({"w": 1.0})
+      Traceback (most recent call last):
+        ...
+      TypeError: unscale_and_skip (or mixed_precision) needs the state that its own init made; got dict. ...
+    """
+    if not hasattr(state, "scaling"):
+        raise TypeError(
+            f"unscale_and_skip (or mixed_precision) needs the state that its own init made; got "
+            f"{type(state).__name__}. The order is tx.update(grads, opt_state, params) and "
+            f"jaxmp.apply_gradients(tx, grads, opt_state, params)."
+        )
+
+
 def is_own(scaler: Any) -> bool:
     """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else.
 

@@ -161,12 +161,7 @@ def unscale_and_skip(
         **extra_args: Any,
     ) -> tuple[PyTree, states.UnscaleState]:
         _check_gradients(updates)
-        if not hasattr(state, "scaling"):
-            raise TypeError(
-                f"unscale_and_skip (or mixed_precision) needs the state that its own init made; got "
-                f"{type(state).__name__}. The order is tx.update(grads, opt_state, params) and "
-                f"jaxmp.apply_gradients(tx, grads, opt_state, params)."
-            )
+        states.check_has_scaling(state)
         scaler = states.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale

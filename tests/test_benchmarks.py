@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import autocast_programs
 import cpu
 import cpu_autocast
+import cpu_monitor
 import tables
 
 F32 = np.float32
@@ -135,3 +136,11 @@ def test_autocast_is_judged_by_both_targets():
         "bf16: a step of 1.2 of by hand, over 1.05",
         "bf16: trace + lower + compile of 1.5 of uncast, over 1.3",
     ]
+
+
+def test_a_watched_step_misses_its_target_by_time_and_by_bits():
+    row = {"program": cpu_monitor.STATS, "step_ms": 1.0, "of_plain": 1.5, "compile_s": 1.0, "same_bits": False}
+    row["missed"] = cpu_monitor.missed(row, rounds=3)
+    assert [" over 1.03" in row["missed"][0], "other params" in row["missed"][1]] == [True, True]
+    assert "no: " in cpu_monitor.table({"rows": [row]})
+    assert not cpu_monitor.missed(row | {"of_plain": 1.02, "same_bits": True}, rounds=3)
