@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp import _hardware, _versions
+from jaxmp import _hardware, _sharding_of, _versions
 from jaxmp._blocks import MXFP8, Blocks, BlockScaling, block_amax
 
 Recipe = BlockScaling | MXFP8
@@ -88,17 +88,12 @@ def dot_general(
       ((2, 3, 5), 200.0, 983208.0)
     """
     dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
-    if not is_explicit(lhs) and not is_explicit(rhs):
+    if not _sharding_of.is_explicit(lhs) and not _sharding_of.is_explicit(rhs):
         return dot(lhs, rhs)
     plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
     sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
     left_to_xla: Any = jax.sharding.auto_axes(dot, out_sharding=sharding)
     return left_to_xla(lhs, rhs)
-
-
-def is_explicit(x: Array) -> bool:
-    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do."""
-    return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def _dot_general(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, recipe: Recipe, out_dtype: Any) -> Array:

@@ -28,7 +28,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp import _block_gemm, _operands, _regions, _scales, _three_gemms, _versions, _weights, amax, casting
+from jaxmp import (
+    _block_gemm,
+    _operands,
+    _regions,
+    _scales,
+    _sharding_of,
+    _three_gemms,
+    _versions,
+    _weights,
+    amax,
+    casting,
+)
 from jaxmp._block_gemm import DimensionNumbers
 from jaxmp._blocks import MXFP8, BlockScaling
 from jaxmp._quantize import largest_magnitude, quantize, stored
@@ -296,7 +307,7 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
     """How `x` lies on a mesh with explicit axes, where a GEMM over a split dimension must be told of its result."""
-    return tuple(jax.typeof(x).sharding.spec) if _block_gemm.is_explicit(x) else None
+    return tuple(jax.typeof(x).sharding.spec) if _sharding_of.is_explicit(x) else None
 
 
 def plain_dot_general(

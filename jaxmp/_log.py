@@ -13,8 +13,9 @@ import numpy as np
 def log_metrics(to: Any, step: int, metrics: Mapping[str, Any], **scalars: Any) -> None:
     """Writes the metrics of a step.
 
-    What `get_metrics` does not compute (NaN: no clipping in the chain, no fp8) is left out; a loss or another scalar of
-    yours is written as it is. Reading a metric waits for the step: call this every few steps, or a step late.
+    What `get_metrics` does not compute (NaN: no clipping in the chain, no fp8) is left out, but for a CSV file, whose
+    rows have the same columns; a loss or another scalar of yours is written as it is. Reading a metric waits for the
+    step: call this every few steps, or a step late.
 
     Args:
       to: a path that ends in .csv (rows are appended); a TensorBoard writer (of torch, tensorboardX or clu:

@@ -148,7 +148,7 @@ class Monitor:
         return "\n".join([head, *map(str, self.findings)])
 
     def _read(self, step: int, arrays: Any) -> list[Finding]:
-        metrics, stats = jax.device_get(arrays)
+        metrics, stats = jax.device_get(jax.tree.map(_of_this_process, arrays))
         row = {"step": float(step)} | {key: _number(value) for key, value in metrics.items()}
         self.steps.append(row)
         found = list(self._of_step(step, row))
@@ -156,7 +156,9 @@ class Monitor:
         if stats is not None and bool(stats.grads.sampled):
             found += self._of_sample(step, stats, row)
             self.samples.append((step, stats._replace(probes={})))  # which were compared, and are the most of it
-        new = [f for f in found if (f.kind, f.path) not in {(old.kind, old.path) for old in self.findings}]
+        self._taken_since_look += row.get("skipped", 0.0) != 1  # the look came before the update
+        known = {(old.kind, old.path) for old in self.findings}
+        new = [f for f in found if (f.kind, f.path) not in known]
         self.findings += new
         for finding in new if self._warn else ():
             warnings.warn(str(finding), MonitorWarning, stacklevel=3)
@@ -165,7 +167,6 @@ class Monitor:
     def _of_step(self, step: int, row: dict[str, float]) -> list[Finding]:
         skipped, loss = row.get("skipped", 0.0) == 1, row.get("loss")
         self._skipped.append(skipped)
-        self._taken_since_look += not skipped
         found = list(_rules.stuck_scale(step, row, self._patience))
         if len(self._skipped) == self._skipped.maxlen:
             found += _rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
@@ -230,6 +231,13 @@ def _check_update(step: Any, metrics: Any, loss: Any, stats: Any) -> None:
             "Monitor.update is for the loop outside of jit; got a traced value. Return metrics, loss and stats from "
             "the step, and call update with what comes back."
         )
+
+
+def _of_this_process(x: Any) -> Any:
+    """An array that spans devices of other processes as far as this one has it: for probes, which are compared here."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
+    return x
 
 
 def _number(value: Any) -> float:

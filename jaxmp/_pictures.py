@@ -76,8 +76,8 @@ def plot_exponents(
     Args:
       stats: a sample of `Monitor.samples` (its gradients are taken), or `TensorStats` of any tensors, with histogram.
       names: tensors to sum over; None for all.
-      loss_scale: the scale that is in them, by which the second curve is shifted; None: the sample's own. 1 draws one
-        curve.
+      loss_scale: a power of two. Of a `StepStats`, whose gradients are scaled, the scale that is in them (None: its
+        own); of `TensorStats`, which are taken as they are, what the second curve is multiplied by. 1 draws one curve.
 
     Returns:
       A matplotlib Figure: above the share of values in each octave, below the range of each format, its subnormals
@@ -103,14 +103,18 @@ def plot_exponents(
     tensors = stats.grads if isinstance(stats, StepStats) else stats
     if loss_scale is None:
         loss_scale = float(stats.loss_scale) if isinstance(stats, StepStats) else 1.0
+    if not bool(tensors.sampled):
+        raise ValueError("nothing was looked at in this step: `when` was not true")
     chosen = _chosen(tensors, names)
+    if not chosen:
+        raise ValueError("there is no tensor to draw: the tree has no float leaf, or names is empty")
     octaves = np.asarray(tensors.octaves)[chosen]
     if octaves.shape[1] == 0:
         raise ValueError("no octaves were kept: measure with histogram=True")
     weights = np.asarray(tensors.sizes, np.float64)[chosen]
     share = 100 * (octaves * weights[:, None]).sum(0) / weights.sum()
     exponents = np.arange(LOWEST, HIGHEST + 1)
-    shift = int(np.log2(loss_scale))
+    shift = round(np.log2(loss_scale))
     figure, (above, below) = _figure(2, height=4.2, sharex=True, height_ratios=(2.4, 1))
     # Recorded gradients are scaled ones; other tensors are as they are.
     scaled = isinstance(stats, StepStats)
@@ -216,8 +220,11 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
             f"subnormal with a format ({', '.join(FORMATS)}), as 'underflow/fp16'; of= is grads, params or activations"
         )
     found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
-    if not found:
+    found = [(step, stats) for step, stats in found if bool(stats.sampled)]
+    if not found or not found[0][1].names:
         raise ValueError(f"no {of} were sampled")
+    if len({stats.names for _, stats in found}) > 1:
+        raise ValueError(f"samples are of different {of}: draw those of one filter and one model")
     names = found[0][1].names
     values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in found], axis=1)
     if name:
@@ -232,7 +239,7 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     rows, columns = np.nonzero(bad)
     axes.plot(columns, rows, "x", color="white", ms=6, mew=2.6)
     axes.plot(columns, rows, "x", color="black", ms=5, mew=1.2)
-    axes.set_yticks(range(len(names)), [n or "(whole)" for n in names], fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     every = max(1, len(found) // 8)
     axes.set_xticks(range(0, len(found), every), [str(step) for step, _ in found[::every]])
     axes.set(xlabel="step", title=f"{what} of {of}" + (", not finite where crossed" if bad.any() else ""))

@@ -190,7 +190,7 @@ def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             yield Finding(
                 "near_overflow",
                 step,
-                f"activations/{name or '<root>'}",
+                f"activations/{name}",
                 f"it reaches {found.amax[i]:.5g}, and float16 ends at 65504. Normalize or scale down what comes in, or "
                 f"run the module in bfloat16 or float32.",
             )

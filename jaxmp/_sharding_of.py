@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from jaxmp import _paths
 
@@ -163,3 +163,13 @@ def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: An
         return PartitionSpec()
     devices = ways(spec, len(shape), sharding.mesh.shape)
     return PartitionSpec(*(part if n % k == 0 else None for n, part, k in zip(shape, spec, devices, strict=False)))
+
+
+def is_explicit(x: Array) -> bool:
+    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do.
+
+    Example:
+      >>> is_explicit(jax.numpy.ones(2))
+      False
+    """
+    return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

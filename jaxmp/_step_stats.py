@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp import _paths, _scales, _tensor_stats, state as states, sync
+from jaxmp import _paths, _scales, _sharding_of, _tensor_stats, state as states, sync
 from jaxmp._tensor_stats import TensorStats
 
 PROBES = 256  # values of each tensor
@@ -47,7 +47,8 @@ class StepStats(NamedTuple):
       params: of the params in float32: of the masters, where there are some.
       activations: what `watch_activations` gave, or None.
       fp8: of the fp8 tensors with delayed scaling.
-      probes: path -> float32[up to 256], some values of each param in float32.
+      probes: path -> float32[up to 256], some values of each param in float32; of params cut in shard_map those of each
+        device, so they come out of it by the spec of an axis, not by P().
       loss_scale: float32[], the scale that is in `grads`.
 
     Example:
@@ -147,6 +148,8 @@ def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats
 
 
 def _probe(x: Array) -> Array:
-    """Up to `PROBES` values, evenly spread."""
-    stride = -(-x.size // PROBES)
-    return lax.slice(x.ravel(), (0,), (x.size,), (stride,)).astype(jnp.float32)
+    """Up to `PROBES` values, evenly spread; the stride is odd, or all would stand in one column of a matrix."""
+    stride = -(-x.size // PROBES) | 1
+    places = np.unravel_index(np.arange(0, x.size, stride), x.shape)  # not x.ravel(), which gathers what is cut
+    sharding = PartitionSpec() if _sharding_of.is_explicit(x) else None
+    return x.at[places].get(mode="promise_in_bounds", out_sharding=sharding).astype(jnp.float32).reshape(-1)

@@ -7,8 +7,8 @@ where a value falls, in which octave and beyond which edge of which format, is i
                                                     round to zero, its smallest normal number, and the least value that
                                                     rounds beyond its largest; the smallest float32; infinity
 
-One histogram of ranks holds it all: the share of values beyond an edge is the sum of the bins from it on. That is one
-pass over the tensor, and exact, in integers (a CPU would read subnormal floats as zero). The pass runs under
+One histogram of ranks holds it all: the share of values beyond an edge is the sum of the bins from it on. That takes a
+few reads of the tensor, and is exact, in integers (a CPU would read subnormal floats as zero). The pass runs under
 `lax.cond`, so a step that is not sampled does not pay for it; with `when=False` there is nothing in the program at all.
 """
 
@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxmp import _bits, _paths, _scales, _versions, sync
+from jaxmp import _bits, _paths, _scales, _sharding_of, _versions, sync
 
 FORMATS = {
     "bf16": jnp.bfloat16,
@@ -125,7 +126,8 @@ def tensor_stats(
     Args:
       tree: params, gradients, activations. Gradients as `jaxmp.value_and_grad` returns them are scaled: they show what
         the 16-bit numbers were; `scale=1 / jaxmp.get_loss_scale(opt_state)` shows what they stand for.
-      when: whether to look: `step % 10 == 0`. Where a traced value is False the pass is not run; Python's False leaves
+      when: whether to look: `step % 10 == 0`; under pmap and shard_map the same on all devices, or they wait for one
+        another for ever. Where a traced value is False the pass is not run; Python's False leaves
         nothing in the program, and None comes back.
       scale: a factor for all values, in float32.
       histogram: whether to keep the octaves.
@@ -175,6 +177,11 @@ def checked_when(when: Any) -> bool | Bool[Array, ""]:
     if getattr(when, "dtype", None) != np.dtype(bool) or jnp.ndim(when):
         got = f"{shaped.dtype}{list(shaped.shape)}" if hasattr(when, "dtype") else repr(when)
         raise TypeError(f"when= must be a bool, one for the step, such as step % 10 == 0; got {got}")
+    if axes := _versions.varying_axes(shaped):  # some devices would wait for others that do not come
+        raise ValueError(
+            f"when= must be the same on all devices, but it varies over {sorted(axes)}. The number of the step is the "
+            f"same, and so is jaxmp.all_finite; a loss is after jax.lax.pmean."
+        )
     return shaped
 
 
@@ -284,7 +291,14 @@ def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> Seen:
     is none).
     """
     x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) * scale
-    m = _bits.to_bits(x).ravel() & np.int32(0x7FFFFFFF)
+    count: Any = functools.partial(_of_float32, histogram=histogram)
+    if _sharding_of.is_explicit(x):  # how its parts are put together is left to XLA
+        count = jax.sharding.auto_axes(count, out_sharding=(PartitionSpec(), PartitionSpec()))
+    return count(x)
+
+
+def _of_float32(x: Array, histogram: bool) -> Seen:
+    m = _bits.to_bits(x) & np.int32(0x7FFFFFFF)  # in its shape: to flatten it would gather what is cut over devices
     ranks = lax.platform_dependent(
         m, cpu=lambda m: _ranks_by_scatter(m, histogram), default=lambda m: _ranks_by_comparison(m, histogram)
     )
@@ -293,14 +307,14 @@ def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> Seen:
     return ranks, jnp.stack([largest, _bits.INFINITY - smallest])
 
 
-def _ranks_by_comparison(m: Int[Array, "size"], histogram: bool) -> Array:
+def _ranks_by_comparison(m: Int[Array, "..."], histogram: bool) -> Array:
     """The number of values of each rank, from counts beyond each edge: reductions side by side, as GPUs like it."""
-    edges = np.array([0, *_edges(histogram)], np.int32)
-    at_least = jnp.sum(m[None] >= edges[:, None], axis=1, dtype=jnp.uint32)
+    edges = np.array([0, *_edges(histogram)], np.int32).reshape(-1, *[1] * m.ndim)
+    at_least = jnp.sum(m[None] >= edges, axis=tuple(range(1, m.ndim + 1)), dtype=jnp.uint32)
     return at_least - jnp.concatenate([at_least[1:], jnp.zeros((1,), jnp.uint32)])
 
 
-def _ranks_by_scatter(m: Int[Array, "size"], histogram: bool) -> Array:
+def _ranks_by_scatter(m: Int[Array, "..."], histogram: bool) -> Array:
     """The same by a scatter: many times as fast on CPUs, which do not vectorize the other."""
     edges, octaves = _edges(histogram), _octave_edges() if histogram else []
     rank = jnp.zeros_like(m)

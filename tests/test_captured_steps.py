@@ -16,8 +16,6 @@ from helpers import assert_bitwise
 from jaxmp import __main__ as command, _replay
 from jaxmp.monitor import capture, load_capture, replay
 
-pytestmark = pytest.mark.in_haste
-
 HALF = jnp.float16
 SCALE = 2.0**16
 state = {"rng": np.random.default_rng(0)}

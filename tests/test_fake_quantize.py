@@ -11,8 +11,6 @@ import jaxmp
 from jaxmp import _fake_quantize, _gemm_noise
 from jaxmp.amax import CurrentScaling
 
-pytestmark = pytest.mark.in_haste
-
 DTYPES = {
     "fp32": np.float32,
     "bf16": ml_dtypes.bfloat16,

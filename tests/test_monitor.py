@@ -251,6 +251,24 @@ def test_bfloat16_params_that_do_not_move():
     assert not watch(jaxmp.mixed_precision(inner, "bf16"), params).findings
 
 
+def test_probes_are_spread_over_rows_and_columns():
+    """With an even stride those of a matrix of powers of two would all stand in one column."""
+    w = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
+    probes = jaxmp.monitor.step_stats({"w": w}, optax.EmptyState(), {"w": w}).probes["w"]
+    assert probes.shape[0] <= 256 and len(np.unique(probes % 256)) > 200 and len(np.unique(probes // 256)) > 200
+
+
+def test_a_look_is_of_the_params_before_its_own_step():
+    """Looks at each step, of which one is skipped: params move between looks if the step of the first was taken."""
+    monitor, w = Monitor(warn=False, patience=1), np.ones(4, np.float32)
+    for i, skipped in enumerate([False, True, False, True, False]):
+        stats = jaxmp.monitor.step_stats({"w": np.ones(4, np.float32)}, optax.EmptyState(), {"w": w})
+        monitor.update(i, {"skipped": skipped}, stats=stats)
+        w = w if skipped else w + 1
+    monitor.finish()
+    assert not monitor.findings
+
+
 def test_a_learning_rate_of_zero_is_told_apart():
     tx, state = start("bf16", optax.sgd(0.0))
     monitor = run(tx, state, steps=6)

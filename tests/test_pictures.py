@@ -1,5 +1,6 @@
 """What the pictures show is what was recorded; how they look is for eyes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -61,6 +62,19 @@ def test_exponents_before_and_after_scaling():
         monitor.plot_exponents(monitor.tensor_stats({"a": jnp.ones(2)}, histogram=False))
     with pytest.raises(ValueError, match="no tensor 'c' was measured; there are a, b"):
         monitor.plot_exponents(SAMPLES[0][1], names=["c"])
+
+
+def test_what_was_not_looked_at_is_not_drawn():
+    params = {"a": jnp.ones(2)}
+    off = jax.jit(lambda i: monitor.step_stats(params, optax.EmptyState(), params, when=i > 0))(0)
+    with pytest.raises(ValueError, match="nothing was looked at in this step"):
+        monitor.plot_exponents(off)
+    with pytest.raises(ValueError, match="there is no tensor to draw"):
+        monitor.plot_exponents(SAMPLES[0][1], names=[])
+    with pytest.raises(ValueError, match="no grads were sampled"):
+        monitor.plot_layers([(0, off)])
+    with pytest.raises(ValueError, match="samples are of different grads"):
+        monitor.plot_layers([*SAMPLES, (30, monitor.step_stats(params, optax.EmptyState(), params))])
 
 
 def test_layers():

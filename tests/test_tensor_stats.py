@@ -1,11 +1,14 @@
 """Statistics of tensors against a count in NumPy, in every regime; off, they are not in the program."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise
@@ -178,6 +181,32 @@ def test_shown_as_a_table():
     lines = str(jaxmp.monitor.tensor_stats({"a": jnp.array([1.0, 1e-9, 0.0, 1e6])})).splitlines()
     assert lines[0].split()[:3] == ["tensor", "dtype", "amax"]
     assert lines[1].split() == ["a", "float32", "1e+06", "1e-09", "25%", "0%", "0%", "50%", "50%", "50%"]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_what_is_cut_over_devices_stays_cut(axis_type, dimension):
+    """Only counts and extremes go over the wire, whichever dimension is cut."""
+    mesh = mesh_of(axis_type)
+    x = jax.device_put(VALUES, NamedSharding(mesh, P(*[None] * dimension, AXIS)))
+    look = jax.jit(lambda x: jaxmp.monitor.step_stats({"x": x}, optax.EmptyState(), {"x": x}))
+    with jax.set_mesh(mesh):
+        compiled = look.lower(x).compile()
+    assert not re.search(r" (all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    found = compiled(x)
+    whole = _alone()
+    for name in ("amax", "smallest", "zeros", "nonfinite", "overflow", "octaves"):
+        np.testing.assert_allclose(getattr(found.grads, name), getattr(whole, name), rtol=1e-6, err_msg=name)
+    np.testing.assert_array_equal(found.probes["x"], VALUES.ravel())
+
+
+def test_a_condition_that_differs_between_devices_is_an_error():
+    def look(x):
+        return jaxmp.monitor.tensor_stats({"x": x}, when=x[0, 0] > 0)
+
+    spread = jax.shard_map(look, mesh=mesh_of(), in_specs=P(AXIS), out_specs=P())
+    with pytest.raises(ValueError, match="when= must be the same on all devices, but it varies over .'data'."):
+        jax.eval_shape(spread, VALUES)
 
 
 def test_many_small_tensors_of_one_shape_share_a_loop():
