@@ -149,6 +149,15 @@ def test_pasted_code_trains_linen():
     assert "float8_e4m3fn" in str(jax.make_jaxpr(low_loss_fn)(params, X, Y))
 
 
+def test_float16_modules_have_a_loss_scale_under_a_bf16_policy():
+    params, loss_fn, found = planted()
+    mixed = found._replace(base="bf16", modules={"few": "fp16"}, fp8_layers=())
+    pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": loss_fn, "optimizer": optax.sgd(1e-2)}
+    exec(mixed.code, pasted)
+    assert jaxmp.get_metrics(pasted["tx"].init(params))["loss_scale"] == min(2.0**16, found.loss_scales[1])
+    assert "loss scale" not in str(mixed._replace(formats=dict.fromkeys(found.formats, "bf16"), modules={}))
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(32, 32, rngs=rngs)
