@@ -24,6 +24,7 @@ a matmul are float32, as in a tensor core (which adds fp8 products with fewer bi
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -109,11 +110,11 @@ def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results
 
     Args:
       format: a name of the table, or the names for (forward, backward).
-      loss_scale: of float16 gradients.
+      loss_scale: of float16 gradients, a power of two.
       results: "fp32", "bf16" or "fp16": the format of results; default: the table's.
 
     Raises:
-      ValueError: a name that is none.
+      ValueError: a name that is none; a loss scale that is no power of two.
 
     Example:
       >>> float(roundings("fp8").cotangent.limit), roundings("bf16").operand == grid("bf16")
@@ -123,6 +124,11 @@ def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results
     if len(pair) != 2 or any(name not in NAMES or name == "fp8" for name in pair):
         names = ", ".join(map(repr, NAMES))
         raise ValueError(f"a format is one of {names}, or a pair of these but fp8, (forward, backward); got {format!r}")
+    if math.frexp(loss_scale)[0] != 0.5 or not 2.0**-126 <= loss_scale <= 2.0**126:  # it is divided by in its bits
+        raise ValueError(
+            f"loss_scale must be a power of two from 2^-126 to 2^126, or gradients would not come back as they were; "
+            f"got {loss_scale}. Give 2.0**n."
+        )
     forward, backward = (("fp32" if name == "off" else name) for name in pair)
     result = results or ("bf16" if forward in ("e4m3", "e5m2") else forward)
     gradient = results or ("bf16" if backward in ("e4m3", "e5m2") else backward)
@@ -236,7 +242,8 @@ def fake_quantize(
       The function, with the same arguments and results.
 
     Raises:
-      ValueError: an unknown format; when called, a glob that no module with a matmul fits.
+      ValueError: an unknown format; a loss scale that is no power of two; when called, a glob that no module with a
+        matmul fits.
 
     Example:
       >>> def fn(x, w):

@@ -72,14 +72,19 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
         beyond = jnp.where(jnp.isnan(by.overflow), scaled > by.limit, scaled >= by.overflow)
         lost, small = (rounded == 0) & (x != 0), (scaled < by.smallest_normal) & (x != 0)
         ratio = jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0)
-        return jnp.stack([ratio, *(jnp.sum(which, dtype=jnp.float32) for which in (beyond, lost, small))])
+        return jnp.stack([ratio, *(_count(which) for which in (beyond, lost, small))])
 
-    counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), jnp.sum(x != 0, dtype=jnp.float32)])
-    histogram = jnp.zeros(_EXPONENTS, jnp.float32)
+    counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), _count(x != 0)])
+    histogram = jnp.zeros(_EXPONENTS, jnp.uint32)
     if backward:
         exponents = (lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
-        histogram = histogram.at[exponents.astype(jnp.int32)].add(1.0).at[0].set(0)
-    return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram])
+        histogram = histogram.at[exponents.astype(jnp.int32)].add(np.uint32(1)).at[0].set(0)
+    return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram.astype(jnp.float32)])
+
+
+def _count(which: Array) -> Array:
+    """How many are true: float32[], rounded once; a sum of ones in float32 stops at 2^24."""
+    return jnp.sum(which, dtype=jnp.uint32).astype(jnp.float32)
 
 
 @jax.custom_vjp

@@ -168,8 +168,9 @@ def _at(path: str) -> Iterator[None]:
     lists = _op_regions.current()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_module_paths.at(path))
-        if lists is not None and lists.at(path) != lists:
-            stack.enter_context(_op_regions.region(lists.at(path)))
+        found = None if lists is None else lists.at(path)
+        if found is not None and found != lists:
+            stack.enter_context(_op_regions.region(found))
         yield
 
 

@@ -46,7 +46,7 @@ class Saver(pickle.Pickler):
     Args:
       file: for the pickle.
       arrays: for the bytes; several savers may share one.
-      places: where the arrays are that were written already, by id; shared with `arrays`.
+      places: the arrays that were written already and where they are, by id; shared with `arrays`.
 
     Example:
       >>> import io
@@ -81,10 +81,11 @@ class Saver(pickle.Pickler):
     def _place(self, obj: Any, x: Any) -> Any:
         if id(obj) not in self.places:
             host = np.asarray(x)
-            self.places[id(obj)] = self.arrays.tell(), host.shape, host.dtype
+            # With the object itself: were it gone, another could come to lie at its id.
+            self.places[id(obj)] = obj, (self.arrays.tell(), host.shape, host.dtype)
             # As bytes: not every dtype can be written as it is.
             self.arrays.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
-        return self.places[id(obj)]
+        return self.places[id(obj)][1]
 
 
 class Loader(pickle.Unpickler):

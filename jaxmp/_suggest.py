@@ -9,7 +9,7 @@ gradients of another lie below it, a third has outliers that leave no fp8 number
        in float32 (`_fake_quantize`): one compiled program, the roundings are arguments
     3. a decision for each module, then the proposal as a whole, run in the same way
 
-Four programs are compiled, however many modules there are.
+Three programs are compiled, however many modules there are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +96,8 @@ def suggest_policy(
       alone, `policy_kwargs`, `fp8_layers` and `modules` are the rules as data, `worst("fp8")` names who is to blame.
 
     Raises:
-      ValueError: an unknown format; a model without matmuls; a loss or gradient that is not finite in float32; params
-        with fp8 scales; no params, or no loss function for a module.
+      ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
+        that is not finite in float32; params with fp8 scales; no params, or no loss function for a module.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -110,8 +110,15 @@ def suggest_policy(
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats or isinstance(formats, str):
         raise ValueError(f"suggest_policy: formats are some of {FORMATS}, got {formats!r}")
-    if isinstance(steps, int) and steps < 1:
-        raise ValueError(f"suggest_policy: steps must be at least 1, got {steps}")
+    if not isinstance(steps, int | np.integer) or steps < 1:
+        raise ValueError(f"suggest_policy: steps must be a whole number, at least 1; got {steps!r}")
+    for field in ("tensor_sqnr", "gradient_sqnr", "underflow"):
+        missing = [name for name in formats if name not in getattr(thresholds, field)]
+        if missing:
+            raise ValueError(
+                f"suggest_policy: thresholds.{field} needs a number for each format that is tried; it has none for "
+                f"{missing}. Give them, or leave these out of formats."
+            )
     with get_policy("fp32").default_matmul_precision():
         subject = Subject(model, batch, params, loss_fn, has_aux)
         measured, loss_scale, params = measure(subject, optimizer or optax.adam(1e-3), steps)
@@ -195,7 +202,7 @@ class _Decision:
             if name == "fp8" and self.subject.gemms[i].why_not_fp8:
                 return self.subject.gemms[i].why_not_fp8
             for tensor, by_format in self.noises[i].items():
-                if name == "fp8" and tensor not in CAST_TO_FP8:
+                if (name == "fp8" and tensor not in CAST_TO_FP8) or (tensor == "dx" and self.subject.gemms[i].is_data):
                     continue
                 if name not in by_format:
                     return "no gradient comes back to it, so nothing was measured"
@@ -216,9 +223,13 @@ class _Decision:
         flops = {}
         for name in self.formats:
             may = [path for path in self.gemms if name != "fp8" and not self.evidence[path, name].reason]
-            flops[name] = sum(_explain.flops_of(self.subject.gemms[i].site.eqn) for p in may for i in self.gemms[p])
+            flops[name] = sum(self._flops(i) for path in may for i in self.gemms[path])
         best = max(flops, key=lambda name: flops[name])
         return best if flops[best] else "fp32"
+
+    def _flops(self, i: int) -> float:
+        """Of a matmul in all its calls: one in a scan runs once for each layer."""
+        return self.measured[i, 0, 0] * _explain.flops_of(self.subject.gemms[i].site.eqn)
 
     def _mix(self, chosen: dict[str, str], base: str) -> Mix:
         """The model with modules in formats, others in float32; fp8 has results in `base`."""
@@ -233,9 +244,10 @@ class _Decision:
         """What float16 gradients need; those of fp8 modules are float16 where `base` is."""
         in_fp16 = [path for path, name in chosen.items() if name == "fp16" or (name == "fp8" and base == "fp16")]
         histograms = _gemm_noise.exponents(self.measured)[:, [TENSORS.index(name) for name in BACKWARD]]
-        limit = self.thresholds.underflow["fp16"]
         found = [h for path in in_fp16 for i in self.gemms[path] for h in histograms[i]]
-        return max((_gemm_noise.least_loss_scale(h, limit) for h in found), default=1.0)
+        if not found:
+            return 1.0
+        return max(_gemm_noise.least_loss_scale(h, self.thresholds.underflow["fp16"]) for h in found)
 
     def _exceptions(self, chosen: dict[str, str], base: str) -> tuple[dict[str, str], tuple[str, ...]]:
         """Formats by glob of the flax modules outside of `base`; and the scopes outside of it that are none."""

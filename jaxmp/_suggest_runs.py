@@ -24,7 +24,8 @@ def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, f
       steps: how many.
 
     Returns:
-      What was measured, [matmul, tensor, n]; the highest loss scale; the params after the steps.
+      What was measured, [matmul, tensor, n], zeros for the gradients of data; the highest loss scale; the params
+      after the steps.
 
     Raises:
       ValueError: the loss is not finite.
@@ -54,6 +55,7 @@ def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, f
                     f"suggest_policy: the loss in float32 is {loss} in step {i + 1} of {steps}; a model that fails "
                     f"there has no lower precision. Give another optimizer=, or look at the batch."
                 )
+        total[[gemm.is_data for gemm in subject.gemms], TENSORS.index("dx")] = 0
         return total, params
 
     gradients = [TENSORS.index(name) for name in _gemm_noise.BACKWARD]

@@ -24,6 +24,7 @@ class Gemm(NamedTuple):
       module: path of the module it is in, or of the named scope where it is in none.
       weight: which operand is the weight.
       param: path of the param that this is, if it is one.
+      is_data: whether the other operand is an argument, but no param: no step of training computes its gradient.
       why_not_fp8: why it cannot run in fp8; "" if it can.
     """
 
@@ -31,6 +32,7 @@ class Gemm(NamedTuple):
     module: str
     weight: int
     param: str | None
+    is_data: bool
     why_not_fp8: str
 
 
@@ -128,4 +130,6 @@ class Subject:
         else:
             x, w = site.eqn.invars
             why = _gemm.why_not_fp8(x.aval.shape, w.aval.shape, site.eqn.params["dimension_numbers"]) or ""
-        return Gemm(site, module, weight, params[weight], why)
+        other = site.origins[1 - weight]
+        is_data = other is not None and not f"{other}/".startswith(root)
+        return Gemm(site, module, weight, params[weight], is_data, why)

@@ -91,6 +91,11 @@ class Suggestion(NamedTuple):
     mix: Mix
 
     @property
+    def _uses_float16(self) -> bool:
+        """Whether anything runs in float16, whose gradients need a loss scale."""
+        return "fp16" in (self.base, *self.formats.values())
+
+    @property
     def policy_kwargs(self) -> dict[str, Any]:
         """The arguments of `jaxmp.get_policy`."""
         return {"policy": self.base, "keep_fp32": self.keep_fp32}
@@ -127,7 +132,7 @@ class Suggestion(NamedTuple):
             lines += [f"jaxmp.nnx.to_fp8(model, {fp8})"] if self.fp8_layers else []
             lines += [f"low_precision_loss_fn = {autocast}"]
         scale = ""
-        if self.base == "fp16":
+        if self._uses_float16:
             scale = f", loss_scale=jaxmp.DynamicLossScale({min(self.loss_scales[1], 2.0**16)})"
         lines += [f"tx = jaxmp.mixed_precision(optimizer, policy{scale})"]
         if self.unnamed:
@@ -180,7 +185,6 @@ class Suggestion(NamedTuple):
         ]
         least, highest = self.loss_scales
         scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
-        uses_float16 = "fp16" in (self.base, *self.formats.values())
         mix = self.mix
         return "\n".join(
             [
@@ -188,7 +192,7 @@ class Suggestion(NamedTuple):
                 "",
                 f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
                 f"(float32: {mix.reference_loss:.6g})",
-                *((scale,) if uses_float16 else ()),
+                *((scale,) if self._uses_float16 else ()),
                 "",
                 self.code,
             ]

@@ -1,5 +1,6 @@
 """Captures hold every tree bit for bit, are there as a whole or not at all, and do not fill a disk."""
 
+import io
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, compiled_quickly
-from jaxmp import _folders
+from jaxmp import _folders, _pickled
 from jaxmp.monitor import capture, load_capture
 
 
@@ -45,8 +46,31 @@ class Net(nnx.Module):
         return self.act(self.drop(self.norm(self.tied(x))))
 
 
+class Counter:
+    """An object whose state is an array that is made when it is pickled, and gone after."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        return Counter, (0,), jnp.full(3, self.value)
+
+    def __setstate__(self, state):
+        self.value = int(state[0])
+
+
 def loss_fn(params, *args, **kwargs):
     return jnp.float32(0)
+
+
+def test_arrays_that_live_only_while_they_are_written_keep_their_own_bytes():
+    arrays, places = io.BytesIO(), {}
+    files = [io.BytesIO(), io.BytesIO()]
+    for i, file in enumerate(files):
+        _pickled.Saver(file, arrays, places).dump([Counter(10 * i + k) for k in range(8)])
+    for i, file in enumerate(files):
+        found = _pickled.Loader(io.BytesIO(file.getvalue()), arrays).load()
+        assert [x.value for x in found] == [10 * i + k for k in range(8)]
 
 
 def bits_of_all_kinds():

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import sqnr
+from jaxmp import _gemm_noise
 from jaxmp._suggest import _Decision
 from jaxmp._suggest_runs import Trial, measure
 from jaxmp._suggest_subject import Subject
@@ -149,6 +150,15 @@ def test_pasted_code_trains_linen():
     assert "float8_e4m3fn" in str(jax.make_jaxpr(low_loss_fn)(params, X, Y))
 
 
+def test_float16_modules_have_a_loss_scale_under_a_bf16_policy():
+    params, loss_fn, found = planted()
+    mixed = found._replace(base="bf16", modules={"few": "fp16"}, fp8_layers=())
+    pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": loss_fn, "optimizer": optax.sgd(1e-2)}
+    exec(mixed.code, pasted)
+    assert jaxmp.get_metrics(pasted["tx"].init(params))["loss_scale"] == min(2.0**16, found.loss_scales[1])
+    assert "loss scale" not in str(mixed._replace(formats=dict.fromkeys(found.formats, "bf16"), modules={}))
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(32, 32, rngs=rngs)
@@ -227,8 +237,43 @@ def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     assert moved.unnamed == (lifted,) and repr(lifted) in moved.code.splitlines()[-1]
 
 
+def test_gradients_of_data_do_not_count():
+    params = {"layers": [X, Y], "out": X}
+    subject = Subject(scoped_loss_fn, (X,), params, None, False)
+    assert [gemm.is_data for gemm in subject.gemms] == [True, False, False]
+    measured, _, params = measure(subject, optax.sgd(1e-3), 1)
+    dx, dw = (_gemm_noise.TENSORS.index(name) for name in ("dx", "dw"))
+    assert not measured[0, dx].any() and measured[0, dw].any() and measured[1:, dx].any(axis=1).all()
+    found = _Decision(subject, measured, 1.0, Trial(subject, params), ("bf16",), jaxmp.Thresholds()).suggestion()
+    assert found.formats["layer_0"] == "bf16"
+
+
+def scanned_loss_fn(params, x):
+    layer = jax.named_scope("layer")(lambda h, w: (jnp.tanh(h @ w), None))
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    with jax.named_scope("head"):
+        return jnp.mean((x @ params["head"]) ** 2)
+
+
+def test_each_layer_of_a_scan_counts_for_the_policy():
+    params = {"layers": jnp.stack([jnp.eye(32)] * 4), "head": jnp.concatenate([X, Y], axis=1)}
+    subject = Subject(scanned_loss_fn, (X,), params, None, False)
+    measured, loss_scale, params = measure(subject, optax.sgd(1e-3), 1)
+    decision = _Decision(subject, measured, loss_scale, Trial(subject, params), ("bf16", "fp16"), jaxmp.Thresholds())
+    for key in (("layer", "bf16"), ("head", "fp16")):  # four layers, and a head of the size of two
+        decision.evidence[key] = decision.evidence[key]._replace(reason="planted")
+    found = decision.suggestion()
+    assert found.base == "fp16" and found.formats == {"layer": "fp16", "head": "bf16"}
+
+
 def test_errors():
     w = jnp.ones((2, 2))
+    for missing in ({"gradient_sqnr": {"fp8": 25.0}}, {"tensor_sqnr": {"fp8": 25.0}}, {"underflow": {"fp8": 0.1}}):
+        with pytest.raises(ValueError, match=rf"thresholds.{next(iter(missing))} needs .* none for \['fp16', 'bf16'\]"):
+            jaxmp.suggest_policy(jnp.dot, (w,), params=w, thresholds=jaxmp.Thresholds(**missing))
+    for steps in (0, 2.5, "4"):
+        with pytest.raises(ValueError, match=f"steps must be a whole number, at least 1; got {steps!r}"):
+            jaxmp.suggest_policy(jnp.dot, (w,), params=w, steps=steps)
     with pytest.raises(ValueError, match="formats are some of .*, got 'fp8'"):
         jaxmp.suggest_policy(jnp.dot, (w,), "fp8", params=w)
     with pytest.raises(ValueError, match="needs params="):
