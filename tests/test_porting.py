@@ -23,7 +23,7 @@ def recipe(heading):
     start = page.read_text().index(f"\n## {heading}")
     namespace = {}
     for block in python_blocks(page):
-        position = page.read_text().index(block)
+        position = page.read_text().index(block.lstrip("\n"))
         if start < position and "\n## " not in page.read_text()[start + 4 : position]:
             exec(compile(block, str(page), "exec"), namespace)
     return namespace
