@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp import _backends, _formats, _replay, memory
+from jaxmp import _backends, _formats, _replay, _text, memory
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
@@ -64,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print_backends() -> int:
     print(f"jaxmp {jaxmp.__version__}: {', '.join(_versions())}\n")
     print(*_devices(), "", sep="\n")
-    print(_table([("operation", "backend", "because, or where"), *_backends.backends()]))
+    print(_text.columns([("operation", "backend", "because, or where"), *_backends.backends()]))
     return 0
 
 
 def _print_formats() -> int:
-    print(_table(_formats.rows()))
+    print(_text.columns(_formats.rows()))
     return 0
 
 
@@ -137,11 +137,6 @@ def _devices() -> list[str]:
         f"{n} x {kind}" + (f", compute capability {capability}" if capability else "")
         for (kind, capability), n in kinds.items()
     ]
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def log_metrics(to: Any, step: int, metrics: Mapping[str, Any], **scalars: Any) 
       (0.5, 65536.0, False)
     """
     write = _writer(to)
-    computed = {key: _number(x) for key, x in jax.device_get(dict(metrics)).items()}
-    own = {key: _number(x) for key, x in jax.device_get(scalars).items()}
+    computed = {key: as_number(x) for key, x in jax.device_get(dict(metrics)).items()}
+    own = {key: as_number(x) for key, x in jax.device_get(scalars).items()}
     if isinstance(to, (str, os.PathLike)):
         write(step, computed | own)  # a table has the same columns in every row
     else:
@@ -83,5 +83,11 @@ def _append(path: str, row: dict[str, float]) -> None:
         writer.writerow(row)
 
 
-def _number(x: Any) -> float:
-    return float(np.ravel(x)[0])  # of the copies that pmap makes, the first
+def as_number(x: Any) -> float:
+    """A metric as a number; of the copies that pmap makes, the first.
+
+    Example:
+      >>> as_number(np.array([2.0, 2.0]))
+      2.0
+    """
+    return float(np.ravel(x)[0])

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxmp import _rules
+from jaxmp import _log, _rules
 from jaxmp._rules import Finding
 from jaxmp._step_stats import StepStats
 
@@ -149,7 +149,7 @@ class Monitor:
 
     def _read(self, step: int, arrays: Any) -> list[Finding]:
         metrics, stats = jax.device_get(jax.tree.map(_of_this_process, arrays))
-        row = {"step": float(step)} | {key: _number(value) for key, value in metrics.items()}
+        row = {"step": float(step)} | {key: _log.as_number(value) for key, value in metrics.items()}
         self.steps.append(row)
         found = list(self._of_step(step, row))
         stats = _first_copy(stats)
@@ -238,11 +238,6 @@ def _of_this_process(x: Any) -> Any:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
     return x
-
-
-def _number(value: Any) -> float:
-    """A metric as a number; of the copies that pmap makes, the first."""
-    return float(np.ravel(value)[0])
 
 
 def _first_copy(stats: StepStats | None) -> StepStats | None:

@@ -4,6 +4,7 @@ Lines differ in their dashes, shades in their lightness; what is not finite or w
 returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
     named = runs if isinstance(runs, Mapping) else {"": runs}
     figure, (above, below) = _figure(2, height=4.6, sharex=True, height_ratios=(2, 1))
     marked = False
-    for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), _cycle(len(named)), strict=True)):
+    for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), itertools.cycle(_STYLES), strict=False)):
         width = max(
             1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k
         )  # curves may coincide: each is thinner than those before
@@ -309,7 +310,3 @@ def _chosen(tensors: TensorStats, names: Sequence[str] | None) -> list[int]:
         if name not in tensors.names:
             raise ValueError(f"no tensor {name!r} was measured; there are {', '.join(tensors.names) or 'none'}")
     return [tensors.names.index(name) for name in (tensors.names if names is None else names)]
-
-
-def _cycle(n: int) -> list[tuple[str, str]]:
-    return [_STYLES[i % len(_STYLES)] for i in range(n)]

@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxmp import _bits, _paths, _scales, _sharding_of, _versions, sync
+from jaxmp import _bits, _paths, _scales, _sharding_of, _text, _versions, sync
 
 FORMATS = {
     "bf16": jnp.bfloat16,
@@ -106,8 +106,7 @@ class TensorStats:
             shares = (self.zeros[i], self.nonfinite[i], *lost)
             extremes = (f"{float(self.amax[i]):.3g}", f"{float(self.smallest[i]):.3g}")
             rows.append((name, self.dtypes[i], *extremes, *(f"{100 * float(x):.3g}%" for x in shares)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return _text.columns(rows)
 
 
 def tensor_stats(
