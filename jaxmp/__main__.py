@@ -23,7 +23,11 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp import _backends, _formats, _replay, _text, memory
+from jaxmp._src.base import tables
+from jaxmp._src.fp8 import backends
+from jaxmp._src.memory import plan
+from jaxmp._src.numerics import formats
+from jaxmp._src.replay import replay
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
@@ -64,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print_backends() -> int:
     print(f"jaxmp {jaxmp.__version__}: {', '.join(_versions())}\n")
     print(*_devices(), "", sep="\n")
-    print(_text.columns([("operation", "backend", "because, or where"), *_backends.backends()]))
+    print(tables.columns([("operation", "backend", "because, or where"), *backends.backends()]))
     return 0
 
 
 def _print_formats() -> int:
-    print(_text.columns(_formats.rows()))
+    print(tables.columns(formats.rows()))
     return 0
 
 
-def _plans_of(what: str) -> dict[str, memory.Plan]:
+def _plans_of(what: str) -> dict[str, plan.Plan]:
     """What the argument of `memory` stands for; its errors are argparse's."""
     module, colon, function = what.partition(":")
     if not colon:
@@ -83,28 +87,28 @@ def _plans_of(what: str) -> dict[str, memory.Plan]:
             number = 0.0
         if not 1 <= number < 1e18:
             raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
-        return memory.overview(number)
+        return plan.overview(number)
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as e:
         raise argparse.ArgumentTypeError(f"{what!r} is not there: {e}") from e
     made = make()
-    plans = {function: made} if isinstance(made, memory.Plan) else made
-    if not isinstance(plans, dict) or not all(isinstance(p, memory.Plan) for p in plans.values()):
+    plans = {function: made} if isinstance(made, plan.Plan) else made
+    if not isinstance(plans, dict) or not all(isinstance(p, plan.Plan) for p in plans.values()):
         raise argparse.ArgumentTypeError(
             f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
         )
     return plans
 
 
-def _print_plans(plans: dict[str, memory.Plan]) -> int:
-    print(memory.table(plans))
+def _print_plans(plans: dict[str, plan.Plan]) -> int:
+    print(plan.table(plans))
     return 0
 
 
 def _function_of(name: str) -> Callable[..., Any]:
     try:
-        return _replay.function_of(name)
+        return replay.function_of(name)
     except Exception as e:  # whatever a module of the user raises when it is imported
         raise argparse.ArgumentTypeError(str(e)) from e
 
@@ -112,7 +116,7 @@ def _function_of(name: str) -> Callable[..., Any]:
 def _print_replay(command: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     try:
         like = None if parsed.like is None else parsed.like()
-        found = _replay.replay(parsed.capture, parsed.loss_fn, times=parsed.times, like=like)
+        found = replay.replay(parsed.capture, parsed.loss_fn, times=parsed.times, like=like)
     except Exception as e:  # whatever the loss function raises: a status of 1 would say that the step is not finite
         if not isinstance(e, (ValueError, FileNotFoundError)):
             traceback.print_exc()

@@ -23,31 +23,36 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxmp import _einsum, _layer, _linen_fp8
-from jaxmp._backends import backends as backends
-from jaxmp._blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
-from jaxmp._gemm import (
+from jaxmp._src.bridges import linen_fp8
+from jaxmp._src.fp8 import einsum as einsum_lib, layers
+from jaxmp._src.fp8.backends import backends as backends
+from jaxmp._src.fp8.blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
+from jaxmp._src.fp8.layers import is_enabled as is_enabled, promote_all_but_kernel as promote_all_but_kernel
+from jaxmp._src.fp8.matmul import (
     FallbackWarning as FallbackWarning,
     Scales as Scales,
     dot_general as dot_general,
     why_not_fp8 as why_not_fp8,
 )
-from jaxmp._layer import is_enabled as is_enabled, promote_all_but_kernel as promote_all_but_kernel
-from jaxmp._quantize import dequantize as dequantize, quantize as quantize
-from jaxmp._scales import is_scale as is_scale
-from jaxmp._weights import load_weights as load_weights
-from jaxmp.amax import AmaxState as AmaxState, CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
-from jaxmp.delayed import (
+from jaxmp._src.fp8.recipes import (
+    AmaxState as AmaxState,
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+)
+from jaxmp._src.fp8.scale_leaves import is_scale as is_scale
+from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
+from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
+from jaxmp._src.step.fp8_scales import (
     get_scales as get_scales,
     resize_history as resize_history,
     split_fp8 as split_fp8,
     update_amax as update_amax,
 )
-from jaxmp.state import Fp8State as Fp8State, SplitFp8State as SplitFp8State
+from jaxmp._src.step.states import Fp8State as Fp8State, SplitFp8State as SplitFp8State
 
 
 @contextlib.contextmanager
-def autocast(recipe: Any = None, *, enabled: bool = True, filter: _layer.Filter = None) -> Iterator[None]:
+def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter = None) -> Iterator[None]:
     """A region in which linen's Dense, DenseGeneral and Einsum layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
@@ -71,10 +76,10 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: _layer.Filter 
       ['layers_2']
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_layer.switched(enabled))
+        stack.enter_context(layers.switched(enabled))
         recipe = DelayedScaling() if recipe is None else recipe
-        _layer.check_recipe(recipe)
-        stack.enter_context(_linen_fp8.intercept_layers(recipe, filter))
+        layers.check_recipe(recipe)
+        stack.enter_context(linen_fp8.intercept_layers(recipe, filter))
         yield
 
 
@@ -107,4 +112,4 @@ def einsum(
     """
 
     dot = functools.partial(dot_general, recipe=recipe, scales=scales, preferred_element_type=preferred_element_type)
-    return _einsum.einsum_by(dot, subscripts, lhs, rhs)
+    return einsum_lib.einsum_by(dot, subscripts, lhs, rhs)

@@ -18,20 +18,20 @@ In this order: `tensor_stats`, `watch_activations`, `step_stats` (in jit) -> `Mo
 `capture`, `replay` (one step again: the numbers or the machine).
 """
 
-from jaxmp._activations import watch_activations as watch_activations
-from jaxmp._bad_op import BadOp as BadOp, Operand as Operand
-from jaxmp._capture import Capture as Capture, capture as capture, load_capture as load_capture
-from jaxmp._log import log_metrics as log_metrics
-from jaxmp._monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
-from jaxmp._nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
-from jaxmp._op_walk import first_bad_op as first_bad_op
-from jaxmp._pictures import (
+from jaxmp._src.monitor.activations import watch_activations as watch_activations
+from jaxmp._src.monitor.log import log_metrics as log_metrics
+from jaxmp._src.monitor.monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
+from jaxmp._src.monitor.plots import (
     plot_exponents as plot_exponents,
     plot_fp8 as plot_fp8,
     plot_layers as plot_layers,
     plot_loss_and_scale as plot_loss_and_scale,
 )
-from jaxmp._replay import Replay as Replay, Run as Run, replay as replay
-from jaxmp._rules import Finding as Finding
-from jaxmp._step_stats import Fp8Stats as Fp8Stats, StepStats as StepStats, step_stats as step_stats
-from jaxmp._tensor_stats import FORMATS as FORMATS, TensorStats as TensorStats, tensor_stats as tensor_stats
+from jaxmp._src.monitor.rules import Finding as Finding
+from jaxmp._src.monitor.step_stats import Fp8Stats as Fp8Stats, StepStats as StepStats, step_stats as step_stats
+from jaxmp._src.monitor.tensor_stats import FORMATS as FORMATS, TensorStats as TensorStats, tensor_stats as tensor_stats
+from jaxmp._src.replay.bad_operation import BadOp as BadOp, Operand as Operand
+from jaxmp._src.replay.captures import Capture as Capture, capture as capture, load_capture as load_capture
+from jaxmp._src.replay.first_bad_op import first_bad_op as first_bad_op
+from jaxmp._src.replay.nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
+from jaxmp._src.replay.replay import Replay as Replay, Run as Run, replay as replay

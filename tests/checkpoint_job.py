@@ -29,7 +29,7 @@ import jaxmp
 
 POLICY, SIDE = "fp16", 32
 # What is not pure: the imports that every life would pay again.
-_orbax = jaxmp.checkpoint._orbax.package()
+_orbax = jaxmp._src.checkpoint.orbax.package()
 
 
 def make_job():

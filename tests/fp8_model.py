@@ -82,7 +82,7 @@ def make_step(tx: Any, loss_fn: Any = model_loss, reduce: Any = None, **kwargs: 
 
 
 def fp8_state(opt_state: Any) -> jaxmp.fp8.Fp8State:
-    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
+    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.fp8.Fp8State)
     return found
 
 
@@ -97,5 +97,5 @@ def to_host(tree: Any) -> Any:
 
 def amaxes(grads: Any) -> dict[str, np.ndarray]:
     """The amaxes in a tree of gradients, by path."""
-    found = jaxmp._paths.leaves_by_path(grads)
+    found = jaxmp._src.base.tree_paths.leaves_by_path(grads)
     return {path: np.asarray(x) for path, x in found.items() if jaxmp.fp8.is_scale(path)}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import assert_bitwise
-from jaxmp import amax as amax_module
-from jaxmp.amax import AmaxState, CurrentScaling, DelayedScaling, scale_from_amax
+from jaxmp._src.fp8 import recipes as amax_module
+from jaxmp._src.fp8.recipes import AmaxState, CurrentScaling, DelayedScaling, scale_from_amax
 from jaxmp.casting import saturating_cast
 from oracle_data import load, load_arrays, name_of
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import assert_bitwise
-from jaxmp import _bits
+from jaxmp._src.numerics import float_bits
 
 FLOAT32 = np.finfo(np.float32)
 EDGES = np.array(
@@ -26,7 +26,7 @@ def divide(numerator, x):
         return np.float32(numerator) / x
 
 
-quotient = jax.jit(_bits.quotient, static_argnums=0)
+quotient = jax.jit(float_bits.quotient, static_argnums=0)
 
 
 @pytest.mark.parametrize("numerator", [448.0, 57344.0, 1.0, 0.1, 448.0 * 2.0**-100, float(FLOAT32.max)])
@@ -49,11 +49,11 @@ def test_quotients(x, numerator):
 
 def test_a_quotient_does_not_depend_on_how_well_the_backend_divides(monkeypatch):
     """GPUs are some units off; here the guess is off by 8."""
-    exact = _bits._from_exponent
+    exact = float_bits._from_exponent
     x = np.random.default_rng(0).uniform(0.5, 4.0, 4096).astype(np.float32)
     for error in (-(2.0**-21), 2.0**-21):
-        monkeypatch.setattr(_bits, "_from_exponent", lambda e, error=error: exact(e) * np.float32(1 + error))
-        assert_bitwise(_bits.quotient(448.0, jnp.asarray(x)), divide(448.0, x))
+        monkeypatch.setattr(float_bits, "_from_exponent", lambda e, error=error: exact(e) * np.float32(1 + error))
+        assert_bitwise(float_bits.quotient(448.0, jnp.asarray(x)), divide(448.0, x))
 
 
 @given(x=positive, y=positive)
@@ -63,20 +63,20 @@ def test_products(x, y):
     x = x * np.where(np.arange(SIZE) % 2, np.float32(-1), np.float32(1))
     expected = expected * np.where(np.arange(SIZE) % 2, np.float32(-1), np.float32(1))
     subnormal = np.abs(expected) < FLOAT32.tiny
-    actual = np.asarray(jax.jit(_bits.product)(x, y))
+    actual = np.asarray(jax.jit(float_bits.product)(x, y))
     assert_bitwise(actual[~subnormal], expected[~subnormal])
     assert np.all(np.abs(actual[subnormal]) <= FLOAT32.tiny)
 
 
 def test_products_of_the_edges():
     x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1e-45, 1e-42], np.float32)
-    assert_bitwise(jax.jit(_bits.product)(x, np.full(7, 2.0**127, np.float32)), x * np.float32(2.0**127))
-    assert_bitwise(_bits.product(jnp.float32(np.inf), jnp.float32(2.0**-127)), np.inf)
+    assert_bitwise(jax.jit(float_bits.product)(x, np.full(7, 2.0**127, np.float32)), x * np.float32(2.0**127))
+    assert_bitwise(float_bits.product(jnp.float32(np.inf), jnp.float32(2.0**-127)), np.inf)
 
 
 @given(x=positive)
 def test_split(x):
-    exponent, significand = jax.jit(_bits.split)(x)
+    exponent, significand = jax.jit(float_bits.split)(x)
     assert exponent.dtype == significand.dtype == jnp.int32
     assert np.all((significand >= 2**23) & (significand < 2**24))
     np.testing.assert_array_equal(np.ldexp(np.asarray(significand, np.float64), np.asarray(exponent) - 23), x)
@@ -85,7 +85,7 @@ def test_split(x):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_every_power_of_two_and_back(jit):
     exponents = np.arange(-126, 128).astype(np.float32)
-    power_of_two, log2 = _bits.power_of_two, _bits.log2_of_power_of_two
+    power_of_two, log2 = float_bits.power_of_two, float_bits.log2_of_power_of_two
     if jit:
         power_of_two, log2 = jax.jit(power_of_two), jax.jit(log2)
     powers = np.ldexp(np.float32(1), exponents.astype(np.int32))
@@ -96,14 +96,14 @@ def test_every_power_of_two_and_back(jit):
 def test_powers_of_two_are_clamped():
     log2 = np.array([-1000.0, -127.0, 128.0, 1000.0, np.inf, -np.inf], np.float32)
     ends = np.array([2.0**-126, 2.0**-126, 2.0**127, 2.0**127, 2.0**127, 2.0**-126], np.float32)
-    assert_bitwise(_bits.power_of_two(log2), ends)
+    assert_bitwise(float_bits.power_of_two(log2), ends)
     scales = np.array([0.0, 1e-45, 2.0**-127, FLOAT32.max, np.inf], np.float32)
-    assert_bitwise(_bits.log2_of_power_of_two(scales), np.array([-126, -126, -126, 127, 127], np.float32))
+    assert_bitwise(float_bits.log2_of_power_of_two(scales), np.array([-126, -126, -126, 127, 127], np.float32))
 
 
 def test_magnitudes_are_ordered_as_their_bits_and_nan_is_least():
     x = np.array([np.nan, 0.0, -1e-45, 1e-42, -1.0, FLOAT32.max, -np.inf], np.float32)
-    bits = np.asarray(_bits.magnitude_bits(x))
+    bits = np.asarray(float_bits.magnitude_bits(x))
     assert bits[0] == bits[1] == 0
     assert np.all(np.diff(bits[1:]) > 0)
-    assert_bitwise(_bits.from_bits(bits[1:]), np.abs(x[1:]))
+    assert_bitwise(float_bits.from_bits(bits[1:]), np.abs(x[1:]))

@@ -14,7 +14,9 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import _block_gemm, _hardware, fp8
+from jaxmp import fp8
+from jaxmp._src.base import hardware
+from jaxmp._src.fp8 import block_matmul
 from jaxmp.fp8 import MXFP8, BlockScaling, CurrentScaling
 
 pytestmark = pytest.mark.xdist_group("block_gemm")
@@ -54,7 +56,7 @@ def compiled(recipe):
 
 def product(recipe, dimension_numbers=MATMUL, out_dtype=jnp.float32):
     return functools.partial(
-        _block_gemm.dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype
+        block_matmul.dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype
     )
 
 
@@ -244,7 +246,7 @@ def test_explicit_mesh(recipe):
 
 
 def lowered_for_gpu(recipe, capability, monkeypatch, side=64):
-    monkeypatch.setattr(_hardware, "_oldest_gpu", lambda: capability)
+    monkeypatch.setattr(hardware, "_oldest_gpu", lambda: capability)
     f = functools.partial(gradients, product(recipe, out_dtype=jnp.bfloat16))
     x, w, g = normal(1, 32, side), normal(2, side, 128), normal(3, 32, 128)  # three shapes: equal ones share a function
     args = x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16)
@@ -269,7 +271,7 @@ def scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
 @pytest.mark.parametrize("how", ["vmap", "shard_map", "shard_map_unchecked", "remat"])
 def test_hardware_path_goes_through_transformations(how, monkeypatch):
     """Lowered for a Blackwell GPU, not run."""
-    monkeypatch.setattr(_hardware, "_oldest_gpu", lambda: 10.0)
+    monkeypatch.setattr(hardware, "_oldest_gpu", lambda: 10.0)
     x, w = normal(1, 128, 64), normal(2, 64, 32)
     f = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=MXFP8())
     if how == "remat":
@@ -297,7 +299,7 @@ def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     batched = (((2,), (1,)), ((0,), (0,)))
     run = functools.partial(gradients, product(recipe, batched))
     expected = jax.jit(run)(x, w, g)
-    monkeypatch.setattr(_hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
+    monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
     in_blocks = jax.jit(lambda *args: run(*args))
     found = in_blocks(x, w, g)
     assert_close(found, expected, rtol=1e-5, atol=1e-5)

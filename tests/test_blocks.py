@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import assert_bitwise
-from jaxmp._blocks import MXFP8, Blocks, BlockScaling, e8m0_from_amax
+from jaxmp._src.fp8.blocks import MXFP8, Blocks, BlockScaling, e8m0_from_amax
 from oracle_data import load, load_arrays
 
 INDEX = load("te_blockwise_index")

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp import _buffers
+from jaxmp._src.memory import buffers
 
 N = 64
 W = jax.ShapeDtypeStruct((N, N), jnp.float32)
@@ -16,7 +16,7 @@ VALUE = N * N * 4
 
 
 def usage(f, *args, **kwargs):
-    return _buffers.usage(jax.make_jaxpr(f)(*args), **kwargs)
+    return buffers.usage(jax.make_jaxpr(f)(*args), **kwargs)
 
 
 def of_gradient(f):
@@ -50,7 +50,7 @@ def test_a_convolution_reads_what_is_stored_where_a_matmul_reads_through_a_relu(
 
     def kept(multiply, x, w):
         f = jax.value_and_grad(lambda w, x: jnp.sum(multiply(jax.nn.relu(multiply(x, w)), w)))
-        return usage(f, w, x).kept / _buffers.nbytes(x)
+        return usage(f, w, x).kept / buffers.nbytes(x)
 
     assert kept(conv, image, kernel) == 2  # before the relu, for its sign, and behind it
     assert kept(jnp.matmul, X, W) == 1
@@ -177,5 +177,5 @@ def test_large_matmuls_with_odd_sides_have_padded_copies():
 
 def test_bytes_are_those_of_arrays():
     for x in (np.ones((3, 2), np.int8), jnp.ones(5, jnp.bfloat16), jax.random.key(0)):
-        assert _buffers.nbytes(x) == x.nbytes
-    assert _buffers.nbytes(3.0) == 0
+        assert buffers.nbytes(x) == x.nbytes
+    assert buffers.nbytes(3.0) == 0

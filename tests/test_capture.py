@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, compiled_quickly
-from jaxmp import _folders, _pickled
+from jaxmp._src.replay import array_pickle, atomic_folders
 from jaxmp.monitor import capture, load_capture
 
 
@@ -67,9 +67,9 @@ def test_arrays_that_live_only_while_they_are_written_keep_their_own_bytes():
     arrays, places = io.BytesIO(), {}
     files = [io.BytesIO(), io.BytesIO()]
     for i, file in enumerate(files):
-        _pickled.Saver(file, arrays, places).dump([Counter(10 * i + k) for k in range(8)])
+        array_pickle.Saver(file, arrays, places).dump([Counter(10 * i + k) for k in range(8)])
     for i, file in enumerate(files):
-        found = _pickled.Loader(io.BytesIO(file.getvalue()), arrays).load()
+        found = array_pickle.Loader(io.BytesIO(file.getvalue()), arrays).load()
         assert [x.value for x in found] == [10 * i + k for k in range(8)]
 
 
@@ -192,10 +192,10 @@ def test_processes_of_one_job_count_their_own(tmp_path, monkeypatch):
 
 def test_two_jobs_in_one_directory_do_not_meet(tmp_path, monkeypatch):
     """The other job takes the name between the look and the rename."""
-    real = _folders.folders_in
+    real = atomic_folders.folders_in
     capture(tmp_path, loss_fn, "other", loss_scale=1.0)
     blind = iter([True, True])
-    monkeypatch.setattr(_folders, "folders_in", lambda *args: [] if next(blind, False) else real(*args))
+    monkeypatch.setattr(atomic_folders, "folders_in", lambda *args: [] if next(blind, False) else real(*args))
     assert capture(tmp_path, loss_fn, "mine", loss_scale=1.0).name == "000001"
     assert [load_capture(tmp_path / name).args for name in ("000000", "000001")] == [("other",), ("mine",)]
 

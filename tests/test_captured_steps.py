@@ -13,7 +13,8 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_bitwise
-from jaxmp import __main__ as command, _replay
+from jaxmp import __main__ as command
+from jaxmp._src.replay import replay as replay_lib
 from jaxmp.monitor import capture, load_capture, replay
 
 HALF = jnp.float16
@@ -150,7 +151,7 @@ def test_finite_replays_are_held_against_what_was_observed(tmp_path, observed, v
 
 
 def test_a_program_that_is_finite_one_by_one_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(_replay._op_walk, "walk", lambda *args: None)
+    monkeypatch.setattr(replay_lib._op_walk, "walk", lambda *args: None)
     found = replay(capture(tmp_path, linear_loss, *params_and_batch(x=jnp.inf), loss_scale=1.0))
     assert (found.verdict, found.bad_op) == ("deterministic", None)
     assert "operation by operation all is finite: the compiled program computes otherwise" in str(found)
@@ -174,7 +175,7 @@ def test_the_gradients_are_those_of_the_step(tmp_path, accumulate):
     differentiated = jaxmp.value_and_grad(with_aux, **options)
     expected = jax.jit(lambda p, x, s: differentiated(p, x, "on", opt_state=s, factor=2.0))(params, x, tx.init(params))
     path = capture(tmp_path, with_aux, params, x, "on", factor=2.0, loss_scale=64.0, **options)
-    step = _replay._Step(load_capture(path), with_aux)
+    step = replay_lib._Step(load_capture(path), with_aux)
     loss, grads = jax.tree.unflatten(step.treedef, step.compiled(jnp.float32(64), *step.arrays))
     assert_bitwise((loss, grads), (expected[0][0], expected[1]))
 
@@ -257,7 +258,7 @@ def script(tmp_path):
     """A training script; (its path, a capture of a step that it would take)."""
     path = tmp_path / "train_job.py"
     path.write_text(SCRIPT)
-    module = _replay._module_of_file(path)
+    module = replay_lib._module_of_file(path)
     yield (
         path,
         lambda x: capture(

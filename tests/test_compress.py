@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import compress
+from jaxmp._src.transforms import compress
 from pallas_kernels import moments
 from pallas_kernels.moments import Quantized
 

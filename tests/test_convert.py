@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from fp8_model import model_params
 from helpers import assert_bitwise
-from jaxmp import _saved
+from jaxmp._src.checkpoint import job_leaves
 from jaxmp.checkpoint import convert, reload_master_params
 
 pytestmark = pytest.mark.xdist_group("convert")  # they share the jobs
@@ -64,7 +64,7 @@ def job(name):
 
         for factor in (1.0, np.inf, 1.0):
             grads = jax.tree.map(lambda p, f=factor: np.float32(rng.normal(size=p.shape)) * np.float32(f), params)
-            grads = jaxmp._scales.map_scales(lambda _, g: np.abs(g) + np.float32(1), grads)
+            grads = jaxmp._src.fp8.scale_leaves.map_scales(lambda _, g: np.abs(g) + np.float32(1), grads)
             params, opt_state = step(params, opt_state, grads)
         _JOBS[name] = params, opt_state
     return _JOBS[name]
@@ -83,8 +83,8 @@ def quietly(source, target, **kwargs):
 
 def inner_leaves(opt_state):
     """Moments and counts, by path."""
-    leaves = _saved.essential_leaves(opt_state)
-    return {path: x for path, x in leaves.items() if path not in _saved.special_parts(list(leaves))}
+    leaves = job_leaves.essential_leaves(opt_state)
+    return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,13 @@ def test_a_loss_scale_of_a_class_of_ones_own():
 
 def group_columns(params, opt_state):
     """{path of a scale leaf: its history}"""
-    leaves = _saved.plain_leaves(params)
-    histories = jaxmp._fp8_history.of(_saved.Saved(leaves, _saved.essential_leaves(opt_state), ""))
-    return {path: histories[jaxmp._fp8_history.key_of(path)] for path in leaves if jaxmp.fp8.is_scale(path)}
+    leaves = job_leaves.plain_leaves(params)
+    histories = jaxmp._src.checkpoint.fp8_history.of(
+        job_leaves.Saved(leaves, job_leaves.essential_leaves(opt_state), "")
+    )
+    return {
+        path: histories[jaxmp._src.checkpoint.fp8_history.key_of(path)] for path in leaves if jaxmp.fp8.is_scale(path)
+    }
 
 
 def test_scales_and_histories_go_along_by_layer():
@@ -281,7 +285,7 @@ def test_histories_of_several_recipes_go_along_where_the_layers_are_the_same():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipes)
     opt_state = tx.init(PARAMS)
     number = iter(range(1, 99))
-    opt_state = jaxmp._paths.map_with_path(
+    opt_state = jaxmp._src.base.tree_paths.map_with_path(
         lambda path, x: jnp.full_like(x, next(number)).at[0].set(0.0) if path.endswith("amax_history") else x, opt_state
     )
     assert_bitwise(convert(opt_state, PARAMS, to=tx, policy="fp32"), (PARAMS, opt_state))

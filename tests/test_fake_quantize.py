@@ -8,8 +8,8 @@ import pytest
 
 import helpers
 import jaxmp
-from jaxmp import _fake_quantize, _gemm_noise
-from jaxmp.amax import CurrentScaling
+from jaxmp._src.fp8.recipes import CurrentScaling
+from jaxmp._src.precision_search import fake_quantize, format_noise
 
 DTYPES = {
     "fp32": np.float32,
@@ -42,13 +42,13 @@ def edges(name):
 def test_rounding_is_the_cast(name):
     numbers = [*RNG.standard_normal(100), *np.exp2(RNG.uniform(-30, 14, 100)), 0.0, -0.0, 65519.9, 65520.0, -70000.0]
     x = np.asarray([*numbers, *(edges(name) if name in ("fp16", "e4m3", "e5m2") else [])], np.float32)
-    rounded = jax.jit(_fake_quantize.rounded)(x, _fake_quantize.grid(name))
+    rounded = jax.jit(fake_quantize.rounded)(x, fake_quantize.grid(name))
     helpers.assert_bitwise(rounded, jnp.asarray(oracle(x, name), jnp.float32))
 
 
 def test_loss_scale_shifts_the_range_of_float16():
     x = np.asarray([1e-9, 3e-5, 1.0], np.float32)
-    rounded = jax.jit(_fake_quantize.rounded)(x, _fake_quantize.grid("fp16", loss_scale=2.0**15))
+    rounded = jax.jit(fake_quantize.rounded)(x, fake_quantize.grid("fp16", loss_scale=2.0**15))
     helpers.assert_bitwise(rounded, jnp.asarray(oracle(x, "fp16", 2.0**15), jnp.float32))
     assert float(rounded[0]) == 0.0 or abs(float(rounded[0]) / 1e-9 - 1) < 0.01
 
@@ -56,7 +56,7 @@ def test_loss_scale_shifts_the_range_of_float16():
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_scale_is_that_of_current_scaling(name):
     amaxes = np.asarray([1.0, 447.9, 448.0, 448.1, 57344.0, 57345.0, 3e-20, 0.0, 1e30, np.inf], np.float32)
-    scales = [float(_fake_quantize.scale_of(jnp.asarray(a), _fake_quantize.grid(name))) for a in amaxes]
+    scales = [float(fake_quantize.scale_of(jnp.asarray(a), fake_quantize.grid(name))) for a in amaxes]
     assert scales == CurrentScaling().scale(jnp.asarray(amaxes), backward=name == "e5m2").tolist()
 
 
@@ -150,8 +150,10 @@ def test_errors_name_the_rule_and_the_paths():
 def test_noise_against_numpy(backward):
     tensors = [RNG.standard_normal((16, 8)) * s for s in (1.0, 3e-7, 2e4)]
     tensors[1][0, :4] = 0.0
-    total = sum(_gemm_noise.measure(jnp.asarray(t, jnp.float32), jnp.float32(64.0), backward=backward) for t in tensors)
-    for name, noise in _gemm_noise.read(np.asarray(total)).items():
+    total = sum(
+        format_noise.measure(jnp.asarray(t, jnp.float32), jnp.float32(64.0), backward=backward) for t in tensors
+    )
+    for name, noise in format_noise.read(np.asarray(total)).items():
         fmt = {"fp8": "e5m2" if backward else "e4m3"}.get(name, name)
         pairs = []
         for t in tensors:
@@ -167,7 +169,7 @@ def test_noise_against_numpy(backward):
         assert noise.underflow == pytest.approx(np.mean(q[t != 0] == 0))
     if backward:
         exponents = np.floor(np.log2(np.abs([t for t in np.concatenate([t.ravel() for t in tensors]) if t])))
-        counts = _gemm_noise.exponents(np.asarray(total))
+        counts = format_noise.exponents(np.asarray(total))
         assert {int(e): int(n) for e, n in zip(*np.unique(exponents, return_counts=True), strict=True)} == {
             i - 127: int(n) for i, n in enumerate(counts) if n
         }

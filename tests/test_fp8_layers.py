@@ -17,7 +17,8 @@ from flax.training import train_state
 import jaxmp
 from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
 from helpers import assert_bitwise
-from jaxmp import _paths, _scales
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, autocast, is_scale
 from jaxmp.linen import Fp8DotGeneral, Fp8Einsum
 
@@ -32,7 +33,7 @@ FP8 = functools.partial(Fp8DotGeneral, recipe=RECIPE)
 
 def converted(params):
     """Paths of the layers that hold scale leaves."""
-    paths = [_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [tree_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     return sorted({path.rsplit("/", 2)[0] for path in paths if is_scale(path)})
 
 
@@ -62,7 +63,7 @@ def amaxes_of(apply, params, *args):
     )
     _, grads = f(params)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
-    named = {_paths.path_str(path): np.asarray(x) for path, x in leaves}
+    named = {tree_paths.path_str(path): np.asarray(x) for path, x in leaves}
     found = {}
     for path, x in named.items():
         if is_scale(path):
@@ -75,7 +76,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
     """Two steps: the loss falls, every scale leaf has moved, and the compiled step serves both."""
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
     params = jax.tree.map(jnp.asarray, params)  # nn.remat initializes NumPy arrays, which jit counts as another type
-    before = _scales.partition(params)[0]
+    before = scale_leaves.partition(params)[0]
 
     @jax.jit
     def step(params, opt_state):
@@ -89,7 +90,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
         losses.append(float(loss))
     assert losses[-1] < losses[0]
     assert step._cache_size() == 1
-    after = _scales.partition(params)[0]
+    after = scale_leaves.partition(params)[0]
     moved = [np.all(a != b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
     assert moved and all(moved)
     return params
@@ -154,7 +155,7 @@ def test_current_scaling_needs_no_leaves():
     y, exact = layer.apply({"params": params}, X), plain.apply({"params": params}, X)
     assert 0 < float(jnp.max(jnp.abs(y - exact))) < 0.3
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=CurrentScaling())
-    assert not jaxmp.state.find(tx.init(params), jaxmp.fp8.Fp8State)
+    assert not jaxmp._src.step.state.find(tx.init(params), jaxmp.fp8.Fp8State)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -391,7 +392,7 @@ def test_models_of_all_kinds_train(kind):
         variables = model.init(KEY, X)
     params = variables.pop("params")
     assert converted(params) == layers
-    assert all(x.shape == shape for x in jax.tree.leaves(_scales.partition(params)[0]))
+    assert all(x.shape == shape for x in jax.tree.leaves(scale_leaves.partition(params)[0]))
     assert_bitwise(without_leaves(params), init(model, X))
 
     def apply(params):
@@ -465,7 +466,7 @@ def test_train_states(kind):
         before, (state, loss) = state, step(state, X)
         losses.append(float(loss))
     assert losses[-1] < losses[0]
-    leaves = jax.tree.leaves(_scales.partition(state.params)[0])
+    leaves = jax.tree.leaves(scale_leaves.partition(state.params)[0])
     assert len(leaves) == 3 * len(INNER) and all(x.dtype == F32 and x != 0 for x in leaves)
     before, (state, _) = state, step(state, X.at[0, 0].set(jnp.inf))
     assert bool(jaxmp.get_metrics(state.opt_state)["skipped"])
@@ -486,7 +487,7 @@ def test_two_recipes_in_one_model():
     recipes = {"up/*": RECIPE, "down/*": other}
     params = check_trains(lambda p: Net().apply({"params": p}, X), params, recipe=recipes)
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)
-    (found,) = jaxmp.state.find(opt_state, jaxmp.fp8.Fp8State)
+    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.fp8.Fp8State)
     assert sorted(group.amax_history.shape for group in found.amax_states) == [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 
@@ -537,7 +538,7 @@ def test_to_fp8(chosen, expected):
     scales = nnx.state(model, jaxmp.nnx.Fp8Scale)
     assert len(jax.tree.leaves(scales)) == 3 * len(expected)
     assert all(x.dtype == F32 and x.shape == () for x in jax.tree.leaves(scales))
-    others = _scales.partition(params)[1]
+    others = scale_leaves.partition(params)[1]
     assert_bitwise(jax.tree.leaves(others), jax.tree.leaves(nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
 

@@ -32,7 +32,7 @@ from fp8_model import (
     to_host,
 )
 from helpers import assert_bitwise, assert_close
-from jaxmp import _scales
+from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
 from regimes import AXIS, DEVICES, REGIMES, mesh_of, same_bits
 from test_hygiene import reductions
@@ -178,7 +178,7 @@ def test_weights_train_as_if_there_were_no_scales(name):
         rng = np.random.default_rng(i)
         grads = jax.tree.map(lambda x, rng=rng: jnp.asarray(rng.normal(size=x.shape) / 10, x.dtype), params)
         amax = F32(1e4 * 3.0**-i)
-        grads = _scales.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
+        grads = scale_leaves_lib.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
         updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         updates, alone_state = plain_update(without_scales(grads), alone_state, alone)
@@ -208,7 +208,7 @@ def test_metrics_count_tensors_that_saturate_or_were_not_used():
     update = jax.jit(tx.update)
     for amax, saturated, unused in [(3.0, 0, 0), (1e6, 6, 0), (0.0, 0, 6), (jnp.inf, 0, 6)]:
         grads = jax.tree.map(jnp.zeros_like, params)
-        grads = _scales.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
+        grads = scale_leaves_lib.map_scales(lambda path, x, amax=amax: jnp.float32(amax), grads)
         _, opt_state = update(grads, opt_state, params)
         metrics = jaxmp.get_metrics(opt_state)
         assert_bitwise((metrics["fp8/saturated"], metrics["fp8/unused"]), (F32(saturated), F32(unused)))
@@ -226,7 +226,7 @@ def test_casts_of_a_policy_leave_scales_alone(name):
     for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
         for tree in (params, shapes):
             out = cast(tree)
-            assert all(x.dtype == F32 for x in jax.tree.leaves(_scales.partition(out)[0]))
+            assert all(x.dtype == F32 for x in jax.tree.leaves(scale_leaves_lib.partition(out)[0]))
         assert_bitwise(only_scales(cast(params)["a"]), only_scales(params["a"]))
     assert policy.cast_to_compute(params)["a"]["w"].dtype == policy.compute_dtype
 

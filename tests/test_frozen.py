@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp import _frozen
+from jaxmp._src.programs import frozen_leaves
 
 PARAMS = {"base": np.ones((2, 3), np.float32), "head": np.ones(3, np.float32)}
 LABELS = {"base": "freeze", "head": "train"}
@@ -16,7 +16,7 @@ NOT_MASK = {"base": False, "head": True}
 
 
 def frozen(inner, params=PARAMS):
-    found = _frozen.frozen_leaves(optax.with_extra_args_support(inner), params)
+    found = frozen_leaves.frozen_leaves(optax.with_extra_args_support(inner), params)
     return dict(zip(params, found, strict=True))
 
 
@@ -148,7 +148,7 @@ def test_an_optimizer_with_a_key_or_an_array_among_its_constants():
 def test_works_on_abstract_params_and_on_none():
     abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, PARAMS))
     assert frozen(labelled(), abstract) == {"base": True, "head": False}
-    assert _frozen.frozen_leaves(optax.with_extra_args_support(optax.sgd(0.1)), {}) == []
+    assert frozen_leaves.frozen_leaves(optax.with_extra_args_support(optax.sgd(0.1)), {}) == []
 
 
 def test_inside_jit():

@@ -147,7 +147,7 @@ def test_split_masters_train_to_the_same_bits(fused):
     split = run(jaxmp.mixed_precision(inner, "bf16", remainder_bits=16), "bf16", steps=30)
     assert_bitwise(split[0], full[0])
     assert_bitwise(jaxmp.get_master_params(split[1], split[0]), jaxmp.get_master_params(full[1], full[0]))
-    (masters,) = jaxmp.state.find(split[1], jaxmp.MasterState)
+    (masters,) = jaxmp._src.step.state.find(split[1], jaxmp.MasterState)
     assert {x.dtype.name for x in jax.tree.leaves(masters.master_params)} == {"int16"}
 
 
@@ -178,7 +178,7 @@ def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
     after, after_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
     assert_bitwise(after, params)
-    assert_bitwise(jaxmp.state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
+    assert_bitwise(jaxmp._src.step.state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
     assert bool(jaxmp.get_metrics(after_state)["skipped"])
 
 

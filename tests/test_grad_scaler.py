@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import regimes
 from helpers import assert_bitwise, assert_close
-from jaxmp import _versions, sync
+from jaxmp._src.base import compat
+from jaxmp._src.devices import collectives
 from oracle_data import load, name_of
 from regimes import AXIS, DEVICES, mesh_of
 
@@ -613,9 +614,9 @@ def test_a_scaler_can_be_donated():
 def device_step(state, x):
     """One step on one device. Only the device that overflows sees it in its gradients."""
     params, opt_state, scaler = state
-    own = jax.tree.map(lambda p: _versions.as_varying(p, sync.bound_axes("auto")), params)
+    own = jax.tree.map(lambda p: compat.as_varying(p, collectives.bound_axes("auto")), params)
     grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
-    alone = jnp.reshape(sync.any_nonfinite(grads), (1,))
+    alone = jnp.reshape(collectives.any_nonfinite(grads), (1,))
     grads, scaler = scaler.unscale(grads)
     found = scaler.found_inf()
     params, opt_state, scaler = scaler.step(OPTIMIZERS["adam"][0], regimes.mean_in_float32(grads), opt_state, params)

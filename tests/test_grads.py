@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import grads as grads_lib
+from jaxmp._src.step import value_and_grad as grads_lib
 from regimes import AXIS, mesh_of
 
 F16, F32 = np.float16, np.float32

@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import pallas_kernels
-from jaxmp import __main__ as command, _backends, _formats
+from jaxmp import __main__ as command
+from jaxmp._src.fp8 import backends
+from jaxmp._src.numerics import formats
 from pallas_kernels import backend as kernel_backend
 
 FUSED = "fused optimizer update"
@@ -33,7 +35,7 @@ def machine(monkeypatch):
 
 
 def served():
-    return {row.operation: row for row in _backends.backends()}
+    return {row.operation: row for row in backends.backends()}
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctor"], ["backends"]], ids=["alone", "doctor", "backends"])
@@ -42,7 +44,7 @@ def test_it_prints_versions_devices_and_every_operation(arguments):
     assert f"jaxmp {jaxmp.__version__}: python " in run.stdout
     assert f"jax {jax.__version__}, jaxlib " in run.stdout
     assert "8 x cpu\n" in run.stdout
-    for row in _backends.backends():
+    for row in backends.backends():
         assert any(line.split() == " ".join(row).split() for line in run.stdout.splitlines())
 
 
@@ -205,7 +207,7 @@ FORMATS = {
 
 
 def test_formats_are_those_of_their_documents():
-    assert {f.name: tuple(f[1:]) for f in _formats.formats()} == FORMATS
+    assert {f.name: tuple(f[1:]) for f in formats.formats()} == FORMATS
 
 
 def test_formats_are_printed(capsys):

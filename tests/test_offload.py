@@ -13,7 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import _spaces, _windows, offload
+from jaxmp import offload
+from jaxmp._src.devices import host_memory
+from jaxmp._src.programs import windows as windows_lib
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -57,7 +59,7 @@ def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_hos
     opt_state, params = tx.init(params32), policy.cast_to_param(params32)
     if on_host:
         params, opt_state = offload.put((params, opt_state))
-    large = {path for path, x in jaxmp._paths.leaves_by_path(opt_state.guarded).items() if x.ndim}
+    large = {path for path, x in jaxmp._src.base.tree_paths.leaves_by_path(opt_state.guarded).items() if x.ndim}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, x, y):
@@ -75,7 +77,7 @@ def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_hos
         assert all(x.is_deleted() for x in jax.tree.leaves(inputs) if x.ndim)
         if number >= first:
             assert types((params, opt_state)) == old
-        for path, x in jaxmp._paths.leaves_by_path(opt_state.guarded).items():
+        for path, x in jaxmp._src.base.tree_paths.leaves_by_path(opt_state.guarded).items():
             assert x.sharding.memory_kind == ("pinned_host" if on_host and path in large else "device"), path
         if number in OVERFLOWS:
             assert bool(opt_state.skipped)
@@ -123,9 +125,9 @@ def test_one_part_of_the_state_alone(on_host):
         "moments": on_host == "moments",
     }
     for _ in range(2):
-        assert _spaces.is_on_host(opt_state.guarded.master_params["w"]) == expected["masters"]
+        assert host_memory.is_on_host(opt_state.guarded.master_params["w"]) == expected["masters"]
         (moments,) = jax.tree.leaves(opt_state.guarded.master_inner)
-        assert _spaces.is_on_host(moments) == expected["moments"]
+        assert host_memory.is_on_host(moments) == expected["moments"]
         grads = {"w": jnp.ones(4, jnp.bfloat16)}
         params, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, params)
 
@@ -226,7 +228,7 @@ def moves(jaxpr, where=()):
             source, target = eqn.invars[0].aval, eqn.outvars[0].aval
             if source.memory_space != target.memory_space:
                 found.append((where, target.memory_space.name, source.size * source.dtype.itemsize))
-        for inner, _ in jaxmp._versions.functions_of(eqn):
+        for inner, _ in jaxmp._src.base.compat.functions_of(eqn):
             found += moves(inner, (*where, eqn.primitive.name))
     return found
 
@@ -251,7 +253,7 @@ def barriers(jaxpr):
         operands = [v.aval for v in eqn.invars if hasattr(v, "aval")]
         if eqn.primitive.name == "optimization_barrier" and any(a.memory_space.name == "Host" for a in operands):
             yield operands
-        for inner, _ in jaxmp._versions.functions_of(eqn):
+        for inner, _ in jaxmp._src.base.compat.functions_of(eqn):
             yield from barriers(inner)
 
 
@@ -269,10 +271,10 @@ def test_a_window_waits_for_the_one_before_the_last():
 def window_shapes(f, *args, window_bytes):
     leaves = jax.tree.leaves(args)
     traced = jax.make_jaxpr(lambda *args: jax.tree.leaves(f(*args)))(*args)
-    jaxpr = jax.make_jaxpr(lambda *leaves: _windows._inlined(traced, leaves))(*leaves).jaxpr
-    sizes = [x.size * x.dtype.itemsize if _spaces.is_on_host(x) else 0 for x in leaves]
+    jaxpr = jax.make_jaxpr(lambda *leaves: windows_lib._inlined(traced, leaves))(*leaves).jaxpr
+    sizes = [x.size * x.dtype.itemsize if host_memory.is_on_host(x) else 0 for x in leaves]
     parts = [(i,) for i in range(len(f(*args)[0]))]
-    return _windows.plan(jaxpr, sizes, parts, window_bytes)
+    return windows_lib.plan(jaxpr, sizes, parts, window_bytes)
 
 
 def test_windows_hold_the_moments_of_their_params_and_no_others():
@@ -281,7 +283,7 @@ def test_windows_hold_the_moments_of_their_params_and_no_others():
     state = offload.to_host(tx.init(params)[0]._replace(count=None))._replace(count=jnp.zeros((), jnp.int32))
 
     def f(state, grads):
-        updates, (new, _) = tx.update(grads, (_spaces.to_device(state), optax.EmptyState()))
+        updates, (new, _) = tx.update(grads, (host_memory.to_device(state), optax.EmptyState()))
         return updates, new
 
     # inputs: count, mu 0-2, nu 0-2, grads 0-2; results: updates 0-2, count, mu 0-2, nu 0-2
@@ -293,15 +295,15 @@ def test_windows_hold_the_moments_of_their_params_and_no_others():
 
 
 def test_what_needs_all_arrays_has_them_all():
-    xs = [_spaces.to_host(jnp.full(2, i)) for i in range(3)]
+    xs = [host_memory.to_host(jnp.full(2, i)) for i in range(3)]
 
     def f(xs):
-        xs = _spaces.to_device(xs)
+        xs = host_memory.to_device(xs)
         norm = sum(jnp.sum(x) for x in xs)
         return [x * norm for x in xs], None
 
     assert [w.inputs for w in window_shapes(f, xs, window_bytes=1)] == [(0, 1, 2), ()]
-    got, _ = _windows.run(f, xs, window_bytes=1)
+    got, _ = windows_lib.run(f, xs, window_bytes=1)
     assert [x.tolist() for x in got] == [[0, 0], [6, 6], [12, 12]]
 
 
@@ -443,7 +445,7 @@ def test_inner_must_be_a_transform():
 
 
 def test_a_device_without_pinned_memory_is_named(monkeypatch):
-    monkeypatch.setattr(_spaces, "_HOST_KIND", "hbm2")  # of which no device here has any
+    monkeypatch.setattr(host_memory, "_HOST_KIND", "hbm2")  # of which no device here has any
     with pytest.raises(ValueError, match="memory of kind 'hbm2', .*has 'device', 'pinned_host', .*Keep the state"):
         offload.to_host(jnp.ones(2))
 

@@ -38,7 +38,7 @@ from fp8_model import (
     to_host,
 )
 from helpers import assert_bitwise, assert_close
-from jaxmp import _scales
+from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
 from regimes import AXIS, mesh_of
 
@@ -100,11 +100,11 @@ def test_is_scale_sees_through_states_boxes_and_labels():
     labels = jax.tree.map(lambda _: "label", model_params())
     for tree, count in [(state, 3), (nnx.as_pure(state), 3), (boxed, 1), (labels, 6), (model_params(), 6)]:
         assert found_by(tree) == count
-        only, others = _scales.partition(tree)
+        only, others = scale_leaves_lib.partition(tree)
         assert found_by(only) == len(jax.tree.leaves(only)) == count
         assert found_by(others) == 0
-        assert jax.tree.structure(_scales.merge(only, others)) == jax.tree.structure(tree)
-        assert _scales.has_scales(tree)
+        assert jax.tree.structure(scale_leaves_lib.merge(only, others)) == jax.tree.structure(tree)
+        assert scale_leaves_lib.has_scales(tree)
 
 
 def test_every_jump_of_a_leaf_is_exact():
@@ -130,7 +130,7 @@ def test_leaves_are_the_integers_that_the_state_says():
             assert_bitwise(params[name], F32(np.log2(expected)))
             kept = F32(np.clip(np.log2(expected), -63, 63))  # what a cast takes, so that products of two are scales
             assert_bitwise(jaxmp.fp8.get_scales(params)[name], F32(2.0) ** kept)
-            scale, inv_scale = _scales.scale_of(params[name], holds_log2=True)
+            scale, inv_scale = scale_leaves_lib.scale_of(params[name], holds_log2=True)
             assert_bitwise((scale, inv_scale), (F32(2.0) ** kept, F32(2.0) ** -kept))
 
 
@@ -200,7 +200,7 @@ def test_an_overflow_that_only_an_amax_shows_is_skipped(policy):
     batch["x"][0, 0] = np.inf
     new, (loss, grads) = jax.jit(make_step(tx))(state, batch)
     assert np.isfinite(loss)
-    weights_only = _scales.partition(grads)[1]
+    weights_only = scale_leaves_lib.partition(grads)[1]
     assert bool(jaxmp.all_finite(weights_only))
     assert amaxes(grads)[f"a/{LHS}"] == np.inf
     assert bool(jaxmp.get_metrics(new[1])["skipped"])
@@ -425,7 +425,7 @@ def test_a_loss_over_all_params_is_explained():
 
 def test_a_loss_over_all_but_the_scales_works():
     def loss_fn(params, x):
-        _, others = _scales.partition(params)
+        _, others = scale_leaves_lib.partition(params)
         return jnp.mean(matmul(params["a"], x) ** 2) + 0.5 * sum(jnp.sum(w**2) for w in jax.tree.leaves(others))
 
     params = {"a": layer_params(0)}

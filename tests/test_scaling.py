@@ -15,7 +15,8 @@ from hypothesis import given, strategies as st
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import casting, scaling
+from jaxmp import casting
+from jaxmp._src.loss_scale import protocol
 from oracle_data import load, name_of
 
 LONGEST = 64  # steps; shorter traces are padded, so that each rule compiles once
@@ -210,7 +211,7 @@ def test_a_scale_set_from_outside_leaves_the_growth_count():
 @pytest.mark.parametrize("row", TORCH["unscale_values"], ids=lambda row: f"{row['scale']:g}-{len(row['in'])}")
 def test_unscaled_values(row):
     grads = np.array(row["in"], np.float32)
-    unscaled = np.asarray(jax.jit(scaling.unscale)({"g": grads}, jnp.float32(row["scale"]))["g"])
+    unscaled = np.asarray(jax.jit(protocol.unscale)({"g": grads}, jnp.float32(row["scale"]))["g"])
     expected = np.array(row["out_bits"], np.int32).view(np.float32)
     kept = np.float32(1.0) / np.float32(row["scale"]) >= np.finfo(np.float32).tiny  # the reciprocal is not flushed
     if kept:
@@ -460,7 +461,7 @@ def test_jmp_protocol(name):
     scaled, unscaled = scaler.scale(tree), scaler.unscale(tree)
     assert_bitwise(scaled, tree | {"f16": np.full(2, 0.5 * scale), "bf16": 3 * scale})
     assert_bitwise(unscaled, tree | {"f16": np.full(2, np.float32(0.5 / scale)), "bf16": np.float32(3 / scale)})
-    assert isinstance(scaler, scaling.LossScale)
+    assert isinstance(scaler, protocol.LossScale)
     assert_bitwise(scaler.loss_scale, scale)
     assert type(scaler.adjust(jnp.array(True))) is type(scaler)
 
@@ -508,7 +509,7 @@ def test_a_round_trip_through_a_pytree_keeps_the_rule(name):
 
 def test_the_floor_survives_jit_where_jmp_loses_it():
     theirs = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(8.0))
-    ours = scaling.as_loss_scale(theirs)
+    ours = protocol.as_loss_scale(theirs)
     seen = []
     for _ in range(3):
         theirs, ours = jit_adjust(theirs, jnp.array(False)), jit_adjust(ours, jnp.array(False))
@@ -521,14 +522,14 @@ def test_jmp_scale_in_float16_overflows_without_a_type_error():
     theirs = jmp.DynamicLossScale(jnp.float16(2.0**15))
     with pytest.raises(TypeError):
         theirs.adjust(jnp.array(False))
-    assert_bitwise(scaling.as_loss_scale(theirs).adjust(jnp.array(False)).loss_scale, 2.0**14)
+    assert_bitwise(protocol.as_loss_scale(theirs).adjust(jnp.array(False)).loss_scale, 2.0**14)
 
 
 def test_jmp_dynamic_scale_is_taken_over_step_by_step():
     theirs = jmp.DynamicLossScale(
         jnp.float32(2.0**10), jnp.int32(2), period=4, factor=4, min_loss_scale=jnp.float32(2.0)
     )
-    ours = scaling.as_loss_scale(theirs)
+    ours = protocol.as_loss_scale(theirs)
     rng = np.random.default_rng(0)
     for finite in rng.random(60) > 0.3:
         theirs, ours = theirs.adjust(jnp.array(finite)), ours.adjust(finite)
@@ -567,7 +568,7 @@ def test_jmp_scales_inside_mixed_precision():
     ids=["jmp static", "jmp none", "None", "int", "numpy", "array"],
 )
 def test_what_stands_for_a_scale(given, expected):
-    assert_bitwise(scaling.as_loss_scale(given), expected)
+    assert_bitwise(protocol.as_loss_scale(given), expected)
 
 
 def test_a_static_scale_is_an_argument_not_a_program():
@@ -691,9 +692,9 @@ def test_a_static_scale_is_positive_and_finite(scale):
 
 def test_what_is_no_loss_scale_is_named():
     with pytest.raises(TypeError, match=r"an object with jmp's protocol .*; got 'dynamic', which lacks .loss_scale"):
-        scaling.as_loss_scale("dynamic")
+        protocol.as_loss_scale("dynamic")
     with pytest.raises(TypeError, match="a class: call it"):
-        scaling.as_loss_scale(jaxmp.DynamicLossScale)
+        protocol.as_loss_scale(jaxmp.DynamicLossScale)
     with pytest.raises(TypeError, match="which lacks .loss_scale"):
         jaxmp.shared_loss_scale(object())
     with pytest.raises(ValueError, match=r"got 'torch'\. .*DynamicLossScale.preset\(\"megatron\"\)"):

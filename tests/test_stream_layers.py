@@ -10,7 +10,8 @@ import pytest
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import _spaces, offload
+from jaxmp import offload
+from jaxmp._src.devices import host_memory
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -89,7 +90,7 @@ def scans(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn
-        for inner, _ in jaxmp._versions.functions_of(eqn):
+        for inner, _ in jaxmp._src.base.compat.functions_of(eqn):
             yield from scans(inner)
 
 
@@ -187,4 +188,4 @@ def test_microbatches_of_value_and_grad_do_not_add_up_on_the_host():
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(make_params())
     with pytest.raises(ValueError, match="accumulate=2 adds gradients on the device; got params in host memory at"):
         value_and_grad(offload.to_host(make_params()), make_batch(), opt_state=opt_state)
-    assert _spaces.first_on_host(make_params()) is None
+    assert host_memory.first_on_host(make_params()) is None

@@ -12,11 +12,11 @@ from flax import nnx
 
 import jaxmp
 from helpers import sqnr
-from jaxmp import _gemm_noise
-from jaxmp._suggest import _Decision
-from jaxmp._suggest_runs import Trial, measure
-from jaxmp._suggest_subject import Subject
-from jaxmp._suggestion import globs
+from jaxmp._src.precision_search import format_noise
+from jaxmp._src.precision_search.subject import Subject
+from jaxmp._src.precision_search.suggest import _Decision
+from jaxmp._src.precision_search.suggestion import globs
+from jaxmp._src.precision_search.trials import Trial, measure
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("suggest"), pytest.mark.in_haste]
 
@@ -242,7 +242,7 @@ def test_gradients_of_data_do_not_count():
     subject = Subject(scoped_loss_fn, (X,), params, None, False)
     assert [gemm.is_data for gemm in subject.gemms] == [True, False, False]
     measured, _, params = measure(subject, optax.sgd(1e-3), 1)
-    dx, dw = (_gemm_noise.TENSORS.index(name) for name in ("dx", "dw"))
+    dx, dw = (format_noise.TENSORS.index(name) for name in ("dx", "dw"))
     assert not measured[0, dx].any() and measured[0, dw].any() and measured[1:, dx].any(axis=1).all()
     found = _Decision(subject, measured, 1.0, Trial(subject, params), ("bf16",), jaxmp.Thresholds()).suggestion()
     assert found.formats["layer_0"] == "bf16"

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp import sync
-from jaxmp.reduce import predivide_factor
+from jaxmp._src.devices import collectives
+from jaxmp._src.distributed.reduce import predivide_factor
 from regimes import AXIS, mesh_of
 
 DEVICES = 4
@@ -135,7 +135,14 @@ def test_bound_axes(how):
     seen = []
 
     def f(x):
-        seen.extend([sync.bound_axes("auto"), sync.bound_axes(AXIS), sync.bound_axes((AXIS,)), sync.named_axes(None)])
+        seen.extend(
+            [
+                collectives.bound_axes("auto"),
+                collectives.bound_axes(AXIS),
+                collectives.bound_axes((AXIS,)),
+                collectives.named_axes(None),
+            ]
+        )
         return x
 
     spread(f, how, out_specs=P(AXIS))(jnp.ones((DEVICES, 1)))
@@ -146,7 +153,7 @@ def test_no_axes_are_bound_outside_and_under_vmap_and_jit():
     seen = []
 
     def f(x):
-        seen.append((sync.bound_axes("auto"), sync.bound_axes(None)))
+        seen.append((collectives.bound_axes("auto"), collectives.bound_axes(None)))
         return x
 
     f(1.0)

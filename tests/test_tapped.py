@@ -9,7 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import helpers
-from jaxmp import _tapped, autocast
+from jaxmp import autocast
+from jaxmp._src.autocast import taps
 
 
 def amax(path, x):
@@ -65,7 +66,7 @@ def linen(model):
 
 def test_paths_and_values_of_linen_modules_are_those_of_capture_intermediates():
     params, loss_fn = linen(Net())
-    _, seen = _tapped.collect(loss_fn, lambda path, x: x)(params, X)
+    _, seen = taps.collect(loss_fn, lambda path, x: x)(params, X)
     _, state = Net().apply({"params": params}, X, capture_intermediates=True, mutable=["intermediates"])
     expected = state["intermediates"]
     assert sorted(seen) == ["Dense_0", "first", "first/Dense_0", "first/Dense_1", "first/LayerNorm_0", "middle"]
@@ -80,7 +81,7 @@ def test_paths_and_values_of_linen_modules_are_those_of_capture_intermediates():
 def test_gradients_are_the_same_bits(model):
     params, loss_fn = linen(model)
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, X)
-    (loss, seen), grads = jax.jit(jax.value_and_grad(_tapped.collect(loss_fn, amax), has_aux=True))(params, X)
+    (loss, seen), grads = jax.jit(jax.value_and_grad(taps.collect(loss_fn, amax), has_aux=True))(params, X)
     helpers.assert_bitwise((loss, grads), expected)
     assert seen and all(np.isfinite(x).all() for x in seen.values())
 
@@ -88,7 +89,7 @@ def test_gradients_are_the_same_bits(model):
 @pytest.mark.parametrize("rematted", [False, True], ids=["plain", "remat"])
 def test_scan_over_layers_gives_one_entry_for_each(rematted):
     params, loss_fn = linen(Stack(rematted))
-    _, seen = _tapped.collect(loss_fn, amax)(params, X)
+    _, seen = taps.collect(loss_fn, amax)(params, X)
     x, expected = X, []
     for i in range(3):
         layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
@@ -106,7 +107,7 @@ def test_remat_stays_remat_with_its_policy():
 
     policy = jax.checkpoint_policies.save_only_these_names("kept")
     fn = jax.checkpoint(block, policy=policy, prevent_cse=False)
-    closed = jax.make_jaxpr(_tapped.collect(fn, amax))(jnp.ones((4, 4)), X)
+    closed = jax.make_jaxpr(taps.collect(fn, amax))(jnp.ones((4, 4)), X)
     (eqn,) = (e for e in closed.jaxpr.eqns if e.primitive.name in ("remat2", "checkpoint"))
     assert eqn.params["policy"] is policy and eqn.params["prevent_cse"] is False
     assert len(eqn.outvars) == 2
@@ -137,7 +138,7 @@ def test_nnx_modules_have_the_paths_of_their_params_and_keep_their_state():
 
     plain, tapped = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
     expected = nnx.value_and_grad(loss_fn)(plain, X)
-    (loss, seen), grads = nnx.value_and_grad(_tapped.collect(loss_fn, amax), has_aux=True)(tapped, X)
+    (loss, seen), grads = nnx.value_and_grad(taps.collect(loss_fn, amax), has_aux=True)(tapped, X)
     assert sorted(seen) == [f"blocks/{i}{part}" for i in range(2) for part in ("", "/dense", "/norm")]
     helpers.assert_bitwise(
         (loss, nnx.as_pure(grads)), jax.tree.map(jnp.asarray, (expected[0], nnx.as_pure(expected[1])))
@@ -157,20 +158,20 @@ def scoped(w, x):
 
 def test_named_scopes_jit_and_vmap():
     w = jnp.ones((4, 2))
-    _, seen = _tapped.collect(scoped, lambda path, x: x)(w, X)
+    _, seen = taps.collect(scoped, lambda path, x: x)(w, X)
     helpers.assert_close(seen["outer/inner"], X @ np.asarray(w), rtol=1e-6)
     helpers.assert_close(seen["outer"], seen["outer/jitted"] + 1)
     assert sorted(seen) == ["outer", "outer/inner", "outer/jitted"]
-    _, each = jax.vmap(_tapped.collect(scoped, lambda path, x: x), in_axes=(None, 0))(w, X)
-    _, inside = _tapped.collect(lambda w, x: jax.vmap(scoped, in_axes=(None, 0))(w, x), lambda path, x: x)(w, X)
+    _, each = jax.vmap(taps.collect(scoped, lambda path, x: x), in_axes=(None, 0))(w, X)
+    _, inside = taps.collect(lambda w, x: jax.vmap(scoped, in_axes=(None, 0))(w, x), lambda path, x: x)(w, X)
     helpers.assert_close(each, seen, rtol=1e-6)
     helpers.assert_close(inside, seen, rtol=1e-6)
 
 
 def test_a_gradient_inside_is_seen_once_and_forwards():
     w = jnp.ones((4, 2))
-    expected, seen = _tapped.collect(jax.value_and_grad(scoped), lambda path, x: x)(w, X)
-    _, forward = _tapped.collect(scoped, lambda path, x: x)(w, X)
+    expected, seen = taps.collect(jax.value_and_grad(scoped), lambda path, x: x)(w, X)
+    _, forward = taps.collect(scoped, lambda path, x: x)(w, X)
     helpers.assert_close(expected, jax.value_and_grad(scoped)(w, X), rtol=1e-6)
     helpers.assert_close(
         {k: seen[k] for k in ("outer", "outer/inner")}, {k: forward[k] for k in ("outer", "outer/inner")}
@@ -179,9 +180,9 @@ def test_a_gradient_inside_is_seen_once_and_forwards():
 
 def test_filter_and_hooks_that_return_nothing():
     params, loss_fn = linen(Net())
-    _, seen = _tapped.collect(loss_fn, amax, lambda path: path.endswith("Dense_0"))(params, X)
+    _, seen = taps.collect(loss_fn, amax, lambda path: path.endswith("Dense_0"))(params, X)
     assert sorted(seen) == ["Dense_0", "first/Dense_0"]
-    _, seen = _tapped.collect(loss_fn, lambda path, x: None)(params, X)
+    _, seen = taps.collect(loss_fn, lambda path, x: None)(params, X)
     assert seen == {}
 
 
@@ -199,7 +200,7 @@ def test_branches_loops_and_own_derivatives_are_one_operation():
         with jax.named_scope("b"):
             return jax.lax.cond(x > 0, jax.named_scope("hidden")(jnp.sin), jnp.cos, x)
 
-    tapped = _tapped.collect(fn, lambda path, x: x)
+    tapped = taps.collect(fn, lambda path, x: x)
     (out, seen), grad = jax.value_and_grad(tapped, has_aux=True)(jnp.float32(1.0))
     assert sorted(seen) == ["a", "b"] and float(seen["a"]) == 2 and float(out) == float(seen["b"])
     assert float(grad) == float(7 * jnp.cos(2.0))
@@ -207,8 +208,8 @@ def test_branches_loops_and_own_derivatives_are_one_operation():
 
 def test_over_and_under_autocast():
     params, loss_fn = linen(Net())
-    _, under = _tapped.collect(autocast(loss_fn, jnp.bfloat16), lambda path, x: x)(params, X)
-    _, over = autocast(_tapped.collect(loss_fn, lambda path, x: x), jnp.bfloat16)(params, X)
+    _, under = taps.collect(autocast(loss_fn, jnp.bfloat16), lambda path, x: x)(params, X)
+    _, over = autocast(taps.collect(loss_fn, lambda path, x: x), jnp.bfloat16)(params, X)
     assert under["first/Dense_0"].dtype == over["first/Dense_0"].dtype == jnp.bfloat16
     assert sorted(under) == sorted(over)
 
@@ -223,7 +224,7 @@ def test_replaced_matmuls_are_differentiated_and_known_by_path_and_param(model):
         return run(*operands) * factor
 
     for factor in (1.0, 2.0):
-        loss, grads = jax.jit(jax.value_and_grad(_tapped.replace_matmuls(loss_fn, hook)))(params, X)
+        loss, grads = jax.jit(jax.value_and_grad(taps.replace_matmuls(loss_fn, hook)))(params, X)
         expected = jax.jit(jax.value_and_grad(lambda p, x, f=factor: loss_fn(p, x, f)))(params, X)
         helpers.assert_close((loss, grads), expected, rtol=1e-5, atol=1e-7)
     first = "layers" if isinstance(model, Stack) else "first"
@@ -236,6 +237,6 @@ def test_the_same_site_has_the_same_key_in_every_trace():
     keys = []
     for _ in range(2):
         found = []
-        jax.jit(_tapped.replace_matmuls(loss_fn, lambda s, run, x, f=found: (f.append(s.key), run(*x))[1]))(params, X)
+        jax.jit(taps.replace_matmuls(loss_fn, lambda s, run, x, f=found: (f.append(s.key), run(*x))[1]))(params, X)
         keys.append(sorted(set(found)))
     assert keys[0] == keys[1] and len(keys[0]) == 3

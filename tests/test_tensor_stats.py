@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise
-from jaxmp import _tensor_stats
+from jaxmp._src.monitor import tensor_stats
 from regimes import AXIS, mesh_of
 
 FORMATS = {
@@ -86,9 +86,9 @@ def test_both_ways_of_counting_agree():
     """Only one of them runs on a CPU; the other is that of GPUs."""
     m = jnp.asarray(np.abs(edges()).view(np.int32))
     for histogram in (True, False):
-        by_comparison = _tensor_stats._ranks_by_comparison(m, histogram)
-        assert_bitwise(_tensor_stats._ranks_by_scatter(m, histogram), by_comparison)
-        ranks = np.searchsorted(_tensor_stats._edges(histogram), np.asarray(m), side="right")
+        by_comparison = tensor_stats._ranks_by_comparison(m, histogram)
+        assert_bitwise(tensor_stats._ranks_by_scatter(m, histogram), by_comparison)
+        ranks = np.searchsorted(tensor_stats._edges(histogram), np.asarray(m), side="right")
         assert np.asarray(by_comparison).tolist() == np.bincount(ranks, minlength=len(by_comparison)).tolist()
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxmp
 import regimes
 from helpers import assert_bitwise, assert_close
-from jaxmp import _weights
+from jaxmp._src.fp8 import stored_kernels
 
 pytestmark = pytest.mark.xdist_group("weights")
 
@@ -74,17 +74,17 @@ def test_pairs_finds_the_nearest_kernel_above_a_leaf():
         "e": {"kernel": 1, "op": {"d": {LEAF: 0}}},
     }
     expected = {"a/kernel": f"a/Fp8DotGeneral_0/{LEAF}", "e/kernel": f"e/op/d/{LEAF}"}
-    assert _weights.pairs(tree) == expected
+    assert stored_kernels.pairs(tree) == expected
     masked = jax.tree.map(lambda x: x, tree)
     masked["a"]["Fp8DotGeneral_0"][LEAF] = optax.MaskedNode()  # as the optimizer sees it
-    assert _weights.pairs(masked) == expected
+    assert stored_kernels.pairs(masked) == expected
 
 
 def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     rng = np.random.default_rng(1)
     kernel = rng.normal(size=(3, 8, 4)).astype(np.float32) * np.array([1.0, 100.0, 0.0], np.float32)[:, None, None]
     params = {"kernel": jnp.asarray(kernel), "dot": {LEAF: jnp.zeros(3)}, "bias": jnp.ones(4)}  # a stack of layers
-    stored = _weights.store(params)
+    stored = stored_kernels.store(params)
     assert stored["kernel"].dtype == jnp.float8_e4m3fn
     scale = np.exp2(np.asarray(stored["dot"][LEAF]))
     largest = np.abs(kernel).max((1, 2))
@@ -92,8 +92,8 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     assert scale[2] == 1.0  # nothing is known of zeros
     loaded = jaxmp.fp8.load_weights(stored, jnp.float32)
     np.testing.assert_allclose(loaded["kernel"], kernel, rtol=2.0**-4)
-    assert_bitwise(_weights.store(stored), stored)
-    assert_bitwise(_weights.store(loaded), stored)  # nothing is rounded twice
+    assert_bitwise(stored_kernels.store(stored), stored)
+    assert_bitwise(stored_kernels.store(loaded), stored)  # nothing is rounded twice
     assert_bitwise({"bias": loaded["bias"]}, {"bias": params["bias"]})
 
 
@@ -118,7 +118,7 @@ def test_params_are_one_byte_and_follow_the_float32_master(policy):
 
 
 def opt_state_master(opt_state):
-    (found,) = jaxmp.state.find(opt_state, jaxmp.MasterState)
+    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.MasterState)
     return found.master_params
 
 

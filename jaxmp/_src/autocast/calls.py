@@ -1,0 +1,266 @@
+"""Operations with functions inside, run by their plans: calls, branches, loops, functions with their own derivatives.
+
+The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. They were traced for the dtypes the function was
+written in; so the rule is traced once more in these, planned like any function, and run in the dtypes that arrive.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.autocast import regions
+from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.autocast.emit import Emitter, cast, written
+from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
+from jaxmp._src.base import compat
+
+_FEW = 8  # equations: a call of fewer is not worth a trace of its own
+
+
+def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    """`jax.jit` and `jax.checkpoint`: the same equation with another function in it."""
+    eqn, plan = step.eqn, step.inner[0]
+    _, consts = compat.functions_of(eqn)[0]
+    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+    if eqn.primitive.name != "remat2" and len(plan.steps) <= _FEW and not _has_shardings(eqn):
+        return emitter.run(plan, consts, operands)
+    if id(plan) not in emitter.retraced:
+
+        def function(*values: Any) -> list[Any]:
+            return emitter.run(plan, consts, values)
+
+        emitter.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
+    jaxpr, extra = compat.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
+    if extra and eqn.primitive.name != "remat2":  # a jit has shardings for each of its operands, and none for these
+        return emitter.run(plan, consts, operands)
+    return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
+
+
+def _has_shardings(eqn: Any) -> bool:
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, jax.sharding.Sharding) for s in shardings)
+
+
+def _closed_call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    return emitter.run(step.inner[0], compat.functions_of(step.eqn)[0][1], operands)
+
+
+def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    functions = compat.functions_of(step.eqn)
+
+    def branch(plan: Plan, consts: Any) -> Any:
+        return lambda *values: _cast_all(emitter.run(plan, consts, values), step.results)
+
+    branches = [branch(plan, consts) for plan, (_, consts) in zip(step.inner, functions, strict=True)]
+    platforms = step.eqn.params.get("branches_platforms")
+    if platforms is not None:  # `lax.platform_dependent`: a branch need not compile on others than its own
+        by_platform = {p: b for b, names in zip(branches, platforms, strict=True) for p in names or ("default",)}
+        return list(lax.platform_dependent(*operands[1:], **by_platform))
+    return list(lax.switch(operands[0], branches, *operands[1:]))
+
+
+def _while(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    params, (test, body) = step.eqn.params, step.inner
+    (_, test_closed), (_, body_closed) = compat.functions_of(step.eqn)
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    test_consts, body_consts = operands[:first], operands[first:second]
+
+    def holds(carry: Any) -> Any:
+        return emitter.run(test, test_closed, (*test_consts, *carry))[0]
+
+    def advance(carry: Any) -> Any:
+        return tuple(_cast_all(emitter.run(body, body_closed, (*body_consts, *carry)), step.results))
+
+    return list(lax.while_loop(holds, advance, tuple(operands[second:])))
+
+
+def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    params, plan = step.eqn.params, step.inner[0]
+    _, closed = compat.functions_of(step.eqn)[0]
+    n_consts, n_carry = compat.scan_counts(step.eqn)
+    consts = operands[:n_consts]
+
+    def body(carry: Any, scanned: Any) -> Any:
+        out = _cast_all(emitter.run(plan, closed, (*consts, *carry, *scanned)), step.results)
+        return tuple(out[:n_carry]), tuple(out[n_carry:])
+
+    carry, stacked = lax.scan(
+        body,
+        tuple(operands[n_consts : n_consts + n_carry]),
+        tuple(operands[n_consts + n_carry :]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+        _split_transpose=params.get("_split_transpose", False),
+    )
+    return [*carry, *stacked]
+
+
+def _shard_map(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    params, plan = step.eqn.params, step.inner[0]
+    _, consts = compat.functions_of(step.eqn)[0]
+
+    def function(*values: Any) -> Any:
+        return tuple(emitter.run(plan, consts, values))
+
+    run = jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )
+    return list(run(*operands))
+
+
+def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    eqn, plan = step.eqn, step.inner[0]
+    _, consts = compat.functions_of(eqn)[0]
+    closed = operands[: eqn.params["num_consts"]]
+    floats = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in FLOATS and i >= len(closed)]
+
+    @jax.custom_jvp
+    def function(*values: Any) -> Any:
+        return tuple(_cast_all(emitter.run(plan, consts, (*closed, *values)), step.results))
+
+    @function.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        def as_traced(values: Any, moving: Any) -> Any:
+            at = tuple(values[i] for i in floats)
+            return jax.jvp(_of_floats(eqn, values, floats), at, tuple(moving), has_aux=True)
+
+        traced = [v.aval.dtype for v in eqn.invars]
+        moving = [tangents[i - len(closed)] for i in floats]
+        dtypes = (traced, [traced[i] for i in floats])
+        (out, out_moving, rest), _ = _rerun(emitter, step, as_traced, ((*closed, *primals), moving), dtypes)
+        is_float = [v.dtype in FLOATS for v in step.results]
+        out, out_moving, rest = iter(out), iter(out_moving), iter(rest)
+        primals_out = [next(out) if f else next(rest) for f in is_float]
+        tangents_out = [
+            cast(next(out_moving), v.dtype) if f else np.zeros(jnp.shape(x), jax.dtypes.float0)
+            for f, v, x in zip(is_float, step.results, primals_out, strict=True)
+        ]
+        return tuple(_cast_all(primals_out, step.results)), tuple(tangents_out)
+
+    return list(function(*operands[len(closed) :]))
+
+
+@jax.tree_util.register_pytree_node_class
+class _Residuals:
+    """What the backward pass of a function keeps: arrays, and what is static: how to put them together."""
+
+    def __init__(self, arrays: Any, static: Any):
+        self.arrays, self.static = arrays, static
+
+    def tree_flatten(self) -> Any:
+        return tuple(self.arrays), self.static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "_Residuals":
+        return cls(list(arrays), static)
+
+
+def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+    eqn, plan = step.eqn, step.inner[0]
+    _, consts = compat.functions_of(eqn)[0]
+    closed = operands[: eqn.params["num_consts"]]
+    floats = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in FLOATS and i >= len(closed)]
+    float_outputs = [i for i, v in enumerate(step.results) if v.dtype in FLOATS]
+
+    @jax.custom_vjp
+    def function(*values: Any) -> Any:
+        return tuple(_cast_all(emitter.run(plan, consts, (*closed, *values)), step.results))
+
+    def forward(*values: Any) -> Any:
+        def as_traced(values: Any) -> Any:
+            return jax.vjp(_of_floats(eqn, values, floats), *(values[i] for i in floats), has_aux=True)
+
+        traced = [v.aval.dtype for v in eqn.invars]
+        (out, pull_back, rest), shapes = _rerun(emitter, step, as_traced, ((*closed, *values),), (traced,))
+        arrays, treedef = jax.tree.flatten(pull_back)
+        dtypes = tuple(s.dtype for s in jax.tree.leaves(shapes[1]))
+        out, rest = iter(out), iter(rest)
+        results = [next(out) if v.dtype in FLOATS else next(rest) for v in step.results]
+        return tuple(_cast_all(results, step.results)), _Residuals(arrays, (treedef, dtypes))
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        treedef, dtypes = residuals.static
+
+        def as_traced(arrays: Any, cotangents: Any) -> Any:
+            return jax.tree.unflatten(treedef, arrays)(list(cotangents))
+
+        given = [cotangents[i] for i in float_outputs]
+        traced = [eqn.outvars[i].aval.dtype for i in float_outputs]
+        moving, _ = _rerun(emitter, step, as_traced, (residuals.arrays, given), (dtypes, traced))
+        grads: list[Any] = [None] * len(eqn.invars)
+        for i, grad in zip(floats, moving, strict=True):
+            grads[i] = cast(grad, step.operands[i])
+        return tuple(grads[len(closed) :])
+
+    function.defvjp(forward, backward)
+    return list(function(*operands[len(closed) :]))
+
+
+def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
+    """An equation as it was traced, as a function of some of its floats; what it gives besides floats comes second."""
+
+    def function(*moving: Any) -> Any:
+        given = list(values)
+        for i, x in zip(floats, moving, strict=True):
+            given[i] = x
+        out = list(zip(written(eqn, given), eqn.outvars, strict=True))
+        return [x for x, v in out if v.aval.dtype in FLOATS], [x for x, v in out if v.aval.dtype not in FLOATS]
+
+    return function
+
+
+def _rerun(emitter: Emitter, step: Step, rule: Any, arguments: Any, dtypes: Any) -> tuple[Any, Any]:
+    """Runs a derivative rule that was written for other dtypes, by a plan for those that arrive.
+
+    Args:
+      emitter: what runs it.
+      step: the operation it belongs to.
+      rule: the rule, a function of lists of arrays.
+      arguments: the lists as they are now.
+      dtypes: for each list, the dtypes the rule was written for.
+
+    Returns:
+      The rule's results as they come, and their shapes and dtypes as they would come from the rule as it was written.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(map(list, arguments)))
+    avals = [
+        jax.typeof(x).update(dtype=d) for x, d in zip(leaves, jax.tree.leaves(tuple(map(list, dtypes))), strict=True)
+    ]
+
+    def flat(*values: Any) -> Any:
+        return rule(*jax.tree.unflatten(treedef, values))
+
+    with regions.tracing(step.lists):  # an autocast in the rule is the innermost
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    jaxpr, consts = compat.open_jaxpr(closed)
+    plan = emitter.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
+    return jax.tree.unflatten(jax.tree.structure(shapes), emitter.run(plan, consts, leaves)), shapes
+
+
+def _cast_all(values: Any, results: tuple[Value, ...]) -> list[Any]:
+    return [cast(x, v.dtype) for x, v in zip(values, results, strict=True)]
+
+
+CALLS = {
+    "jit": _call,
+    "pjit": _call,
+    "remat2": _call,
+    "checkpoint": _call,
+    "closed_call": _closed_call,
+    "core_call": _closed_call,
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+}

@@ -1,0 +1,285 @@
+"""Which dtype each operation runs in under autocast: torch.autocast's lists, for JAX's primitives.
+
+An operation is a primitive of a jaxpr (`dot_general`, `exp`) or a function that stands in it by name (`elu`). There
+are four groups:
+
+    allow       float16 or bfloat16: where tensor cores give the speed        matmuls, convolutions
+    force_fp32  float32: where 16 bits lose range or precision                exp, log, pow, rsqrt, sums, erf_inv, ...
+    widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...
+    (others)    the dtypes it was written with: no 16-bit form, or none known  fft, cholesky, pallas kernels, callbacks
+
+PyTorch's lists name whole operations (softmax, layer_norm), of which a jaxpr shows only the parts. So the lists hold
+the parts that matter, and `_op_uses` joins them: what feeds nothing but float32 operations runs in float32 with them.
+
+References:
+  torch/csrc/autograd, ATen/autocast_mode.h (PyTorch 2.13), CUDA lists.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import primitives
+
+from jaxmp._src.autocast import torch_habits
+from jaxmp._src.base import tree_paths
+
+ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+FORCE_FP32 = frozenset(
+    {
+        *("exp", "exp2", "expm1", "log", "log2", "log1p", "pow", "integer_pow", "square", "rsqrt", "erf_inv"),
+        *("acos", "asin", "tan", "cosh", "sinh", "acosh", "atanh"),
+        *("lgamma", "digamma", "polygamma", "zeta", "igamma", "igammac", "igamma_grad_a", "random_gamma_grad"),
+        *("regularized_incomplete_beta", "bessel_i0e", "bessel_i1e"),
+        *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"),
+    }
+)
+
+# Arithmetic, and functions of which 16 bits are as good as their input.
+_ARITHMETIC = frozenset(
+    {
+        *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "add_any", "sqrt", "cbrt"),
+        *("one_minus_square", "tanh", "logistic", "sin", "cos", "atan", "atan2", "asinh", "erf", "erfc"),
+        *("floor", "ceil", "round", "nextafter", "is_finite"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
+        *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
+        *("reduce_window_sum", "elu", "selu", "celu", "log_sigmoid"),
+    }
+)
+
+# What moves or picks values and computes nothing: a constant among the inputs is one value of many.
+MOVES = frozenset(
+    {
+        *("select_n", "max", "min", "clamp", "pad", "concatenate", "stack", "dynamic_update_slice", "scatter"),
+        *("broadcast_in_dim", "reshape", "squeeze", "transpose", "rev", "slice", "dynamic_slice", "gather", "tile"),
+        *("split", "unstack", "copy", "copy_p", "stop_gradient", "reduce_max", "reduce_min", "cummax", "cummin"),
+        *("argmax", "argmin", "reduce_window_max", "reduce_window_min", "sharding_constraint", "name", "top_k"),
+    }
+)
+
+# Of these every input has a dtype of its own.
+EACH_ITS_OWN = frozenset(
+    {
+        *("sort", "optimization_barrier", "psum", "psum_invariant", "psum_invariant2", "pmax", "pmin", "ppermute"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "pvary", "pbroadcast", "pcast"),
+        *("device_put",),
+    }
+)
+
+WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
+
+# Elementwise work, free in any dtype where it is fused with what comes next.
+FUSIBLE = (_ARITHMETIC | MOVES) - {
+    *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter", "gather", "sort"),
+    *("reduce_window_sum", "reduce_window_max", "reduce_window_min", "dynamic_update_slice", "top_k"),
+    *("sharding_constraint", "name", "cummax", "cummin", "argmax", "argmin", "dynamic_slice", "concatenate"),
+}
+
+# Powers leave the range of 16 bits and these come back into it: the tanh of GELU gives what 16 bits can hold.
+POWERS = frozenset({"integer_pow", "square"})
+BOUNDED = frozenset({"tanh", "logistic", "erf", "erfc", "sin", "cos", "sign"})
+
+# A cast before these is a cast of the same or fewer values.
+BEFORE_CAST = frozenset({"reshape", "squeeze", "transpose", "rev", "broadcast_in_dim", "copy", "copy_p"})
+
+LOW_MARK = "jaxmp.autocast.low"  # a name on values that are in 16 bits from there on (see `_op_modules`)
+
+FLOATS = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))  # what autocast moves between
+
+
+class CastLists(NamedTuple):
+    """What runs in which dtype: hashable, so that plans can be kept by it.
+
+    Attributes:
+      dtype: float16 or bfloat16; None: everything as it was written.
+      allow: names that run in `dtype`.
+      force_fp32: names that run in float32.
+      widest: names that run in the widest dtype of their inputs.
+      modules: globs over paths of modules with another dtype; None: as it was written. The first that fits counts.
+    """
+
+    dtype: np.dtype | None
+    allow: frozenset[str] = ALLOW
+    force_fp32: frozenset[str] = FORCE_FP32
+    widest: frozenset[str] = WIDEST
+    modules: tuple[tuple[str, np.dtype | None], ...] = ()
+
+    def at(self, path: str) -> "CastLists":
+        """The lists in the module at `path`, where one of `modules` names it.
+
+        Example:
+          >>> CastLists(np.dtype("float16"), modules=(("head*", None),)).at("head_0").dtype is None
+          True
+        """
+        found = [dtype for pattern, dtype in self.modules if tree_paths.matches(path, (pattern,))]
+        return self._replace(dtype=found[0]) if found else self
+
+    def group(self, name: str) -> str | None:
+        """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written.
+
+        Example:
+          >>> CastLists(np.dtype("float16")).group("exp")
+          'force_fp32'
+        """
+        if self.dtype is None:
+            return None
+        groups = (("allow", self.allow), ("force_fp32", self.force_fp32), ("widest", self.widest))
+        return next((group for group, names in groups if name in names), None)
+
+    def inside(self, group: str) -> "CastLists":
+        """The lists within a function that is named in one: its parts follow the inputs it is given.
+
+        Example:
+          >>> CastLists(np.dtype("float16")).inside("widest").group("exp")
+          'widest'
+        """
+        if group == "force_fp32":
+            return CastLists(None)
+        return CastLists(self.dtype, frozenset(), frozenset(), self.allow | self.force_fp32 | self.widest)
+
+
+OFF = CastLists(None)
+
+
+def is_mark(eqn: Any) -> bool:
+    """Whether an equation is the mark of a layer's result."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == LOW_MARK
+
+
+def is_widening(eqn: Any) -> bool:
+    """Whether an equation casts from 16 bits to float32, so that casting back gives what there was.
+
+    Example:
+      >>> closed = jax.make_jaxpr(lambda x: x.astype(jnp.float32))(jnp.float16(1.0))
+      >>> is_widening(closed.jaxpr.eqns[0])
+      True
+    """
+    if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != jnp.float32:
+        return False
+    return eqn.invars[0].aval.dtype in FLOATS and eqn.invars[0].aval.dtype != jnp.float32
+
+
+def is_custom_scatter(eqn: Any) -> bool:
+    """Whether an equation scatters by a function of the user's: `x.at[i].apply(fn)`, traced for one dtype.
+
+    Example:
+      >>> closed = jax.make_jaxpr(lambda x: x.at[0].apply(jnp.sin))(jnp.ones(2))
+      >>> [is_custom_scatter(eqn) for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scatter"]
+      [True]
+    """
+    update = eqn.params.get("update_jaxpr") if eqn.primitive.name == "scatter" else None
+    return update is not None and bool(update.eqns)
+
+
+def is_no_cast(eqn: Any) -> bool:
+    """Whether an equation changes only how strongly a value is typed, or from a float to the same float.
+
+    Example:
+      >>> closed = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, jnp.float16))(1.0)
+      >>> is_no_cast(closed.jaxpr.eqns[0])
+      False
+    """
+    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+
+
+def make_lists(
+    dtype: jax.typing.DTypeLike,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    modules: Mapping[str, jax.typing.DTypeLike] | None = None,
+) -> CastLists:
+    """The lists, with names moved into others; float32 switches autocast off.
+
+    Args:
+      dtype: float16, bfloat16 or float32.
+      allow: names that run in `dtype`, wherever they stood.
+      force_fp32: names that run in float32.
+      widest: names that run in the widest dtype of their inputs.
+      modules: dtypes of modules, by globs over their paths.
+
+    Returns:
+      A `CastLists`.
+
+    Raises:
+      ValueError: another dtype; an unknown name; a name in two of the arguments; modules in another dtype than float32
+        where autocast is off.
+      TypeError: a list that is a bare string.
+
+    Example:
+      >>> make_lists("bfloat16", force_fp32=("tanh",)).group("tanh")
+      'force_fp32'
+    """
+    dtype = check_dtype(dtype)
+    moved: dict[str, str] = {}
+    for argument, names in (("allow", allow), ("force_fp32", force_fp32), ("widest", widest)):
+        if isinstance(names, str):
+            raise TypeError(f"autocast: {argument} is a collection of names, got the string {names!r}: ({names!r},)")
+        for name in names:
+            _check_name(argument, name)
+            if moved.setdefault(name, argument) != argument:
+                raise ValueError(f"autocast: {name!r} stands in {moved[name]} and in {argument}; leave it in one")
+    others = tuple((pattern, check_dtype(d)) for pattern, d in (modules or {}).items())
+    if dtype == jnp.float32:
+        if any(d != jnp.float32 for _, d in others):
+            raise ValueError(
+                f"autocast: dtype float32 is off, so modules={modules!r} would change nothing. Give dtype= the 16-bit "
+                f'dtype and float32 to the rest: modules={{"head": jnp.bfloat16, "*": jnp.float32}}.'
+            )
+        return OFF
+    to = {group: frozenset(n for n, g in moved.items() if g == group) for group in ("allow", "force_fp32", "widest")}
+    return CastLists(
+        dtype,
+        ALLOW.difference(moved) | to["allow"],
+        FORCE_FP32.difference(moved) | to["force_fp32"],
+        WIDEST.difference(moved) | to["widest"],
+        tuple((pattern, None if d == jnp.float32 else d) for pattern, d in others),
+    )
+
+
+def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """`dtype` as a numpy dtype, if autocast can run in it.
+
+    Raises:
+      ValueError: it is none of float16, bfloat16 and float32.
+
+    Example:
+      >>> check_dtype("float16")
+      dtype('float16')
+    """
+    torch_habits.check_no_device("autocast", dtype)
+    try:
+        given = jnp.dtype({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(dtype), dtype))
+    except TypeError:
+        raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {dtype!r}") from None
+    if given in FLOATS:
+        return given
+    if given.name.startswith("float8"):
+        raise ValueError(
+            f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}: fp8 needs scales, which "
+            f"layers hold. Use jaxmp.fp8.autocast (docs/fp8.md), which goes together with this one."
+        )
+    why = ": it is wider than float32, and most accelerators have none of it" if given == np.float64 else ""
+    raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}{why}")
+
+
+def _known_names() -> frozenset[str]:
+    found = {getattr(primitives, n).name for n in dir(primitives) if n.endswith("_p")}
+    found |= {getattr(jax.lax, n).name for n in dir(jax.lax) if n.endswith("_p")}
+    return frozenset(found | ALLOW | FORCE_FP32 | WIDEST)
+
+
+def _check_name(argument: str, name: str) -> None:
+    known = _known_names()
+    if name in known:
+        return
+    close = difflib.get_close_matches(str(name), known, n=3)
+    hint = f" Close to it: {', '.join(close)}." if close else ""
+    raise ValueError(
+        f"autocast: {argument} holds {name!r}, which is no primitive of jax.lax and no function autocast knows.{hint} "
+        f"jaxmp.explain_autocast(fn, *args) lists the names in a function."
+    )

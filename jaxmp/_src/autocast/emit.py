@@ -1,0 +1,162 @@
+"""A function, run by its plan: each operation bound anew, with its operands cast as the plan says.
+
+A value is cast at most once to each dtype in a function, however many operations read it in that dtype. What is cast,
+bound or called here is ordinary JAX: it can be differentiated, batched, compiled and rewritten again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxmp._src.autocast import regions
+from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
+from jaxmp._src.base import compat
+
+
+class Emitter:
+    """Runs planned functions; `calls` runs what has functions inside (see `_op_calls`).
+
+    Args:
+      planner: the planner that made the plans, for the rules that are planned when they run.
+      calls: by primitive, `(emitter, step, operands) -> results`.
+    """
+
+    def __init__(self, planner: Planner, calls: dict[str, Any]):
+        self.planner = planner
+        self.calls = calls
+        self.retraced: dict[int, tuple[Any, Plan]] = {}  # jaxprs of plans that are called more than once
+
+    def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
+        """Runs a function.
+
+        Args:
+          plan: its plan.
+          consts: the constants of its jaxpr.
+          values: its inputs, in the dtypes of `plan.inputs` or in those it was traced with.
+
+        Returns:
+          Its outputs, in the dtypes of `plan.outputs`.
+        """
+        jaxpr = plan.jaxpr
+        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        held |= {v: cast(x, i.dtype, i) for v, x, i in zip(jaxpr.invars, values, plan.inputs, strict=True)}
+        made: dict[Any, Any] = {}
+
+        def read(atom: Any, dtype: Any, value: Value | None) -> Any:
+            if isinstance(atom, core.Literal):
+                return cast(atom.val, dtype, value)
+            if dtype is None or held[atom].dtype == dtype:
+                return held[atom]
+            if (atom, dtype) not in made:
+                made[atom, dtype] = cast(held[atom], dtype, value)
+            return made[atom, dtype]
+
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, plan.inputs, strict=True))
+        for step in plan.steps:
+            eqn = step.eqn
+            operands = [
+                read(v, dtype, None if isinstance(v, core.Literal) else known.get(v))
+                for v, dtype in zip(eqn.invars, step.operands, strict=True)
+            ]
+            # What runs as it was written brings its name along.
+            with contextlib.nullcontext() if step.how == "written" else where(eqn):
+                results = self._run_step(step, operands)
+            held |= dict(zip(eqn.outvars, results, strict=True))
+            known |= dict(zip(eqn.outvars, step.results, strict=True))
+        return [read(v, None, None) for v in jaxpr.outvars]
+
+    def _run_step(self, step: Step, operands: list[Any]) -> list[Any]:
+        eqn = step.eqn
+        if step.how == "same":
+            return operands
+        if step.how == "call":
+            return self.calls[eqn.primitive.name](self, step, operands)
+        if step.how == "written":
+            return written(eqn, operands)
+        if eqn.primitive.name in _SCATTERS:
+            return [_scatter(eqn, operands)]
+        bound = eqn.primitive.bind(*operands, **_params(step))
+        results = list(bound) if eqn.primitive.multiple_results else [bound]
+        return [cast(x, v.dtype) for x, v in zip(results, step.results, strict=True)]
+
+
+def written(eqn: Any, operands: list[Any]) -> list[Any]:
+    """An equation as it was traced, with the rules of its own."""
+    run = compat.as_function(eqn)
+    return list(run(*(x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal))))
+
+
+def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:
+    """`x` in another of autocast's floats; a constant that is too large for it saturates.
+
+    Example:
+      >>> float(cast(np.float32(-1e9), np.dtype(np.float16)))
+      -65504.0
+    """
+    if dtype is None or getattr(x, "dtype", None) == dtype or dtype not in FLOATS:
+        return x
+    if not isinstance(x, jax.Array) and np.ndim(x) == 0:  # a literal
+        return np.asarray(_saturated(float(x), dtype)).astype(dtype)[()]
+    if value is not None and value.const is not None and _saturated(value.const, dtype) != value.const:
+        return jnp.full_like(x, _saturated(value.const, dtype), dtype)
+    return lax.convert_element_type(x, dtype)
+
+
+def _saturated(number: float, dtype: Any) -> float:
+    limit = float(jnp.finfo(dtype).max)
+    return float(np.clip(number, -limit, limit)) if np.isfinite(number) else number
+
+
+def _params(step: Step) -> dict[str, Any]:
+    """The parameters of an equation that runs in another dtype."""
+    params = dict(step.eqn.params)
+    if params.get("preferred_element_type") is not None and step.results[0].dtype in FLOATS:
+        params["preferred_element_type"] = step.results[0].dtype
+    return params
+
+
+_SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": getattr(lax, "scatter_sub", None),
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+
+
+def _scatter(eqn: Any, operands: list[Any]) -> Any:
+    """A scatter holds the jaxpr of its update, which was traced for one dtype: so it is made anew."""
+    params = eqn.params
+    operand, indices, updates = operands
+    return _SCATTERS[eqn.primitive.name](
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
+
+
+@contextlib.contextmanager
+def where(eqn: Any) -> Iterator[None]:
+    """What an equation was traced under: its name in a profile, and contexts such as `compute_on`.
+
+    Args:
+      eqn: the equation.
+    """
+    with contextlib.ExitStack() as stack:
+        scope = regions.scope_of(eqn)
+        if scope:
+            stack.enter_context(jax.named_scope(scope))
+        stack.enter_context(eqn.ctx.manager)
+        yield

@@ -1,0 +1,208 @@
+"""What autocast would do with a function, and why: a table to read before it runs."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxmp._src.autocast import cast_lists, flax_modules, regions, rewrite
+from jaxmp._src.autocast.planner import Plan, Step
+from jaxmp._src.base import compat
+
+
+class ExplainedOp(NamedTuple):
+    """Operations of one kind in one module.
+
+    Attributes:
+      module: path of the module or named scope; "" at the top.
+      name: the primitive, or the function that a list names.
+      written: the dtype it was written in.
+      runs_in: the dtype it would run in.
+      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (nothing but
+        those of `force_fp32` reads it); or `written` (left as it is).
+      count: how many there are; those in a loop count once for each iteration that is known.
+      flops: their floating-point operations in all: 2 m n k for a matmul, one for each element elsewhere.
+    """
+
+    module: str
+    name: str
+    written: str
+    runs_in: str
+    group: str
+    count: int
+    flops: int
+
+
+class Explanation(NamedTuple):
+    """What `explain_autocast` returns: rows to work with, and a table when printed.
+
+    Attributes:
+      rows: one for each kind of operation in each module, in the order they run.
+      casts: how many values would be cast.
+    """
+
+    rows: tuple[ExplainedOp, ...]
+    casts: int
+
+    def flops_by_dtype(self) -> dict[str, int]:
+        """The share of each dtype.
+
+        Example:
+          >>> explain_autocast(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 4))).flops_by_dtype()
+          {'float16': 48}
+        """
+        totals: dict[str, int] = {}
+        for row in self.rows:
+            totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
+        return totals
+
+    def __str__(self) -> str:
+        titles = ("module", "operation", "count", "written", "runs in", "because of", "MFLOP")
+        lines = [
+            (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
+            for r in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (titles, *lines)) for i in range(len(titles))]
+
+        def line(cells: tuple[str, ...]) -> str:
+            return "  ".join(
+                c.rjust(w) if i in (2, 6) else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip()
+
+        total = sum(self.flops_by_dtype().values()) or 1
+        shares = ", ".join(f"{100 * n / total:.1f}% in {d}" for d, n in self.flops_by_dtype().items() if n)
+        return "\n".join([line(titles), *map(line, lines), f"{self.casts} casts; FLOPs: {shares or 'none'}"])
+
+    __repr__ = __str__
+
+
+def explain_autocast(
+    fn: Callable[..., Any],
+    *args: Any,
+    dtype: Any = jnp.float16,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What `autocast(fn, dtype, ...)` would run in which dtype, by operation and by module. Nothing is computed.
+
+    Args:
+      fn: the function.
+      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      dtype: as for `autocast`.
+      allow: as for `autocast`.
+      force_fp32: as for `autocast`.
+      widest: as for `autocast`.
+      modules: as for `autocast`.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      An `Explanation`, which prints as a table.
+
+    Raises:
+      ValueError: as `autocast`.
+
+    Example:
+      >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
+      >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
+      ('dot_general', 'float16', 'allow')
+    """
+    lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules)
+    found: list[Explanation] = []
+
+    def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            traced = rewrite.Traced(pure, lists, args, kwargs)
+            found.append(_explain(traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)))
+            with regions.region(cast_lists.OFF):
+                return pure(*args, **kwargs)
+
+        return run
+
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [
+        i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+    ]
+
+    def call(*arrays: Any) -> Any:
+        given = list(leaves)
+        for i, x in zip(places, arrays, strict=True):
+            given[i] = x
+        args, kwargs = jax.tree.unflatten(treedef, given)
+        flax_modules.call(fn, explained, args, kwargs)
+
+    jax.eval_shape(call, *(leaves[i] for i in places))
+    return found[0]
+
+
+def _explain(plan: Plan) -> Explanation:
+    rows: dict[tuple[str, str, str, str, str], list[int]] = {}
+    casts = _collect(plan, "", 1, rows)
+    return Explanation(tuple(ExplainedOp(*key, count, flops) for key, (count, flops) in rows.items()), casts)
+
+
+def _collect(plan: Plan, outer: str, times: int, rows: dict[tuple[str, str, str, str, str], list[int]]) -> int:
+    cast: set[Any] = set()
+    known = dict(zip(plan.jaxpr.invars, (v.dtype for v in plan.inputs), strict=True))
+    inside = 0
+    for step in plan.steps:
+        eqn = step.eqn
+        module = "/".join(part for part in (outer, regions.scope_of(eqn)) if part)
+        for atom, dtype in zip(eqn.invars, step.operands, strict=True):
+            if isinstance(atom, core.Literal) or dtype not in cast_lists.FLOATS:
+                continue
+            if known.get(atom, atom.aval.dtype) != dtype:
+                cast.add((atom, dtype))
+        known |= {v: r.dtype for v, r in zip(eqn.outvars, step.results, strict=True)}
+        repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        if step.how == "call":
+            inside += sum(_collect(inner, module, repeats, rows) for inner in step.inner)
+        elif step.how != "same" and _is_worth_a_row(eqn):
+            _add(rows, step, module, times)
+    return len(cast) + inside
+
+
+def _is_worth_a_row(eqn: Any) -> bool:
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if getattr(v.aval, "dtype", None) in cast_lists.FLOATS]
+    return bool(floats) and not (eqn.primitive.name in cast_lists.MOVES and eqn.primitive.name not in ("max", "min"))
+
+
+def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int) -> None:
+    eqn = step.eqn
+    dtypes = [d.name for d in step.operands if d in cast_lists.FLOATS]
+    dtypes += [r.dtype.name for r in step.results if r.dtype in cast_lists.FLOATS]
+    written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in cast_lists.FLOATS]
+    name = compat.function_name(eqn)
+    group = "written" if step.how == "written" and step.group == "inside" else step.group
+    counts = rows.setdefault((module, name, written[0], dtypes[0] if dtypes else written[0], group), [0, 0])
+    counts[0] += times
+    counts[1] += times * flops_of(eqn)
+
+
+def flops_of(eqn: Any) -> int:
+    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction.
+
+    Example:
+      >>> flops_of(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr.eqns[0])
+      48
+    """
+    sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * sizes[0] * math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * sizes[0] * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    if eqn.primitive.name.startswith(("reduce_", "cum")):
+        return math.prod(eqn.invars[0].aval.shape)
+    inner = compat.functions_of(eqn)
+    if inner:
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
+    return max(sizes, default=0)

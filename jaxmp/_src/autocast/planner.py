@@ -1,0 +1,374 @@
+"""The plan of a rewrite: the dtype that every operation of a function will run in, found without running anything.
+
+A jaxpr is walked once, forwards, with a dtype for each value. The lists (`_op_lists`) give each operation its group,
+the neighbours (`_op_uses`) may change it, and what the group means depends on the dtypes that arrive:
+
+    allow        every float operand is cast to `dtype`
+    force_fp32   every float operand is cast to float32
+    widest       to the widest among the operands that *vote*
+    None         back to what the operation was traced with
+
+As in PyTorch, a single number does not vote against an array: not a literal, not a scalar array, not one of these
+broadcast. But a constant that `dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32, unless it is one
+that only picks values (`where(mask, x, -1e9)`): there the constant saturates.
+
+float64, complex, integers, keys and fp8 are never cast, and an operation that has one of the floats among them runs as
+it was written.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxmp._src.autocast import cast_lists, regions, value_uses
+from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.value_uses import Uses
+from jaxmp._src.base import compat
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Value(NamedTuple):
+    """What the plan knows of a value.
+
+    Attributes:
+      dtype: the dtype it has in the rewritten function.
+      votes: whether it counts among the inputs of an operation in the widest dtype.
+      const: the number it is full of, where that is known.
+      home: the 16-bit dtype that it left for a power, to which a bounded function brings it back.
+    """
+
+    dtype: Any
+    votes: bool = True
+    const: float | None = None
+    home: Any = None
+
+
+class Step(NamedTuple):
+    """How one equation runs.
+
+    Attributes:
+      eqn: the equation as traced.
+      how: `"bind"` in new dtypes; `"written"` in those it was traced with; `"same"` hands its operand on; `"call"`
+        has functions inside, with a plan each.
+      group: the group that decided, for people to read.
+      operands: the dtype each operand is cast to; None leaves it.
+      results: what it gives.
+      inner: plans of the functions inside.
+      lists: the lists that hold here, and inside.
+    """
+
+    eqn: Any
+    how: str
+    group: str
+    operands: tuple[Any, ...]
+    results: tuple[Value, ...]
+    inner: tuple["Plan", ...]
+    lists: CastLists
+
+
+class Plan(NamedTuple):
+    """How a function runs.
+
+    Attributes:
+      jaxpr: the function as traced.
+      steps: one for each equation.
+      inputs: what it is given.
+      outputs: what it returns.
+      changed: whether anything differs from the function as it was traced.
+    """
+
+    jaxpr: Any
+    steps: tuple[Step, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    changed: bool
+
+
+def value_of(aval: Any) -> Value:
+    """An input as it was traced.
+
+    Example:
+      >>> value_of(jnp.float32(1.0))
+      Value(dtype=dtype('float32'), votes=False, const=None, home=None)
+    """
+    return Value(aval.dtype if hasattr(aval, "dtype") else None, votes=getattr(aval, "ndim", 0) > 0)
+
+
+class Planner:
+    """Plans of one function and of those inside it, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Plan, Any]] = {}
+
+    def plan(
+        self, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists, uses: Uses | None = None
+    ) -> Plan:
+        """The plan of a function for inputs of certain dtypes.
+
+        Args:
+          function: a jaxpr and its constants.
+          inputs: what is known of its inputs.
+          lists: what runs in which dtype.
+          uses: what `find_uses` said of the jaxpr, where its caller knows more than the jaxpr shows.
+        """
+        key = (id(function[0]), inputs, lists, id(uses) if uses else None)
+        if key not in self._made:  # what ids stand for is kept alive here
+            found = uses or value_uses.find_uses(function[0], lists, (False,) * len(function[0].outvars))
+            self._made[key] = self._make(function, inputs, lists, found), (function, uses)
+        return self._made[key][0]
+
+    def _make(self, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists, uses: Uses) -> Plan:
+        jaxpr, _ = function
+        values: dict[Any, Value] = {v: value_of(v.aval) for v in jaxpr.constvars}
+        values |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def look_up(atom: Any) -> Value:
+            return _literal(atom) if isinstance(atom, core.Literal) else values[atom]
+
+        steps = []
+        for i, eqn in enumerate(jaxpr.eqns):
+            step = self._step(i, eqn, [look_up(v) for v in eqn.invars], regions.lists_of(eqn, lists), uses)
+            values |= dict(zip(eqn.outvars, step.results, strict=True))
+            steps.append(step)
+        traced = [getattr(v.aval, "dtype", None) for v in jaxpr.invars]
+        changed = any(v.dtype != t for v, t in zip(inputs, traced, strict=True))
+        changed = changed or any(_is_change(step) for step in steps)
+        return Plan(jaxpr, tuple(steps), inputs, tuple(look_up(v) for v in jaxpr.outvars), changed)
+
+    def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
+        if cast_lists.is_no_cast(eqn):
+            return Step(eqn, "same", "widest", (None,), (operands[0],), (), lists)
+        if lists.dtype is not None and (
+            cast_lists.is_mark(eqn)
+            or (cast_lists.is_widening(eqn) and i in uses.low and operands[0].dtype == lists.dtype)
+        ):
+            return Step(eqn, "same", "allow", (lists.dtype,), (Value(lists.dtype, operands[0].votes),), (), lists)
+        functions = compat.functions_of(eqn)
+        group = lists.group(compat.function_name(eqn) if functions else eqn.primitive.name)
+        if functions and not _has_other_floats(eqn):
+            return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
+        if functions or group is None or _has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
+            return written(eqn, lists)
+        if i in uses.biased:
+            group = "allow"
+        if group == "force_fp32" and eqn.primitive.name in cast_lists.POWERS and i in uses.tamed:
+            group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
+        if group == "allow" and _asks_for_float32(eqn):
+            return written(eqn, lists)
+        if eqn.primitive.name in cast_lists.EACH_ITS_OWN and group == "widest":
+            return _each_its_own(eqn, operands, lists)
+        if group == "force_fp32" or (group == "widest" and _is_reciprocal(eqn)):
+            dtype, group = FLOAT32, "force_fp32"
+        elif group == "allow" or (i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST):
+            dtype = lists.dtype
+        elif i in uses.wide:
+            operands = [v._replace(home=FLOAT32) for v in operands]  # it stays there until a float32 operation reads it
+            dtype, group = FLOAT32, "feeds float32"
+        else:
+            dtype = _widest(eqn, operands)
+        return _in_dtype(eqn, operands, dtype, group, lists)
+
+    def _call(
+        self, eqn: Any, operands: list[Value], lists: CastLists, group: str | None, functions: Any, uses: Any
+    ) -> Step:
+        if group is not None:  # a function that a list names
+            if group == "force_fp32":
+                return written(eqn, lists, group)
+            dtype = lists.dtype if group == "allow" else _widest(eqn, operands)
+            operands = [v._replace(dtype=dtype, const=None) if v.dtype in FLOATS else v for v in operands]
+            lists, uses = lists.inside(group), None
+        elif lists.dtype is None:
+            operands = [value_of(v.aval) for v in eqn.invars]
+        uses = uses or (None,) * len(functions)
+        plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
+        casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
+        if not any(p.changed for p in inner):
+            return written(eqn, lists, group or "written")
+        return Step(eqn, "call", group or "inside", tuple(casts), tuple(results), tuple(inner), lists)
+
+    def _inside(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
+        del eqn
+        given = tuple(
+            _cast_early(v, u) for v, u in zip(operands, _low_inputs(uses[0], lists, len(operands)), strict=True)
+        )
+        plan = self.plan(functions[0], given, lists, uses[0])
+        return [v.dtype for v in given], [plan], plan.outputs
+
+    def _cond(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
+        given = tuple(v._replace(const=None) for v in operands)
+        plans = [self.plan(f, given[1:], lists, u) for f, u in zip(functions, uses, strict=True)]
+        results = [_join(values) for values in zip(*(p.outputs for p in plans), strict=True)]
+        return [v.dtype for v in given], plans, results
+
+    def _while(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
+        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        given = [v._replace(const=None) for v in operands]
+        cond_consts, consts, carry = given[:first], given[first:second], given[second:]
+
+        def body(carry: list[Value]) -> Plan:
+            return self.plan(functions[1], (*consts, *carry), lists, uses[1])
+
+        carry = _settle(carry, lambda c: body(c).outputs)
+        plans = [self.plan(functions[0], (*cond_consts, *carry), lists, uses[0]), body(carry)]
+        return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, carry
+
+    def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
+        n_consts, n_carry = compat.scan_counts(eqn)
+        low = _low_inputs(uses[0], lists, len(operands))
+        given = [
+            (_cast_early(v, dtype if i < n_consts else None))._replace(const=None, votes=inner.aval.ndim > 0)
+            for i, (v, dtype, inner) in enumerate(zip(operands, low, functions[0][0].invars, strict=True))
+        ]
+        consts, carry, scanned = given[:n_consts], given[n_consts : n_consts + n_carry], given[n_consts + n_carry :]
+
+        def body(carry: list[Value]) -> Plan:
+            return self.plan(functions[0], (*consts, *carry, *scanned), lists, uses[0])
+
+        carry = _settle(carry, lambda c: body(c).outputs[:n_carry])
+        plan = body(carry)
+        results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
+        return [v.dtype for v in (*consts, *carry, *scanned)], [plan], results
+
+
+def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
+    """An equation in the dtypes it was traced with.
+
+    Example:
+      >>> written(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0], cast_lists.OFF).operands
+      (dtype('float32'),)
+    """
+    results = tuple(value_of(v.aval) for v in eqn.outvars)
+    casts = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
+    return Step(eqn, "written", group, casts, results, (), lists)
+
+
+def _literal(literal: Any) -> Value:
+    number = literal.val
+    is_float = literal.aval.dtype in FLOATS
+    return Value(literal.aval.dtype, votes=False, const=float(number) if is_float and np.ndim(number) == 0 else None)
+
+
+def _is_change(step: Step) -> bool:
+    if step.how == "written":
+        return False
+    return step.how == "call" or any(
+        cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)
+    )
+
+
+def _has_other_floats(eqn: Any) -> bool:
+    """Whether a float stands among the operands or results that autocast does not cast: float64, complex, fp8."""
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    return any(d not in FLOATS and (d is None or jnp.issubdtype(d, jnp.inexact)) for d in dtypes)
+
+
+def _asks_for_float32(eqn: Any) -> bool:
+    """Whether a matmul names its algorithm, or gives out more than its operands hold: then it is left as written."""
+    precision, preferred = eqn.params.get("precision"), eqn.params.get("preferred_element_type")
+    if precision is not None and not isinstance(precision, (tuple, jax.lax.Precision)):
+        return True
+    given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
+    return preferred is not None and np.dtype(preferred) == FLOAT32 and FLOAT32 not in given
+
+
+def _is_reciprocal(eqn: Any) -> bool:
+    if eqn.primitive.name == "integer_pow":
+        return eqn.params["y"] < 0
+    return eqn.primitive.name == "div" and isinstance(eqn.invars[0], core.Literal)
+
+
+def _widest(eqn: Any, operands: list[Value]) -> Any:
+    """The dtype of an operation that follows its inputs."""
+    floats = [v for v in operands if v.dtype in FLOATS]
+    if not floats:
+        return None
+    moves = eqn.primitive.name in cast_lists.MOVES
+    voting = [v for v in floats if v.votes and not (moves and v.const is not None)] or floats
+    dtype = np.dtype(jnp.result_type(*(v.dtype for v in voting)))
+    if dtype != FLOAT32 and not moves and not all(holds(dtype, v.const) for v in floats if v.const is not None):
+        return FLOAT32
+    return dtype
+
+
+def holds(dtype: Any, number: float) -> bool:
+    """Whether a dtype has a number in its normal range; 0, inf and NaN count.
+
+    Example:
+      >>> holds(np.dtype(np.float16), 1e-8), holds(np.dtype(np.float16), 0.1)
+      (False, True)
+    """
+    limits = jnp.finfo(dtype)
+    return number == 0 or not np.isfinite(number) or float(limits.tiny) <= abs(number) <= float(limits.max)
+
+
+def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: CastLists) -> Step:
+    casts = tuple(dtype if v.dtype in FLOATS else None for v in operands)
+    home = _home(eqn.primitive.name, operands, dtype)
+    if group == "widest" and eqn.primitive.name in cast_lists.BOUNDED and home is not None:
+        result, home = home, None
+    else:
+        result = dtype
+    results = []
+    for out in eqn.outvars:
+        if out.aval.dtype not in FLOATS or dtype is None:
+            results.append(value_of(out.aval))
+        elif eqn.primitive.name in cast_lists.BEFORE_CAST and len(operands) == 1:
+            # A scalar that was broadcast does not vote; a full array of one number does, but where it is only picked.
+            const = operands[0].const
+            results.append(Value(result, operands[0].votes or const is not None, const, home))
+        else:
+            results.append(Value(result, out.aval.ndim > 0, None, home))
+    return Step(eqn, "bind", group, casts, tuple(results), (), lists)
+
+
+def _home(name: str, operands: list[Value], dtype: Any) -> Any:
+    """The 16-bit dtype that a result in float32 comes from, if it is float32 because of a power alone."""
+    if dtype != FLOAT32:
+        return None
+    voting = [v for v in operands if v.dtype in FLOATS and v.votes]
+    if name in cast_lists.FORCE_FP32 - cast_lists.POWERS:
+        return None
+    homes = {v.home or v.dtype for v in voting}
+    return homes.pop() if len(homes) == 1 and FLOAT32 not in homes else None
+
+
+def _each_its_own(eqn: Any, operands: list[Value], lists: CastLists) -> Step:
+    if len(operands) != len(eqn.outvars):
+        return written(eqn, lists)
+    results = tuple(v._replace(const=None) for v in operands)
+    return Step(eqn, "bind", "widest", (None,) * len(operands), results, (), lists)
+
+
+def _low_inputs(uses: Uses | None, lists: CastLists, count: int) -> list[Any]:
+    return [lists.dtype if uses is not None and uses.low_inputs[i] else None for i in range(count)]
+
+
+def _cast_early(value: Value, dtype: Any) -> Value:
+    return value._replace(dtype=dtype) if dtype is not None and value.dtype in FLOATS else value
+
+
+def _join(values: tuple[Value, ...]) -> Value:
+    first = values[0]
+    if first.dtype not in FLOATS:
+        return first._replace(const=None)
+    return Value(np.dtype(jnp.result_type(*(v.dtype for v in values))), any(v.votes for v in values))
+
+
+def _settle(carry: list[Value], step: Any) -> list[Value]:
+    """The dtypes a loop carries: those its body gives after some rounds; the widest seen where they never settle."""
+    for widen in (False, True):
+        for _ in range(len(carry) + 2):
+            after = [
+                v._replace(dtype=out.dtype) if v.dtype in FLOATS else v
+                for v, out in zip(carry, step(carry), strict=True)
+            ]
+            if widen:
+                after = [_join(pair)._replace(votes=pair[0].votes) for pair in zip(carry, after, strict=True)]
+            if after == carry:
+                return carry
+            carry = after
+    raise AssertionError("joining dtypes only ever widens them")  # float16, bfloat16, float32: two steps at most

@@ -1,0 +1,314 @@
+"""A function as it was written, run with hooks: one sees what its modules return, one may change its matmuls.
+
+    fn  --make_jaxpr-->  jaxpr  --walk-->  the same JAX operations, and at some of them a hook
+
+As in autocast, what comes out is JAX again: under and over `jit`, `grad`, `vmap`, `remat`. Nothing is computed in
+another way, so that values and gradients are the same bits.
+
+Modules are known by the paths of their params (`_module_paths`): those of linen, and of nnx where the module is an
+argument; named scopes count as modules. The walk goes into `jit`, `jax.checkpoint` (its policy is kept) and `scan`.
+It does not look into `cond` and `while` (what runs there is known at run time only), `shard_map`, or functions with
+derivatives of their own, whose rules are kept: each of these is one operation here.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jaxtyping import Array, PyTree
+
+from jaxmp._src.autocast import emit, flax_modules
+from jaxmp._src.base import compat
+from jaxmp._src.programs import module_paths, traced as traced_lib
+
+MATMULS = ("dot_general", "conv_general_dilated")
+_ENTERED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "scan")
+# What a param may go through on its way to a matmul, as the operation's first operand.
+_MOVES = frozenset(
+    {"transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "rev"}
+    | {"copy", "copy_p", "name", "sharding_constraint", "reduce_precision"}
+)
+
+
+class Site(NamedTuple):
+    """A matmul or convolution of a function.
+
+    Attributes:
+      key: where it stands; the same whenever the function is traced for the same arguments.
+      path: the innermost module or scope it is in; "" outside of all.
+      module: the innermost flax module, "" for the root; None outside of all.
+      eqn: its equation.
+      origins: for each operand, the path of the argument that it is, as it came or moved and cast: the position of the
+        argument, and the path in it; else None.
+    """
+
+    key: tuple[int, ...]
+    path: str
+    module: str | None
+    eqn: Any
+    origins: tuple[str | None, ...]
+
+
+Observe = Callable[[str, Array], PyTree]
+Replace = Callable[[Site, Callable[..., Array], list[Any]], Array]
+
+
+def collect(
+    fn: Callable[..., Any], hook: Observe, filter: Callable[[str], bool] | None = None
+) -> Callable[..., tuple[Any, dict[str, PyTree]]]:
+    """`fn`, with a look at what each of its modules returns.
+
+        loss, stats = collect(loss_fn, lambda path, x: jnp.max(jnp.abs(x)))(params, batch)
+
+    The output of a module is the last float array computed in it that something outside of it uses; of a module that
+    is called more than once, that of its last call. Modules are those of linen, those of nnx modules among the
+    arguments, and named scopes. A module whose call leaves no operation (dropout in evaluation) has none. What lies in
+    `cond`, `while`, `shard_map` and functions with derivatives of their own is not seen.
+
+    With `jax.value_and_grad(collect(fn, hook), has_aux=True)` gradients are those of `fn`, bit for bit: hooks get
+    values without gradients. (Differentiate what `collect` returns: in a function that computes a gradient itself,
+    what a `jit` or a loop keeps for the backward pass cannot be told from what it returns.)
+
+    Args:
+      fn: any function of pytrees, flax modules included.
+      hook: `(path, value) -> pytree of arrays`, traced once for each module; what it returns is collected.
+      filter: which modules, by path; None for all.
+
+    Returns:
+      A function of the same arguments that returns `(what fn returns, {path: what hook returned})`. In a `scan` over
+      layers, what is collected has a leading axis, one entry for each iteration; under `vmap` as any other result.
+
+    Example:
+      >>> def fn(x):
+      ...     with jax.named_scope("block"):
+      ...         return jnp.sum(x * 2)
+      >>> out, seen = jax.jit(collect(fn, lambda path, x: x + 1))(jnp.ones(3))
+      >>> float(out), {path: float(x) for path, x in seen.items()}
+      (6.0, {'block': 7.0})
+    """
+
+    def observe(path: str, value: Array) -> PyTree:
+        return hook(path, lax.stop_gradient(value)) if filter is None or filter(path) else None
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _call(fn, _Walk(observe, None), args, kwargs)
+
+    return wrapped
+
+
+def replace_matmuls(fn: Callable[..., Any], hook: Replace) -> Callable[..., Any]:
+    """`fn`, with another computation in place of its matmuls and convolutions.
+
+    Args:
+      fn: any function of pytrees, flax modules included.
+      hook: `(site, run, operands) -> result`; `run(*operands)` is the operation as it was written. The result has the
+        shape and dtype of the operation's own.
+
+    Returns:
+      The function, with the same arguments and results.
+
+    Example:
+      >>> doubled = replace_matmuls(jnp.dot, lambda site, run, operands: 2 * run(*operands))
+      >>> float(doubled(jnp.ones(3), jnp.ones(3)))
+      6.0
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _call(fn, _Walk(None, hook), args, kwargs)[0]
+
+    return wrapped
+
+
+def _call(fn: Callable[..., Any], walk: "_Walk", args: Any, kwargs: Any) -> tuple[Any, dict[str, PyTree]]:
+    collected: dict[str, PyTree] = {}
+
+    def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            traced = traced_lib.Traced(pure, args, kwargs, is_input=_is_input, context=module_paths.marking())
+            results, found = walk.run(traced.jaxpr, traced.consts, traced.values, traced.paths, "", ())
+            collected.update(found)
+            return traced.unflatten(results)
+
+        return run
+
+    return flax_modules.call(fn, transform, args, kwargs), collected
+
+
+def _is_input(x: Any) -> bool:
+    return isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.floating))
+
+
+class _Walk:
+    """One run of a function with hooks.
+
+    Args:
+      observe: `(path, value) -> pytree`, called with the outputs of modules; a tree without leaves is not kept.
+      replace: called in place of matmuls; see `replace_matmuls`.
+    """
+
+    def __init__(self, observe: Observe | None, replace: Replace | None):
+        self.observe, self.replace = observe, replace
+
+    def run(
+        self, jaxpr: Any, consts: Any, values: Any, origins: Any, base: str, key: tuple[int, ...]
+    ) -> tuple[list[Any], dict[str, PyTree]]:
+        """Runs a function.
+
+        Args:
+          jaxpr: the function; `consts`: its constants.
+          values: its inputs; `origins`: the paths of those that are arguments, None for others.
+          base: the name stack it is called under.
+          key: where it is called.
+
+        Returns:
+          Its outputs, and what was collected.
+        """
+        held = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        known: dict[Any, str | None] = dict(zip(jaxpr.invars, origins, strict=True))
+        collected: dict[str, PyTree] = {}
+        outputs = _outputs_of_modules(jaxpr, base) if self.observe else {}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else held[atom]
+
+        def origin(atom: Any) -> str | None:
+            return None if isinstance(atom, core.Literal) else known.get(atom)
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            operands, names = [read(v) for v in eqn.invars], tuple(map(origin, eqn.invars))
+            results, found = self._equation(eqn, operands, names, base, (*key, i))
+            held |= dict(zip(eqn.outvars, results, strict=True))
+            if eqn.primitive.name in _MOVES:
+                known[eqn.outvars[0]] = names[0]
+            collected |= found
+            for path, var in outputs.get(i, ()):
+                if self.observe and path not in found:  # a module called in a loop: each iteration is seen inside
+                    seen = self.observe(path, held[var])
+                    collected |= {path: seen} if jax.tree.leaves(seen) else {}
+        return [read(v) for v in jaxpr.outvars], collected
+
+    def _equation(
+        self, eqn: Any, operands: list[Any], origins: Any, base: str, key: tuple[int, ...]
+    ) -> tuple[list[Any], dict[str, PyTree]]:
+        stack = module_paths.join(base, str(eqn.source_info.name_stack))
+        name = eqn.primitive.name
+        if name in _ENTERED and self._has_hooks(eqn, stack):
+            jaxpr, consts = compat.functions_of(eqn)[0]
+            with emit.where(eqn):
+                if name == "scan":
+                    return self._scan(eqn, operands, origins, stack, key)
+                if name in ("remat2", "checkpoint"):
+                    return self._checkpoint(eqn, operands, origins, stack, key)
+                results, found = self.run(jaxpr, consts, _placed(eqn, "in", operands), origins, stack, key)
+                return _placed(eqn, "out", results), found
+        if name in MATMULS and self.replace is not None:
+            site = Site(key, module_paths.path_of(stack), module_paths.module_of(stack), eqn, origins)
+            return [self.replace(site, lambda *given: emit.written(eqn, list(given))[0], operands)], {}
+        return emit.written(eqn, operands), {}
+
+    def _has_hooks(self, eqn: Any, stack: str) -> bool:
+        """Whether something inside of a call is looked at or changed; else it stays the call it is."""
+        if self.observe and module_paths.is_backward(stack):
+            return False
+        for inner in compat.functions_of(eqn)[0][0].eqns:
+            if self.replace and inner.primitive.name in MATMULS:
+                return True
+            if self.observe and module_paths.chain(str(inner.source_info.name_stack)):
+                return True
+            if inner.primitive.name in _ENTERED and self._has_hooks(inner, stack):
+                return True
+        return False
+
+    def _checkpoint(
+        self, eqn: Any, operands: list[Any], origins: Any, stack: str, key: tuple[int, ...]
+    ) -> tuple[list[Any], dict[str, PyTree]]:
+        """`jax.checkpoint`: the same equation with another function in it, which returns what it collected as well."""
+        jaxpr, consts = compat.functions_of(eqn)[0]
+        treedef: Any = None
+
+        def function(*values: Any) -> list[Any]:
+            nonlocal treedef
+            results, found = self.run(jaxpr, consts, values, origins, stack, key)
+            leaves, treedef = jax.tree.flatten(found)
+            return [*results, *leaves]
+
+        closed = jax.make_jaxpr(function)(*operands)
+        opened, extra = compat.without_constants(eqn.params["jaxpr"], closed)
+        out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {"jaxpr": opened}))
+        n = len(eqn.outvars)
+        return list(out[:n]), jax.tree.unflatten(treedef, out[n:])
+
+    def _scan(
+        self, eqn: Any, operands: list[Any], origins: Any, stack: str, key: tuple[int, ...]
+    ) -> tuple[list[Any], dict[str, PyTree]]:
+        """A loop; what is collected in its body is stacked as its other results are."""
+        params = eqn.params
+        jaxpr, closed = compat.functions_of(eqn)[0]
+        n_consts, n_carry = compat.scan_counts(eqn)
+        first = n_consts + n_carry
+        inside = (*origins[:n_consts], *(None,) * n_carry, *origins[first:])
+
+        def body(carry: Any, scanned: Any) -> Any:
+            results, found = self.run(jaxpr, closed, (*operands[:n_consts], *carry, *scanned), inside, stack, key)
+            return tuple(results[:n_carry]), (tuple(results[n_carry:]), found)
+
+        carry, (stacked, found) = lax.scan(
+            body,
+            tuple(operands[n_consts:first]),
+            tuple(operands[first:]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            _split_transpose=params.get("_split_transpose", False),
+        )
+        return [*carry, *stacked], found
+
+
+def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]]]:
+    """By equation, the modules that are done with it, and which of its results each of them returns."""
+    if module_paths.is_backward(base):
+        return {}
+    outer = module_paths.path_of(base)
+    inside: dict[str, set[int]] = {}
+    used: dict[Any, set[int]] = {v: {-1} for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    for i, eqn in enumerate(jaxpr.eqns):
+        stack = str(eqn.source_info.name_stack)
+        if module_paths.is_backward(stack):
+            continue  # what it reads it keeps from a module, which need not have returned it
+        for path in module_paths.chain(stack, outer):
+            inside.setdefault(path, set()).add(i)
+        for v in eqn.invars:
+            if not isinstance(v, core.Literal):
+                used.setdefault(v, set()).add(i)
+    found: dict[int, list[tuple[str, Any]]] = {}
+    for path, members in inside.items():
+        made = [(i, v) for i in sorted(members) for v in jaxpr.eqns[i].outvars]
+        leaving = [(i, v) for i, v in made if _is_float(v.aval) and used.get(v, members) - members]
+        if leaving:
+            i, var = leaving[-1]
+            found.setdefault(i, []).append((path, var))
+    # Of modules that are done at once, the innermost comes first.
+    return {i: sorted(done, key=lambda entry: -entry[0].count("/")) for i, done in found.items()}
+
+
+def _is_float(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _placed(eqn: Any, side: str, values: list[Any]) -> list[Any]:
+    """Operands or results of a `jit` with the shardings that it asks for."""
+    shardings = eqn.params.get(f"{side}_shardings", ())
+    if not any(isinstance(s, jax.sharding.Sharding) for s in shardings):
+        return list(values)
+    return [
+        lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.Sharding) else x
+        for x, s in zip(values, shardings, strict=True)
+    ]

@@ -1,0 +1,212 @@
+"""Who uses a value: what a list of single operations cannot know, read off the jaxpr before anything runs.
+
+A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alone would run in the wrong dtype. Four
+questions about its neighbours put that right:
+
+- **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
+  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
+- **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
+  is a matmul or convolution and `b` varies along its output features only.
+- **Does a power end in a bounded function?** GELU's cube does, in a tanh. bfloat16 has the range for it, and what the
+  backward pass needs is half as large.
+- **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, and not again in
+  every iteration.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._src.autocast import cast_lists, regions
+from jaxmp._src.autocast.cast_lists import CastLists
+from jaxmp._src.base import compat
+
+
+class Uses(NamedTuple):
+    """What `find_uses` found; equations by their place in the jaxpr.
+
+    Attributes:
+      low_inputs: for each input, whether only operations in 16 bits use it.
+      wide_inputs: for each input, whether only operations in float32 use it.
+      low: equations all of whose results go to operations in 16 bits only.
+      wide: equations all of whose results go to operations in float32 only.
+      biased: equations that add a bias to a matmul or a convolution.
+      tamed: equations all of whose results come to no more than bounded functions make of them.
+      inner: for each equation with functions inside, what was found in them.
+    """
+
+    low_inputs: tuple[bool, ...]
+    wide_inputs: tuple[bool, ...]
+    low: frozenset[int]
+    wide: frozenset[int]
+    biased: frozenset[int]
+    tamed: frozenset[int]
+    inner: dict[int, tuple["Uses", ...]]
+
+
+class Features(NamedTuple):
+    """Axes of a matmul's result that one operand alone decides: those of the weights, whichever side they are on."""
+
+    left: frozenset[int]
+    right: frozenset[int]
+
+    def hold(self, axes: frozenset[int] | None) -> bool:
+        return axes is not None and (axes <= self.left or axes <= self.right)
+
+    def at(self, place: dict[int, int]) -> "Features":
+        return Features(*(frozenset(place[a] for a in side if a in place) for side in self))
+
+
+def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> Uses:
+    """Answers these questions for every equation of a jaxpr.
+
+    Args:
+      jaxpr: the function.
+      lists: what runs in which dtype, outside of regions that say otherwise.
+      wide_outputs: for each output, whether its caller uses it in float32 only.
+
+    Returns:
+      A `Uses`.
+    """
+    biased, _ = _find_biased(jaxpr, lists)
+    low: dict[Any, bool] = {}
+    wide: dict[Any, bool] = {}
+    tame: dict[Any, bool] = {}
+
+    def use(atom: Any, as_low: bool, as_wide: bool, as_tame: bool = False) -> None:
+        if not isinstance(atom, core.Literal):
+            low[atom] = low.get(atom, True) and as_low
+            wide[atom] = wide.get(atom, True) and as_wide
+            tame[atom] = tame.get(atom, True) and as_tame
+
+    for atom, is_wide in zip(jaxpr.outvars, wide_outputs, strict=True):
+        use(atom, False, is_wide)
+    low_equations, wide_equations, tamed, inner = set(), set(), set(), {}
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        name = eqn.primitive.name
+        here = regions.lists_of(eqn, lists)
+        is_low = all(low.get(v, False) for v in eqn.outvars)
+        is_wide = all(wide.get(v, False) for v in eqn.outvars)
+        is_tame = all(tame.get(v, False) for v in eqn.outvars)
+        if is_low:
+            low_equations.add(i)
+        if is_tame:
+            tamed.add(i)
+        functions = compat.functions_of(eqn)
+        if functions and here.group(compat.function_name(eqn)) is None:
+            inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
+            for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
+                use(atom, as_low, as_wide)
+            continue
+        group = "allow" if i in biased else here.group(name)
+        if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
+            use(eqn.invars[0], is_low, is_wide)
+            continue
+        fused = group == "widest" and is_wide and name in cast_lists.FUSIBLE
+        if fused:
+            wide_equations.add(i)
+        as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
+        as_tame = name in cast_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
+        for atom in eqn.invars:
+            use(atom, as_low, fused or group == "force_fp32" or here.dtype is None, as_tame)
+    return Uses(
+        tuple(low.get(v, False) for v in jaxpr.invars),
+        tuple(wide.get(v, False) for v in jaxpr.invars),
+        frozenset(low_equations),
+        frozenset(wide_equations),
+        biased,
+        frozenset(tamed),
+        inner,
+    )
+
+
+def _uses_of_functions(eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...]) -> tuple[Uses, ...]:
+    through = eqn.primitive.name in compat.CALLS
+    return tuple(find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars)) for jaxpr, _ in functions)
+
+
+def _uses_of_operands(eqn: Any, functions: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
+    """How each operand of an equation with functions inside is used there."""
+    if eqn.primitive.name in compat.CALLS:
+        return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))
+    if eqn.primitive.name == "scan":  # what every iteration reads
+        consts = compat.scan_counts(eqn)[0]
+        return [(v, i < consts and inner[0].low_inputs[i], False) for i, v in enumerate(eqn.invars)]
+    return [(v, False, False) for v in eqn.invars]
+
+
+def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any, Features]]:
+    """Sums of a matmul's result and what varies along its features only; and the features of all such results."""
+    features: dict[Any, Features] = {}
+    varies: dict[Any, frozenset[int]] = {}  # of values that were broadcast: the axes along which they are not constant
+    biased = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
+        variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        if name in ("dot_general", "conv_general_dilated"):
+            if regions.lists_of(eqn, lists).group(name) == "allow":
+                features[out] = _features_of(eqn)
+        elif name in _MOVED and variables:
+            place = _MOVED[name](eqn, variables[0].aval.shape)
+            before, after = variables[0].aval, eqn.outvars[0].aval
+            grows = after.ndim > before.ndim or after.size > before.size
+            if variables[0] in features and not grows:
+                features[out] = features[variables[0]].at(place)
+            if variables[0] in varies or grows:
+                shape = variables[0].aval.shape
+                axes = varies.get(variables[0], frozenset(a for a, n in enumerate(shape) if n > 1))
+                if axes <= place.keys():
+                    varies[out] = frozenset(place[a] for a in axes)
+        elif name == "add" and len(variables) == 2:
+            for matmul, bias in (variables, variables[::-1]):
+                if matmul in features and bias not in features and features[matmul].hold(_axes(matmul, bias, varies)):
+                    biased.add(i)
+                    features[out] = features[matmul]
+        elif name in ("jit", "pjit") and (functions := compat.functions_of(eqn)):
+            inner, outer = functions[0][0], eqn.outvars
+            found = _find_biased(inner, regions.lists_of(eqn, lists))[1]
+            features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}
+    return frozenset(biased), features
+
+
+def _is_in(atom: Any, found: dict[Any, Features]) -> bool:
+    return not isinstance(atom, core.Literal) and atom in found  # a literal has no hash
+
+
+def _axes(matmul: Any, bias: Any, varies: dict[Any, frozenset[int]]) -> frozenset[int] | None:
+    """The axes along which an addend is not constant, if it was broadcast or is smaller; else None."""
+    shape = bias.aval.shape
+    if shape != matmul.aval.shape:  # a sum broadcasts axes of size one by itself
+        return frozenset(a for a, n in enumerate(shape) if n > 1) if len(shape) == matmul.aval.ndim else None
+    return varies.get(bias)
+
+
+def _features_of(eqn: Any) -> Features:
+    if eqn.primitive.name == "conv_general_dilated":
+        return Features(frozenset(), frozenset({eqn.params["dimension_numbers"].out_spec[1]}))
+    (left_contract, right_contract), (left_batch, _) = eqn.params["dimension_numbers"]
+    batch = len(left_batch)
+    left = eqn.invars[0].aval.ndim - len(left_contract) - batch
+    right = eqn.invars[1].aval.ndim - len(right_contract) - batch
+    return Features(frozenset(range(batch, batch + left)), frozenset(range(batch + left, batch + left + right)))
+
+
+def _place_in_reshape(eqn: Any, shape: tuple[int, ...]) -> dict[int, int]:
+    """Where axes are after a reshape; those that were split or joined are nowhere."""
+    new = eqn.outvars[0].aval.shape
+    old_kept, new_kept = [a for a, n in enumerate(shape) if n > 1], [a for a, n in enumerate(new) if n > 1]
+    if [shape[a] for a in old_kept] == [new[a] for a in new_kept]:
+        return dict(zip(old_kept, new_kept, strict=True))
+    if shape and new and shape[-1] == new[-1]:  # rows were joined or split; the last axis stayed
+        return {len(shape) - 1: len(new) - 1}
+    return {}
+
+
+_MOVED: dict[str, Callable[[Any, tuple[int, ...]], dict[int, int]]] = {
+    "transpose": lambda eqn, shape: {a: i for i, a in enumerate(eqn.params["permutation"])},
+    "broadcast_in_dim": lambda eqn, shape: dict(enumerate(eqn.params["broadcast_dimensions"])),
+    "reshape": _place_in_reshape,
+    "squeeze": _place_in_reshape,
+    "convert_element_type": lambda eqn, shape: {a: a for a in range(len(shape))},
+}

@@ -1,0 +1,1 @@
+"""What knows Python and jax, and nothing of training."""

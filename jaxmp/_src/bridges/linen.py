@@ -1,0 +1,95 @@
+"""flax.linen: fp8 layers, and a TrainState whose step goes through `jaxmp.apply_gradients`.
+
+`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into a model as it is.
+
+flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
+the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jmp
+import optax
+from flax.training import train_state
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.step import mixed_precision, policy as policy_lib, state
+
+
+class TrainState(train_state.TrainState):
+    """flax's TrainState for a `mixed_precision` optimizer.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp, jaxmp
+      >>> model = nn.Dense(2, dtype=jnp.float16)
+      >>> params32 = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+      >>> train_state = TrainState.create(
+      ...     apply_fn=model.apply, params=params32, tx=jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), policy="fp16")
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+      >>> x = jnp.ones((4, 3))
+      >>> loss, grads = jaxmp.value_and_grad(loss_fn)(train_state.params, x, opt_state=train_state.opt_state)
+      >>> train_state = train_state.apply_gradients(grads=grads)
+      >>> train_state.params["kernel"].dtype.name, int(train_state.step)
+      ('float16', 1)
+    """
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Any,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        policy: str | jmp.Policy | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """As flax's; with `policy`, `params` may be float32: masters start from them, and the model gets the cast ones.
+
+        Args:
+          apply_fn: the model's `apply`.
+          params: float32 params (with `policy`), or params as the policy of `tx` casts them.
+          tx: the optimizer.
+          policy: the policy that `tx` was made with.
+          **kwargs: fields of subclasses, such as `batch_stats`.
+
+        Raises:
+          ValueError: `policy` with a `tx` that keeps no masters.
+        """
+        opt_state = tx.init(params)
+        if policy is not None:
+            mixed_precision.check_trains_casts(opt_state)
+            params = policy_lib.get_policy(policy).cast_to_param(params)
+        step = jax.numpy.zeros((), jax.numpy.int32)
+        return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
+
+    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
+        """One step. On a skip everything stays but the loss scale and the skip counters.
+
+        Args:
+          grads: scaled gradients, reduced over devices.
+          **kwargs: fields of this state are replaced (`batch_stats=new_stats`), unless the step is skipped; anything
+            else goes to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
+
+        Returns:
+          The next state.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        fields = {name: value for name, value in kwargs.items() if name in known}
+        extra = {name: value for name, value in kwargs.items() if name not in known}
+        params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
+        fields["step"] = fields.get("step", self.step + 1)
+        old = {name: getattr(self, name) for name in fields}
+        return self.replace(params=params, opt_state=opt_state, **state.keep_if_skipped(opt_state, fields, old))
+
+    @property
+    def loss_scale(self) -> Float[Array, ""]:
+        """float32[], the scale of the next loss."""
+        return state.get_loss_scale(self.opt_state)
+
+    @property
+    def metrics(self) -> dict[str, Array]:
+        """`jaxmp.get_metrics` of this state."""
+        return state.get_metrics(self.opt_state)

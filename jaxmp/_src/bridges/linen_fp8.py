@@ -1,0 +1,226 @@
+"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into a model as it is."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.errors
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmp._src.base import regions, tree_paths
+from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
+
+
+class Fp8DotGeneral(nn.Module):
+    """A dot_general in fp8 for flax layers: `nn.Dense(..., dot_general_cls=jaxmp.linen.Fp8DotGeneral)`.
+
+    Its scale leaves lie in "params", beside the kernel. For another recipe:
+    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and the same recipe for
+    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer also leaves its float32
+    kernel to fp8 directly, and has its gradient in float32.
+
+    Attributes:
+      recipe: a `DelayedScaling` or a stateless recipe.
+
+    Example:
+      >>> layer = nn.Dense(32, dot_general_cls=Fp8DotGeneral)
+      >>> params = layer.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+      >>> sorted(params["Fp8DotGeneral_0"])
+      ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
+    """
+
+    recipe: Any = recipes.DelayedScaling()
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
+    ) -> Float[Array, "..."]:
+        """As `jax.lax.dot_general`; `precision` is not used."""
+        del precision
+        try:
+            leaves = [self.param(name, _filled, start) for name, start in layers.leaves_of(self.recipe).items()]
+        except flax.errors.ScopeParamNotFoundError as e:
+            e.add_note(
+                f"jaxmp: the fp8 layer {'/'.join(self.path)} finds no scales in the params. Initialize the model as it "
+                f"is applied: under jaxmp.fp8.autocast with the same recipe and filter. Weights that were trained "
+                f"without fp8 get scales by merging them into the params of such an init."
+            )
+            raise
+        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # a batch of one is usual at init
+            return layers.dot_general(
+                self.recipe,
+                leaves,
+                lhs,
+                rhs,
+                dimension_numbers,
+                preferred_element_type,
+                out_sharding,
+                layer="/".join(self.path[:-1]),
+            )
+
+
+class Fp8Einsum(nn.Einsum):
+    """`nn.Einsum` in fp8, with the same params and scale leaves beside them.
+
+    Attributes:
+      recipe: a `DelayedScaling` or a stateless recipe.
+
+    Example:
+      >>> layer = Fp8Einsum((16, 2, 16), "btd,dhk->bthk", use_bias=False)
+      >>> sorted(layer.init(jax.random.key(0), jnp.ones((1, 16, 16)))["params"])
+      ['Fp8DotGeneral_0', 'kernel']
+    """
+
+    recipe: Any = recipes.DelayedScaling()
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
+        """As `nn.Einsum`."""
+        subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = layers.promote_all_but_kernel(inputs, kernel, bias, dtype=self.dtype)
+        dot = Fp8DotGeneral(self.recipe)
+        y = einsum.einsum_by(dot, subscripts, inputs, kernel)
+        return y if bias is None else y + jnp.reshape(bias, broadcast)
+
+
+_CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+_WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
+
+
+# Of nested regions flax asks the outermost first; only the innermost may answer.
+_INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
+
+
+@contextlib.contextmanager
+def intercept_layers(recipe: Any, chosen: layers.Filter) -> Iterator[None]:
+    """A region in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
+
+    Args:
+      recipe: the recipe of these layers.
+      chosen: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
+        with weights (embeddings and convolutions count), found by an abstract run of the model; once there are params
+        with scale leaves, for the layers that hold them.
+    """
+    by_default: Callable[[str], bool] | None = None  # of the model that is running
+    running = False
+    idle = set() if chosen is None or callable(chosen) else set(layers.patterns_of(chosen))  # globs without a layer
+
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        nonlocal by_default, running
+        module, method = context.module, context.method_name
+        if _INNERMOST.get() is not interceptor or module.scope is None:
+            return next_fun(*args, **kwargs)
+        if not running and not module.path:  # the whole model is called
+            if chosen is None and layers.is_enabled():
+                by_default = _default_of(module, method, args, kwargs)
+            running = True
+            try:
+                return interceptor(next_fun, args, kwargs, context)
+            finally:
+                by_default, running = None, False
+                if method == "__call__" and module.is_initializing() and layers.is_enabled():
+                    _warn_of_idle(idle)
+        path = "/".join(module.path)
+        idle.difference_update([pattern for pattern in idle if layers.wants_fp8(path, module, pattern)])
+        if method != "__call__" or not isinstance(module, _CONVERTED) or not _is_plain(module):
+            return next_fun(*args, **kwargs)
+        if not layers.is_enabled():  # a kernel that is stored in fp8 needs its scale all the same
+            stored = _recipe_of_stored(module)
+            return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
+        if not (by_default(path) if by_default else layers.wants_fp8(path, module, chosen)):
+            return next_fun(*args, **kwargs)
+        return _in_fp8(module, layers.recipe_at(recipe, path))(*args, **kwargs)
+
+    with regions.region(_INNERMOST, interceptor), nn.intercept_methods(interceptor):
+        yield
+
+
+def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
+    """Which layers of a model run in fp8 where no filter says it, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
+    scales = [path for path, _ in leaves if scale_leaves.is_scale(path)]
+    if scales and not module.is_initializing():  # a method may call some layers only: other ends, the same params
+        held = {tree_paths.path_str(path).rpartition("/")[0].rpartition("/")[0] for path in scales}
+        return held.__contains__
+    ends = _ends_of(module, method, args, kwargs)
+    return lambda path: path not in ends
+
+
+def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
+    """Paths of the first and the last layer with weights that a model calls, found without computing anything."""
+    order: list[str] = []
+
+    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if isinstance(context.module, _WITH_WEIGHTS) and context.method_name == "__call__":
+            order.append("/".join(context.module.path))
+        return next_fun(*args, **kwargs)
+
+    fresh = module.clone(parent=None)
+    names = {"params", "dropout", *(module.scope.rngs if module.scope is not None else ())}
+    rngs = {name: jax.random.key(0) for name in names}
+    with layers.switched(False), nn.intercept_methods(note):
+        jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
+    return {order[0], order[-1]} if order else set()
+
+
+def _warn_of_idle(patterns: set[str]) -> None:
+    if patterns:
+        warnings.warn(
+            f"these patterns of jaxmp.fp8.autocast(filter=) match no layer of the model: {sorted(patterns)}. They are "
+            f"globs over paths such as 'block_0/up' of Dense, DenseGeneral and Einsum layers.",
+            stacklevel=2,
+        )
+
+
+def _recipe_of_stored(module: Any) -> Any:
+    """A recipe for the scales of a layer whose kernel is stored in fp8; None for any other layer."""
+    params = module.variables.get("params", {})
+    if not stored_kernels.is_stored(params.get("kernel")):
+        return None
+    in_e4m3 = any("grad_e4m3" in name for name in params.get("Fp8DotGeneral_0", {}))
+    return recipes.DelayedScaling(fp8_format="E4M3" if in_e4m3 else "HYBRID")
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether a layer multiplies as flax does by default; whoever set something else keeps it."""
+    if isinstance(module, nn.Einsum):
+        return not isinstance(module, Fp8Einsum)
+    return module.dot_general is None and module.dot_general_cls is None
+
+
+def _in_fp8(module: Any, recipe: Any) -> Any:
+    """The same layer, in the same scope, in fp8."""
+    scope: Any = module.scope
+    if isinstance(module, nn.Einsum):
+        fields = {
+            f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Einsum) if f.name not in ("parent", "name")
+        }
+        return Fp8Einsum(**fields, recipe=recipe, parent=scope)
+    return module.clone(
+        parent=scope,
+        dot_general_cls=functools.partial(Fp8DotGeneral, recipe=recipe),
+        promote_dtype=layers.promote_all_but_kernel,
+    )
+
+
+def _filled(key: Array, value: float) -> Float[Array, ""]:
+    del key
+    return jnp.full((), value, jnp.float32)

@@ -1,0 +1,210 @@
+"""flax.nnx: gradients of a scaled loss of a module with state, and steps that can be taken back.
+
+`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works as it is; `cast_to_param` gives the module its
+16-bit params after the optimizer was made from float32. What nnx adds is state that moves in the forward pass: the
+statistics of BatchNorm and the counts of Dropout's keys. `value_and_grad` threads them through the microbatches and
+writes them back into the module; `restore_if_skipped` takes the statistics of a skipped step back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jmp
+import optax
+from flax import nnx
+from jaxtyping import PyTree
+
+from jaxmp._src.devices import collectives
+from jaxmp._src.step import mixed_precision, policy as policy_lib, state, value_and_grad as grads_lib
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    accumulate: int = 1,
+    accumulate_argnums: Any = None,
+    axis_name: collectives.AxisName = "auto",
+    keep_fp8_weights: bool = False,
+) -> Callable[..., Any]:
+    """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
+
+    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as `nnx.value_and_grad` does
+    it; with `accumulate=k` it passes through the k microbatches in turn.
+
+    Args:
+      fun: the loss; its first argument is the module.
+      wrt: filter of the variables to differentiate with respect to; the one given to `nnx.Optimizer`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      accumulate: number of microbatches.
+      accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
+      axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
+
+    Returns:
+      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)` giving `(loss, grads)` or
+      `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param)
+      >>> cast_to_param(model, "bf16")
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      >>> _ = optimizer.update(model, grads)
+      >>> model.kernel[...].dtype.name
+      'bfloat16'
+    """
+    k = grads_lib.check_accumulate(accumulate)
+
+    @functools.wraps(fun)
+    def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
+        graphdef, params, rest = nnx.split(model, wrt, ...)
+        batches, whole = grads_lib.split_arguments((model, *args), (0,), accumulate_argnums, k)
+
+        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
+            merged = nnx.merge(graphdef, params, rest, copy=True)
+            positional = whole | batch
+            out = fun(merged, *(positional[i] for i in range(1, len(args) + 1)), **kwargs)
+            loss, aux = grads_lib.loss_and_aux(out, has_aux)
+            return loss, aux, nnx.split(merged, wrt, ...)[2]
+
+        loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
+            loss_fn,
+            params,
+            rest,
+            batches,
+            opt_state,
+            k=k,
+            axis_name=axis_name,
+            keep_fp8_weights=keep_fp8_weights,
+        )
+        nnx.update(model, rest)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+class Optimizer(nnx.Optimizer):
+    """`nnx.Optimizer` that starts from float32 params, casts the module, and writes 16-bit params directly.
+
+    flax's own works too: make it, then call `cast_to_param`. This one does both, goes through `jaxmp.apply_gradients`
+    (exact always, two bytes per parameter less), and does not count a skipped step.
+
+    Args:
+      model: the module, with float32 params.
+      tx: `jaxmp.mixed_precision(...)`.
+      wrt: filter of the variables to optimize.
+      policy: the policy of `tx`; with None the module is left as it is.
+
+    Raises:
+      ValueError: `policy` with a `tx` that keeps no masters.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), wrt=nnx.Param, policy="fp16")
+      >>> def loss_fn(model, x):
+      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      >>> optimizer.update(model, grads)
+      >>> model.kernel[...].dtype.name, int(optimizer.step[...])
+      ('float16', 1)
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any = nnx.Param,
+        policy: str | jmp.Policy | None = None,
+    ):
+        super().__init__(model, tx, wrt=wrt)
+        if policy is not None:
+            mixed_precision.check_trains_casts(self.opt_state)
+            cast_to_param(model, policy, wrt=wrt)
+
+    def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
+        """One step: moves the params of `model` and this optimizer's state in place, unless it is skipped.
+
+        Args:
+          model: the module.
+          grads: scaled gradients, as `value_and_grad` returned them, reduced over devices.
+          **kwargs: extra arguments of `tx.update`.
+        """
+        pure = nnx.as_pure
+        params, opt_state = mixed_precision.apply_gradients(
+            self.tx, pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt)), **pure(kwargs)
+        )
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step[...] = state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+
+
+def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
+    """Casts the params of `model` in place, as `policy` stores them; call it after `nnx.Optimizer` was made.
+
+    Args:
+      model: the module, with float32 params.
+      policy: the policy of the optimizer.
+      wrt: filter of the params.
+
+    Example:
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> cast_to_param(model, "fp16")
+      >>> model.bias[...].dtype.name
+      'float16'
+    """
+    nnx.update(model, policy_lib.get_policy(policy).cast_to_param(nnx.state(model, wrt)))
+
+
+def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
+    """The values of variables as they are now, for `restore_if_skipped`.
+
+    Args:
+      model: the module.
+      *filters: which variables; default: `nnx.BatchStat`.
+
+    Returns:
+      An `nnx.State` that does not follow the module.
+
+    Example:
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> sorted(snapshot(model))
+      ['mean', 'var']
+    """
+    return jax.tree.map(lambda x: x, nnx.state(model, filters[0] if len(filters) == 1 else filters or nnx.BatchStat))
+
+
+def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> None:
+    """Puts the values of `before` back into `model` if the last update was skipped.
+
+        before = jaxmp.nnx.snapshot(model)
+        loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, batch, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+
+    Args:
+      opt_state: `optimizer.opt_state`, after the update.
+      model: the module.
+      before: what `snapshot` returned before the forward pass.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), wrt=nnx.Param)
+      >>> before = snapshot(model)
+      >>> _ = model(jnp.full((4, 2), jnp.inf))
+      >>> optimizer.update(model, jax.tree.map(lambda x: x * jnp.nan, nnx.state(model, nnx.Param)))
+      >>> restore_if_skipped(optimizer.opt_state, model, before)
+      >>> model.mean[...].tolist()
+      [0.0, 0.0]
+    """
+    paths = {path for path, _ in nnx.to_flat_state(before)}
+    now = nnx.state(model, lambda path, _: tuple(path) in paths)
+    nnx.update(model, state.keep_if_skipped(opt_state, now, before))

@@ -1,0 +1,1 @@
+"""The state of a job: saved, restored, converted, taken from other systems."""

@@ -1,0 +1,253 @@
+"""The state of Megatron-LM's mixed-precision optimizer, in and out: masters, Adam's moments, the loss scale.
+
+    {"optimizer": {"state": {0: {"step", "exp_avg", "exp_avg_sq"}, 1: ...}, "param_groups": [{"params": [0, 1]}, ...]},
+     "fp32_from_fp16_params": [[master, master], [master]],          one list for each group
+     "grad_scaler": {"scale": [s], "growth_tracker", "hysteresis_tracker"}}
+
+Megatron matches leaves by their position: groups in order, in each the params in order. Here the user says which paths
+these are, and everything is compared before anything is made. Where Megatron itself loads a part and then fails, or
+passes over what is missing (fewer groups), this raises and has loaded nothing.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import job_leaves, loss_scales
+from jaxmp._src.loss_scale import dynamic
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import in_place, state, states, write_masters
+
+_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
+Groups = Sequence[Sequence[str]]
+
+
+def export_megatron(
+    opt_state: Any, params: PyTree, *, groups: Groups, loss_scale: dynamic.DynamicLossScale | None = None
+) -> dict[str, Any]:
+    """What Megatron-LM's `Float16OptimizerWithFloat16Params.state_dict()` holds, as NumPy arrays and Python numbers.
+
+    Args:
+      opt_state: state of `mixed_precision` with float32 or split masters, over Adam or momentum SGD.
+      params: the params that go with it.
+      groups: paths of the params by Megatron's groups, in its order.
+      loss_scale: the loss scale that the optimizer was made with; None: `grad_scaler` is left out.
+
+    Returns:
+      The dict. Tensors have our layout (`kernel` [in, out]) and shapes. Options of `param_groups` (lr, weight decay)
+      are Megatron's to add.
+
+    Raises:
+      ValueError: a path that is not in the params, or is there twice.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> params32, policy = {"w": jnp.ones(2), "b": jnp.zeros(1)}, jaxmp.get_policy("bf16")
+      >>> opt_state = jaxmp.mixed_precision(optax.adam(1e-3), policy).init(params32)
+      >>> saved = export_megatron(opt_state, policy.cast_to_param(params32), groups=[["w"], ["b"]])
+      >>> saved["fp32_from_fp16_params"][0][0], saved["optimizer"]["param_groups"]
+      (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
+    """
+    order = _order(groups, params)
+    masters = job_leaves.plain_leaves(state.get_master_params(opt_state, params))
+    with_master = _with_master(opt_state)
+    per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
+    for path, x in job_leaves.essential_leaves(opt_state).items():
+        found = _moment_of(path, order)
+        if found is not None:
+            per_param[order.index(found[1])][found[0]] = np.asarray(x, np.float32)
+    if counts := _counts(opt_state):
+        per_param = {i: {"step": int(counts[0]), **moments} for i, moments in per_param.items()}
+    numbers = iter(range(len(order)))
+    megatron: dict[str, Any] = {
+        "optimizer": {"state": per_param, "param_groups": [{"params": [next(numbers) for _ in g]} for g in groups]},
+        "fp32_from_fp16_params": [[np.asarray(masters[p]) for p in group if p in with_master] for group in groups],
+    }
+    if loss_scale is not None:
+        megatron["grad_scaler"] = loss_scales.export_loss_scale(opt_state, loss_scale, "megatron")
+    return megatron
+
+
+def import_megatron(
+    state_dict: Mapping[str, Any], opt_state: Any, params: PyTree, *, groups: Groups
+) -> tuple[PyTree, Any]:
+    """Params and state that go on where Megatron-LM's optimizer stopped.
+
+    Args:
+      state_dict: as Megatron saves it, tensors as arrays (`tensor.numpy()`), in our layout and shapes. The older keys
+        `optimizer_state_dict` and `fp32_from_fp16` are read, too.
+      opt_state: state of `mixed_precision` over Adam or momentum SGD, as `tx.init` makes it.
+      params: the model's params, for their dtypes.
+      groups: paths of the params by Megatron's groups, in its order.
+
+    Returns:
+      `(params, opt_state)`: masters, moments, counts and the loss scale of the state dict, and the params rounded from
+      the masters, which Megatron leaves to the model's checkpoint.
+
+    Raises:
+      ValueError: an entry, a group or a param that is missing or left over; a shape that differs; steps that are not
+        the same for all params. Named by key or path, and nothing is changed.
+
+    Warns:
+      UserWarning: an old key; no `grad_scaler` where the optimizer scales the loss (its own scale stays), or one where
+        it does not (it is passed over).
+
+    Example:
+      >>> import jaxmp, optax
+      >>> tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> saved = export_megatron(tx.init({"w": jnp.full(2, 1.001)}), params, groups=[["w"]])
+      >>> params, opt_state = import_megatron(saved, tx.init(params), params, groups=[["w"]])
+      >>> jaxmp.get_master_params(opt_state, params)
+      {'w': Array([1.001, 1.001], dtype=float32)}
+
+    References:
+      Megatron-LM, core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.load_state_dict`.
+    """
+    order = _order(groups, params)
+    optimizer = _entry(state_dict, "optimizer", "optimizer_state_dict", warn=True)
+    masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", warn=False), groups, opt_state)
+    per_param = _per_param(optimizer, groups, order)
+    leaves = job_leaves.plain_leaves(params)
+    for path, master in masters.items():
+        _check_shape(master, leaves[path], f"the master of {path}")
+    new_scale = _scale(state_dict, opt_state)
+    steps = {int(np.asarray(x["step"]).reshape(())) for x in per_param.values() if "step" in x}
+    if len(steps) > 1 or (_counts(opt_state) and not steps):
+        raise ValueError(f"all params share one count of steps; Megatron's state has {sorted(steps) or 'none'}.")
+
+    new: dict[str, Any] = {}
+    for path, x in job_leaves.essential_leaves(opt_state).items():
+        if path.rpartition("/")[2] == "count":
+            new[path] = jnp.full(x.shape, next(iter(steps)), x.dtype)
+        if (found := _moment_of(path, order)) is None:
+            continue
+        name, param = found
+        if name not in per_param[param]:
+            raise ValueError(
+                f"the optimizers must be of one kind; {path} has nothing like it in Megatron's state of {param}, which "
+                f"has {', '.join(per_param[param]) or 'nothing'}."
+            )
+        _check_shape(per_param[param][name], x, f"{name} of {param}")
+        new[path] = jnp.asarray(per_param[param][name], x.dtype)
+
+    def visit(path: str, x: Any) -> Any:
+        path = job_leaves.essential(path)
+        _, found, rest = f"/{path}".partition("/master_params/")
+        if found:
+            param, kind = job_leaves.param_of(rest)
+            if param in masters:
+                master = jnp.asarray(masters[param], jnp.float32)
+                return master if kind is None else write_masters.remainder_of(master, x.dtype)
+        return new.get(path, x)
+
+    new_state = tree_paths.map_with_path(visit, opt_state)
+    new_state = new_state if new_scale is None else loss_scales.set_loss_scale(new_state, new_scale)
+
+    def rounded(path: str, x: Any) -> Any:
+        master = masters.get(job_leaves.plain(path))
+        return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
+
+    return tree_paths.map_with_path(rounded, params), in_place.own_buffers(new_state, foreign=(opt_state, params))
+
+
+def _order(groups: Groups, params: PyTree) -> list[str]:
+    order, leaves = [path for group in groups for path in group], job_leaves.plain_leaves(params)
+    for i, path in enumerate(order):
+        if path not in leaves or path in order[:i]:
+            why = "is there twice" if path in order[:i] else "is none"
+            raise ValueError(f"groups names params by path, each once; {path} {why}. {job_leaves.has(leaves)}")
+    return order
+
+
+def _with_master(opt_state: Any) -> set[str]:
+    paths = [f"/{path}".partition("/master_params/") for path in job_leaves.essential_leaves(opt_state)]
+    return {job_leaves.param_of(rest)[0] for _, found, rest in paths if found}
+
+
+def _counts(opt_state: Any) -> list[Any]:
+    return [x for path, x in job_leaves.essential_leaves(opt_state).items() if path.rpartition("/")[2] == "count"]
+
+
+def _moment_of(path: str, order: list[str]) -> tuple[str, str] | None:
+    """(Megatron's name, path of the param) of a moment in our state."""
+    for theirs, ours in _MOMENTS.items():
+        _, found, param = f"/{path}".partition(f"/{ours}/")
+        if found and param in order:
+            return theirs, param
+    return None
+
+
+def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, warn: bool) -> Any:
+    if name in state_dict:
+        return state_dict[name]
+    if old not in state_dict:
+        raise ValueError(
+            f"Megatron's state must have {name} (or {old}, as it was called); got {', '.join(state_dict) or 'nothing'}."
+        )
+    if warn:
+        warnings.warn(f"the state of an old Megatron checkpoint: {old} is taken for {name}.", stacklevel=3)
+    return state_dict[old]
+
+
+def _masters(given: Sequence[Sequence[Any]], groups: Groups, opt_state: Any) -> dict[str, Any]:
+    with_master = _with_master(opt_state)
+    wanted = [[path for path in group if path in with_master] for group in groups]
+    for path in sorted(with_master - {path for group in wanted for path in group}):
+        raise ValueError(f"groups must name every param that has a master; {path} is in none.")
+    if len(given) != len(wanted) or any(len(g) != len(w) for g, w in zip(given, wanted, strict=False)):
+        raise ValueError(
+            f"masters are matched by position: groups of {[len(w) for w in wanted]} params with a master are wanted; "
+            f"Megatron's fp32_from_fp16_params has groups of {[len(g) for g in given]}."
+        )
+    return {path: x for group, paths in zip(given, wanted, strict=True) for path, x in zip(paths, group, strict=True)}
+
+
+def _per_param(optimizer: Mapping[str, Any], groups: Groups, order: list[str]) -> dict[str, dict[str, Any]]:
+    for name in ("state", "param_groups"):
+        if name not in optimizer:
+            raise ValueError(f"Megatron's optimizer must have state and param_groups; {name} is missing.")
+    theirs = optimizer["param_groups"]
+    if [len(g["params"]) for g in theirs] != [len(g) for g in groups]:
+        raise ValueError(
+            f"params are matched by position: groups of {[len(g) for g in groups]} params are wanted; Megatron's "
+            f"param_groups has groups of {[len(g['params']) for g in theirs]}."
+        )
+    found = {}
+    shared = [{"step": g["step"]} if "step" in g else {} for g in theirs for _ in g["params"]]  # apex: of the group
+    for path, number, more in zip(order, (i for g in theirs for i in g["params"]), shared, strict=True):
+        if number not in optimizer["state"]:
+            raise ValueError(
+                f"Megatron's optimizer must have a state for each param; that of {path} ({number}) is missing."
+            )
+        found[path] = {**more, **optimizer["state"][number]}
+    return found
+
+
+def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLossScale | None:
+    found = state.find(opt_state, states.LossScaleState)
+    moves = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
+    if "grad_scaler" not in state_dict:
+        if moves:
+            warnings.warn(
+                f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}.", stacklevel=3
+            )
+        return None
+    new = loss_scales.import_loss_scale(state_dict["grad_scaler"])
+    if moves:
+        return new
+    warnings.warn(
+        "Megatron's state has a grad_scaler, and this optimizer has no loss scale: it is passed over.", stacklevel=3
+    )
+    return None
+
+
+def _check_shape(got: Any, like: Any, what: str) -> None:
+    if np.shape(got) != tuple(like.shape):
+        raise ValueError(
+            f"Megatron's state must be of this model; {what} has shape {np.shape(got)}, expected {like.shape}."
+        )

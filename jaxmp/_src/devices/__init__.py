@@ -1,0 +1,1 @@
+"""Where arrays lie, and what devices tell each other."""

@@ -1,0 +1,236 @@
+"""What devices tell each other: finite flags, norms and sums. The only file with collectives.
+
+Every device must take the same decision, so a decision is made in two steps: each device looks at its own part and
+makes a small float32 number of it (1.0 where it found a non-finite value), then one MAX over the bound axes makes it
+common. Values are never reduced to find out: MAX drops NaN on CPU and with NCCL, and so does `jnp.max` of a sharded
+array under jit; sums of float16 overflow on finite values.
+
+Under `jax.pmap` and `jax.shard_map` the axes are found by themselves (`axis_name="auto"`). Under plain `jax.jit` with
+shardings there are no bound axes and nothing to do: XLA reduces the flag of sharded arrays itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.base import compat
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.numerics import casting
+
+AxisName = str | Sequence[str] | None
+
+
+def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """The axes over which a decision has to be common.
+
+    Args:
+      axis_name: `"auto"` for every axis bound by pmap or shard_map where this is called; a name or names; or None for
+        none, which is an error where axes are bound: each device would then decide for itself.
+
+    Returns:
+      Names, perhaps none.
+
+    Raises:
+      ValueError: a name that is not bound, or None where axes are bound.
+
+    Example:
+      >>> bound_axes("auto"), bound_axes(None)
+      ((), ())
+    """
+    manual = compat.manual_axes()
+    if axis_name is None and manual:
+        raise ValueError(
+            f"axis_name=None means that devices do not agree on overflow, but the axes {manual} are bound here (pmap "
+            f'or shard_map): they would skip apart and diverge. Use axis_name="auto", or name the axes.'
+        )
+    return manual if axis_name == "auto" else named_axes(axis_name)
+
+
+def named_axes(axis_name: AxisName) -> tuple[str, ...]:
+    """`axis_name` as a tuple, each name checked to be bound; None is ().
+
+    Raises:
+      ValueError: a name that is not bound.
+
+    Example:
+      >>> named_axes("data")
+      Traceback (most recent call last):
+        ...
+      ValueError: axis name 'data' is not bound here; bound axes: none. ...
+    """
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError as e:
+            bound = ", ".join(compat.manual_axes()) or "none"
+            raise ValueError(
+                f"axis name {name!r} is not bound here; bound axes: {bound}. Call this inside "
+                f"jax.pmap(..., axis_name={name!r}) or jax.shard_map over a mesh with that axis; under plain jit leave "
+                f"axis_name out."
+            ) from e
+    return names
+
+
+def largest_on_any_device(values: Sequence[Array], axes: tuple[str, ...]) -> list[Float[Array, ""]]:
+    """The largest of each of `values` (flags or counts) over `axes`, as float32: one MAX of float32[len(values)].
+
+    Example:
+      >>> largest_on_any_device([jnp.array(True), jnp.array(0.0)], ())
+      [Array(1., dtype=float32), Array(0., dtype=float32)]
+    """
+    local = [v.astype(jnp.float32) for v in values]  # float32, so that XLA can merge it with other MAXes of float32
+    if not axes or not local:
+        return local
+    found = max_over(jnp.stack(local), axes)
+    return [found[i] for i in range(len(local))]
+
+
+def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether a float or complex leaf of `tree` holds inf or NaN, as this device sees it.
+
+    Example:
+      >>> any_nonfinite({"a": jnp.array([1.0, jnp.nan])})
+      Array(True, dtype=bool)
+    """
+    found = jnp.zeros((), bool)
+    for x in jax.tree.leaves(tree):
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            found = found | jnp.any(~jnp.isfinite(x))
+    return found
+
+
+def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
+    """Whether every float leaf of `tree` is finite on every device.
+
+    Each device looks at its own leaves with `isfinite`; then one MAX of a float32 flag over the bound axes. A device
+    that holds no leaves takes part.
+
+    Args:
+      tree: pytree of arrays; leaves that are not floats are passed over.
+      axis_name: `"auto"` (every axis bound by pmap or shard_map), names, or None where no axis is bound.
+
+    Returns:
+      bool[], the same on every device.
+
+    Raises:
+      ValueError: see `bound_axes`.
+
+    Example:
+      >>> all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])})
+      Array(False, dtype=bool)
+    """
+    (bad,) = largest_on_any_device([any_nonfinite(tree)], bound_axes(axis_name))
+    return bad == 0
+
+
+def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """`grads` with the amaxes of fp8 scale leaves at their MAX over `axes`: one MAX for all of them.
+
+    Args:
+      grads: gradients of `params`; the amax of each scale leaf is not negative and not NaN.
+      params: the params; a leaf that varies over one of `axes` is another one on each device (a stage of a pipeline),
+        and keeps its own amax over that axis.
+      axes: bound axes.
+
+    Example:
+      >>> max_of_scales({"fp8_lhs_e4m3_log2_scale": 3.0}, {"fp8_lhs_e4m3_log2_scale": 0.0}, ())
+      {'fp8_lhs_e4m3_log2_scale': 3.0}
+    """
+    if not axes:
+        return grads
+    groups: dict[tuple[str, ...], list[Array]] = {}
+
+    def shared_axes(param: Array) -> tuple[str, ...]:
+        return tuple(a for a in axes if a not in compat.varying_axes(param))
+
+    def gather(path: str, amax: Array, param: Array) -> Array:
+        del path
+        groups.setdefault(shared_axes(param), []).append(jnp.ravel(amax))
+        return amax
+
+    scale_leaves.map_scales(gather, grads, params)
+    found = {shared: max_over(jnp.concatenate(flat), shared) for shared, flat in groups.items()}
+    taken = dict.fromkeys(groups, 0)
+
+    def scatter(path: str, amax: Array, param: Array) -> Array:
+        del path
+        shared = shared_axes(param)
+        start = taken[shared]
+        taken[shared] += amax.size
+        return found[shared][start : taken[shared]].reshape(amax.shape)
+
+    return scale_leaves.map_scales(scatter, grads, params)
+
+
+def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
+    """The largest `count` of any device, where devices are known to differ in it; else `count`.
+
+    Example:
+      >>> as_common(jnp.float32(2.0), "auto")
+      Array(2., dtype=float32)
+    """
+    return max_over(count, tuple(a for a in bound_axes(axis_name) if a in compat.varying_axes(count)))
+
+
+def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
+    """The sum of `x` over `axes`, or `x` where there are none."""
+    return lax.psum(compat.as_varying(x, axes), axes) if axes else x
+
+
+def max_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
+    """The maximum of `x` over `axes`, or `x` where there are none."""
+    # jax wants a value that varies over all of the axes, or over none of them
+    return lax.pmax(compat.as_varying(x, axes), axes) if axes else x
+
+
+def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, predivide: float = 1.0) -> PyTree:
+    """The mean of float leaves over `axes`: (sum over devices of f(x) / predivide) * (predivide / devices).
+
+    Args:
+      tree: pytree of arrays.
+      axes: bound axes; without any, `tree` comes back (in `dtype`).
+      dtype: dtype in which the sum runs and comes back; None for each leaf's own.
+      predivide: what each value is divided by before the sum.
+
+    Example:
+      >>> mean_over({"g": jnp.array([2.0], jnp.float16)}, ())
+      {'g': Array([2.], dtype=float32)}
+    """
+    size = 1
+    for axis in axes:
+        size *= lax.axis_size(axis)
+
+    def mean(x: Array) -> Array:
+        if not casting.is_float(x):
+            return x
+        if not axes:
+            return x.astype(dtype or x.dtype)
+        x = _divided(x, dtype, predivide)
+        return lax.psum(x, axes) * jnp.asarray(predivide / size, x.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+def gather_over(x: Array, axis: str, dim: int) -> Array:
+    """The parts of `x` that devices hold along `axis`, put together along dimension `dim`."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def mean_part_over(x: Array, axis: str, dim: int, *, dtype: Any, predivide: float) -> Array:
+    """This device's part, along dimension `dim`, of what `mean_over` gives of `x` over one axis."""
+    x = _divided(x, dtype, predivide)
+    part = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return part * jnp.asarray(predivide / lax.axis_size(axis), x.dtype)
+
+
+def _divided(x: Array, dtype: Any, predivide: float) -> Array:
+    """`x` in `dtype` (None: its own), divided."""
+    x = x.astype(dtype or x.dtype)
+    if isinstance(predivide, (int, float)) and predivide == 1:
+        return x
+    return x / jnp.asarray(predivide, x.dtype)

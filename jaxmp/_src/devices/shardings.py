@@ -1,0 +1,177 @@
+"""How optimizer state lies on a mesh: each part as the param that it belongs to.
+
+Masters and moments are trees of the params, so what is known of a param's place is known of theirs. Found by path: a
+leaf of the state belongs to the param in whose path its own ends (`.guarded.master_inner[0].mu['dense']['kernel']` to
+`['dense']['kernel']`), but for fields behind it (the `.codes` of a quantized moment). Everything else is small and lies
+on every device: counts, the loss scale, amax histories.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
+from jaxtyping import Array, PyTree
+
+from jaxmp._src.base import tree_paths
+
+
+def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyTree) -> PyTree:
+    """The shardings of `tx.init(params)`, from those of the params; nothing is computed or allocated.
+
+        opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
+
+    A leaf of the param's shape lies as the param does (ZeRO: each device has the state of its part). One of the same
+    rank and another shape (the codes and scales of 8-bit moments) is cut along those dimensions that divide; one of
+    another rank (Adafactor's rows and columns) lies on every device.
+
+    Args:
+      tx: any optax transform.
+      params: the params, arrays or `jax.ShapeDtypeStruct`s, as `tx.init` takes them.
+      shardings: tree of `NamedSharding`s like the params, or a prefix of it: for `jax.jit` and `jax.device_put`. Or of
+        `PartitionSpec`s: for the specs of `jax.shard_map`, where nothing of another shape than its param is cut.
+
+    Returns:
+      The tree of `tx.init(params)` with a sharding (or spec) for each array.
+
+    Raises:
+      ValueError: shardings that do not match the params, named by path.
+
+    Example:
+      >>> import jaxmp, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((4,), ("fsdp",))
+      >>> tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+      >>> params = {"w": jax.ShapeDtypeStruct((8, 2), jnp.float32)}
+      >>> state = sharding_of(tx, params, {"w": NamedSharding(mesh, PartitionSpec("fsdp"))})
+      >>> optax.tree.get(state, "master_params")["w"].spec == PartitionSpec("fsdp")
+      True
+      >>> optax.tree.get(state, "loss_scale").spec == PartitionSpec()
+      True
+    """
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    given = _by_param(params, shardings)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    owners = {keystr(path): (x.shape, given[tree_paths.path_str(path)]) for path, x in leaves}
+    mesh = next((s.mesh for s in given.values() if isinstance(s, NamedSharding)), None)
+
+    def place(path: Any, x: Any) -> Any:
+        name = owner_of(keystr(path), owners)
+        shape, sharding = (None, None) if name is None else owners[name]
+        spec = PartitionSpec() if shape is None else _spec_for(x.shape, shape, sharding)
+        if mesh is None:
+            return spec
+        kind = {} if sharding is None or sharding.memory_kind is None else {"memory_kind": sharding.memory_kind}
+        return NamedSharding(mesh if sharding is None else sharding.mesh, spec, **kind)
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, params))
+
+
+def owner_of(path: str, params: Iterable[str]) -> str | None:
+    """The param that a leaf of an optimizer's state belongs to: that with which its path ends, but for fields.
+
+    Args:
+      path: of the leaf, as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
+      params: paths of params, likewise.
+
+    Example:
+      >>> owner_of(".master_inner[0].mu['dense']['kernel'].codes", ["['kernel']", "['dense']['kernel']"])
+      "['dense']['kernel']"
+    """
+    best, found = (-1, -1), None
+    for name in params:
+        end = path.rfind(name) + len(name)
+        if end >= len(name) and path[end : end + 1] in ("", ".", "[") and (end, len(name)) > best:
+            best, found = (end, len(name)), name
+    return found
+
+
+def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
+    """The mesh axes over which an array that lies as `spec` says is cut.
+
+    Example:
+      >>> axes_of(PartitionSpec("fsdp", None, ("data", "tensor")))
+      ('fsdp', 'data', 'tensor')
+    """
+    cut = (part for part in spec if part is not None and part is not PartitionSpec.UNCONSTRAINED)
+    return tuple(name for part in cut for name in (part if isinstance(part, tuple) else (part,)))
+
+
+def ways(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Over how many devices each of an array's dimensions is cut.
+
+    Args:
+      spec: of the array.
+      ndim: how many dimensions it has, not fewer than `spec` speaks of.
+      sizes: of the mesh's axes (`mesh.shape`).
+
+    Example:
+      >>> ways(PartitionSpec("fsdp", ("data", "tensor")), 3, {"data": 2, "fsdp": 4, "tensor": 3})
+      (4, 6, 1)
+    """
+    cut = [math.prod(sizes[name] for name in axes_of((part,))) for part in spec]
+    return (*cut, *[1] * (ndim - len(cut)))
+
+
+def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
+    """The sharding of each param by path; each checked to be one that its shape can have."""
+    is_sharding = lambda x: isinstance(x, (NamedSharding, PartitionSpec))  # noqa: E731
+    prefix = [
+        (tree_paths.path_str(p), s) for p, s in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
+    ]
+    kind = NamedSharding if any(isinstance(s, NamedSharding) for _, s in prefix) else PartitionSpec
+    for path, s in prefix:
+        if not isinstance(s, kind):
+            raise ValueError(
+                f"shardings must be NamedShardings, or all of them PartitionSpecs; got {type(s).__name__} at {path}"
+            )
+    by_path = dict(prefix)
+    found: dict[str, Any] = {}
+    for path, x in tree_paths.leaves_by_path(params).items():
+        above = [path.rsplit("/", depth)[0] for depth in range(path.count("/") + 1)] + ["<root>"]
+        sharding = next((by_path[a] for a in above if a in by_path), None)
+        if sharding is None:
+            raise ValueError(f"shardings must match the params; got none for {path}, of shape {x.shape}")
+        _check_fits(path, x.shape, sharding)
+        found[path] = sharding
+    known = [path for path in by_path if path != "<root>" and not any(f"{p}/".startswith(f"{path}/") for p in found)]
+    if known:
+        raise ValueError(f"shardings must match the params; {known[0]} is in shardings only")
+    return found
+
+
+def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
+    spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"shardings must match the params; got {spec} for shape {shape} at {path}, which has fewer dimensions"
+        )
+    if isinstance(sharding, NamedSharding):
+        for dim, (length, devices) in enumerate(zip(shape, ways(spec, len(shape), sharding.mesh.shape), strict=True)):
+            if length % devices:
+                raise ValueError(
+                    f"a dimension must be a multiple of the devices that it is cut over; got shape {shape} at {path}, "
+                    f"whose dimension {dim} is cut over {devices}. Pad it (jaxmp.fsdp.pad), or cut another."
+                )
+
+
+def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: Any) -> PartitionSpec:
+    spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+    if shape == param_shape:
+        return spec
+    if len(shape) != len(param_shape) or isinstance(sharding, PartitionSpec):
+        return PartitionSpec()
+    devices = ways(spec, len(shape), sharding.mesh.shape)
+    return PartitionSpec(*(part if n % k == 0 else None for n, part, k in zip(shape, spec, devices, strict=False)))
+
+
+def is_explicit(x: Array) -> bool:
+    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do.
+
+    Example:
+      >>> is_explicit(jax.numpy.ones(2))
+      False
+    """
+    return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

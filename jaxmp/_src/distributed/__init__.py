@@ -1,0 +1,1 @@
+"""Params cut over devices, and gradients reduced."""

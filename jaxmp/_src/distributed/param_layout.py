@@ -1,0 +1,273 @@
+"""How params are cut over an axis of a mesh: one dimension of every large leaf, padded where it does not divide.
+
+A `Layout` is decided once, before training, from shapes alone. From it come the specs of `jax.shard_map`, the shardings
+of `jax.jit`, and which leaves every device holds in full.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import shardings as shardings_lib
+from jaxmp._src.fp8 import scale_leaves
+
+_OF_THESE_PARAMS = "A layout is for one tree of params: make it of these with jaxmp.fsdp.layout_of(params, mesh)."
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How one leaf is cut: along `dim`, padded to a multiple of the number of devices; or not at all.
+
+    Attributes:
+      spec: how the leaf lies on the mesh, other axes included.
+      shape: of the whole leaf, without padding.
+      dim: the dimension that is cut; None: the leaf is whole on every device of the axis.
+      padded: its length with padding.
+
+    Example:
+      >>> Cut(PartitionSpec("fsdp"), shape=(6, 3), dim=0, padded=8).padded
+      8
+    """
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    dim: int | None = None
+    padded: int = 0
+
+    @property
+    def size(self) -> int:
+        """The length of the dimension that is cut, without padding."""
+        return 0 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def padding(self) -> int:
+        """Elements of the whole leaf that are padding."""
+        return 0 if self.dim is None else (self.padded - self.size) * math.prod(self.shape) // self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a tree of params is cut over one axis of a mesh; made by `layout_of`.
+
+    Attributes:
+      mesh: the mesh.
+      axis_name: the axis over which leaves are cut.
+      cuts: the tree of the params, a `Cut` for each leaf.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((8, 3)), "b": jnp.ones(3)}, jax.make_mesh((4,), ("fsdp",)), min_size=8)
+      >>> tuple(layout.specs["w"]), tuple(layout.specs["b"]), layout.whole
+      (('fsdp', None), (), {'b': True, 'w': False})
+    """
+
+    mesh: Any
+    axis_name: str
+    cuts: PyTree
+
+    @property
+    def specs(self) -> PyTree:
+        """The tree of `PartitionSpec`s: `in_specs` and `out_specs` of `jax.shard_map`."""
+        return jax.tree.map(lambda cut: cut.spec, self.cuts)
+
+    @property
+    def shardings(self) -> PyTree:
+        """The tree of `NamedSharding`s, for `jax.device_put` and `jax.jit`."""
+        return jax.tree.map(lambda cut: NamedSharding(self.mesh, cut.spec), self.cuts)
+
+    @property
+    def whole(self) -> PyTree:
+        """The tree of bools that says what every device of the axis holds in full: `replicated=` of the norms."""
+        return jax.tree.map(lambda cut: cut.dim is None, self.cuts)
+
+    @property
+    def padding(self) -> int:
+        """How many elements of the padded params are padding: `padding=` of `jaxmp.count_zeros`."""
+        return sum(cut.padding for cut in jax.tree.leaves(self.cuts))
+
+
+def layout_of(
+    params: PyTree, mesh: Any, axis_name: str = "fsdp", *, specs: PyTree | None = None, min_size: int = 2**14
+) -> Layout:
+    """Chooses for every param along which dimension it is cut over a mesh axis.
+
+    The longest dimension that the number of devices divides; where none is divided, the longest, padded with zeros up
+    to the next multiple (`pad`). Small leaves and fp8 scales stay whole.
+
+    Args:
+      params: the params, arrays or `jax.ShapeDtypeStruct`s.
+      mesh: a mesh with the axis `axis_name`.
+      axis_name: the axis to cut over.
+      specs: tree of `PartitionSpec`s over *other* axes of the mesh (tensor parallelism), or a prefix of it. A dimension
+        that one of these cuts is left to it.
+      min_size: leaves of fewer elements stay whole, as norms and biases do: to gather them takes longer than the
+        memory is worth.
+
+    Returns:
+      A `Layout`.
+
+    Raises:
+      ValueError: no such axis in the mesh; `specs` that do not fit the params, or name `axis_name`, by path.
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("fsdp",))
+      >>> layout_of({"w": jax.ShapeDtypeStruct((50257, 3), jnp.float32)}, mesh).cuts["w"].padded
+      50260
+    """
+    _check_axis(mesh, axis_name)
+    devices = mesh.shape[axis_name]
+    given = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else _per_leaf(specs, params)
+
+    def cut(path: str, x: Any, spec: Any) -> Cut:
+        shape = tuple(x.shape)
+        for name in shardings_lib.axes_of(spec):
+            _check_axis(mesh, name, f" (in specs at {path})")
+        if axis_name in shardings_lib.axes_of(spec) or len(spec) > len(shape):
+            raise ValueError(
+                f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
+                f"shape {shape} at {path}. Leave {axis_name!r} out: layout_of chooses where it goes."
+            )
+        taken = tuple(spec) + (None,) * (len(shape) - len(spec))
+        free = [i for i, name in enumerate(taken) if name is None]
+        if scale_leaves.is_scale(path) or not free or x.size < min_size:
+            return Cut(PartitionSpec(*spec), shape)
+        even = [i for i in free if shape[i] % devices == 0]
+        dim = max(even or free, key=lambda i: shape[i])
+        padded = -(-shape[dim] // devices) * devices
+        return Cut(PartitionSpec(*taken[:dim], axis_name, *taken[dim + 1 :]), shape, dim, padded)
+
+    return Layout(mesh, axis_name, tree_paths.map_with_path(cut, params, given))
+
+
+def pad(tree: PyTree, layout: Layout) -> PyTree:
+    """`tree` with zeros appended where a dimension has to be padded; as params are kept, from `tx.init` on.
+
+    Zeros with zero gradients stay zero under every optax optimizer that treats elements apart. (See `Layout.padding`
+    for what counts zeros.)
+
+    Args:
+      tree: params (or gradients, or masters), unpadded; or a tree that holds such trees: an optimizer's state, a
+        TrainState, `(params, opt_state)`. There, what belongs to a param is found by path, and the rest stays.
+      layout: of these params.
+
+    Returns:
+      The tree, padded.
+
+    Raises:
+      ValueError: a leaf that has not the length that the layout says, by path; moments in 8 bits, which have no zero
+        that could be appended.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
+      >>> pad({"w": jnp.ones((3, 3))}, layout)["w"].shape
+      (4, 3)
+    """
+
+    def extend(path: str, x: Any, cut: Cut) -> Any:
+        check_length(path, x, cut, cut.size, "an unpadded")
+        return padded(x, cut)
+
+    return _map_inside(extend, tree, layout)
+
+
+def trim(tree: PyTree, layout: Layout) -> PyTree:
+    """`tree` without its padding: `pad` undone, for export, for checkpoints and for evaluation under plain jit.
+
+    To go on with another number of devices, trim params and state by the old layout and pad them by the new one.
+
+    Args:
+      tree: as for `pad`, padded.
+      layout: by which it was padded.
+
+    Example:
+      >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
+      >>> trim(pad({"w": jnp.ones((3, 3))}, layout), layout)["w"].shape
+      (3, 3)
+    """
+
+    def cut_off(path: str, x: Any, cut: Cut) -> Any:
+        check_length(path, x, cut, cut.padded, "a padded")
+        return trimmed(x, cut)
+
+    return _map_inside(cut_off, tree, layout)
+
+
+def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
+    """`map_leaves` of a tree like the params, or of all that lies like a param inside of another tree."""
+    cuts = {keystr(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(layout.cuts)}
+    if all(keystr(path) in cuts for path, _ in jax.tree_util.tree_leaves_with_path(tree)):
+        return map_leaves(f, tree, layout)
+    found = False
+
+    def visit(path: Any, x: Any) -> Any:
+        nonlocal found
+        owner = shardings_lib.owner_of(keystr(path), cuts)
+        cut = None if owner is None else cuts[owner]
+        if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.shape):
+            found |= cut is not None
+            return x
+        found = True
+        if cut.padding and keystr(path).endswith((".codes", ".scales")):  # moments.Quantized
+            raise ValueError(
+                f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
+                f"pads no leaf, or moments of 16 or 32 bits."
+            )
+        return f(tree_paths.path_str(path), x, cut)
+
+    mapped = jax.tree_util.tree_map_with_path(visit, tree)
+    if not found:
+        tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
+    return mapped
+
+
+def padded(x: Any, cut: Cut) -> Any:
+    """One leaf with zeros appended up to its padded length."""
+    if cut.padded == cut.size:
+        return x
+    return jnp.pad(x, [(0, cut.padded - cut.size) if i == cut.dim else (0, 0) for i in range(x.ndim)])
+
+
+def trimmed(x: Any, cut: Cut) -> Any:
+    """One leaf without its padding."""
+    return x if cut.dim is None or cut.padded == cut.size else lax.slice_in_dim(x, 0, cut.size, axis=cut.dim)
+
+
+def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
+    """`f(path, leaf, cut)` of each leaf of a tree that is like the layout's params."""
+    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
+    return tree_paths.map_with_path(f, tree, layout.cuts)
+
+
+def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
+    """Raises a ValueError unless `x` is of the leaf that was laid out, and of the expected length where it is cut."""
+    got = jnp.shape(x)
+    if len(got) != len(cut.shape) or (cut.dim is not None and got[cut.dim] != expected):
+        of = f"{len(cut.shape)} dimensions" if cut.dim is None else f"length {expected} in dimension {cut.dim}"
+        raise ValueError(
+            f"{what} leaf must have {of} with this layout; got shape {got} at {path}. Params are padded once, before "
+            f"tx.init (jaxmp.fsdp.pad), lie as layout.specs says, and all calls of a step take one layout."
+        )
+
+
+def _check_axis(mesh: Any, name: str, where: str = "") -> None:
+    if name not in mesh.shape:
+        raise ValueError(
+            f"the mesh must have the axis that leaves are cut over; got {name!r}{where} and a mesh with the axes "
+            f"{', '.join(map(repr, mesh.shape))}"
+        )
+
+
+def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    try:
+        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
+    except ValueError as e:
+        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix of it: {e}") from e

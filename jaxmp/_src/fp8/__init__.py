@@ -1,0 +1,1 @@
+"""fp8: recipes, scale leaves, stored kernels, matmuls."""

@@ -1,0 +1,74 @@
+"""Which backend serves what on this machine, and why not a better one: what `python -m jaxmp` prints.
+
+The answers come from where the choice is made (`pallas_kernels.backend`, `_hardware`), so that they cannot differ from
+what runs. They hold for programs that are compiled and run here; one that is lowered here for other devices is served
+as these would be.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+import pallas_kernels
+from jaxmp._src.base import hardware
+
+
+class Row(NamedTuple):
+    """One operation.
+
+    Attributes:
+      operation: what is done.
+      backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8", "emulated".
+      reason: why nothing better does, or under which conditions it does; "" where there is nothing to say.
+    """
+
+    operation: str
+    backend: str
+    reason: str
+
+
+# Operations with kernels in `pallas_kernels`; what the kernel asks for, and what more of it with several devices
+_KERNELS = (
+    ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", ""),
+    ("fused optimizer update", "with jaxmp.fused_*, in apply_gradients", "split params in shard_map(check_vma=False)"),
+    ("cast of params (pallas_kernels.cast_tree)", "", ""),
+    ("fp8 cast, transpose and amax", "sides that are multiples of 64", ""),
+    ("activation and fp8 cast", "sides that are multiples of 64", ""),
+)
+
+
+def backends() -> list[Row]:
+    """Which backend serves each operation on this machine, and why not a better one.
+
+    Returns:
+      A row for each operation: what is done, what does it, and the reason.
+
+    Example:
+      >>> {row.operation: row.backend for row in backends()}["fused optimizer update"]  # on a CPU
+      'xla'
+    """
+    rows = [_kernel(*kernel) for kernel in _KERNELS]
+    why_not = hardware.why_not_fp8_gemms()
+    rows.append(_gemm("fp8 matmul", "cublasLt fp8", why_not, "float32", "sides that are multiples of 16"))
+    exact = "float32" if why_not else "bfloat16"
+    why_not = hardware.why_not_block_scaled_gemms()
+    rows.append(_gemm("block-scaled matmul, MXFP8", "cudnn mxfp8", why_not, exact, ""))
+    rows.append(_gemm("block-scaled matmul, BlockScaling", "", "jax calls no matmul of such blocks", exact, ""))
+    return rows
+
+
+def _kernel(operation: str, condition: str, if_several: str) -> Row:
+    why_not = pallas_kernels.why_no_kernels(needs_gpu=True)
+    if why_not:
+        return Row(operation, "xla", why_not)
+    if jax.device_count() > 1:
+        # Split arrays are no reason against a kernel (`pallas_kernels.meshes`); `why_not_here` knows what is.
+        meshes = "xla where only some mesh axes are manual, or any is explicit"
+        condition = "; ".join(filter(None, (condition, if_several, meshes)))
+    return Row(operation, "mosaic", condition)
+
+
+def _gemm(operation: str, backend: str, why_not: str | None, exact: str, condition: str) -> Row:
+    if why_not is None:
+        return Row(operation, backend, condition)
+    return Row(operation, "emulated", f"{why_not}; the rounded numbers are multiplied exactly, in {exact}")

@@ -1,0 +1,204 @@
+"""The matmul of block-scaled fp8: three GEMMs whose operands carry a scale for every few numbers that are summed.
+
+For y = x w with x [M, K], w [K, N], and the gradient g [M, N] of y, Q_A casts in blocks along the axes A (`_blocks`):
+
+                          BlockScaling, 1x128 and 128x128       MXFP8, 1x32
+    fprop   y  = x w      Q_K(x)   Q_KN(w)                      Q_K(x)   Q_K(w)
+    dgrad   dx = g w^T    Q_N(g)   Q_KN(w)^T                    Q_N(g)   Q_N(w)^T
+    wgrad   dw = x^T g    Q_M(x)^T Q_M(g)                       Q_M(x)^T Q_M(g)
+
+A block lies along the axis that its GEMM sums over, so that a sum of products of one block has one scale. Each tensor
+is in two GEMMs that sum over different axes, so it is cast twice, each time from its own precision (casting the cast
+again would round twice). Only square blocks serve both, which is why BlockScaling has them for weights. What the
+backward pass keeps are the fp8 copies that it multiplies.
+
+No GPU before Blackwell multiplies such blocks, so the products are made exactly: every q * scale_inv with a scale that
+is a power of two is a bfloat16 number, and bfloat16 numbers multiply exactly into a float32 accumulator. (Other scales
+take float32.) The rounding is that of the *stored* q; a barrier keeps it in memory, since XLA for GPUs deletes a cast
+to fp8 and back. The numerics are those of the hardware, the speed is that of bfloat16. On Blackwell MXFP8 goes to
+`jax.nn.scaled_matmul`, which cuDNN runs in fp8.
+
+A block with an inf would come out finite (casts saturate); its scale_inv is made NaN, so the step is skipped.
+
+References:
+  DeepSeek-V3 Technical Report, 2024, section 3.3; TransformerEngine, Float8BlockScaling and MXFP8BlockScaling; OCP
+  Microscaling Formats (MX) Specification v1.0, 2023.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmp._src.base import compat, hardware
+from jaxmp._src.devices import shardings
+from jaxmp._src.fp8.blocks import MXFP8, Blocks, BlockScaling, block_amax
+
+Recipe = BlockScaling | MXFP8
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class _Gemm(NamedTuple):
+    """What is fixed about one matmul when it is traced."""
+
+    recipe: Recipe
+    lhs_dtype: Any
+    rhs_dtype: Any
+    out_dtype: Any
+
+
+class _Operand(NamedTuple):
+    blocks: Blocks  # q [B, ., .], blocked along `axis` at least
+    axis: int  # which one the GEMM sums over
+
+
+def dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: DimensionNumbers,
+    *,
+    recipe: Recipe,
+    out_dtype: Any,
+    out_sharding: Any = None,
+) -> Float[Array, "..."]:
+    """`jax.lax.dot_general` with block-scaled operands, forward and backward; see the module's docstring.
+
+    Several contracting (or free, or batch) dimensions count as one, in the order in which they are named; the blocks
+    run over it. The last block of it may be short.
+
+    Args:
+      lhs: activations, float, of any shape.
+      rhs: weights, float, of any shape.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      recipe: `BlockScaling` or `MXFP8`.
+      out_dtype: dtype of the result; sums are float32 before.
+      out_sharding: of the result, on a mesh with explicit axes; default: as `jax.lax.dot_general` would have it.
+
+    Returns:
+      The product, [*batch, *free of lhs, *free of rhs]. The gradients have the dtypes of lhs and rhs.
+
+    Example:
+      >>> x, w = jnp.full((2, 3, 200), 1.0), jnp.full((200, 5), 1.0).at[0, 0].set(1e6)
+      >>> y = dot_general(x, w, (((2,), (0,)), ((), ())), recipe=MXFP8(), out_dtype=jnp.float32)
+      >>> y.shape, float(y[0, 0, 1]), float(y[0, 0, 0])  # the outlier costs its block: 1e6 + 199 in full
+      ((2, 3, 5), 200.0, 983208.0)
+    """
+    dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
+    if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
+        return dot(lhs, rhs)
+    plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+    sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
+    left_to_xla: Any = jax.sharding.auto_axes(dot, out_sharding=sharding)
+    return left_to_xla(lhs, rhs)
+
+
+def _dot_general(lhs: Array, rhs: Array, dimension_numbers: DimensionNumbers, recipe: Recipe, out_dtype: Any) -> Array:
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
+    shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
+    gemm = _Gemm(recipe, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype))
+    lhs = _three_axes(lhs, lhs_batch, lhs_free, lhs_contract)  # [B, M, K]
+    rhs = _three_axes(rhs, rhs_batch, rhs_contract, rhs_free)  # [B, K, N]
+    return _dot(gemm, lhs, rhs).reshape(shape)
+
+
+def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
+    order = [i for group in groups for i in group]
+    return jnp.transpose(x, order).reshape([math.prod(x.shape[i] for i in group) for group in groups])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(gemm: _Gemm, x: Array, w: Array) -> Array:
+    return _forward(gemm, x, w)[0]
+
+
+def _forward(gemm: _Gemm, x: Array, w: Array) -> tuple[Array, Any]:
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        x_along_k = _quantize(gemm.recipe, x, 2)
+        x_along_m = _quantize(gemm.recipe, x, 1)
+        if isinstance(gemm.recipe, BlockScaling):
+            w_along_k = w_along_n = _quantize(gemm.recipe, w, (1, 2))
+        else:
+            w_along_k, w_along_n = _quantize(gemm.recipe, w, 1), _quantize(gemm.recipe, w, 2)
+    with jax.named_scope("jaxmp.fp8_fprop"):  # [B, M, K] @ [B, K, N] -> [B, M, N]
+        y = _matmul(gemm.recipe, _Operand(x_along_k, 2), _Operand(w_along_k, 1), gemm.out_dtype)
+    return y, (x_along_m, w_along_n)
+
+
+def _backward(gemm: _Gemm, residuals: tuple[Blocks, Blocks], grad: Array) -> tuple[Array, Array]:
+    x, w = residuals
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        grad_along_n = _quantize(gemm.recipe, grad, 2, backward=True)
+        grad_along_m = _quantize(gemm.recipe, grad, 1, backward=True)
+    with jax.named_scope("jaxmp.fp8_dgrad"):  # [B, M, N] @ [B, N, K] -> [B, M, K]
+        d_x = _matmul(gemm.recipe, _Operand(grad_along_n, 2), _Operand(w, 2), gemm.lhs_dtype)
+    with jax.named_scope("jaxmp.fp8_wgrad"):  # [B, K, M] @ [B, M, N] -> [B, K, N]
+        d_w = _matmul(gemm.recipe, _Operand(x, 1), _Operand(grad_along_m, 1), gemm.rhs_dtype)
+    return d_x, d_w
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def _quantize(recipe: Recipe, x: Array, axis: int | tuple[int, ...], *, backward: bool = False) -> Blocks:
+    """`x` in stored blocks; those that hold an inf have NaN as their scale_inv."""
+    q, scale_inv = recipe.quantize(x, axis=axis, backward=backward)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    overflowed = block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
+    scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
+    return Blocks(*lax.optimization_barrier((q, scale_inv)))
+
+
+def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any) -> Array:
+    """The sum over `axis` of both, for each of B, in `out_dtype`."""
+    is_power_of_two = isinstance(recipe, MXFP8) or recipe.power_of_two
+    exact = jnp.bfloat16 if is_power_of_two else jnp.float32
+    dimension_numbers = (((a.axis,), (b.axis,)), ((0,), (0,)))
+
+    # What cuBLAS rounds to bfloat16 as it writes is the float32 accumulator; float16 would be another rounding.
+    written = jnp.bfloat16 if is_power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
+
+    def in_bfloat16(a: Array, b: Array) -> Array:
+        dot = lax.dot_general(a, b, dimension_numbers, precision=lax.Precision.HIGHEST, preferred_element_type=written)
+        return dot.astype(out_dtype)
+
+    def in_float32(a: Array, b: Array) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return lax.dot_general(a, b, dimension_numbers, precision=lax.Precision.HIGHEST).astype(out_dtype)
+
+    def emulated(a: Blocks, b: Blocks) -> Array:
+        a_values, b_values = recipe.dequantize(*a, dtype=exact), recipe.dequantize(*b, dtype=exact)
+        return hardware.on_fp8_hardware(in_bfloat16 if is_power_of_two else in_float32, in_float32)(a_values, b_values)
+
+    def in_blocks(a_blocks: Blocks, b_blocks: Blocks) -> Array:
+        a_q, a_scale = (jnp.moveaxis(t, a.axis, 2) for t in a_blocks)
+        b_q, b_scale = (jnp.moveaxis(t, b.axis, 2) for t in b_blocks)
+        product = _scaled_matmul(a_q, b_q, a_scale, b_scale)
+        axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
+        return compat.as_varying(product, axes).astype(out_dtype)  # scaled_matmul forgets them
+
+    fits = isinstance(recipe, MXFP8) and a.blocks.q.shape[a.axis] % recipe.block_size == 0
+    product = hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated
+    return product(a.blocks, b.blocks)
+
+
+@jax.custom_batching.custom_vmap
+def _scaled_matmul(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)  # [B, M, N]
+
+
+@_scaled_matmul.def_vmap
+def _scaled_matmul_batch(axis_size: int, in_batched: Any, *operands: Array) -> tuple[Array, bool]:
+    """A vmapped axis joins B; scaled_matmul's own rule, until jax 0.11, wants all operands to have it."""
+    whole = [
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(operands, in_batched, strict=True)
+    ]
+    product = _scaled_matmul(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+    return product.reshape(axis_size, -1, *product.shape[1:]), True

@@ -1,0 +1,337 @@
+"""Block-scaled fp8: a scale of its own for every few elements, so that an outlier costs only its block.
+
+With B(i) the block of element i, and its amax a = max |x| over the block (NaNs aside),
+
+    q_i = cast(x_i * scale_B(i)),    x_i ~ q_i * scale_inv_B(i),    scale_B = 1 / scale_inv_B
+
+`BlockScaling`: blocks of 128 along one axis (activations, gradients) or of 128x128 over two (weights);
+
+    scale = fp8_max / a, rounded down to a power of two;    1 where a is 0 or inf
+
+`MXFP8`: blocks of 32 along the axis that a matrix product sums over; scale_inv is stored in the 8 bits of E8M0, which
+has exponents only (byte b is 2^(b - 127)):
+
+    b = 127 + ceil(log2(a / fp8_max)), from 0 to 254;    0 where a is 0, 254 where it is inf
+
+Rounding scale down and rounding scale_inv up are the same. Both are computed from bits, see `_bits`: the same bytes on
+every backend, for subnormal x too. The last block of an axis may be short; it is as if filled up with zeros.
+
+The rounding lies in the *stored* q. XLA for GPUs deletes a cast to fp8 and back where both are in one program, so
+`dequantize` is for a q that came out of memory, never for one that was made in the same program: `round_to` in
+`casting` is what rounds and stays in float32.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+from jaxmp._src.fp8 import recipes
+from jaxmp._src.numerics import casting, float_bits
+
+
+class Blocks(NamedTuple):
+    """A tensor in fp8 and what to multiply its blocks by.
+
+    Attributes:
+      q: fp8[*shape].
+      scale_inv: one number for each block: the axes of `q`, the blocked ones divided by the size of a block, rounded
+        up. float32 of `BlockScaling`, float8_e8m0fnu of `MXFP8`.
+
+    Example:
+      >>> q, scale_inv = BlockScaling().quantize(jnp.ones((3, 200)))
+      >>> q.shape, scale_inv.shape
+      ((3, 200), (3, 2))
+    """
+
+    q: Float[Array, "..."]
+    scale_inv: Float[Array, "..."]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScaling:
+    """fp8 with a float32 scale for each block of 128 or of 128x128; stateless.
+
+    See the module's docstring for the equations. Bit for bit TransformerEngine's Float8BlockScaling, whose layouts for
+    cuBLAS (transposed or padded scales) are not made here.
+
+    Args:
+      fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
+      power_of_two: whether scales are powers of two.
+      amax_epsilon: the least amax of a block, >= 0.
+
+    Raises:
+      ValueError: an argument outside of its range, named in the message.
+
+    Example:
+      >>> recipe = BlockScaling()
+      >>> x = jnp.array([[1.0, 1000.0], [0.001, 0.002]])
+      >>> q, scale_inv = recipe.quantize(x)
+      >>> scale_inv.tolist()
+      [[4.0], [7.62939453125e-06]]
+      >>> recipe.dequantize(q, scale_inv)[0].tolist()
+      [1.0, 1024.0]
+
+    References:
+      transformer_engine/common/recipe/recipe_common.cuh; DeepSeek-V3 Technical Report, 2024, section 3.3.
+    """
+
+    fp8_format: recipes.Format = "E4M3"
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        recipes.check_format(self.fp8_format)
+        recipes.check_epsilon(self.amax_epsilon)
+
+    @property
+    def block_size(self) -> int:
+        """128, along each blocked axis."""
+        return 128
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> BlockScaling().dtype().__name__
+          'float8_e4m3fn'
+        """
+        return recipes.dtype_of(self.fp8_format, backward=backward)
+
+    def quantize(self, x: Float[Array, "..."], *, axis: int | tuple[int, ...] = -1, backward: bool = False) -> Blocks:
+        """`x` in fp8 with a scale for each block.
+
+        Args:
+          x: floats of 16 bits or more, of any shape.
+          axis: the axis along which elements share a scale, or two of them, (-2, -1), for 128x128 blocks.
+          backward: whether `x` is a gradient: e5m2 under `"HYBRID"`.
+
+        Returns:
+          `Blocks(q, scale_inv)`, scale_inv float32.
+
+        Raises:
+          TypeError: `x` is no array of floats of 16 bits or more.
+          ValueError: `x` has no such axis.
+
+        Example:
+          >>> BlockScaling().quantize(jnp.ones((200, 300)), axis=(-2, -1)).scale_inv.shape
+          (2, 3)
+        """
+        blocked = _blocked_axes(x, axis)
+        dtype = self.dtype(backward=backward)
+        # a quotient that is inf becomes the largest number of the dtype that x came in, as in TransformerEngine
+        overflow = float(jnp.finfo(x.dtype).max) if jnp.finfo(x.dtype).bits < 32 else float(np.finfo(np.float32).max)
+        x = x.astype(jnp.float32)
+        scale = recipes.current_scale(
+            block_amax(x, blocked, self.block_size),
+            dtype,
+            power_of_two=self.power_of_two,
+            amax_epsilon=self.amax_epsilon,
+            overflow=overflow,
+        )
+        q = casting.saturating_cast(float_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
+        return Blocks(q, float_bits.quotient(1.0, scale))
+
+    def dequantize(
+        self, q: Float[Array, "..."], scale_inv: Float[Array, "..."], *, dtype: Any = jnp.float32
+    ) -> Float[Array, "..."]:
+        """q * scale_inv, block by block. Only for a stored `q`: see the module's docstring.
+
+        Args:
+          q: fp8 of any shape.
+          scale_inv: float32, as `quantize` returns it; its shape says which axes are blocked.
+          dtype: of the result; computed in float32, saturated.
+
+        Returns:
+          An array of `dtype` in the shape of `q`.
+
+        Raises:
+          TypeError: a dtype that `quantize` does not return.
+          ValueError: a shape of scale_inv that does not fit `q`.
+
+        Example:
+          >>> BlockScaling().dequantize(*BlockScaling().quantize(jnp.array([3.0, 5.0]))).tolist()
+          [3.0, 5.0]
+        """
+        _check_stored(q, scale_inv, jnp.float32, self.block_size)
+        return _dequantize(q, scale_inv, self.block_size, dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8:
+    """fp8 with an E8M0 scale for each block of 32, the OCP microscaling format; stateless.
+
+    See the module's docstring for the equations. Bit for bit the CUDA kernels of TransformerEngine; its JAX helper
+    differs for NaN and inf (it makes byte 0 of NaN and 255, which is NaN, of inf).
+
+    Args:
+      fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
+
+    Raises:
+      ValueError: an argument outside of its range, named in the message.
+
+    Example:
+      >>> q, scale_inv = MXFP8().quantize(jnp.array([[1.0, 1000.0]]))
+      >>> scale_inv
+      Array([[4]], dtype=float8_e8m0fnu)
+      >>> MXFP8().dequantize(q, scale_inv).tolist()
+      [[1.0, 1024.0]]
+
+    References:
+      OCP Microscaling Formats (MX) Specification v1.0, 2023; transformer_engine/common/util/ptx.cuh.
+    """
+
+    fp8_format: recipes.Format = "E4M3"
+
+    def __post_init__(self) -> None:
+        recipes.check_format(self.fp8_format)
+
+    @property
+    def block_size(self) -> int:
+        """32, along each blocked axis."""
+        return 32
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> MXFP8().dtype().__name__
+          'float8_e4m3fn'
+        """
+        return recipes.dtype_of(self.fp8_format, backward=backward)
+
+    def quantize(self, x: Float[Array, "..."], *, axis: int | tuple[int, ...] = -1, backward: bool = False) -> Blocks:
+        """`x` in fp8 with a scale for each block.
+
+        Args:
+          x: floats of 16 bits or more, of any shape.
+          axis: the axis along which elements share a scale: the one that the product sums over. Two of them, (-2, -1),
+            give 32x32 blocks, whose q serves a product and its transpose.
+          backward: whether `x` is a gradient: e5m2 under `"HYBRID"`.
+
+        Returns:
+          `Blocks(q, scale_inv)`, scale_inv float8_e8m0fnu.
+
+        Raises:
+          TypeError: `x` is no array of floats of 16 bits or more.
+          ValueError: `x` has no such axis.
+
+        Example:
+          >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
+          (8, 2, 16)
+        """
+        blocked = _blocked_axes(x, axis)
+        dtype = self.dtype(backward=backward)
+        x = x.astype(jnp.float32)
+        byte = e8m0_from_amax(block_amax(x, blocked, self.block_size), float(jnp.finfo(dtype).max))
+        scale = _float_of_e8m0(254 - byte)  # 1 / 2^(b - 127)
+        q = casting.saturating_cast(float_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
+        return Blocks(q, lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu))
+
+    def dequantize(
+        self, q: Float[Array, "..."], scale_inv: Float[Array, "..."], *, dtype: Any = jnp.float32
+    ) -> Float[Array, "..."]:
+        """q * scale_inv, block by block. Only for a stored `q`: see the module's docstring.
+
+        Args:
+          q: fp8 of any shape.
+          scale_inv: float8_e8m0fnu, as `quantize` returns it; its shape says which axes are blocked.
+          dtype: of the result; computed in float32, saturated.
+
+        Returns:
+          An array of `dtype` in the shape of `q`.
+
+        Raises:
+          TypeError: a dtype that `quantize` does not return.
+          ValueError: a shape of scale_inv that does not fit `q`.
+
+        Example:
+          >>> MXFP8().dequantize(*MXFP8().quantize(jnp.array([3.0, 5.0]))).tolist()
+          [3.0, 5.0]
+        """
+        _check_stored(q, scale_inv, jnp.float8_e8m0fnu, self.block_size)
+        byte = lax.bitcast_convert_type(scale_inv, jnp.uint8)
+        return _dequantize(q, _float_of_e8m0(byte), self.block_size, dtype)
+
+
+def e8m0_from_amax(amax: Float[Array, "..."], fp8_max: float) -> UInt8[Array, "..."]:
+    """The byte b of the least scale_inv 2^(b - 127) with amax / scale_inv <= fp8_max.
+
+    Args:
+      amax: float32 of any shape, >= 0.
+      fp8_max: the largest finite value of the fp8 dtype.
+
+    Returns:
+      uint8: 0 for 0 and all that would be below it, 254 for inf, 255 for NaN.
+
+    Example:
+      >>> e8m0_from_amax(jnp.array([448.0, 449.0, 0.0, jnp.inf, jnp.nan]), 448.0).tolist()
+      [127, 128, 0, 254, 255]
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    byte = jnp.clip(127 - float_bits.exponent_of_largest_scale(amax, fp8_max), 0, 254)
+    byte = jnp.where(float_bits.is_positive_finite(amax), byte, jnp.where(amax == jnp.inf, 254, 0))
+    return jnp.where(jnp.isnan(amax), 255, byte).astype(jnp.uint8)
+
+
+def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """2^(byte - 127) in float32, from bits: 2^-127 is subnormal, and 255 is NaN."""
+    byte = byte.astype(jnp.int32)
+    bits = jnp.where(byte == 0, 1 << 22, byte << 23)
+    return float_bits.from_bits(jnp.where(byte == 255, 0x7FC00000, bits))
+
+
+def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
+    """max |x| over the blocks of `size` along the axes `blocked`; NaNs aside, as the fmaxf of CUDA."""
+    bits = float_bits.magnitude_bits(x)
+    for axis in blocked:
+        count = -(-bits.shape[axis] // size)
+        padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(bits.shape)]
+        bits = jnp.pad(bits, padding)
+        bits = bits.reshape(*bits.shape[:axis], count, size, *bits.shape[axis + 1 :])  # [..., n] -> [..., count, size]
+        bits = jnp.max(bits, axis=axis + 1)
+    return float_bits.from_bits(bits)
+
+
+def _spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int) -> Float[Array, "..."]:
+    """Each number of `blocks` at all elements of its block, in the shape `shape`."""
+    for axis, n in enumerate(shape):
+        if blocks.shape[axis] != n:
+            blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=axis), 0, n, axis=axis)
+    return jnp.broadcast_to(blocks, shape)
+
+
+def _dequantize(q: Float[Array, "..."], scale_inv: Float[Array, "..."], size: int, dtype: Any) -> Float[Array, "..."]:
+    x = float_bits.product(q.astype(jnp.float32), _spread(scale_inv, q.shape, size))
+    return casting.saturating_cast(x, dtype)
+
+
+def _blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
+    """`axis` as one or two different axes of `x`, counted from the front."""
+    if not casting.is_float(x):
+        got = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"quantize takes an array of floats of 16 bits or more; got {got}. Cast it to float32 first.")
+    given = axis if isinstance(axis, tuple) else (axis,)
+    axes = {i % x.ndim for i in given if -x.ndim <= i < x.ndim}
+    if len(axes) != len(given) or len(given) not in (1, 2):
+        raise ValueError(f"axis is one axis of x, or two different ones; got {axis!r} for x of shape {x.shape}")
+    return tuple(sorted(axes))
+
+
+def _check_stored(q: Any, scale_inv: Any, scale_dtype: Any, size: int) -> None:
+    if q.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2) or scale_inv.dtype != scale_dtype:
+        raise TypeError(
+            f"dequantize takes the float8_e4m3fn or float8_e5m2 and the {jnp.dtype(scale_dtype)} that quantize "
+            f"returns; got {q.dtype} and {scale_inv.dtype}"
+        )
+    fits = len(q.shape) == len(scale_inv.shape) and all(
+        m in (n, -(-n // size)) for n, m in zip(q.shape, scale_inv.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"each axis of scale_inv is as long as that of q, or one for every {size} elements; "
+            f"got {scale_inv.shape} for q {q.shape}"
+        )

@@ -1,0 +1,180 @@
+"""The three GEMMs of an fp8 layer, given its tensors in fp8: which form of each tensor they read, and how they sum.
+
+    fprop   y  = x w            fast accumulation
+    dgrad   dx = g w^T          full accumulation
+    wgrad   dw = x^T g          full accumulation
+
+cuBLASLt multiplies fp8 on Hopper only where the axes that are summed over come last in both operands. With x [M, K],
+w [K, N], g [M, N], and t^T for a tensor that was written with its axes turned:
+
+    fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
+
+so each is read one way in one product and the other way in another, and what the backward pass keeps is x^T and w. Off
+CUDA the same fp8 numbers are multiplied in float32, in the order of their tensors' own axes.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxmp._src.base import hardware
+from pallas_kernels import reference
+
+
+class Gemm(NamedTuple):
+    """What is fixed about one fp8 matmul when it is traced."""
+
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    forward_dtype: Any
+    backward_dtype: Any
+    holds_log2: bool
+    lhs_dtype: Any
+    rhs_dtype: Any
+    out_dtype: Any
+    lhs_spec: tuple[Any, ...] | None  # how lhs lies on a mesh with explicit axes, one entry a dimension; else None
+    rhs_spec: tuple[Any, ...] | None
+    out_sharding: Any
+    activation: str | None = None  # what lhs goes through before it is cast
+
+    @property
+    def rhs_starts(self) -> bool:
+        """Whether the axes that are summed over are the first of rhs (a kernel [K, N]), not the last."""
+        return self.contract[1][:1] == (0,)
+
+
+class Quantized(NamedTuple):
+    """A tensor in fp8, as it lies and, where that was written as well, turned: the first axes of the matrix last."""
+
+    values: Array | None  # None where only the other form is kept
+    inv_scale: Float[Array, ""]
+    turned: Array | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes."""
+        return _there(self.turned if self.values is None else self.values).ndim
+
+
+def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
+    """Whether a matmul is one of matrices as they lie: lhs [M..., K...] by rhs [K..., N...] or [N..., K...].
+
+    Example:
+      >>> is_of_matrices((3, 2), ((2,), (0,)), ((), ())), is_of_matrices((2, 2), ((0,), (0,)), ((), ()))
+      (True, False)
+    """
+    (lhs, rhs), k = contract, len(contract[0])
+    ends = tuple(range(ndims[0] - k, ndims[0]))
+    starts_or_ends = (tuple(range(k)), tuple(range(ndims[1] - k, ndims[1])))
+    return not batch[0] and 0 < k < min(ndims) and tuple(lhs) == ends and tuple(rhs) in starts_or_ends
+
+
+def kept(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[Quantized, Quantized]:
+    """lhs and rhs in one form each: that which the backward pass reads."""
+    lhs = lhs if lhs.turned is None else lhs._replace(values=None)
+    if gemm.rhs_starts:
+        return lhs, rhs._replace(turned=None)
+    return lhs, rhs if rhs.turned is None else rhs._replace(values=None)
+
+
+def fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
+    """The product."""
+    with jax.named_scope("jaxmp.fp8_fprop"):
+        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
+
+
+def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
+    """Gradients of lhs and rhs; the result's dimensions are (batch, free of lhs, free of rhs)."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
+    lhs_free = _others(lhs.ndim, lhs_contract, lhs_batch)
+    rhs_free = _others(rhs.ndim, rhs_contract, rhs_batch)
+    batch = len(lhs_batch)
+    grad_batch = tuple(range(batch))
+    grad_lhs = tuple(range(batch, batch + len(lhs_free)))
+    grad_rhs = tuple(range(batch + len(lhs_free), grad.ndim))
+    with jax.named_scope("jaxmp.fp8_dgrad"):
+        order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
+        numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
+        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
+        d_lhs = jnp.transpose(d_lhs, _inverse(order))
+    with jax.named_scope("jaxmp.fp8_wgrad"):
+        order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
+        numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
+        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
+        d_rhs = jnp.transpose(d_rhs, _inverse(order))
+    return d_lhs, d_rhs
+
+
+def _permuted(spec: tuple[Any, ...] | None, order: tuple[int, ...]) -> PartitionSpec | None:
+    return None if spec is None else PartitionSpec(*(spec[i] for i in order))
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    """The permutation that undoes `order`."""
+    return [order.index(i) for i in range(len(order))]
+
+
+def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(ndim) if not any(i in some for some in taken))
+
+
+def _matmul(
+    gemm: Gemm,
+    a: Quantized,
+    b: Quantized,
+    contract: Any,
+    batch: Any,
+    out_dtype: Any,
+    out_sharding: Any,
+    *,
+    fast: bool,
+) -> Array:
+    """One GEMM of fp8 operands, unscaled, in `out_dtype`; all axes are those of the tensors as they lie."""
+    inv_scale = a.inv_scale * b.inv_scale
+    presets = lax.DotAlgorithmPreset
+    algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
+    # A power of two commutes with rounding to bfloat16, so the GEMM may write that and be unscaled by what XLA folds
+    # into it. Any other scale, and the narrow range of float16, need the accumulator itself.
+    narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
+    accumulator = jnp.bfloat16 if narrow else jnp.float32
+
+    dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
+
+    def in_fp8(a: Quantized, b: Quantized) -> Array:
+        (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
+        numbers = ((x_axes, y_axes), batch)
+        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=accumulator)
+
+    def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
+        x, y = (_as_it_lies(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
+        return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(accumulator)
+
+    out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
+    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+
+
+def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """The form of a tensor in which the axes that are summed over come last, if there is one; and these axes in it."""
+    if t.turned is None or axes != tuple(range(len(axes))):
+        return _there(t.values), axes
+    return t.turned, tuple(range(t.ndim - len(axes), t.ndim))
+
+
+def _as_it_lies(t: Quantized, axes: tuple[int, ...]) -> Array:
+    """The tensor itself; where it is kept turned only, its first axes are those that are summed over."""
+    if t.values is not None:
+        return t.values
+    # The barrier keeps XLA from folding the transpose into a matmul, which would sum in another order.
+    return lax.optimization_barrier(reference.transpose(_there(t.turned), t.ndim - len(axes)))
+
+
+def _there(x: Array | None) -> Array:
+    """`x`, which is there: what `kept` leaves is what `backprop` reads."""
+    if x is None:
+        raise AssertionError("a tensor of an fp8 matmul was dropped that a GEMM reads")
+    return x

@@ -1,0 +1,164 @@
+"""What the fp8 layers of linen and nnx share: their leaves, when they are off, and which dtypes reach them."""
+
+import contextlib
+import contextvars
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmp._src.base import regions
+from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
+from jaxmp._src.fp8.recipes import DelayedScaling
+
+Filter = Callable[[str, Any], bool] | Sequence[str] | None
+
+_ENABLED: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_fp8_enabled", default=True)
+
+
+def is_enabled() -> bool:
+    """Whether fp8 layers that are traced here run in fp8.
+
+    Example:
+      >>> is_enabled()
+      True
+    """
+    return _ENABLED.get()
+
+
+@contextlib.contextmanager
+def switched(enabled: bool) -> Iterator[None]:
+    """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost counts.
+
+    Example:
+      >>> with switched(False):
+      ...     is_enabled()
+      False
+    """
+    with regions.region(_ENABLED, enabled):
+        yield
+
+
+def leaves_of(recipe: Any) -> dict[str, float]:
+    """The scale leaves of a layer with this recipe, by name, and what they start from; none for stateless recipes.
+
+    Example:
+      >>> leaves_of(DelayedScaling(fp8_format="E4M3", power_of_two=False))
+      {'fp8_lhs_e4m3_scale': 1.0, 'fp8_rhs_e4m3_scale': 1.0, 'fp8_grad_e4m3_scale': 1.0}
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return {}
+    names = [
+        scale_leaves.leaf_name(operand, recipe.dtype(backward=operand == "grad"), power_of_two=recipe.power_of_two)
+        for operand in matmul.Scales._fields
+    ]
+    return dict.fromkeys(names, 0.0 if recipe.power_of_two else 1.0)
+
+
+def dot_general(
+    recipe: Any,
+    leaves: Sequence[Array],
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: block_matmul.DimensionNumbers,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    *,
+    layer: str | None = None,
+) -> Float[Array, "..."]:
+    """The product of a layer: in fp8 where that is on, else in the dtype of its result.
+
+    Args:
+      recipe: the layer's recipe.
+      leaves: its scale leaves, in the order of `leaves_of`.
+      lhs, rhs, dimension_numbers, preferred_element_type, out_sharding: as for `jax.lax.dot_general`.
+      layer: its name, for warnings.
+    """
+    scales = matmul.Scales(*leaves) if leaves else None
+    if is_enabled():
+        return matmul.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            recipe=recipe,
+            scales=scales,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+            layer=layer,
+        )
+    matmul.note_use()
+    dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
+    return matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
+
+
+def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:
+    """For the `promote_dtype=` of flax layers: inputs and bias in the layer's dtype, the kernel as it is stored.
+
+    An fp8 layer casts a float32 kernel to fp8 itself, in one rounding, and its gradient comes out in float32. flax's
+    own rule casts the kernel to the layer's dtype first, and its gradient with it.
+
+    Args:
+      *args: inputs, kernel and bias, or one tuple of them (nnx); the bias may be None.
+      dtype: the layer's dtype; None for what inputs and kernel promote to.
+      **kwargs: whatever else flax passes on.
+
+    Returns:
+      [inputs, kernel, bias].
+
+    Example:
+      >>> x, w, b = promote_all_but_kernel(jnp.ones(2, jnp.bfloat16), jnp.ones(2), jnp.ones(2), dtype=jnp.bfloat16)
+      >>> x.dtype.name, w.dtype.name, b.dtype.name
+      ('bfloat16', 'float32', 'bfloat16')
+    """
+    del kwargs
+    inputs, kernel, *rest = args[0] if len(args) == 1 else args
+    dtype = dtype or jnp.result_type(inputs, kernel)
+    cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
+    return [cast[0], kernel, *cast[1:]]
+
+
+def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
+    """Whether a filter chooses the layer at `path`.
+
+    Example:
+      >>> wants_fp8("block_0/up", None, ("*up", "*down")), wants_fp8("head", None, lambda path, layer: path != "head")
+      (True, False)
+    """
+    if chosen is None:
+        return True
+    if callable(chosen):
+        return bool(chosen(path, layer))
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns_of(chosen))
+
+
+def patterns_of(chosen: str | Sequence[str]) -> tuple[str, ...]:
+    """The globs of a filter; a single one may stand by itself.
+
+    Example:
+      >>> patterns_of("*up")
+      ('*up',)
+    """
+    return (chosen,) if isinstance(chosen, str) else tuple(chosen)
+
+
+def recipe_at(recipe: Any, path: str) -> Any:
+    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches.
+
+    Example:
+      >>> recipe_at({"*mlp*": "a", "*": "b"}, "block/mlp/up")
+      'a'
+    """
+    recipes = scale_leaves.recipes_of(recipe)
+    return recipes[scale_leaves.pattern_for(recipes, path, "fp8 layer")]
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raises a TypeError for what is no recipe and no dict of recipes."""
+    for part in scale_leaves.recipes_of(recipe).values():
+        if isinstance(part, type) or not hasattr(part, "dtype") or not hasattr(part, "fp8_format"):
+            raise TypeError(
+                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8() or a dict from "
+                f"path globs to them; got {part!r}. Layers are chosen by filter=."
+            )

@@ -1,0 +1,124 @@
+"""The tensors of an fp8 layer, cast with the scale of a leaf: once, and both ways round where all GEMMs will run.
+
+On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 as it lies and turned, which is how the GEMMs want
+it (`_three_gemms`). Everywhere else, for odd shapes, on meshes with explicit axes and under vmap, XLA casts, and turns
+the result; the numbers are the same. Without a gradient nothing is turned that no GEMM reads, so the kernel, which
+always writes both, is for the forward pass of a differentiated function only.
+
+With an activation, the tensor that is cast is f(x) in float32, which is never written to memory.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jaxmp._src.base import compat
+from jaxmp._src.devices import collectives
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.fp8.gemms import Gemm, Quantized
+from jaxmp._src.numerics import quantize as quantize_lib
+from pallas_kernels import activation as activations, backend, passes, reference
+
+
+def activated(x: Array, activation: str | None) -> Array:
+    """f(x) in float32, or x itself.
+
+    Example:
+      >>> activated(jnp.ones(2, jnp.bfloat16), "silu").dtype.name
+      'float32'
+    """
+    return x if activation is None else activations.ACTIVATIONS[activation][0](x.astype(jnp.float32))
+
+
+def activation_gradient(grad: Array, x: Array, activation: str) -> Array:
+    """`grad` f'(x), computed in float32, in the dtype of x.
+
+    Example:
+      >>> float(activation_gradient(jnp.float32(2.0), jnp.float32(0.0), "gelu"))
+      1.0
+    """
+    derivative = activations.ACTIVATIONS[activation][1]
+    return derivative(grad.astype(jnp.float32), x.astype(jnp.float32)).astype(x.dtype)
+
+
+def quantize(
+    gemm: Gemm, x: Array, leaf: Array, dtype: Any, *, rows: int | None = None, activation: str | None = None
+) -> tuple[Quantized, Array]:
+    """`x`, or the activation of it, cast with the leaf's scale, and its amax in the leaf's dtype.
+
+    Args:
+      gemm: the matmul.
+      x: the tensor.
+      leaf: its scale leaf.
+      dtype: of fp8.
+      rows: how many of its axes are rows, for a tensor that is wanted turned as well; None for one that is not. It is
+        turned where a kernel can do that.
+      activation: what it goes through first.
+    """
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2)
+        if rows is None or _why_not_turned(x, rows, activation):
+            y = activated(x, activation)
+            observed = quantize_lib.observe(y, scale)
+            values, turned = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
+        else:
+            values, turned, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
+        # A leaf that all devices share, in a shard_map that is differentiated from outside, gets the MAX here.
+        observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))
+        return Quantized(values, inv_scale, turned), lax.convert_element_type(observed, leaf.dtype)
+
+
+def is_whole(x: Array) -> bool:
+    """Whether `x` lies on one device as far as a trace can tell, or is a device's own: in shard_map and pmap.
+
+    A weight that is split (FSDP) is gathered before it is multiplied: once, if there is one form of it only.
+
+    Example:
+      >>> is_whole(jnp.ones(2))
+      True
+    """
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def _why_not_turned(x: Array, rows: int, activation: str | None) -> str | None:
+    """Why no kernel can write this tensor both ways, wherever the program runs; None if one can."""
+    if x.dtype not in passes.DTYPES:
+        return f"it is {x.dtype}"
+    return backend.why_no_kernels() or passes.why_not(_plan(jnp.float8_e4m3fn, rows, activation), (x,))
+
+
+def _plan(dtype: Any, rows: int, activation: str | None) -> passes.Pass:
+    compute = None if activation is None else activations.ACTIVATIONS[activation][0]
+    name = "cast_transpose_amax" if compute is None else f"{compute.__name__}_cast_transpose_amax"
+    return passes.Pass(name, compute, 1, 1, jnp.dtype(dtype), None, rows, activations.UNMET.get(activation or ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array, Array], Any]:
+    """(x, scale) -> (q, q turned, amax): by the kernel where it can serve."""
+    plan = _plan(dtype, rows, activation)
+
+    def by_xla(x: Array, scale: Array) -> list[Array]:
+        y = activated(x, activation)
+        q = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype))
+        return [q, reference.transpose(q, rows), quantize_lib.observe(y, scale)]
+
+    @jax.custom_batching.custom_vmap
+    def both(x: Array, scale: Array) -> list[Array]:
+        return passes.run_or(plan, by_xla, (x, scale))
+
+    @both.def_vmap
+    def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, scale: Array) -> Any:
+        in_axes = [0 if batched else None for batched in in_batched]
+        q, turned, _ = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
+        # One amax for all that shares a scale.
+        observed, by_member = quantize_lib.observe_batch(axis_size, in_batched, activated(x, activation), scale)
+        return [q, turned, observed], [True, True, by_member]
+
+    return both

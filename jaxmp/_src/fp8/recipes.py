@@ -1,0 +1,389 @@
+"""Recipes for fp8: from the largest magnitude of a tensor, its amax, to the scale of its cast.
+
+e4m3fn reaches from 2^-9 to 448, e5m2 from 2^-16 to 57344. A tensor fits in if it is moved there first:
+
+    q = cast(x * scale),    x ~ q / scale,    scale <= fp8_max / amax,    amax = max |x|
+
+`scale` always multiplies before the cast. Activations and weights take e4m3fn, for its bits; gradients take e5m2, for
+its range: the format "HYBRID".
+
+The largest scale that fits is fp8_max / amax. The largest *power of two* that fits costs less than one binade of the
+range and rounds nothing: multiplying by it and dividing by it again are exact, and where amax moves a little the scale
+does not move at all. With x = 2^e(x) (1 + f(x)),
+
+    log2(scale) = e(fp8_max) - e(amax) - (1 if f(amax) > f(fp8_max) else 0) - margin
+
+is a subtraction of integers. `margin` leaves that many binades free above amax.
+
+Which amax?
+
+- `CurrentScaling`: that of the tensor itself. Exact, but x is read once for its amax before it is read for its cast.
+- `DelayedScaling`: that of earlier steps. Cast and amax are one read of x; what is larger than all amaxes of the
+  history saturates. Each tensor keeps its history h of L amaxes in a state, updated after each step:
+
+      h[0] <- amax;    a = max(h) or h[0];    h <- roll(h, -1);    h[0] <- 0;    scale <- fp8_max / a
+
+The rules are those of TransformerEngine (transformer_engine/common/recipe), bit for bit where this file says so.
+"""
+
+import dataclasses
+import math
+import numbers
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxmp._src.numerics import float_bits
+
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_LARGEST_MARGIN = 100  # fp8_max * 2^-margin must be a normal float32
+
+Format = Literal["HYBRID", "E4M3"]
+
+
+class AmaxState(NamedTuple):
+    """What delayed scaling remembers of one tensor, or of several of one shape of axes `*shape`.
+
+    Attributes:
+      scale: float32[*shape], what the next cast multiplies by.
+      amax_history: float32[len, *shape]. Slot 0 is where the next amax goes and is 0 between updates; the newest
+        stands in the last slot.
+
+    Example:
+      >>> DelayedScaling(amax_history_len=2).init((3,)).amax_history.shape
+      (2, 3)
+    """
+
+    scale: Float[Array, "*shape"]
+    amax_history: Float[Array, "len *shape"]
+
+
+def scale_from_amax(
+    amax: Float[Array, "..."],
+    fp8_max: float,
+    *,
+    fallback: Float[Array, "..."] | float,
+    margin: int = 0,
+    power_of_two: bool = True,
+    overflow: float = _LARGEST_FLOAT32,
+) -> Float[Array, "..."]:
+    """The largest scale with scale * amax <= fp8_max * 2^-margin, the same on every backend.
+
+    Args:
+      amax: float32 of any shape.
+      fp8_max: the largest finite value of the fp8 dtype.
+      fallback: the scale where `amax` is not positive and finite.
+      margin: binades to leave free above `amax`.
+      power_of_two: the largest power of two that fits, from 2^-126 to 2^127; otherwise the quotient, rounded to
+        nearest (TransformerEngine's, whose product with amax may be an ulp above fp8_max: the cast saturates).
+      overflow: what stands for a quotient that is inf.
+
+    Returns:
+      float32 of the shape of `amax`.
+
+    Example:
+      >>> scale_from_amax(jnp.array([3.0, jnp.inf]), 448.0, fallback=1.0).tolist()
+      [128.0, 1.0]
+      >>> float(scale_from_amax(jnp.float32(3.0), 448.0, fallback=1.0, power_of_two=False))
+      149.3333282470703
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    limit = fp8_max * 2.0**-margin
+    if power_of_two:
+        scale = float_bits.power_of_two(float_bits.exponent_of_largest_scale(amax, limit))
+    else:
+        scale = float_bits.quotient(limit, amax)
+        scale = jnp.where(jnp.isinf(scale), np.float32(overflow), scale)
+    return jnp.where(float_bits.is_positive_finite(amax), scale, jnp.asarray(fallback, jnp.float32))
+
+
+def dtype_of(fp8_format: str, *, backward: bool = False) -> Any:
+    """The fp8 dtype of a format: e5m2 for gradients under `"HYBRID"`, e4m3fn for all else.
+
+    Example:
+      >>> dtype_of("HYBRID").__name__, dtype_of("HYBRID", backward=True).__name__
+      ('float8_e4m3fn', 'float8_e5m2')
+    """
+    return jnp.float8_e5m2 if backward and fp8_format == "HYBRID" else jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling:
+    """The scale of a step from the amaxes of the steps before it.
+
+    One `update(state, amax)` is, for each element by itself and in float32,
+
+        if the tensor was used:   h[0] <- amax;   a = amax_compute(h);   h <- roll(h, -1);   h[0] <- 0
+                                  scale <- fp8_max * 2^-margin / a   where 0 < a < inf
+        otherwise:                nothing
+
+    An amax that is not above zero (0, -0, and -inf, which is the identity of max) says that the tensor was not used.
+
+    With `semantics="te"` and `power_of_two=False` this is bit for bit the fused update of TransformerEngine: a NaN or
+    an inf enters the history, the maximum ignores the NaN, and an inf freezes the scale until it has left the window.
+    With `semantics="jaxmp"` an amax that is not finite counts as not used: no such value enters the history.
+
+    Differences from TransformerEngine: power-of-two scales and `semantics="jaxmp"` are the defaults; its unfused
+    update, which lets old amaxes age while a tensor is not used, is not offered.
+
+    Args:
+      margin: binades left free above the amax, a whole number; 0 uses the whole range.
+      amax_history_len: L >= 1, the updates for which an amax counts.
+      amax_compute: `"max"` of the history, `"most_recent"`, or a function of float32[L, *shape] (the newest in slot
+        0) to float32[*shape].
+      fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.
+      power_of_two: whether scales are powers of two.
+      semantics: `"jaxmp"` or `"te"`.
+      interval: accepted and ignored, with a warning unless it is 1: TransformerEngine never used it either.
+
+    Raises:
+      ValueError: an argument outside of its range, named in the message.
+
+    Example:
+      >>> recipe = DelayedScaling(amax_history_len=2)
+      >>> state = recipe.init()
+      >>> for amax in (3.0, 7.0, 1.0, 1.0, jnp.inf):
+      ...     state = recipe.update(state, jnp.float32(amax))
+      ...     print(float(state.scale), state.amax_history.tolist())
+      128.0 [0.0, 3.0]
+      64.0 [0.0, 7.0]
+      64.0 [0.0, 1.0]
+      256.0 [0.0, 1.0]
+      256.0 [0.0, 1.0]
+
+    References:
+      transformer_engine/common/recipe/delayed_scaling.cu; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute: Literal["max", "most_recent"] | Callable[[Array], Array] = "max"
+    fp8_format: Format = "HYBRID"
+    power_of_two: bool = True
+    semantics: Literal["jaxmp", "te"] = "jaxmp"
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        check_format(self.fp8_format)
+        if not isinstance(self.margin, numbers.Integral) or abs(self.margin) > _LARGEST_MARGIN:
+            raise ValueError(
+                f"margin counts binades: a whole number from -{_LARGEST_MARGIN} to {_LARGEST_MARGIN}; "
+                f"got {self.margin!r}"
+            )
+        if not isinstance(self.amax_history_len, numbers.Integral) or self.amax_history_len < 1:
+            raise ValueError(
+                f"amax_history_len must be a whole number >= 1; got {self.amax_history_len!r}. "
+                "For no history at all use CurrentScaling."
+            )
+        if self.amax_compute not in ("max", "most_recent") and not callable(self.amax_compute):
+            raise ValueError(
+                f'amax_compute must be "max", "most_recent" or a function of the history; got {self.amax_compute!r}'
+            )
+        if self.semantics not in ("jaxmp", "te"):
+            raise ValueError(
+                f'semantics must be "jaxmp" (no non-finite amax is stored) or "te" (TransformerEngine); '
+                f"got {self.semantics!r}"
+            )
+        if self.interval != 1:
+            warnings.warn(
+                f"interval={self.interval!r} does nothing, here as in TransformerEngine: scales move at every update",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> DelayedScaling().dtype(backward=True).__name__
+          'float8_e5m2'
+        """
+        return dtype_of(self.fp8_format, backward=backward)
+
+    def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
+        """The state before the first step: scale 1, an empty history.
+
+        Args:
+          shape: axes of tensors that are updated side by side; () for one tensor.
+          backward: as for `update`; the first state is the same.
+
+        Example:
+          >>> DelayedScaling(amax_history_len=2).init()
+          AmaxState(scale=Array(1., dtype=float32), amax_history=Array([0., 0.], dtype=float32))
+        """
+        del backward
+        return AmaxState(jnp.ones(shape, jnp.float32), jnp.zeros((self.amax_history_len, *shape), jnp.float32))
+
+    def update(self, state: AmaxState, amax: Float[Array, "*shape"], *, backward: bool = False) -> AmaxState:
+        """The state for the next step.
+
+        Args:
+          state: scale float32[*shape] and history float32[len, *shape].
+          amax: float32[*shape], max |x| of this step; 0 or less where the tensor was not used.
+          backward: whether the tensors are gradients: e5m2 under `"HYBRID"`.
+
+        Returns:
+          A new `AmaxState` of the same shapes, float32.
+
+        Raises:
+          ValueError: the shapes do not agree.
+
+        Example:
+          >>> recipe = DelayedScaling(amax_history_len=1)
+          >>> float(recipe.update(recipe.init(), jnp.float32(3.0), backward=True).scale)
+          16384.0
+        """
+        scale, history = jnp.asarray(state.scale, jnp.float32), jnp.asarray(state.amax_history, jnp.float32)
+        amax = jnp.asarray(amax, jnp.float32)
+        if history.shape != (self.amax_history_len, *scale.shape) or amax.shape != scale.shape:
+            raise ValueError(
+                f"one amax for each scale, and amax_history_len={self.amax_history_len} of them in the history; got "
+                f"scale {scale.shape}, amax {amax.shape}, history {history.shape}. "
+                "Make the state with init(shape) of this recipe."
+            )
+        used = float_bits.is_positive_finite(amax)
+        if self.semantics == "te":
+            used = used | (amax == jnp.inf) | jnp.isnan(amax)
+        filled = history.at[0].set(amax)  # [L, *shape]
+        moved = scale_from_amax(
+            self._reduce(filled),
+            float(jnp.finfo(self.dtype(backward=backward)).max),
+            fallback=scale,
+            margin=int(self.margin),
+            power_of_two=self.power_of_two,
+        )
+        rolled = jnp.roll(filled, -1, axis=0).at[0].set(0.0)
+        return AmaxState(jnp.where(used, moved, scale), jnp.where(used[None], rolled, history))
+
+    def _reduce(self, history: Float[Array, "len *shape"]) -> Float[Array, "*shape"]:
+        if self.amax_compute == "max":
+            return float_bits.from_bits(jnp.max(float_bits.magnitude_bits(history), axis=0))
+        if self.amax_compute == "most_recent":
+            return history[0]
+        reduced = jnp.asarray(self.amax_compute(history), jnp.float32)  # pyright: ignore[reportCallIssue]
+        if reduced.shape != history.shape[1:]:
+            raise ValueError(
+                f"amax_compute reduces axis 0 of a history {history.shape}, to {history.shape[1:]}; got {reduced.shape}"
+            )
+        return reduced
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurrentScaling:
+    """The scale of a tensor from its own amax; no state.
+
+        scale = fp8_max / max(amax, amax_epsilon)
+
+    and 1 where amax is 0, inf or NaN. With `power_of_two=False` bit for bit TransformerEngine's, with
+    `power_of_two=True` its option of that name.
+
+    Args:
+      fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.
+      power_of_two: whether scales are powers of two.
+      amax_epsilon: the least amax, >= 0; it bounds the scale of tensors that are almost zero. 0 is no bound.
+
+    Raises:
+      ValueError: an argument outside of its range, named in the message.
+
+    Example:
+      >>> CurrentScaling().scale(jnp.array([3.0, 0.0])).tolist()
+      [128.0, 1.0]
+
+    References:
+      transformer_engine/common/recipe/recipe_common.cuh.
+    """
+
+    fp8_format: Format = "HYBRID"
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_format(self.fp8_format)
+        check_epsilon(self.amax_epsilon)
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> CurrentScaling(fp8_format="E4M3").dtype(backward=True).__name__
+          'float8_e4m3fn'
+        """
+        return dtype_of(self.fp8_format, backward=backward)
+
+    def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
+        """The scale for the cast of a tensor.
+
+        Args:
+          amax: float32 of any shape, max |x| of each tensor.
+          backward: whether the tensors are gradients: e5m2 under `"HYBRID"`.
+
+        Returns:
+          float32 of the same shape.
+
+        Example:
+          >>> float(CurrentScaling(power_of_two=False).scale(jnp.float32(3.0)))
+          149.3333282470703
+        """
+        return current_scale(
+            amax, self.dtype(backward=backward), power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon
+        )
+
+
+def current_scale(
+    amax: Float[Array, "..."],
+    dtype: Any,
+    *,
+    power_of_two: bool,
+    amax_epsilon: float = 0.0,
+    overflow: float = _LARGEST_FLOAT32,
+) -> Float[Array, "..."]:
+    """The equation of `CurrentScaling`, for whatever an amax is of: a tensor, or a block of one.
+
+    Args:
+      amax: float32 of any shape.
+      dtype: the fp8 dtype.
+      power_of_two: as in `scale_from_amax`.
+      amax_epsilon: the least amax.
+      overflow: as in `scale_from_amax`.
+
+    Returns:
+      float32 of the same shape.
+
+    Example:
+      >>> float(current_scale(jnp.float32(0.0), jnp.float8_e4m3fn, power_of_two=True, amax_epsilon=1.0))
+      256.0
+    """
+    amax = jnp.asarray(amax, jnp.float32)
+    if amax_epsilon > 0:
+        amax = jnp.where(amax < np.float32(amax_epsilon), np.float32(amax_epsilon), amax)  # NaN stays
+    fp8_max = float(jnp.finfo(dtype).max)
+    return scale_from_amax(amax, fp8_max, fallback=1.0, power_of_two=power_of_two, overflow=overflow)
+
+
+def check_format(fp8_format: Any) -> None:
+    """Raises ValueError unless `fp8_format` is one that trains.
+
+    Example:
+      >>> check_format("HYBRID")
+    """
+    if fp8_format == "E5M2":
+        raise ValueError(
+            'fp8_format "E5M2" is not offered: two bits of mantissa are too few for activations and weights. '
+            'Use "HYBRID": e5m2 for gradients, e4m3fn for the rest.'
+        )
+    if fp8_format not in ("HYBRID", "E4M3"):
+        raise ValueError(f'fp8_format must be "HYBRID" or "E4M3"; got {fp8_format!r}')
+
+
+def check_epsilon(amax_epsilon: Any) -> None:
+    """Raises ValueError unless `amax_epsilon` is a finite number >= 0.
+
+    Example:
+      >>> check_epsilon(1e-6)
+    """
+    if not isinstance(amax_epsilon, (int, float)) or not 0 <= amax_epsilon < math.inf:
+        raise ValueError(f"amax_epsilon must be finite and >= 0; 0 is no bound; got {amax_epsilon!r}")

@@ -1,0 +1,239 @@
+"""Scale leaves: how the state of fp8 layers travels with the params.
+
+A layer that multiplies in fp8 holds three small leaves beside its weights, one for each tensor that it casts:
+
+    fp8_lhs_e4m3_log2_scale   fp8_rhs_e4m3_log2_scale   fp8_grad_e5m2_log2_scale
+
+They are params, so they are saved, replicated and restored like params; but nobody optimizes them. The "gradient" of
+such a leaf is the largest magnitude (*amax*) that its tensor had in this step, and the optimizer's side
+(`jaxmp.fp8.update_amax`) makes the next scale of it. The leaf holds log2 of a power of two, an integer, in float32:
+`p + (new - p)` is then exact for every jump, so any optax loop moves it rightly. (`..._scale`, without log2, holds a
+scale that is no power of two.)
+
+Two things need care, and both are done where the loss is differentiated:
+
+1.  A leaf that is used twice (a shared layer, a scan, remat, microbatches) has the *larger* amax as its gradient, not
+    the sum that autodiff makes. So the leaves are differentiated in an extended dtype whose addition is MAX, with -inf
+    as its zero: a leaf that was not used reports nothing.
+2.  Gradients come scaled by the loss scale S, and S moves. Leaves hold the scale of *unscaled* gradients; they are
+    shifted by log2(S) on the way in and the amax is divided by S on the way out, so a moving loss scale moves them.
+"""
+
+import contextlib
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.numerics import float_bits
+
+_NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
+_FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:
+    """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad").
+
+    Example:
+      >>> leaf_name("grad", jnp.float8_e5m2, power_of_two=True)
+      'fp8_grad_e5m2_log2_scale'
+    """
+    fp8_format = next(name for name, known in _FORMATS.items() if jnp.dtype(known) == jnp.dtype(dtype))
+    return f"fp8_{operand}_{fp8_format}_{'log2_scale' if power_of_two else 'scale'}"
+
+
+def is_scale(path: Any, leaf: Any = None) -> bool:
+    """Whether a leaf of a params tree is the scale of an fp8 tensor: the one predicate for them.
+
+    Args:
+      path: a path such as `"Dense_0/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"`, or a key path of `jax.tree_util`.
+      leaf: what lies there, for `jax.tree_util.tree_map_with_path(is_scale, params)`. The name decides: a label or an
+        `optax.MaskedNode()` in the place of a scale is one, too.
+
+    Returns:
+      A Python bool.
+
+    Example:
+      >>> is_scale("Dense_0/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"), is_scale("LayerNorm_0/scale")
+      (True, False)
+    """
+    del leaf
+    return _NAME.fullmatch(path if isinstance(path, str) else tree_paths.path_str(path)) is not None
+
+
+def recipes_of(recipe: Any) -> Mapping[str, Any]:
+    """The recipes by path globs, of a dict of them or of a single one.
+
+    Example:
+      >>> recipes_of("a")
+      {'*': 'a'}
+    """
+    return recipe if isinstance(recipe, Mapping) else {"*": recipe}
+
+
+def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
+    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+
+    Raises:
+      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies there.
+
+    Example:
+      >>> pattern_for({"*up": "a", "*": "b"}, "block/up/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale", "fp8 scale")
+      '*up'
+    """
+    parts = path.split("/")
+    levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    for pattern in recipes:
+        if any(fnmatch.fnmatchcase(level, pattern) for level in levels):
+            return pattern
+    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
+
+
+def has_scales(tree: PyTree) -> bool:
+    """Whether there is a scale leaf in `tree`.
+
+    Example:
+      >>> has_scales({"kernel": jnp.ones(2)})
+      False
+    """
+    return any(is_scale(path) for path, _ in tree_paths.boxed_leaves(tree)[0])
+
+
+def format_of(path: str) -> tuple[bool, Any, bool]:
+    """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`.
+
+    Example:
+      >>> is_gradient, dtype, holds_log2 = format_of("fp8_grad_e5m2_log2_scale")
+      >>> is_gradient, jnp.dtype(dtype).name, holds_log2
+      (True, 'float8_e5m2', True)
+    """
+    found = _NAME.fullmatch(path)
+    if found is None:
+        raise ValueError(f"not the path of a scale leaf: {path}")
+    operand, fp8_format, kind = found.groups()
+    return operand == "grad", _FORMATS[fp8_format], kind == "log2_scale"
+
+
+def map_scales(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """`tree` with `f(path, leaf, *leaves of rest)` in the place of each scale leaf; all other leaves stay.
+
+    Example:
+      >>> map_scales(lambda path, x: x + 1, {"fp8_rhs_e4m3_scale": 1.0, "kernel": 1.0})
+      {'fp8_rhs_e4m3_scale': 2.0, 'kernel': 1.0}
+    """
+    return tree_paths.map_with_path(lambda path, x, *xs: f(path, x, *xs) if is_scale(path) else x, tree, *rest)
+
+
+def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """(only the scale leaves, all others), each with `optax.MaskedNode()` in the places of the other's leaves.
+
+    Example:
+      >>> partition({"fp8_rhs_e4m3_scale": 1.0, "kernel": 2.0})[1]
+      {'fp8_rhs_e4m3_scale': MaskedNode(), 'kernel': 2.0}
+    """
+    units, treedef = tree_paths.boxed_leaves(tree)
+    masked = optax.MaskedNode()
+    only_scales = [x if is_scale(path) else masked for path, x in units]
+    others = [masked if is_scale(path) else x for path, x in units]
+    return treedef.unflatten(only_scales), treedef.unflatten(others)
+
+
+def merge(only_scales: PyTree, others: PyTree) -> PyTree:
+    """The tree that `partition` took apart.
+
+    Example:
+      >>> merge(*partition({"fp8_rhs_e4m3_scale": 1.0, "kernel": 2.0}))
+      {'fp8_rhs_e4m3_scale': 1.0, 'kernel': 2.0}
+    """
+
+    def is_unit(x: Any) -> bool:  # where one tree has a box, the other has a MaskedNode
+        return isinstance(x, optax.MaskedNode) or tree_paths.is_box(x)
+
+    return jax.tree.map(lambda a, b: b if isinstance(a, optax.MaskedNode) else a, only_scales, others, is_leaf=is_unit)
+
+
+def shift(path: str, leaf: Float[Array, "..."], gradient_scale: Float[Array, ""]) -> Float[Array, "..."]:
+    """The leaf for tensors that come `gradient_scale` times as large: only those of gradients change.
+
+    The exponent is rounded up, so that a scale that is no power of two does not push values over the edge.
+
+    Example:
+      >>> float(shift("fp8_grad_e5m2_log2_scale", jnp.float32(4.0), jnp.float32(1024.0)))
+      -6.0
+    """
+    is_gradient, _, holds_log2 = format_of(path)
+    if not is_gradient:
+        return leaf
+    return leaf - _ceil_log2(gradient_scale) if holds_log2 else leaf / gradient_scale
+
+
+def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
+    """`params` as they are differentiated: scale leaves shifted, and in the dtype whose gradients combine by MAX.
+
+    Args:
+      params: tree with scale leaves, float32.
+      gradient_scale: float32[], how many times as large as unscaled ones gradients will come.
+    """
+
+    def typed(path: str, leaf: Array) -> Array:
+        shifted = shift(path, leaf.astype(jnp.float32), gradient_scale)
+        return lax.convert_element_type(shifted, compat.max_dtype())
+
+    return map_scales(typed, params)
+
+
+def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
+    """`grads` of what `enter` returned, with each scale leaf's amax of unscaled gradients: float32, 0.0 if not used."""
+
+    def observed(path: str, gradient: Array) -> Array:
+        largest = jnp.maximum(compat.max_dtype_to_float32(gradient), 0.0)  # not used: -inf
+        return largest / gradient_scale if format_of(path)[0] else largest
+
+    return map_scales(observed, grads)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Adds to an error about the dtype of scale leaves what it means."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, AssertionError) as e:
+        if any(word in str(e) for word in ("fp8_meta", "UndefinedPrimal")):
+            e.add_note(
+                "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, with which "
+                "one cannot calculate. Leave them out where the loss goes over all params (a penalty on their norm); "
+                "slice stacked params with lax.scan or lax.dynamic_index_in_dim, not with x[0]; and under "
+                "shard_map(check_vma=False) call value_and_grad inside, not round it."
+            )
+        raise
+
+
+def _ceil_log2(x: Float[Array, ""]) -> Float[Array, ""]:
+    bits = lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+    return exponent.astype(jnp.float32)
+
+
+def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(scale, 1 / scale) that a leaf stands for, float32.
+
+    Powers of two are kept from 2^-63 to 2^63, so that the product of two is one as well.
+
+    Example:
+      >>> scale, inv_scale = scale_of(jnp.float32(3.0), holds_log2=True)
+      >>> float(scale), float(inv_scale)
+      (8.0, 0.125)
+    """
+    leaf = compat.max_dtype_to_float32(leaf)
+    if not holds_log2:
+        return leaf, 1.0 / leaf
+    exponent = jnp.clip(leaf, np.float32(-63), np.float32(63))
+    return float_bits.power_of_two(exponent), float_bits.power_of_two(-exponent)

@@ -1,0 +1,275 @@
+"""Kernels that stand in fp8 when the layer gets them: stored so by the optimizer, or cast once for all microbatches.
+
+An fp8 layer casts its kernel in every forward pass. That can be spared in two ways:
+
+- *stored*: the params hold fp8(w * s) in place of w. The optimizer writes it straight from the float32 master, with
+  the scale s in the layer's leaf. One byte a weight is kept, read and, where params are sharded, gathered.
+- *kept*: with microbatches, fp8(w * s) is made once before the first of them (TransformerEngine's
+  `is_first_microbatch`).
+
+Autodiff wants gradients in the dtype of what it differentiates, and no gradient fits into 8 bits. So inside the
+differentiated function such a kernel is its 8-bit numbers in a wider dtype, bfloat16 where it is stored; the layer
+takes them back to fp8, and XLA drops the two casts. The layer knows by the dtype of its rhs leaf, and hands back the
+gradient of the weight itself. Whatever else in a loss looks at such a kernel sees w * s.
+
+A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above it that has
+one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import compat, regions, tree_paths
+from jaxmp._src.devices import host_memory
+from jaxmp._src.fp8 import recipes, scale_leaves
+from jaxmp._src.numerics import float_bits, quantize
+
+_DTYPE = jnp.float8_e4m3fn
+_WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_fp8_weights", default=False)
+
+
+def is_stored(x: Any) -> bool:
+    """Whether a leaf is a kernel in fp8.
+
+    Example:
+      >>> is_stored(jnp.ones(2, jnp.float8_e4m3fn)), is_stored(jnp.ones(2))
+      (True, False)
+    """
+    return getattr(x, "dtype", None) == _DTYPE
+
+
+def pairs(tree: PyTree) -> dict[str, str]:
+    """Path of each kernel that an fp8 layer multiplies by, to the path of its scale leaf.
+
+    Args:
+      tree: params, or their structure with `optax.MaskedNode()` in the places of scale leaves.
+
+    Example:
+      >>> pairs({"Dense_0": {"kernel": 1.0, "Fp8DotGeneral_0": {"fp8_rhs_e4m3_log2_scale": 0.0}}})
+      {'Dense_0/kernel': 'Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale'}
+    """
+    is_unit = lambda x: tree_paths.is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
+    units = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)[0]
+    paths = {tree_paths.path_str(path): x for path, x in units}
+    found = {}
+    for path in paths:
+        if path.rpartition("/")[2] != "fp8_rhs_e4m3_log2_scale":
+            continue
+        above = path.split("/")[:-1]
+        levels = ["/".join([*above[:depth], "kernel"]) for depth in range(len(above), -1, -1)]
+        kernel = next((k for k in levels if k in paths and not isinstance(paths[k], optax.MaskedNode)), None)
+        if kernel is not None:
+            found[kernel] = path
+    return found
+
+
+def stored_pairs(params: PyTree) -> dict[str, str]:
+    """Those of `pairs` whose kernel is stored in fp8."""
+    by_path = tree_paths.leaves_by_path(params)
+    return {kernel: leaf for kernel, leaf in pairs(params).items() if is_stored(by_path[kernel])}
+
+
+def store(params: PyTree) -> PyTree:
+    """`params` with the kernels of fp8 layers in fp8, and their scale leaves as their magnitudes ask for.
+
+    Args:
+      params: the model's params, kernels in float32 or 16 bits.
+
+    Returns:
+      A tree of the same structure: kernels float8_e4m3fn, their rhs leaves log2 of the scale; all else as it was.
+
+    Example:
+      >>> params = {"kernel": jnp.full((2, 2), 3.0), "dot": {"fp8_rhs_e4m3_log2_scale": jnp.float32(0.0)}}
+      >>> stored = store(params)
+      >>> stored["kernel"].dtype.name, float(stored["dot"]["fp8_rhs_e4m3_log2_scale"]), float(stored["kernel"][0, 0])
+      ('float8_e4m3fn', 7.0, 384.0)
+    """
+    by_path = tree_paths.leaves_by_path(params)
+    new: dict[str, Any] = {}
+    for kernel, leaf in pairs(params).items():
+        w = by_path[kernel]
+        if is_stored(w):
+            continue
+        largest = quantize.largest_magnitude(w, keep=jnp.ndim(by_path[leaf]))
+        scale = recipes.scale_from_amax(largest, float(jnp.finfo(_DTYPE).max), fallback=1.0)
+        new[leaf] = float_bits.log2_of_power_of_two(scale)
+        new[kernel] = cast(w, new[leaf])
+    return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
+
+
+def load_weights(params: PyTree, dtype: Any) -> PyTree:
+    """`params` with the kernels that are stored in fp8 as ordinary weights: for layers without fp8, and for export.
+
+    Args:
+      params: as `policy.cast_to_param` and `jaxmp.apply_gradients` store them.
+      dtype: dtype of the weights.
+
+    Returns:
+      A tree of the same structure. (The weights in full are those of `jaxmp.get_master_params`.)
+
+    Example:
+      >>> params = {"kernel": jnp.full((2, 2), 3.0), "dot": {"fp8_rhs_e4m3_log2_scale": jnp.float32(0.0)}}
+      >>> load_weights(store(params), jnp.bfloat16)["kernel"].tolist()
+      [[3.0, 3.0], [3.0, 3.0]]
+    """
+    by_path, found = tree_paths.leaves_by_path(params), stored_pairs(params)
+    return tree_paths.map_with_path(
+        lambda path, x: dequantized(x, by_path[found[path]], dtype) if path in found else x, params
+    )
+
+
+def cast(w: Float[Array, "..."], leaf: Float[Array, "..."]) -> Array:
+    """fp8(w * scale), the scale that `leaf` stands for; a stack of layers has a stack of leaves.
+
+    Example:
+      >>> cast(jnp.ones((2, 3)), jnp.array([1.0, 2.0]))[:, 0].tolist()
+      [2.0, 4.0]
+    """
+    scale, _ = scale_leaves.scale_of(leaf, holds_log2=True)
+    return quantize.quantize(w, _against(scale, w), _DTYPE)
+
+
+def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
+    """The amax of the master of each stored kernel, by the path of its leaf; 0.0 for a frozen one, which has none.
+
+    A stored kernel is saturated: its own magnitudes cannot tell when the scale has to fall.
+    """
+    leaves, weights = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(masters)
+    for kernel in pairs(params):
+        if kernel in weights and host_memory.is_on_host(weights[kernel]):
+            raise ValueError(
+                f"kernels that are stored in fp8 are written from masters on the device, by a scale that looks at all "
+                f"of each; got that of {kernel} in host memory. Keep masters on the device: "
+                f'jaxmp.offload.put(opt_state, what=("moments",)), or leave fp8_weights=False.'
+            )
+    return {
+        leaf: quantize.largest_magnitude(weights[kernel], keep=jnp.ndim(leaves[leaf]))
+        if kernel in weights
+        else jnp.zeros_like(leaves[leaf])
+        for kernel, leaf in stored_pairs(params).items()
+    }
+
+
+def write(params: PyTree, masters: PyTree) -> PyTree:
+    """`params` with each stored kernel made anew from its master, by the scale that its leaf in `params` stands for."""
+    by_path, weights = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(masters)
+    new = {
+        kernel: cast(weights[kernel], by_path[leaf])
+        for kernel, leaf in stored_pairs(params).items()
+        if kernel in weights
+    }
+    return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """A region whose caller writes stored kernels from their masters: an update that is added cannot express them."""
+    with regions.region(_WRITING, True):
+        yield
+
+
+def check_written(path: str) -> None:
+    """Raises unless the update of the stored kernel at `path` is one that `writing` surrounds."""
+    if not _WRITING.get():
+        raise ValueError(
+            f"kernels that are stored in fp8 cannot be moved by optax.apply_updates, only written from their masters; "
+            f"got an update of {path}. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), "
+            f"or use jaxmp.linen.TrainState or jaxmp.nnx.Optimizer."
+        )
+
+
+def keep(params: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(fp8 kernel by its path, amax by the path of its leaf) of every kernel that is not stored in fp8 already."""
+    by_path = tree_paths.leaves_by_path(params)
+    kernels, amaxes = {}, {}
+    for kernel, leaf in pairs(params).items():
+        if not is_stored(by_path[kernel]):
+            with jax.named_scope("jaxmp.fp8_quantize"):
+                kernels[kernel] = quantize.stored(cast(by_path[kernel], by_path[leaf]))
+                amaxes[leaf] = quantize.largest_magnitude(by_path[kernel], keep=jnp.ndim(by_path[leaf]))
+    return kernels, amaxes
+
+
+def enter(params: PyTree, kept: dict[str, Array]) -> PyTree:
+    """`params` as they are differentiated: kernels in fp8 as wider numbers, their leaves marked.
+
+    Args:
+      params: the params, scale leaves typed by `scale_leaves.enter`.
+      kept: fp8 kernels made by `keep`, by path.
+    """
+    by_path = tree_paths.leaves_by_path(params)
+    found = {kernel: leaf for kernel, leaf in pairs(params).items() if kernel in kept or is_stored(by_path[kernel])}
+    marked = set(found.values())
+
+    def typed(path: str, x: Any) -> Any:
+        if path in found:
+            return kept[path].astype(x.dtype) if path in kept else x.astype(jnp.bfloat16)
+        return mark(x) if path in marked else x
+
+    return tree_paths.map_with_path(typed, params)
+
+
+def leave(grads: PyTree, amaxes: dict[str, Array]) -> PyTree:
+    """`grads` with the amaxes of kept kernels, where their layers were used; a stored one's says 1.0, or 0.0 if not."""
+    return tree_paths.map_with_path(lambda path, g: jnp.where(g > 0, amaxes[path], 0.0) if path in amaxes else g, grads)
+
+
+def mark(leaf: Array) -> Array:
+    """`leaf` in the dtype that says that its kernel holds fp8 numbers; integers up to 256 keep their value in it."""
+    narrow = compat.max_dtype_to_float32(leaf).astype(jnp.bfloat16)
+    return lax.convert_element_type(narrow, compat.max_dtype(marks_fp8=True))
+
+
+def is_marked(leaf: Array) -> bool:
+    """Whether a layer's rhs leaf says that its kernel holds fp8 numbers."""
+    return leaf.dtype == compat.max_dtype(marks_fp8=True)
+
+
+def marked_kernels(params: PyTree) -> frozenset[str]:
+    """Paths of the kernels that are fp8 numbers in a wider dtype, as they are while a loss is differentiated."""
+    by_path = tree_paths.leaves_by_path(params)
+    return frozenset(kernel for kernel, leaf in pairs(params).items() if is_marked(by_path[leaf]))
+
+
+def holds_fp8(kernel: Array, leaf: Array) -> bool:
+    """Whether a layer that is called with this kernel and rhs leaf gets fp8 numbers."""
+    return is_stored(kernel) or is_marked(leaf)
+
+
+def used(leaf: Array) -> Array:
+    """What the gradient of a kernel's leaf says when its layer ran: 1.0, in the dtype of the leaf."""
+    ones = compat.as_varying(jnp.ones(leaf.shape, jnp.float32), tuple(compat.varying_axes(leaf)))
+    return mark(ones) if is_marked(leaf) else ones.astype(leaf.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dequantized(kernel: Array, leaf: Array, dtype: Any) -> Float[Array, "..."]:
+    """The weight that an fp8 kernel stands for, for layers that do not run in fp8. Its gradient is the weight's own."""
+    _, inv_scale = scale_leaves.scale_of(leaf, holds_log2=True)
+    return (kernel.astype(jnp.float32) * _against(inv_scale, kernel)).astype(dtype)
+
+
+def _dequantized_forward(kernel: Array, leaf: Array, dtype: Any) -> Any:
+    return dequantized(kernel, leaf, dtype), (kernel, leaf)
+
+
+def _dequantized_backward(dtype: Any, residuals: Any, grad: Array) -> Any:
+    kernel, leaf = residuals
+    return grad.astype(kernel.dtype), used(leaf)
+
+
+dequantized.defvjp(_dequantized_forward, _dequantized_backward)
+
+
+def _against(scale: Array, w: Array) -> Array:
+    """`scale`, whose axes are the first of w, in a shape that broadcasts against w."""
+    return scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))

@@ -1,0 +1,1 @@
+"""Loss scales: the rule and its state, without optax."""

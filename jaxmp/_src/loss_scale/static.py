@@ -1,0 +1,126 @@
+"""The loss scales that do not move, and what every loss scale of ours does with a tree."""
+
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.numerics import casting
+
+
+class Scaling:
+    """`scale` and `unscale`, the same for every loss scale of ours."""
+
+    loss_scale: Float[Array, ""]
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Float leaves times the scale, in float32 (a float16 loss times 65536 would be inf)."""
+        return jax.tree.map(lambda x: x.astype(jnp.float32) * self.loss_scale if casting.is_float(x) else x, tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Float leaves in float32, times 1 / scale."""
+        return unscale(tree, self.loss_scale)
+
+
+def unscale(tree: PyTree, loss_scale: Float[Array, ""]) -> PyTree:
+    """Float leaves of `tree` in float32, times `1 / loss_scale`: g_i = f32(scaled_i) * f32(1 / S).
+
+    Multiplying by the rounded reciprocal is what Megatron-LM and torch do; it is exact for powers of two.
+
+    Args:
+      tree: gradients, in any float dtypes.
+      loss_scale: float32[], the scale that scaled them.
+
+    Returns:
+      The same structure, float leaves in float32.
+
+    Example:
+      >>> unscale({"w": jnp.array([8.0], jnp.float16)}, jnp.float32(4.0))
+      {'w': Array([2.], dtype=float32)}
+    """
+    inv_scale = casting.computed_once(casting.reciprocal(loss_scale))
+    return jax.tree.map(lambda x: x.astype(jnp.float32) * inv_scale if casting.is_float(x) else x, tree)
+
+
+@jax.tree_util.register_pytree_node_class
+class NoOpLossScale(Scaling):
+    """No loss scaling: the scale is 1 and gradients only change dtype.
+
+    Example:
+      >>> float(NoOpLossScale().loss_scale)
+      1.0
+    """
+
+    @property
+    def loss_scale(self) -> Float[Array, ""]:  # type: ignore[override]
+        """float32[], always 1."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """`tree` with float leaves in float32."""
+        return casting.cast_floats(tree, jnp.float32)
+
+    unscale = scale
+
+    def adjust(self, grads_finite: Bool[Array, ""]) -> Self:
+        """Itself."""
+        del grads_finite
+        return self
+
+    def __repr__(self) -> str:
+        return "NoOpLossScale()"
+
+    def tree_flatten(self) -> tuple[tuple[()], None]:
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[()]) -> Self:
+        del aux, children
+        return cls()
+
+
+@jax.tree_util.register_pytree_node_class
+class StaticLossScale(Scaling):
+    """A scale that never moves. A step that overflows is skipped all the same.
+
+    Args:
+      scale: positive and finite; powers of two keep gradients exact.
+
+    Raises:
+      ValueError: `scale` is not positive and finite.
+
+    Example:
+      >>> scaler = StaticLossScale(128.0)
+      >>> scaler.unscale(scaler.scale(jnp.float32(3.0)))
+      Array(3., dtype=float32)
+    """
+
+    def __init__(self, scale: float | Float[Array, ""]):
+        if is_number(scale) and not 0 < scale < math.inf:
+            raise ValueError(f"a static loss scale must be positive and finite; got {scale}. 1.0 is no scaling.")
+        self.loss_scale = jnp.asarray(scale, jnp.float32)
+
+    def adjust(self, grads_finite: Bool[Array, ""]) -> Self:
+        """Itself."""
+        del grads_finite
+        return self
+
+    def __repr__(self) -> str:
+        return f"StaticLossScale({self.loss_scale})"
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.loss_scale,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, children: tuple[Any]) -> Self:
+        del aux
+        new = object.__new__(cls)
+        (new.loss_scale,) = children
+        return new
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a concrete Python number; only those are validated, so that traced values pass."""
+    return isinstance(x, (int, float)) and not isinstance(x, bool)

@@ -1,0 +1,1 @@
+"""What a step keeps in memory: the plan, and what can lie in host memory."""

@@ -1,0 +1,308 @@
+"""What a traced function keeps in memory, and when: buffers, read off its jaxpr.
+
+A jaxpr names every intermediate, and a compiler stores few of them. XLA on a GPU stores what a matmul, a reduction or
+a loop writes; what lies between (casts, additions, activations, masks) it computes inside the kernel that reads it,
+again for each reader if need be. So each value here is one of two things:
+
+    a *buffer*      it has memory: an input, what a matmul, reduction, scatter or loop writes, and what such a one reads
+    *recomputed*    it has none; it stands for the buffers it is computed from, and keeps those alive
+
+A value with several readers is a buffer where it is smaller than what it would be recomputed from (x + f(x), of two; a
+mask, of floats), and recomputed otherwise (a norm's output, of its input). Walking through the equations in order, a
+buffer is born where it is written and dies behind its last reader, and the most that lives at once is the peak.
+
+Where this differs from XLA: order (XLA may move equations), workspaces of libraries and padding inside of kernels,
+fusions that a cost model declines. `benchmarks/memory.py` holds it against XLA's own analysis.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core
+import jax.numpy as jnp
+
+from jaxmp._src.base import compat
+
+_MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
+_VIEWS = frozenset(  # the same bytes, or read as such
+    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "rev"}
+    | {"pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard"}
+)
+_LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
+_LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
+_KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
+_WRITES = frozenset(
+    {"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k"}
+    | {"select_and_scatter_add", "dynamic_update_slice", "all_gather", "all_to_all", "psum", "pmax", "reduce_scatter"}
+    | {"threefry2x32", "random_bits", "random_wrap", "random_unwrap", "optimization_barrier"}
+)
+_PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
+_SLACK = 1.15  # a recomputed value may read a little beside its main operand: a mean, a bias
+_ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to the first, in arrays of more values than the second
+
+
+class Usage(NamedTuple):
+    """Bytes beside a function's inputs.
+
+    Attributes:
+      saved: what its first part computes and its second part reads, as the jaxpr has it, nothing recomputed.
+      kept: the same in buffers.
+      scratch: the most that buffers take at once, outputs left out.
+      peak: the same with outputs, each from where it is written on.
+    """
+
+    saved: int
+    kept: int
+    scratch: int
+    peak: int
+
+
+class _Op(NamedTuple):
+    """An equation whose values are numbers, one for each value of the flattened program."""
+
+    eqn: Any
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_barrier: bool = False  # what it reads is stored, though it calls nothing: the start of a rematerialization
+
+
+class _Program:
+    """A jaxpr with its calls written out and what reaches no output left out."""
+
+    def __init__(self, jaxpr: Any, output_bytes: Sequence[int | None] | None = None):
+        self.sizes: list[int] = []
+        self.ops: list[_Op] = []
+        inside, _ = compat.open_jaxpr(jaxpr)
+        names: dict[Any, int | None] = {v: self._new(v.aval) for v in (*inside.constvars, *inside.invars)}
+        self.inputs = frozenset(range(len(self.sizes)))
+        self._write_out(inside, names)
+        self.outputs = [None if _is_literal(v) else names[v] for v in inside.outvars]
+        self._leave_out_what_is_unused()
+        self.producer = {w: op for op in self.ops for w in op.writes}
+        for output, size in zip(self.outputs, output_bytes or (), strict=False):
+            if size is not None and output is not None:
+                output = _behind_views(self, output)
+                self.sizes[output] = self.sizes[output] if output in self.inputs else size
+
+    def _new(self, aval: Any) -> int:
+        self.sizes.append(nbytes(aval))
+        return len(self.sizes) - 1
+
+    def _write_out(self, jaxpr: Any, names: dict[Any, int | None]) -> None:
+        for eqn in jaxpr.eqns:
+            reads = [None if _is_literal(v) else names[v] for v in eqn.invars]
+            name = eqn.primitive.name
+            if name in compat.CALLS:
+                ((called, _),) = compat.functions_of(eqn)
+                if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+                    known = tuple(r for r in reads if r is not None)
+                    self.ops.append(_Op(eqn, name, known, (), is_barrier=True))
+                inner: dict[Any, int | None] = dict.fromkeys(called.constvars)
+                inner |= dict(zip(called.invars, reads, strict=True))
+                self._write_out(called, inner)
+                written = [None if _is_literal(v) else inner[v] for v in called.outvars]
+                names |= dict(zip(eqn.outvars, written, strict=True))
+                continue
+            avals = [v.aval for v in eqn.outvars]
+            if name == "shard_map":  # of its results, what one device holds
+                avals = [v.aval for v in compat.open_jaxpr(eqn.params["jaxpr"])[0].outvars]
+            written = [self._new(aval) for aval in avals]
+            names |= dict(zip(eqn.outvars, written, strict=True))
+            self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
+
+    def _leave_out_what_is_unused(self) -> None:
+        used = {o for o in self.outputs if o is not None}
+        kept = []
+        for op in reversed(self.ops):
+            if op.is_barrier or any(w in used for w in op.writes):
+                used |= set() if op.is_barrier else set(op.reads)
+                kept.append(op)
+        self.ops = [
+            op._replace(reads=tuple(r for r in op.reads if r in used)) if op.is_barrier else op for op in kept[::-1]
+        ]
+
+
+def usage(jaxpr: Any, *, output_bytes: Sequence[int | None] | None = None) -> Usage:
+    """What a function takes beside its inputs; its first part ends where its first output is computed.
+
+    For `jax.value_and_grad(f)` the first output is the loss, and the two parts are the forward and backward pass.
+
+    Args:
+      jaxpr: of the function, as `jax.make_jaxpr` makes it.
+      output_bytes: of its outputs, where a device holds a part of them; None is the jaxpr's size.
+
+    Example:
+      >>> import jax
+      >>> def f(x, w):  # exp(x) is read by the matmul, and in the backward pass; x @ w by a sum, that is by nobody
+      ...     return jnp.sum(jnp.exp(x) @ w)
+      >>> usage(jax.make_jaxpr(jax.value_and_grad(f))(jnp.ones((8, 4)), jnp.ones((4, 4)))).kept  # 8 * 4 float32
+      128
+    """
+    program = _Program(jaxpr, output_bytes)
+    bases, stored = _find_buffers(program)
+    first = next((o for o in program.outputs if o is not None), None)
+    turn = next((t for t, op in enumerate(program.ops) if first in op.writes), -1)  # the last of the first part
+    ends = _last_reads(program, bases, stored)
+    starts = {w: t for t, op in enumerate(program.ops) for w in op.writes}
+    held = {b for o in program.outputs if o is not None for b in bases[o]}
+    kept = sum(program.sizes[b] for b, t in starts.items() if b in ends and t <= turn < ends[b] and b not in held)
+    scratch, peak = (_peak(program, stored, ends, held, with_outputs) for with_outputs in (False, True))
+    return Usage(_saved(program, turn, starts), kept, scratch, peak)
+
+
+def nbytes(x: Any) -> int:
+    """The bytes of an array, abstract or not; 0 of what has no shape.
+
+    Example:
+      >>> nbytes(jnp.ones((3, 2), jnp.bfloat16))
+      12
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape"):
+        return 0
+    return math.prod(x.shape) * getattr(dtype, "itemsize", 4)
+
+
+def _saved(program: _Program, turn: int, starts: dict[int, int]) -> int:
+    """What is computed up to `turn` and read behind it; views of one value count once."""
+    found = set()
+    for op in program.ops[turn + 1 :]:
+        if not op.is_barrier:
+            found |= {_behind_views(program, r) for r in op.reads if starts.get(r, turn + 1) <= turn}
+    return sum(program.sizes[r] for r in found - program.inputs)
+
+
+def _behind_views(program: _Program, value: int) -> int:
+    while value in program.producer and program.producer[value].name in _VIEWS:
+        value = program.producer[value].reads[0]
+    return value
+
+
+def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
+    """(the buffers that each value is computed from, itself if it is one; the values that are buffers)."""
+    forced = _forced(program)
+    readers = _readers_that_store(program, forced)
+    bases = {i: {i} for i in program.inputs}
+    stored = set(program.inputs)
+    for op in program.ops:
+        read = set().union(*(bases[r] for r in op.reads))
+        for w in op.writes:
+            shared = op.name not in _VIEWS and len(readers[w]) > 1
+            if w in forced or (shared and sum(program.sizes[b] for b in read) > _SLACK * program.sizes[w] > 0):
+                stored.add(w)
+                bases[w] = {w}
+            else:
+                bases[w] = read
+    return bases, stored
+
+
+def _forced(program: _Program) -> set[int]:
+    """Values that are buffers whatever reads them."""
+    firm = set(program.inputs) | {w for op in program.ops if op.name in _MATMULS | _LOOPS for w in op.writes}
+    forced: set[int] = set()
+
+    def force(value: int, by_matmul: bool = False) -> None:
+        value = _behind_views(program, value)
+        source = value
+        while by_matmul and source not in firm and source in program.producer:
+            op = program.producer[source]
+            if op.name not in _VIEWS and not (op.name in _LIGHT and len(op.reads) == 1):
+                break
+            source = op.reads[0]
+        if not (by_matmul and source in firm):
+            forced.add(value)
+
+    for output in program.outputs:
+        if output is not None:
+            force(output)
+    for op in program.ops:
+        if op.is_barrier or op.name in _MATMULS | _LOOPS | _KERNELS:
+            for r in op.reads:
+                force(r, op.name == "dot_general")
+        if op.name in _MATMULS | _LOOPS | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
+            forced |= set(op.writes)
+    return forced
+
+
+def _readers_that_store(program: _Program, forced: set[int]) -> dict[int, set[int]]:
+    """For each value the equations with buffers for results that it ends in, through what is recomputed."""
+    ends: dict[int, set[int]] = defaultdict(set)
+    for t in range(len(program.ops) - 1, -1, -1):
+        op = program.ops[t]
+        found: set[int] = set()
+        for w in op.writes:
+            found |= {t} if w in forced else ends[w]
+        for r in op.reads:
+            ends[r] |= found
+    return ends
+
+
+def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int]) -> dict[int, int]:
+    """For each buffer the last equation that reads it and writes a buffer."""
+    last = {}
+    for t, op in enumerate(program.ops):
+        if any(w in stored for w in op.writes):
+            read = set().union(*(bases[r] for r in op.reads))
+            if _padded(op):
+                read |= _behind_casts(program, bases, op)
+            last |= dict.fromkeys(read, t)
+    return last
+
+
+def _behind_casts(program: _Program, bases: dict[int, set[int]], op: _Op) -> set[int]:
+    """The largest buffer behind each operand that is a cast: its padded copy is made of what was cast."""
+    found = set()
+    for value in (_behind_views(program, r) for r in op.reads):
+        cast = program.producer.get(value)
+        if cast is not None and cast.name == "convert_element_type":
+            found.add(max(bases[cast.reads[0]], key=program.sizes.__getitem__))
+    return found
+
+
+def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[int], with_outputs: bool) -> int:
+    dying = defaultdict(list)
+    for b, t in ends.items():
+        dying[t].append(b)
+    alive: dict[int, int] = {}
+    now = most = 0
+    for t, op in enumerate(program.ops):
+        written = [w for w in op.writes if w in stored and (with_outputs or w not in held)]
+        in_place = op.name not in _MATMULS | _LOOPS | _KERNELS  # a fusion may write over what it is the last to read
+        for b in dying[t] if in_place else ():
+            now -= alive.pop(b, 0) if b not in held else 0
+        for w in written:
+            alive[w] = program.sizes[w]
+            now += alive[w]
+        most = max(most, now + _padded(op) + _inside(op))
+        for b in () if in_place else dying[t]:
+            now -= alive.pop(b, 0) if b not in held else 0
+    return most
+
+
+def _inside(op: _Op) -> int:
+    """What the body of a loop or of a branch takes beside its operands, in one turn."""
+    if op.name not in _LOOPS:
+        return 0
+    return max((usage(jaxpr).peak for jaxpr, _ in compat.functions_of(op.eqn)), default=0)
+
+
+def _padded(op: _Op) -> int:
+    """Bytes of the copies that XLA makes of large operands and results of a matmul whose sides are not aligned."""
+    if op.name != "dot_general":
+        return 0
+    _, (left, right) = op.eqn.params["dimension_numbers"]
+    total = 0
+    arrays = ((op.eqn.invars[0], left), (op.eqn.invars[1], right), (op.eqn.outvars[0], range(len(left))))
+    for v, batch in arrays:
+        shape = v.aval.shape
+        aligned = math.prod(d if i in batch else -(-d // _ALIGNED) * _ALIGNED for i, d in enumerate(shape))
+        if aligned > math.prod(shape) > _LARGE:
+            total += aligned * jnp.dtype(v.aval.dtype).itemsize
+    return total
+
+
+def _is_literal(v: Any) -> bool:
+    return isinstance(v, jax.extend.core.Literal)

@@ -1,0 +1,321 @@
+"""What a training step keeps in memory, planned before anything is allocated.
+
+A step holds four things: what the model is (params), what the optimizer keeps (masters, moments), what comes back
+(gradients), and what the forward pass leaves for the backward pass (activations). With P params, N activations and
+Adam, in bytes:
+
+    float32             params 4P              gradients 4P   moments 8P   activations 4N      16P + 4N
+    16-bit, masters     params 2P, masters 4P  gradients 2P   moments 8P   activations 2N      16P + 2N
+
+So mixed precision saves nothing on the first three, and half of the fourth, which is the most of it: N grows with the
+batch, P does not. Split masters and moments in few bits then take the 16P down (`docs/optimizers.md`).
+
+`plan` counts all this for a model, an optimizer and a batch that are given as shapes. Nothing in it is a table: params
+are what the policy stores, masters and moments are what `optimizer.init` would return, gradients what
+`jaxmp.value_and_grad` would. Activations are read off the traced program of the loss and its gradient: which values XLA
+has to store between the passes, and what is alive at the worst moment (`_buffers`). On a mesh, each leaf counts as the
+part that one device holds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jax.tree_util import keystr, tree_leaves_with_path
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.memory import buffers, measured as measured_lib, overview as overview_lib, shards
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import state, states, value_and_grad as gradients
+from jaxmp._src.step.policy import get_policy
+from jaxmp._src.step.unscale import as_transformation
+
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes on one device. `print(plan)` shows it as a table.
+
+    Attributes:
+      params: as the policy stores them, the scales of fp8 layers included.
+      masters: float32 copies of 16-bit params, or with `remainder_bits=` what these are short of them.
+      optimizer: all else that the optimizer keeps: moments, counts, the loss scale, fp8 histories.
+      batch: the arguments of the loss beside the params.
+      gradients: of all params; with `accumulate` > 1 the float32 sums and those of one microbatch.
+      activations: what the forward pass stores for the backward pass; None without a loss.
+      temporaries: what the worst moment of the two passes takes beside activations and gradients; None without a loss.
+      saved: activations as JAX saves them, before XLA recomputes the cheap ones in the kernels that read them: what a
+        compiler that does not fuse would store; None without a loss.
+      peak: of the step, gradients being written while activations go; without a loss, all but activations.
+      num_params: P, parameters of the whole model, fp8 scales left out.
+      num_devices: of the mesh.
+
+    Example:
+      >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+      >>> tx = optax.adam(1e-3)
+      >>> plan(model, "fp32", optimizer=tx).total / 1e6  # 16 bytes a parameter
+      16.000004
+    """
+
+    params: int
+    masters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int | None
+    temporaries: int | None
+    saved: int | None
+    peak: int
+    num_params: int
+    num_devices: int = 1
+
+    @property
+    def stored(self) -> int:
+        """What stays between two steps: params, masters and the rest of the optimizer's state."""
+        return self.params + self.masters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All parts together: what a step takes that first makes all gradients and then hands them out."""
+        return self.stored + self.batch + self.gradients + (self.activations or 0) + (self.temporaries or 0)
+
+    def __str__(self) -> str:
+        return table({"bytes on a device": self})
+
+
+def plan(
+    params: PyTree,
+    policy: str | jmp.Policy,
+    *,
+    optimizer: optax.GradientTransformation,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: tuple[Any, ...] = (),
+    has_aux: bool = False,
+    accumulate: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    mesh: shards.AnyMesh | None = None,
+    specs: PyTree | None = None,
+    data_axes: str | Sequence[str] | None = None,
+) -> Plan:
+    """The bytes that a training step takes on one device, from shapes alone.
+
+    Args:
+      params: the model's float32 params as `optimizer.init` gets them: arrays or `jax.ShapeDtypeStruct`s
+        (`jax.eval_shape` of the model's `init`).
+      policy: as for `jaxmp.mixed_precision`: params are stored as it says.
+      optimizer: what the loop uses, `jaxmp.mixed_precision(...)` or any other optax transform. It is asked for its
+        state; one that keeps no masters is started from the params as stored.
+      loss_fn: `loss_fn(params, *batch)`, a float scalar, as `jaxmp.value_and_grad` takes it: the model computes in
+        the dtypes that its modules or autocast say. What is under `jax.checkpoint` counts as what it saves. None:
+        activations are left out.
+      batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, of all devices and all microbatches
+        together: leading axes are those of the batch. Scalars and PRNG keys are as they are.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      accumulate: microbatches, as in `jaxmp.value_and_grad`: activations are those of one.
+      batch_argnums: which entries of `batch` have the batch for their leading axes, where others, such as batch_stats,
+        are not to be cut for devices and microbatches; default: all.
+      mesh: devices, real or not (`jax.sharding.AbstractMesh`); None: one device.
+      specs: tree of `PartitionSpec`s (`NamedSharding`s, None) like the params. None: as the params' own shardings say.
+        Masters, moments and gradients are split as their params are.
+      data_axes: axes of `mesh` over which the batch's leading axis is split; `()` for none.
+
+    Returns:
+      A `Plan`.
+
+    Raises:
+      TypeError: a policy, optimizer, mesh or batch of the wrong type; params that are no arrays, named by path.
+      ValueError: specs that do not match the params or name an axis that the mesh does not have, by path; a batch that
+        the data axes or `accumulate` do not divide, by path; a mesh and a batch without `data_axes`.
+
+    Example:
+      >>> import jaxmp
+      >>> model = {"kernel": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+      >>> def loss_fn(params, x):
+      ...     y = jnp.tanh(x.astype(params["kernel"].dtype) @ params["kernel"])
+      ...     return jnp.mean((y @ params["kernel"]).astype(jnp.float32) ** 2)
+      >>> x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
+      >>> tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+      >>> found = plan(model, "bf16", optimizer=tx, loss_fn=loss_fn, batch=(x,))
+      >>> found.params // found.num_params, found.masters // found.num_params, found.optimizer // found.num_params
+      (2, 4, 8)
+      >>> found.activations // (64 * 512)  # tanh, and the output: 2 bytes each
+      4
+
+    References:
+      Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740); Rajbhandari et al. 2020, "ZeRO" (arXiv
+      1910.02054), section 3, for the 16 bytes; Korthikanti et al. 2022 (arXiv 2205.05198) for a transformer's N.
+    """
+    policy, optimizer = get_policy(policy), as_transformation(optimizer)
+    k = gradients.check_accumulate(accumulate)
+    shapes = _shapes_of_params(params)
+    splits = shards.specs_of(params, specs, mesh)
+    ways = shards.split_of_batch(data_axes, mesh) if jax.tree.leaves(batch) or data_axes else 1
+    part, microbatch = (_part(batch, batch_argnums, ways, n) for n in (1, k))
+    stored = jax.eval_shape(policy.cast_to_param, shapes)
+    opt_state = jax.eval_shape(optimizer.init, shapes)
+    if not state.find(opt_state, states.MasterState):
+        opt_state = jax.eval_shape(optimizer.init, stored)
+
+    def of_params(tree: PyTree) -> int:
+        return sum(shards.device_bytes(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(tree).items())
+
+    def of_state(tree: PyTree) -> int:
+        leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(tree)]
+        return sum(shards.device_bytes(x, shards.spec_in_state(path, x, owners), mesh) for path, x in leaves)
+
+    owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
+    jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
+    if loss_fn is not None:
+        jaxpr, grads, others = _trace(loss_fn, has_aux, stored, opt_state, microbatch)
+    split_grads = [shards.device_bytes(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()]
+    used = buffers.usage(jaxpr, output_bytes=[None] * others + split_grads) if jaxpr else None
+    sums = of_params(casting.cast_floats(grads, jnp.float32)) if k > 1 else 0
+    masters = sum(of_state(found.master_params) for found in state.find(opt_state, states.MasterState))
+    param_bytes, state_bytes = of_params(stored), of_state(opt_state)
+    batch_bytes = sum(map(buffers.nbytes, jax.tree.leaves(part)))
+    return Plan(
+        params=param_bytes,
+        masters=masters,
+        optimizer=state_bytes - masters,
+        batch=batch_bytes,
+        gradients=sum(split_grads) + sums,
+        activations=used and used.kept,
+        temporaries=used and max(used.scratch - used.kept, 0),
+        saved=used and used.saved,
+        peak=param_bytes + state_bytes + batch_bytes + sums + (used.peak if used else sum(split_grads)),
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(scale_leaves.partition(shapes)[1])),
+        num_devices=1 if mesh is None else mesh.size,
+    )
+
+
+def table(plans: Mapping[str, Plan]) -> str:
+    """Plans side by side, as text: a line for each part, a column for each plan.
+
+    Example:
+      >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+      >>> print(table({"sgd": plan(model, "fp32", optimizer=optax.sgd(0.1))}))
+                              sgd
+      params              4.00 MB
+      masters             0 B
+      optimizer           0 B
+      batch               0 B
+      gradients           4.00 MB
+      total               8.00 MB
+      peak                8.00 MB
+      P                   1.00 M
+      bytes a parameter   8.00
+    """
+    columns = list(plans.values())
+    names = ["params", "masters", "optimizer", "batch", "gradients", "activations", "temporaries", "total", "peak"]
+    names = [name for name in names if any(getattr(p, name) is not None for p in columns)]
+    rows = [["", *plans], *([name, *(_readable(getattr(p, name)) for p in columns)] for name in names)]
+    rows.append(["P", *(_readable(p.num_params, ("", " K", " M", " G", " T"), "") for p in columns)])
+    each = [(p.stored + p.gradients) * p.num_devices / max(p.num_params, 1) for p in columns]
+    rows.append(["bytes a parameter", *(f"{b:.2f}" for b in each)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def beside_measured(planned: Plan, device: Any = None) -> str | None:
+    """The plan's peak and what lies between steps, beside what the device measured; None where it measures nothing.
+
+    Example:
+      >>> found = plan({"w": jnp.ones(4)}, "fp32", optimizer=optax.sgd(0.1))
+      >>> beside_measured(found, jax.devices("cpu")[0]) is None
+      True
+    """
+    found = measured_lib.measured(device)
+    if found is None:
+        return None
+    between = planned.stored + planned.batch
+    lines = [
+        ("", "planned", "measured", "measured / planned"),
+        ("peak", _readable(planned.peak), _readable(found.peak), f"{found.peak / max(planned.peak, 1):.2f}"),
+        ("between steps", _readable(between), _readable(found.in_use), f"{found.in_use / max(between, 1):.2f}"),
+    ]
+    if found.fragmentation is not None:
+        lines.append(("fragmentation", "", f"{found.fragmentation:.0%}", ""))
+    return "\n".join(f"{name:14s} {a:>10s} {b:>10s}  {c}".rstrip() for name, a, b, c in lines)
+
+
+def overview(num_params: float) -> dict[str, Plan]:
+    """Plans for a number of parameters under the recipes of this library, with Adam, without activations.
+
+    Args:
+      num_params: P; rounded to a matrix of 1024 columns.
+
+    Example:
+      >>> {name: round((p.stored + p.gradients) / p.num_params, 2) for name, p in overview(2**24).items()}
+      {'fp32': 16.0, 'fp16': 16.0, 'bf16': 16.0, 'bf16, remainder_bits=16': 14.0, 'bf16, 8-bit': 7.03,
+       'bf16, no masters': 12.0, 'fp8': 16.0, 'fp8 weights': 15.0}
+    """
+    return {
+        name: plan(tree, policy, optimizer=tx) for name, (tree, policy, tx) in overview_lib.recipes(num_params).items()
+    }
+
+
+def _trace(
+    loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]
+) -> tuple[Any, PyTree, int]:
+    """(program of the loss and its gradients, the gradients' shapes, how many outputs come before them)."""
+
+    def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
+        if state.has_loss_scale(opt_state):
+            return gradients.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, opt_state=opt_state)
+        return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+
+    jaxpr, (first, grads) = jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
+    return jaxpr, grads, len(jax.tree.leaves(first))
+
+
+def _gradient_like(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if stored_kernels.is_stored(x) else x
+
+
+def _shapes_of_params(params: PyTree) -> PyTree:
+    def shape(path: str, x: Any) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"params must be arrays or jax.ShapeDtypeStructs; got {type(x).__name__} at {path}")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return tree_paths.map_with_path(shape, params)
+
+
+def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) -> tuple[Any, ...]:
+    """What one device has of a batch, or of a microbatch, as shapes."""
+    if not isinstance(batch, tuple):
+        raise TypeError(
+            f"batch must be the tuple of what loss_fn takes after the params; got {type(batch).__name__}. Write (x,) "
+            f"for a single argument."
+        )
+
+    places = range(len(batch)) if argnums is None else gradients.resolve_argnums(argnums, len(batch), "batch_argnums")
+
+    def cut(path: str, x: Any) -> Any:
+        x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x)
+        shape = tuple(x.shape)
+        if shape and not gradients.is_key(x) and int(path.split("/")[0]) in places:
+            if shape[0] % (ways * k):
+                raise ValueError(
+                    f"the batch's leading axis must be a multiple of the devices of data_axes, {ways}, times "
+                    f"accumulate, {k}; got {shape} at batch/{path}. Name the entries that are cut with batch_argnums=."
+                )
+            shape = (shape[0] // (ways * k), *shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return tree_paths.map_with_path(cut, batch)
+
+
+def _readable(n: int | None, units: Sequence[str] = _UNITS, none: str = "-") -> str:
+    if n is None:
+        return none
+    power = min(max(len(str(n)) - 1, 0) // 3, len(units) - 1)
+    return f"{n / 1000**power:.2f} {units[power].strip()}".strip() if power else f"{n} {units[0]}".strip()

@@ -1,0 +1,146 @@
+"""What one device of a mesh holds of a tree: sizes from `PartitionSpec`s, without placing anything.
+
+An axis of n elements that is split over k devices takes ceil(n / k) of each: where k does not divide n, XLA pads. The
+optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does (`_sharding_of`),
+if it has as many axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every
+device.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import shardings
+from jaxmp._src.memory import buffers
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
+    """How each param is split, by path: as `specs` says, else as its own sharding does, else not at all.
+
+    Raises:
+      TypeError: a `mesh` that is none, or an entry of `specs` that is no spec.
+      ValueError: specs that do not match the params, or split what they cannot, named by path; specs without a mesh.
+
+    Example:
+      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> specs_of({"w": jax.ShapeDtypeStruct((16, 4), float)}, {"w": PartitionSpec("data")}, mesh)
+      {'w': P('data',)}
+    """
+    if mesh is not None and not isinstance(mesh, AnyMesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh or AbstractMesh; got {type(mesh).__name__}. Make one with jax.make_mesh."
+        )
+    leaves = tree_paths.leaves_by_path(params)
+    if specs is None:
+        found = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
+    else:
+        found = {
+            tree_paths.path_str(path): spec
+            for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: x is None or _is_spec(x))
+        }
+        _check_paths(found, leaves)
+    return {path: _checked(path, found[path], x, mesh, is_given=specs is not None) for path, x in leaves.items()}
+
+
+def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
+    """The bytes that one device holds of `x`, padding included.
+
+    Example:
+      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> device_bytes(jax.ShapeDtypeStruct((17, 4), "float32"), PartitionSpec("data"), mesh)  # 3 rows each
+      48
+    """
+    if mesh is None:
+        return buffers.nbytes(x)
+    devices = shardings.ways(spec, len(x.shape), mesh.shape)
+    here = tuple(-(-n // k) for n, k in zip(x.shape, devices, strict=True))
+    return buffers.nbytes(jax.ShapeDtypeStruct(here, x.dtype))
+
+
+def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]]) -> PartitionSpec:
+    """How a leaf of the optimizer's state is split: as the param whose path its own ends in, if it has its axes.
+
+    Args:
+      path: as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
+      x: the leaf.
+      params: (param, its spec) by such paths.
+
+    Example:
+      >>> param = jax.ShapeDtypeStruct((8, 4), "float32")
+      >>> spec_in_state("[0].mu['dense']['kernel']", param, {"['dense']['kernel']": (param, PartitionSpec("data"))})
+      P('data',)
+    """
+    owner = shardings.owner_of(path, params)
+    if owner is None or len(params[owner][0].shape) != len(x.shape):
+        return PartitionSpec()
+    return params[owner][1]
+
+
+def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:
+    """Over how many devices the leading axis of a batch is split.
+
+    Example:
+      >>> split_of_batch(None, None)
+      1
+    """
+    if mesh is None:
+        if axes:
+            raise ValueError(f"data_axes are axes of a mesh; got {axes!r} and no mesh. Pass mesh=.")
+        return 1
+    if axes is None:
+        raise ValueError(
+            f"with a mesh, say over which of its axes {tuple(mesh.axis_names)} the batch is split; got data_axes=None. "
+            f"Pass data_axes=({mesh.axis_names[0]!r},), or () where every device has the whole batch."
+        )
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    _check_axes("the batch", names, mesh)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec | jax.sharding.Sharding)
+
+
+def _check_paths(found: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
+    for where, only in (("specs", found.keys() - leaves.keys()), ("the params", leaves.keys() - found.keys())):
+        if only:
+            raise ValueError(
+                f"specs must have the structure of the params, with a PartitionSpec or None in the place of each "
+                f"array; {min(only)} is in {where} only."
+            )
+
+
+def _checked(path: str, spec: Any, x: Any, mesh: AnyMesh | None, *, is_given: bool) -> PartitionSpec:
+    if spec is None or (not is_given and isinstance(spec, jax.sharding.SingleDeviceSharding)):
+        return PartitionSpec()
+    if isinstance(spec, NamedSharding):
+        spec = spec.spec
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(f"a param is split by a PartitionSpec or a NamedSharding; got {type(spec).__name__} at {path}")
+    if mesh is None:
+        if any(entry is not None for entry in spec):
+            raise ValueError(f"params that are split need the mesh; got {spec} at {path} and no mesh. Pass mesh=.")
+        return spec
+    if len(spec) > len(x.shape):
+        raise ValueError(
+            f"a spec has at most one entry for each axis; got {spec} at {path}, which has shape {tuple(x.shape)}."
+        )
+    _check_axes(path, shardings.axes_of(spec), mesh)
+    return spec
+
+
+def _check_axes(path: str, names: Sequence[str], mesh: AnyMesh) -> None:
+    for i, name in enumerate(names):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"specs name axes of the mesh, which here are {tuple(mesh.axis_names)}; got {name!r} at {path}."
+            )
+        if name in names[:i]:
+            raise ValueError(f"an array is split at most once over an axis of the mesh; got {name!r} twice at {path}.")

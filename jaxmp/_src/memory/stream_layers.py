@@ -1,0 +1,196 @@
+"""The layers of a model, in host memory, a slice at a time on the device.
+
+A deep model is one function repeated, `x = layer(params[i], x)`, and at any time only one layer's params are needed. So
+they are stacked, `[layers, ...]`, stay in the host's memory, and a `lax.scan` over slices copies each to the device
+when its turn comes:
+
+    forward:   for each slice:            copy in its params -> x = slice(params, x), for each microbatch
+    backward:  for each slice, reversed:  copy in its params again -> compute forward again from the x saved at its
+                                          input -> gradients -> copy out the gradients of its params
+
+`jax.checkpoint` round a slice says the second line: kept is the input of each slice, on the device or in host memory,
+and neither its params nor what it computed. What is in host memory has its gradient in host memory, by JAX's types.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
+from jaxmp._src.numerics import casting
+
+LayerFn = Callable[..., PyTree]
+
+
+def stream_layers(
+    layer_fn: LayerFn,
+    *,
+    num_slices: int | None = None,
+    checkpoint_activations: bool = True,
+    offload_activations: bool = False,
+    num_microbatches: int = 1,
+) -> Callable[..., PyTree]:
+    """A model of equal layers whose params may lie in host memory, as FairScale's `OffloadModel`.
+
+    Args:
+      layer_fn: `(params of one layer, x, *args) -> x`, of the same structure, shapes and dtypes.
+      num_slices: into how many slices the layers are cut, which are copied in one by one; it divides their number.
+        None: one layer each. A slice is on the device while it computes and XLA may copy in the next one beside it.
+      checkpoint_activations: True: the backward pass computes each slice again from its input. False: results of
+        matmuls are kept from the forward pass, on the device; params are copied in again all the same.
+      offload_activations: the inputs of the slices wait for the backward pass in host memory.
+      num_microbatches: k; each slice computes the batch (the leading axis of `x`, which k divides) in k parts one after
+        the other, for one copy of its params. Part i has the rows i, i + k, i + 2k, ..., so that each device of a
+        mesh has its share of every part. Only a part's activations are on the device at a time, and gradients of the
+        params are sums over parts, in their dtype.
+
+    Returns:
+      `apply(params, x, *args) -> x`: params with leading axis [layers], in host memory (`jaxmp.offload.to_host`) or on
+      the device; x a pytree of arrays on the device; args are handed to each layer whole. Differentiable; gradients
+      of the params lie where the params do. Without microbatches it computes what a scan over the layers does.
+
+    Raises:
+      ValueError: numbers that are no positive ints; params without a common leading axis, or one that `num_slices`
+        does not divide; a batch that `num_microbatches` does not divide; `x` in host memory: named by path.
+      TypeError: `layer_fn` returns something unlike x.
+
+    Example:
+      >>> layer = lambda w, x: jnp.tanh(x @ w)
+      >>> params = host_memory.to_host(jnp.ones((6, 2, 2)) / 2)
+      >>> apply = stream_layers(layer, num_slices=3)
+      >>> gradient = jax.jit(jax.grad(lambda params: apply(params, jnp.ones((4, 2))).sum()))(params)
+      >>> gradient.shape, gradient.sharding.memory_kind
+      ((6, 2, 2), 'pinned_host')
+
+    References:
+      FairScale's `OffloadModel`; Pudipeddi et al. 2020, "Training Large Neural Networks with Constant Memory using a
+      New Execution Algorithm" (arXiv 2002.05645); Chen et al. 2016, checkpointing (arXiv 1604.06174).
+    """
+    if num_slices is not None:
+        _check_count("num_slices", num_slices)
+    _check_count("num_microbatches", num_microbatches)
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable if checkpoint_activations else policies.dots_saveable
+
+    def apply(params: PyTree, x: PyTree, *args: Any) -> PyTree:
+        layers = _count_layers(params)
+        slices = layers if num_slices is None else num_slices
+        if layers % slices:
+            raise ValueError(
+                f"num_slices must divide the number of layers, so that each slice has as many; got "
+                f"num_slices={slices} for {layers} layers. Divisors are {_divisors(layers)}."
+            )
+        _check_activations(x, num_microbatches)
+
+        def one_layer(x: PyTree, layer: PyTree) -> tuple[PyTree, None]:
+            new = layer_fn(layer, x, *args)
+            _check_alike(new, x)
+            return new, None
+
+        def compute(layers: PyTree, x: PyTree) -> PyTree:
+            return lax.scan(one_layer, x, layers)[0]
+
+        def one_slice(host_layers: PyTree, x: PyTree) -> PyTree:
+            with jax.named_scope("jaxmp.copy_in"):
+                layers, x = host_memory.to_device((host_layers, x))
+            if num_microbatches == 1:
+                return compute(layers, x)
+            part = jax.checkpoint(compute, policy=policy)
+            return lax.map(lambda x: part(layers, x), x)
+
+        kept = jax.checkpoint(one_slice, policy=policy)
+
+        def body(x: PyTree, host_layers: PyTree) -> tuple[PyTree, None]:
+            if offload_activations:
+                x = jax.tree.map(_park, x)
+            return kept(host_layers, x), None
+
+        cut = jax.tree.map(lambda p: p.reshape(slices, layers // slices, *p.shape[1:]), params)
+        if num_microbatches > 1:
+            x = jax.tree.map(lambda x: _split(x, num_microbatches), x)
+        x, _ = lax.scan(body, x, cut)
+        return jax.tree.map(_join, x) if num_microbatches > 1 else x
+
+    return apply
+
+
+def _park(x: Array) -> Array:
+    """`x` in host memory; its gradient on the device."""
+    return _parked(x) if casting.is_float(x) else host_memory.to_host(x)
+
+
+@jax.custom_vjp
+def _parked(x: Array) -> Array:
+    return host_memory.to_host(x)
+
+
+_parked.defvjp(lambda x: (host_memory.to_host(x), None), lambda _, ct: (host_memory.to_device(ct),))
+
+
+def _split(x: Array, k: int) -> Array:
+    """[n, ...] -> [k, n/k, ...], part i with the rows i, i + k, ..."""
+    return x.reshape(x.shape[0] // k, k, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x: Array) -> Array:
+    """What `_split` has cut, put together."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+def _check_count(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+        raise ValueError(f"{name} must be an int >= 1; got {count!r}")
+
+
+def _count_layers(params: PyTree) -> int:
+    sizes: dict[str, int] = {}
+    for path, p in tree_paths.leaves_by_path(params).items():
+        if jnp.ndim(p) == 0:
+            raise ValueError(
+                f"params of layers must be stacked, [layers, ...]; got a scalar at {path}. Stack them with "
+                f"jax.tree.map(lambda *ps: jnp.stack(ps), *layers), or pass it behind x, whole."
+            )
+        sizes[path] = p.shape[0]
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"params of layers must be stacked, [layers, ...], with the same number of layers; got "
+            f"{', '.join(f'{n} at {path}' for path, n in sizes.items()) or 'no params'}"
+        )
+    return next(iter(sizes.values()))
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+
+
+def _check_activations(x: PyTree, num_microbatches: int) -> None:
+    for path, leaf in tree_paths.leaves_by_path(x).items():
+        if host_memory.is_on_host(leaf):
+            raise ValueError(
+                f"activations come in on the device; got host memory at {path} of x. Use jaxmp.offload.to_device."
+            )
+        if num_microbatches > 1 and (jnp.ndim(leaf) == 0 or leaf.shape[0] % num_microbatches):
+            raise ValueError(
+                f"num_microbatches must divide the leading axis of x; got {num_microbatches} for shape "
+                f"{jnp.shape(leaf)} at {path}. Pass what is no batch behind x, whole."
+            )
+
+
+def _check_alike(new: PyTree, old: PyTree) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            f"a layer must return what the next one takes; layer_fn took x of structure {jax.tree.structure(old)} and "
+            f"returned {jax.tree.structure(new)}"
+        )
+    for (path, n), o in zip(tree_paths.leaves_by_path(new).items(), jax.tree.leaves(old), strict=True):
+        if jnp.shape(n) != jnp.shape(o) or jnp.result_type(n) != jnp.result_type(o):
+            raise TypeError(
+                f"a layer must return what the next one takes; layer_fn took {jnp.result_type(o)}{list(jnp.shape(o))} "
+                f"and returned {jnp.result_type(n)}{list(jnp.shape(n))} at {path} of x. Cast the result to x.dtype."
+            )

@@ -1,0 +1,313 @@
+"""Pictures of a run, from what `Monitor` recorded: made to be read, in print and without colour.
+
+Lines differ in their dashes, shades in their lightness; what is not finite or was skipped is a cross. Each function
+returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp._src.base import optional
+from jaxmp._src.monitor.monitor import Monitor
+from jaxmp._src.monitor.step_stats import StepStats
+from jaxmp._src.monitor.tensor_stats import FORMATS, HIGHEST, LOWEST, TensorStats
+from jaxmp._src.numerics import formats
+
+_STYLES = (("black", "-"), ("#0072b2", "--"), ("#d55e00", ":"), ("0.55", "-."))  # apart in lightness and in dashes
+
+Rows = Iterable[Mapping[str, float]]
+Samples = Iterable[tuple[int, StepStats]]
+
+
+def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, smooth: int = 1) -> Any:
+    """Loss and loss scale over the steps, skipped steps marked.
+
+    Args:
+      runs: a `Monitor`, or its rows (`monitor.steps`: dicts with "step", "loss", "loss_scale", "skipped"), or several
+        of them by name.
+      smooth: number of steps over which the loss is averaged.
+
+    Returns:
+      A matplotlib Figure of two panels.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: nothing is recorded.
+
+    Example:
+      >>> rows = [{"step": i, "loss": 1 / (i + 1), "loss_scale": 8.0, "skipped": i == 2} for i in range(5)]
+      >>> figure = plot_loss_and_scale(rows)
+      >>> [axes.get_ylabel() for axes in figure.axes]
+      ['loss', 'loss scale']
+    """
+    named = runs if isinstance(runs, Mapping) else {"": runs}
+    figure, (above, below) = _figure(2, height=4.6, sharex=True, height_ratios=(2, 1))
+    marked = False
+    for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), itertools.cycle(_STYLES), strict=False)):
+        width = max(
+            1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k
+        )  # curves may coincide: each is thinner than those before
+        rows = _rows(run)
+        steps, skipped = _column(rows, "step"), _column(rows, "skipped") == 1
+        loss, scale = _column(rows, "loss"), _column(rows, "loss_scale")
+        above.plot(steps, _smoothed(loss, smooth), dashes, color=color, lw=width, label=name or None)
+        below.step(steps, scale, where="post", ls=dashes, color=color, lw=width)
+        if skipped.any():
+            below.plot(
+                steps[skipped], scale[skipped], "x", color=color, ms=7, mew=1.6, label="" if marked else "skipped"
+            )
+            top = above.get_xaxis_transform()  # a row of ticks along the lower edge
+            above.plot(steps[skipped], np.full(skipped.sum(), 0.03), "x", color=color, ms=5, mew=1.2, transform=top)
+            marked = True
+    above.set(ylabel="loss")
+    below.set(xlabel="step", ylabel="loss scale")
+    below.set_yscale("log", base=2)
+    below.margins(y=0.2)
+    _finish(above, below)
+    return figure
+
+
+def plot_exponents(
+    stats: StepStats | TensorStats, *, names: Sequence[str] | None = None, loss_scale: float | None = None
+) -> Any:
+    """How the magnitudes of gradients lie among the ranges of the formats, before and after loss scaling.
+
+    Args:
+      stats: a sample of `Monitor.samples` (its gradients are taken), or `TensorStats` of any tensors, with histogram.
+      names: tensors to sum over; None for all.
+      loss_scale: a power of two. Of a `StepStats`, whose gradients are scaled, the scale that is in them (None: its
+        own); of `TensorStats`, which are taken as they are, what the second curve is multiplied by. 1 draws one curve.
+
+    Returns:
+      A matplotlib Figure: above the share of values in each octave, below the range of each format, its subnormals
+      hatched.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      TypeError: `stats` are no statistics of one step, but a `Monitor` or a pair of step and statistics.
+      ValueError: no such tensor, or no histogram was kept.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> stats = jaxmp.monitor.tensor_stats({"w": 2.0 ** -jnp.arange(20.0)})
+      >>> figure = plot_exponents(stats, loss_scale=1024.0)
+      >>> [line.get_label() for line in figure.axes[0].lines]
+      ['unscaled', 'times the loss scale, 2^10']
+    """
+    if not isinstance(stats, StepStats | TensorStats):
+        raise TypeError(
+            f"plot_exponents takes the statistics of one step, such as monitor.samples[-1][1]; got "
+            f"{type(stats).__name__}"
+        )
+    tensors = stats.grads if isinstance(stats, StepStats) else stats
+    if loss_scale is None:
+        loss_scale = float(stats.loss_scale) if isinstance(stats, StepStats) else 1.0
+    if not bool(tensors.sampled):
+        raise ValueError("nothing was looked at in this step: `when` was not true")
+    chosen = _chosen(tensors, names)
+    if not chosen:
+        raise ValueError("there is no tensor to draw: the tree has no float leaf, or names is empty")
+    octaves = np.asarray(tensors.octaves)[chosen]
+    if octaves.shape[1] == 0:
+        raise ValueError("no octaves were kept: measure with histogram=True")
+    weights = np.asarray(tensors.sizes, np.float64)[chosen]
+    share = 100 * (octaves * weights[:, None]).sum(0) / weights.sum()
+    exponents = np.arange(LOWEST, HIGHEST + 1)
+    shift = round(np.log2(loss_scale))
+    figure, (above, below) = _figure(2, height=4.2, sharex=True, height_ratios=(2.4, 1))
+    # Recorded gradients are scaled ones; other tensors are as they are.
+    scaled = isinstance(stats, StepStats)
+    curves = [("unscaled", -shift if scaled else 0, _STYLES[0])]
+    if shift:
+        curves.append((f"times the loss scale, 2^{shift}", 0 if scaled else shift, _STYLES[1]))
+    for label, by, (color, dashes) in curves:
+        above.plot(exponents + 0.5 + by, share, dashes, color=color, lw=1.8, drawstyle="steps-mid", label=label)
+        above.fill_between(exponents + 0.5 + by, share, step="mid", color=color, alpha=0.12)
+    zeros = float((np.asarray(tensors.zeros)[chosen] * weights).sum() / weights.sum())
+    above.set(ylabel="values in an octave [%]", title=f"{100 * zeros:.2g}% are zero", ylim=(0, None))
+    shown = [f for f in formats.formats() if f.name in FORMATS]
+    for row, f in enumerate(reversed(shown)):
+        low, normal, high = (np.log2(x) for x in (f.smallest_subnormal, f.smallest_normal, f.largest))
+        below.barh(row, high - normal, left=normal, height=0.55, color="0.6", edgecolor="black", lw=0.8)
+        below.barh(row, normal - low, left=low, height=0.55, color="white", edgecolor="black", hatch="////", lw=0.8)
+    below.set_yticks(range(len(shown)), [f.name for f in reversed(shown)])
+    used = exponents[share > 0.001] if np.any(share > 0.001) else exponents
+    ends = [used.min() + min(by for _, by, _ in curves), used.max() + max(by for _, by, _ in curves)]
+    below.set(xlabel="log2 of the magnitude (hatched: subnormal)", xlim=(min(ends[0], -26) - 1, max(ends[1], 17) + 2))
+    _finish(above, below)
+    return figure
+
+
+def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) -> Any:
+    """Amax and scale of fp8 tensors over the steps, and where the format ends.
+
+    Args:
+      samples: a `Monitor`, or its samples.
+      paths: of scale leaves, at most four; None: the first ones.
+
+    Returns:
+      A matplotlib Figure: above the amax of each tensor, a cross where values were cut off; below its scale.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: no fp8 tensor was sampled, or none of that path.
+
+    Example:
+      >>> import jaxmp
+      >>> stats = jaxmp.monitor.Fp8Stats({"a": 3.0}, {"a": 64.0}, {"a": False})
+      >>> sample = jaxmp.monitor.StepStats(None, None, None, stats, {}, 1.0)
+      >>> [axes.get_ylabel() for axes in plot_fp8([(0, sample), (1, sample)]).axes]
+      ['amax', 'scale']
+    """
+    found = _samples(samples)
+    known = list(found[0][1].fp8.amax)
+    if not known:
+        raise ValueError("no fp8 tensor with delayed scaling was sampled: params hold no scale leaves")
+    for path in paths or ():
+        if path not in known:
+            raise ValueError(f"no fp8 tensor {path!r} was sampled; there are {', '.join(known)}")
+    figure, (above, below) = _figure(2, height=4.4, sharex=True)
+    steps = [step for step, _ in found]
+    shown = list(paths or known)[: len(_STYLES)]
+    for path, (color, dashes) in zip(shown, _STYLES, strict=False):
+        amax = np.array([np.max(stats.fp8.amax[path]) for _, stats in found])
+        scale = np.array([np.min(stats.fp8.scale[path]) for _, stats in found])
+        cut = np.array([np.any(stats.fp8.saturated[path]) for _, stats in found])
+        label = path.replace("_log2_scale", "").replace("Fp8DotGeneral_0/", "").replace("fp8_", "")
+        above.plot(steps, np.where(amax > 0, amax, np.nan), dashes, color=color, lw=1.8, label=label)
+        above.plot(np.array(steps)[cut], amax[cut], "x", color=color, ms=8, mew=1.8)
+        if cut.any():
+            above.set_title("crosses: values beyond the range were cut off", fontsize=10)
+        below.step(steps, scale, where="post", ls=dashes, color=color, lw=1.8)
+    above.set(ylabel="amax")
+    below.set(xlabel="step", ylabel="scale")
+    for axes in (above, below):
+        axes.set_yscale("log", base=2)
+    _finish(above, below)
+    return figure
+
+
+def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "amax") -> Any:
+    """A heat map: one row a tensor, one column a sampled step; tensors that are not finite are crossed out.
+
+    Args:
+      samples: a `Monitor`, or its samples.
+      of: "grads", "params" or "activations".
+      what: "amax", "smallest", "zeros", "nonfinite", or "overflow", "underflow", "subnormal" with a format, as
+        "underflow/fp16".
+
+    Returns:
+      A matplotlib Figure; magnitudes as their log2, shares in percent.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      ValueError: nothing was sampled, or no such statistic.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> params = {"w": jnp.ones(2)}
+      >>> sample = jaxmp.monitor.step_stats(params, optax.sgd(0.1).init(params), params)
+      >>> figure = plot_layers([(0, sample), (10, sample)], what="underflow/fp16")
+      >>> figure.axes[0].get_xlabel(), [label.get_text() for label in figure.axes[0].get_yticklabels()]
+      ('step', ['w'])
+    """
+    field, _, name = what.partition("/")
+    kinds = ("amax", "smallest", "zeros", "nonfinite") if not name else ("overflow", "underflow", "subnormal")
+    if field not in kinds or (name and name not in FORMATS) or of not in ("grads", "params", "activations"):
+        raise ValueError(
+            f"no statistic {what!r} of {of!r}: what= is amax, smallest, zeros or nonfinite, or overflow, underflow or "
+            f"subnormal with a format ({', '.join(FORMATS)}), as 'underflow/fp16'; of= is grads, params or activations"
+        )
+    found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
+    found = [(step, stats) for step, stats in found if bool(stats.sampled)]
+    if not found or not found[0][1].names:
+        raise ValueError(f"no {of} were sampled")
+    if len({stats.names for _, stats in found}) > 1:
+        raise ValueError(f"samples are of different {of}: draw those of one filter and one model")
+    names = found[0][1].names
+    values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in found], axis=1)
+    if name:
+        values = values[..., list(FORMATS).index(name)]
+    bad = np.stack([np.asarray(stats.nonfinite) > 0 for _, stats in found], axis=1)
+    is_magnitude = field in ("amax", "smallest")
+    with np.errstate(divide="ignore"):
+        values = np.where(values > 0, np.log2(values), np.nan) if is_magnitude else 100 * values
+    figure, (axes,) = _figure(1, height=1.4 + 0.22 * len(names), width=8.0)
+    limits: dict[str, Any] = {} if is_magnitude else {"vmin": 0.0, "vmax": max(1.0, float(np.nanmax(values)))}
+    image = axes.imshow(values, aspect="auto", cmap="cividis", interpolation="nearest", **limits)
+    rows, columns = np.nonzero(bad)
+    axes.plot(columns, rows, "x", color="white", ms=6, mew=2.6)
+    axes.plot(columns, rows, "x", color="black", ms=5, mew=1.2)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    every = max(1, len(found) // 8)
+    axes.set_xticks(range(0, len(found), every), [str(step) for step, _ in found[::every]])
+    axes.set(xlabel="step", title=f"{what} of {of}" + (", not finite where crossed" if bad.any() else ""))
+    axes.tick_params(length=0)
+    figure.colorbar(image, ax=axes, label="log2 of the magnitude" if is_magnitude else "share of the values [%]")
+    return figure
+
+
+def _figure(panels: int, *, height: float, width: float = 7.0, sharex: bool = False, height_ratios: Any = None) -> Any:
+    plt = optional.load("matplotlib.pyplot", extra="plots")
+    options = {"height_ratios": height_ratios} if height_ratios else {}
+    figure, axes = plt.subplots(
+        panels,
+        figsize=(width, height),
+        dpi=120,
+        layout="constrained",
+        sharex=sharex,
+        squeeze=False,
+        gridspec_kw=options,
+    )
+    plt.close(figure)  # pyplot forgets it; who asked for it has it
+    return figure, axes[:, 0]
+
+
+def _finish(*panels: Any) -> None:
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        if any(not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
+            axes.legend(frameon=False, fontsize=8)
+
+
+def _rows(run: Monitor | Rows) -> list[Mapping[str, float]]:
+    if isinstance(run, Monitor):
+        run.finish()
+        run = run.steps
+    rows = list(run)
+    if not rows:
+        raise ValueError("nothing is recorded: call Monitor.update in the training loop")
+    return rows
+
+
+def _samples(run: Monitor | Samples) -> list[tuple[int, StepStats]]:
+    if isinstance(run, Monitor):
+        run.finish()
+        run = run.samples
+    found = list(run)
+    if not found:
+        raise ValueError("nothing was sampled: hand `stats=` from step_stats to Monitor.update")
+    return found
+
+
+def _column(rows: list[Mapping[str, float]], key: str) -> np.ndarray:
+    return np.array([row.get(key, np.nan) for row in rows], np.float64)
+
+
+def _smoothed(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the last `width` finite values."""
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.where(finite, values, 0.0))
+    counts = np.cumsum(finite)
+    sums[width:], counts[width:] = sums[width:] - sums[:-width], counts[width:] - counts[:-width]
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _chosen(tensors: TensorStats, names: Sequence[str] | None) -> list[int]:
+    for name in names or ():
+        if name not in tensors.names:
+            raise ValueError(f"no tensor {name!r} was measured; there are {', '.join(tensors.names) or 'none'}")
+    return [tensors.names.index(name) for name in (tensors.names if names is None else names)]

@@ -1,0 +1,1 @@
+"""Roundings, bits and formats; numerically safe functions for models."""

@@ -1,0 +1,1 @@
+"""For training loops that come from torch.amp and mmcv."""

@@ -1,0 +1,136 @@
+"""mmcv's decorators: which methods of a model run in float16, and which must not.
+
+    class Detector(nn.Module):
+        @jaxmp.auto_fp16(apply_to=("image",), out_fp32=True)     autocast, with its image cast to float16
+        @nn.compact
+        def __call__(self, image, boxes): ...
+
+        @jaxmp.force_fp32(apply_to=("scores",))                  no autocast, with its scores cast to float32
+        def loss(self, scores, labels): ...
+
+Both are thin over `jaxmp.autocast`, as mmcv's are over torch.autocast. A module that has an attribute `fp16_enabled`
+switches them with it, as in mmcv; one that has none (mmcv: off) runs with them.
+
+References:
+  mmcv 1.7, mmcv/runner/fp16_utils.py.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.autocast import cast_lists, rewrite
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def auto_fp16(
+    apply_to: Iterable[str] | None = None, *, out_fp32: bool = False, dtype: Any = jnp.float16
+) -> Callable[[F], F]:
+    """A function or method that runs under autocast, with chosen arguments cast to 16 bits: mmcv's `auto_fp16`.
+
+    Args:
+      apply_to: names of the arguments whose float32 arrays are cast; None for all. Values by default are not cast.
+      out_fp32: casts 16-bit arrays that it returns to float32.
+      dtype: float16, or bfloat16.
+
+    Returns:
+      A decorator, for functions and for methods of linen and nnx modules.
+
+    Raises:
+      ValueError: a name in `apply_to` that the function has not.
+
+    Example:
+      >>> @auto_fp16(apply_to=("x",))
+      ... def dense(x, w):
+      ...     return x @ w, x, w
+      >>> [array.dtype.name for array in dense(jnp.ones((2, 2)), jnp.ones((2, 2)))]
+      ['float16', 'float16', 'float32']
+
+    References:
+      mmcv 1.7, `mmcv.runner.auto_fp16`.
+    """
+    dtype = cast_lists.check_dtype(dtype)
+    if callable(apply_to):
+        raise TypeError("auto_fp16 takes names: write @jaxmp.auto_fp16()")
+
+    def decorate(fn: F) -> F:
+        run = rewrite.autocast(fn, dtype, output_dtype=None)
+        return _with_casts(
+            "auto_fp16", fn, run, apply_to, (jnp.float32, dtype), (dtype, jnp.float32) if out_fp32 else None
+        )
+
+    return decorate
+
+
+def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False) -> Callable[[F], F]:
+    """A function or method that runs without autocast, with chosen arguments cast to float32: mmcv's `force_fp32`.
+
+    Args:
+      apply_to: names of the arguments whose float16 arrays are cast; None for all. bfloat16 stays, as in mmcv.
+      out_fp16: casts float32 arrays that it returns to float16.
+
+    Returns:
+      A decorator, for functions and for methods of linen and nnx modules.
+
+    Raises:
+      ValueError: a name in `apply_to` that the function has not.
+
+    Example:
+      >>> @force_fp32(apply_to=("logits",))
+      ... def loss(logits):
+      ...     return jnp.mean(logits @ logits)
+      >>> rewrite.autocast(loss)(jnp.ones((2, 2), jnp.float16)).dtype.name
+      'float32'
+
+    References:
+      mmcv 1.7, `mmcv.runner.force_fp32`.
+    """
+
+    if callable(apply_to):
+        raise TypeError("force_fp32 takes names: write @jaxmp.force_fp32()")
+
+    def decorate(fn: F) -> F:
+        run = rewrite.no_autocast(fn)
+        casts = (jnp.float16, jnp.float32)
+        return _with_casts("force_fp32", fn, run, apply_to, casts, casts[::-1] if out_fp16 else None)
+
+    return decorate
+
+
+def _with_casts(name: str, fn: Any, run: Any, apply_to: Any, casts: Any, casts_out: Any) -> Any:
+    signature = inspect.signature(fn)
+    if isinstance(apply_to, str):
+        raise ValueError(f"{name}: apply_to is a collection of names, got the string {apply_to!r}: ({apply_to!r},)")
+    unknown = [a for a in apply_to or () if a not in signature.parameters]
+    if unknown:
+        raise ValueError(
+            f"{name}: apply_to names {unknown}, which {fn.__qualname__} does not take; it takes "
+            f"{list(signature.parameters)}"
+        )
+    chosen = set(signature.parameters if apply_to is None else apply_to)
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if args and not getattr(args[0], "fp16_enabled", True):
+            return fn(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        for argument in chosen & bound.arguments.keys():
+            bound.arguments[argument] = _cast_arrays(bound.arguments[argument], *casts)
+        out = run(*bound.args, **bound.kwargs)
+        return out if casts_out is None else _cast_arrays(out, *casts_out)
+
+    return wrapped
+
+
+def _cast_arrays(tree: Any, before: Any, after: Any) -> Any:
+    """The arrays of one dtype in another; modules are no trees here, and stay."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, after) if rewrite.is_float_array(x) and x.dtype == before else x,
+        tree,
+        is_leaf=rewrite.is_module,
+    )

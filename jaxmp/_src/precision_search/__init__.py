@@ -1,0 +1,1 @@
+"""Which module of a model can run in which format."""

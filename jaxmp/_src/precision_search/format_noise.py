@@ -1,0 +1,205 @@
+"""What each format would make of the tensors of a matmul: noise, and what is lost at the ends of its range.
+
+For a tensor x and its rounding q(x),
+
+    noise = sum (x - q(x))^2 / sum x^2        SQNR = -10 log10(noise) dB
+
+All is added up over calls, iterations and steps, noise as a mean of tensors, so that sums are the only thing needed.
+So the numbers travel as gradients: each matmul multiplies nothing by a *probe*, a vector of zeros, whose "gradient" is
+what was measured. That goes through scans, remat and vmap as any gradient does, and finds those of the cotangents,
+which exist in the backward pass only.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmp._src.numerics.quantize import largest_magnitude
+from jaxmp._src.precision_search import fake_quantize
+from jaxmp._src.precision_search.fake_quantize import Grid
+
+FORMATS = ("fp8", "fp16", "bf16")
+TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
+BACKWARD = ("dy", "dx", "dw")
+CAST_TO_FP8 = ("x", "w", "dy")  # what an fp8 matmul casts; the others come out of one in 16 bits
+_EXPONENTS = 256  # float32's exponent field
+_COUNTS = 3  # calls, elements, elements that are not zero
+SIZE = _COUNTS + 4 * len(FORMATS) + _EXPONENTS
+
+
+class Noise(NamedTuple):
+    """What was measured of one tensor in one format.
+
+    Attributes:
+      sqnr: in dB; inf: nothing was lost; -inf: something became inf or NaN.
+      overflow: the share of elements beyond the range.
+      underflow: the share of elements, zeros aside, that become zero.
+      subnormal: the share of elements, zeros aside, below the smallest normal number, where bits or all are lost.
+    """
+
+    sqnr: float
+    overflow: float
+    underflow: float
+    subnormal: float
+
+
+def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: bool) -> Float[Array, "n"]:
+    """The sums of one tensor: a vector that `read` understands; those of several calls may be added.
+
+    Args:
+      x: floats of any shape.
+      loss_scale: float32[], of gradients in float16.
+      backward: whether it is a gradient: e5m2 in place of e4m3.
+    """
+    x = x.astype(jnp.float32)
+    largest = largest_magnitude(x)
+    unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)  # squares of tiny numbers would be zero
+    signal = jnp.sum((x / unit) ** 2)
+    grids = [fake_quantize.grid(("e5m2" if backward else "e4m3") if f == "fp8" else f) for f in FORMATS]
+    by = jax.tree.map(lambda *fields: jnp.stack(fields), *grids)
+    by = by._replace(factor=jnp.where(np.array([f == "fp16" for f in FORMATS]) & backward, loss_scale, 1.0))
+
+    def of_format(by: Grid) -> Array:
+        scale = fake_quantize.scale_of(largest, by)
+        rounded = fake_quantize.rounded_under(x, scale, by)
+        noise = jnp.sum(((rounded - x) / unit) ** 2)
+        scaled = jnp.abs(x) * scale
+        beyond = jnp.where(jnp.isnan(by.overflow), scaled > by.limit, scaled >= by.overflow)
+        lost, small = (rounded == 0) & (x != 0), (scaled < by.smallest_normal) & (x != 0)
+        ratio = jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0)
+        return jnp.stack([ratio, *(_count(which) for which in (beyond, lost, small))])
+
+    counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), _count(x != 0)])
+    histogram = jnp.zeros(_EXPONENTS, jnp.uint32)
+    if backward:
+        exponents = (lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
+        histogram = histogram.at[exponents.astype(jnp.int32)].add(np.uint32(1)).at[0].set(0)
+    return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram.astype(jnp.float32)])
+
+
+def _count(which: Array) -> Array:
+    """How many are true: float32[], rounded once; a sum of ones in float32 stops at 2^24."""
+    return jnp.sum(which, dtype=jnp.uint32).astype(jnp.float32)
+
+
+@jax.custom_vjp
+def _watched(x: Array, probe: Array, probe_of_gradient: Array, loss_scale: Array) -> Array:
+    """`x`; the gradients of the probes are what was measured of it and of its gradient."""
+    del probe, probe_of_gradient, loss_scale
+    return x
+
+
+def _forwards(x: Array, probe: Array, probe_of_gradient: Array, loss_scale: Array) -> tuple[Array, Any]:
+    del probe, probe_of_gradient
+    return x, (measure(x, loss_scale, backward=False), loss_scale)
+
+
+def _backwards(residuals: Any, g: Array) -> tuple[Array, Array, Array, Array]:
+    measured, loss_scale = residuals
+    return g, measured, measure(g, loss_scale, backward=True), jnp.zeros_like(loss_scale)
+
+
+_watched.defvjp(_forwards, _backwards)
+
+
+def watched_matmul(
+    run: Callable[..., Array], operands: list[Any], weight: int, probes: Float[Array, "6 n"], loss_scale: Any
+) -> Array:
+    """A matmul as it is; the gradients of `probes` are what was measured of `TENSORS`.
+
+    Args:
+      run: the matmul.
+      operands: its operands.
+      weight: which of them is w.
+      probes: zeros.
+      loss_scale: float32[], of gradients in float16.
+    """
+    of = dict(zip(TENSORS, probes, strict=True))
+    names = ("w", "x") if weight == 0 else ("x", "w")
+    given = (_watched(x, of[name], of[f"d{name}"], loss_scale) for name, x in zip(names, operands, strict=True))
+    return _watched(run(*given), of["y"], of["dy"], loss_scale)
+
+
+def read(measured: np.ndarray) -> dict[str, Noise]:
+    """By format, what was measured; empty if nothing was.
+
+    Args:
+      measured: a sum of vectors from `measure`.
+
+    Example:
+      >>> noise = read(np.asarray(measure(jnp.array([1.0, 1e6]), jnp.float32(1.0), backward=False)))
+      >>> noise["fp16"].sqnr, noise["fp16"].overflow, noise["bf16"].overflow
+      (-inf, 0.5, 0.0)
+    """
+    calls, elements, nonzero = (float(v) for v in measured[:_COUNTS])
+    if not calls:
+        return {}
+    by_format = np.asarray(measured[_COUNTS : _COUNTS + 4 * len(FORMATS)], np.float64).reshape(len(FORMATS), 4).tolist()
+    return {
+        name: Noise(
+            decibel(noise / calls),
+            overflow / max(elements, 1),
+            underflow / max(nonzero, 1),
+            subnormal / max(nonzero, 1),
+        )
+        for name, (noise, overflow, underflow, subnormal) in zip(FORMATS, by_format, strict=True)
+    }
+
+
+def decibel(noise: float) -> float:
+    """SQNR of a noise-to-signal ratio; -inf where it is no finite number.
+
+    Example:
+      >>> decibel(0.01), decibel(float("nan"))
+      (20.0, -inf)
+    """
+    if not np.isfinite(noise):
+        return -np.inf
+    return float(-10 * np.log10(noise)) if noise > 0 else np.inf
+
+
+def exponents(measured: np.ndarray) -> np.ndarray:
+    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (never any) to 128 (inf and NaN).
+
+    Example:
+      >>> counts = exponents(np.asarray(measure(jnp.array([1.0, 3.0, 3.5]), jnp.float32(1.0), backward=True)))
+      >>> counts[127:129].tolist()
+      [1.0, 2.0]
+    """
+    return np.asarray(measured[..., -_EXPONENTS:], np.float64)
+
+
+def highest_loss_scale(histogram: np.ndarray) -> float:
+    """The largest power of two that leaves gradients a factor of 2 below float16's limit.
+
+    Args:
+      histogram: what `exponents` gave, added up over the gradients.
+
+    Example:
+      >>> highest_loss_scale(np.eye(256)[127])  # all of them are 1.something
+      16384.0
+    """
+    finite = np.flatnonzero(histogram[1:-1])
+    return 2.0 ** (14 - int(finite[-1] + 1 - 127)) if len(finite) else 1.0
+
+
+def least_loss_scale(histogram: np.ndarray, max_underflow: float) -> float:
+    """The smallest power of two, at least 1, under which no more than a share of gradients becomes zero in float16.
+
+    Args:
+      histogram: what `exponents` gave.
+      max_underflow: this share.
+
+    Example:
+      >>> least_loss_scale(np.eye(256)[127 - 30], 0.01)  # 2^-30 and a bit: 2^-25 is the last that becomes zero
+      32.0
+    """
+    total = histogram.sum()
+    lost = np.cumsum(histogram) / total if total else np.zeros(len(histogram))
+    first_kept = int(np.argmax(lost > max_underflow)) if (lost > max_underflow).any() else 127
+    return 2.0 ** max(0, -25 - (first_kept - 127))

@@ -1,0 +1,287 @@
+"""Which module can run in which format: measured in a few steps, decided by named thresholds, and checked.
+
+A policy is a guess until the tensors have been looked at: one layer has activations beyond float16's range, the
+gradients of another lie below it, a third has outliers that leave no fp8 numbers for all the rest. So
+
+    1. a few steps in float32, in which every matmul measures what each format would make of its operands, its result
+       and its gradient (`_gemm_noise`); twice, as float16's loss scale is only known after the first time
+    2. for each module and format, the gradient of the whole model with this module alone in the format, against that
+       in float32 (`_fake_quantize`): one compiled program, the roundings are arguments
+    3. a decision for each module, then the proposal as a whole, run in the same way
+
+Three programs are compiled, however many modules there are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._src.autocast import explain
+from jaxmp._src.base import tree_paths
+from jaxmp._src.precision_search import fake_quantize, format_noise
+from jaxmp._src.precision_search.fake_quantize import Roundings
+from jaxmp._src.precision_search.format_noise import BACKWARD, CAST_TO_FP8, FORMATS, TENSORS, Noise
+from jaxmp._src.precision_search.subject import Gemm, Subject
+from jaxmp._src.precision_search.suggestion import Mix, ModuleEvidence, Suggestion, TensorEvidence, exceptions, globs
+from jaxmp._src.precision_search.trials import Trial, measure
+from jaxmp._src.step.policy import get_policy
+
+
+class Thresholds(NamedTuple):
+    """What a module must keep to run in a format. SQNRs are in dB, for e4m3 32 and e5m2 26 where nothing is lost.
+
+    Attributes:
+      tensor_sqnr: by format, of each tensor of its matmuls.
+      gradient_sqnr: by format, of the gradient of the whole model with this module alone in the format.
+      overflow: the largest share of a tensor that may lie beyond the range.
+      underflow: by format, the largest share of a tensor (zeros aside) that may become zero.
+      mix_sqnr: of the gradient with all modules as proposed. Below it the module that costs most is moved to the
+        next wider format, until it holds.
+
+    Example:
+      >>> Thresholds(mix_sqnr=20.0).gradient_sqnr["fp8"]
+      15.0
+    """
+
+    tensor_sqnr: Mapping[str, float] = {"fp8": 20.0, "fp16": 40.0, "bf16": 40.0}
+    gradient_sqnr: Mapping[str, float] = {"fp8": 15.0, "fp16": 30.0, "bf16": 30.0}
+    overflow: float = 0.0
+    underflow: Mapping[str, float] = {"fp8": 0.05, "fp16": 0.01, "bf16": 0.01}
+    mix_sqnr: float = 10.0
+
+
+def suggest_policy(
+    model: Any,
+    batch: Any,
+    formats: Sequence[str] = FORMATS,
+    *,
+    params: PyTree = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    steps: int = 4,
+    has_aux: bool = False,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008
+) -> Suggestion:
+    """Measures a model for a few steps and proposes which modules run in fp8, float16, bfloat16 or float32.
+
+    The model trains `steps` steps on `batch` in float32. Each matmul and convolution is looked at: what every format
+    would make of its operands (fp8: e4m3, with a scale for each tensor), its result, and its gradient (fp8: e5m2;
+    float16: under the best loss scale, which is found first). Then each module alone is rounded to each format,
+    forwards and backwards, and the gradient of the whole model compared. The policy is the 16-bit format in which most
+    of the model keeps the thresholds. A module that keeps them in fp8 as well runs in fp8, if it can at all (Dense,
+    DenseGeneral, Einsum and their nnx twins, sides that are multiples of 16); one that does not keep them in the
+    policy's format runs in the other, or stays float32. The whole proposal is run as well, and its gradient and loss
+    stand beside.
+
+    It is an emulation: results and operands of matmuls are rounded, all else is float32, and sums inside of a matmul,
+    too. Modules in `cond`, `while` and functions with derivatives of their own are not looked at and are not named;
+    layers in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
+    checkpoint, too.
+
+    Args:
+      model: a loss function `loss_fn(params, *batch) -> f32[]` in float32, as it would be given to `jaxmp.autocast`; or
+        an nnx module.
+      batch: a tuple of the loss's other arguments: pytrees of arrays.
+      formats: of "fp8", "fp16" and "bf16", those to be tried. Of 16-bit formats that serve alike, the first counts.
+      params: pytree of params, for a loss function; floats are measured in float32.
+      loss_fn: for an nnx module, `loss_fn(model, *batch) -> f32[]`. Only `nnx.Param`s move.
+      optimizer: an optax optimizer for the steps; default `optax.adam(1e-3)`.
+      steps: how many.
+      has_aux: whether the loss function returns `(loss, aux)`.
+      thresholds: what decides.
+
+    Returns:
+      A `Suggestion`. Printed, it is a table of the evidence with the reasons, and code to paste; `code` is that
+      alone, `policy_kwargs`, `fp8_layers` and `modules` are the rules as data, `worst("fp8")` names who is to blame.
+
+    Raises:
+      ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
+        that is not finite in float32; params with fp8 scales; no params, or no loss function for a module.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> net, x = nn.Dense(16, name="out"), jax.random.normal(jax.random.key(0), (16, 16))
+      >>> params = net.init(jax.random.key(1), x)["params"]
+      >>> suggestion = suggest_policy(lambda p, x: jnp.mean(net.apply({"params": p}, x) ** 2), (x,), params=params)
+      >>> suggestion.base, suggestion.mix.gradient_sqnr > 20
+      ('fp16', True)
+    """
+    unknown = [name for name in formats if name not in FORMATS]
+    if unknown or not formats or isinstance(formats, str):
+        raise ValueError(f"suggest_policy: formats are some of {FORMATS}, got {formats!r}")
+    if not isinstance(steps, int | np.integer) or steps < 1:
+        raise ValueError(f"suggest_policy: steps must be a whole number, at least 1; got {steps!r}")
+    for field in ("tensor_sqnr", "gradient_sqnr", "underflow"):
+        missing = [name for name in formats if name not in getattr(thresholds, field)]
+        if missing:
+            raise ValueError(
+                f"suggest_policy: thresholds.{field} needs a number for each format that is tried; it has none for "
+                f"{missing}. Give them, or leave these out of formats."
+            )
+    with get_policy("fp32").default_matmul_precision():
+        subject = Subject(model, batch, params, loss_fn, has_aux)
+        measured, loss_scale, params = measure(subject, optimizer or optax.adam(1e-3), steps)
+        return _Decision(subject, measured, loss_scale, Trial(subject, params), tuple(formats), thresholds).suggestion()
+
+
+class _Decision:
+    """What is proposed, from what was measured.
+
+    Args:
+      subject: the model.
+      measured: [matmul, tensor, n].
+      loss_scale: the highest.
+      trial: runs it rounded.
+      formats: those to be tried.
+      thresholds: what decides.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        measured: np.ndarray,
+        loss_scale: float,
+        trial: Trial,
+        formats: tuple[str, ...],
+        thresholds: Thresholds,
+    ):
+        self.subject, self.measured, self.loss_scale = subject, measured, loss_scale
+        self.trial, self.formats, self.thresholds = trial, formats, thresholds
+        self.gemms: dict[str, list[int]] = {}  # of each module
+        for i, gemm in enumerate(subject.gemms):
+            self.gemms.setdefault(gemm.module, []).append(i)
+        self.noises = [dict(zip(TENSORS, (format_noise.read(m) for m in of_gemm), strict=True)) for of_gemm in measured]
+        self.widest = next((name for name in ("bf16", "fp16") if name in formats), "fp32")
+        self.evidence = {(path, name): self._try(path, name) for path in self.gemms for name in formats}
+
+    def suggestion(self) -> Suggestion:
+        """The proposal, checked as a whole."""
+        base = self._base()
+        wide = [base, *(name for name in self.formats if name not in ("fp8", base))] if base != "fp32" else []
+        chosen = {}
+        for path in self.gemms:
+            chosen[path] = self._first(path, wide)
+            if chosen[path] == base and "fp8" in self.formats:
+                chosen[path] = self._first(path, ["fp8", *wide])
+        mix = self._mix(chosen, base)
+        while mix.gradient_sqnr < self.thresholds.mix_sqnr and set(chosen.values()) != {"fp32"}:
+            lowered = [path for path in chosen if chosen[path] != "fp32"]
+            worst = min(lowered, key=lambda path: self.evidence[path, chosen[path]].gradient_sqnr)
+            chosen[worst] = self._first(worst, wide) if chosen[worst] == "fp8" else "fp32"
+            mix = self._mix(chosen, base)
+        modules, unnamed = self._exceptions(chosen, base)
+        return Suggestion(
+            formats=chosen,
+            base=base,
+            keep_fp32=self._kept(chosen, base),
+            fp8_layers=globs([path for path in chosen if chosen[path] == "fp8"], list(chosen)),
+            modules=modules,
+            unnamed=unnamed,
+            is_nnx=self.subject.is_nnx,
+            loss_scales=(self._least_loss_scale(chosen, base), self.loss_scale),
+            tensors=tuple(self._tensors()),
+            evidence=tuple(self.evidence.values()),
+            mix=mix,
+        )
+
+    def _try(self, path: str, name: str) -> ModuleEvidence:
+        """A module alone in a format, and why it should not be."""
+        results = self.widest if name == "fp8" else name
+        mix = self._mix({path: name}, results)
+        reason = self._why_not(path, name)
+        least = self.thresholds.gradient_sqnr[name]
+        if not reason and mix.gradient_sqnr < least:
+            reason = f"the gradient has {mix.gradient_sqnr:.1f} dB, less than {least:g}"
+        difference = mix.loss - mix.reference_loss
+        return ModuleEvidence(path, name, mix.gradient_sqnr, mix.cosine, difference, reason)
+
+    def _why_not(self, path: str, name: str) -> str:
+        limits = self.thresholds
+        for i in self.gemms[path]:
+            if name == "fp8" and self.subject.gemms[i].why_not_fp8:
+                return self.subject.gemms[i].why_not_fp8
+            for tensor, by_format in self.noises[i].items():
+                if (name == "fp8" and tensor not in CAST_TO_FP8) or (tensor == "dx" and self.subject.gemms[i].is_data):
+                    continue
+                if name not in by_format:
+                    return "no gradient comes back to it, so nothing was measured"
+                noise = by_format[name]
+                if noise.overflow > limits.overflow:
+                    return f"{100 * noise.overflow:.3g}% of {tensor} overflow"
+                if noise.underflow > limits.underflow[name]:
+                    return f"{100 * noise.underflow:.3g}% of {tensor} become zero"
+                if noise.sqnr < limits.tensor_sqnr[name]:
+                    return f"{tensor} has {noise.sqnr:.1f} dB, less than {limits.tensor_sqnr[name]:g}"
+        return ""
+
+    def _first(self, path: str, names: Sequence[str]) -> str:
+        return next((name for name in names if not self.evidence[path, name].reason), "fp32")
+
+    def _base(self) -> str:
+        """The 16-bit format in which most operations may run, of equals the first; float32 if there is none."""
+        flops = {}
+        for name in self.formats:
+            may = [path for path in self.gemms if name != "fp8" and not self.evidence[path, name].reason]
+            flops[name] = sum(self._flops(i) for path in may for i in self.gemms[path])
+        best = max(flops, key=lambda name: flops[name])
+        return best if flops[best] else "fp32"
+
+    def _flops(self, i: int) -> float:
+        """Of a matmul in all its calls: one in a scan runs once for each layer."""
+        return self.measured[i, 0, 0] * explain.flops_of(self.subject.gemms[i].site.eqn)
+
+    def _mix(self, chosen: dict[str, str], base: str) -> Mix:
+        """The model with modules in formats, others in float32; fp8 has results in `base`."""
+
+        def of(gemm: Gemm) -> Roundings:
+            name = chosen.get(gemm.module, "fp32")
+            return fake_quantize.roundings(name, loss_scale=self.loss_scale, results=base if name == "fp8" else None)
+
+        return self.trial.run([of(gemm) for gemm in self.subject.gemms])
+
+    def _least_loss_scale(self, chosen: dict[str, str], base: str) -> float:
+        """What float16 gradients need; those of fp8 modules are float16 where `base` is."""
+        in_fp16 = [path for path, name in chosen.items() if name == "fp16" or (name == "fp8" and base == "fp16")]
+        histograms = format_noise.exponents(self.measured)[:, [TENSORS.index(name) for name in BACKWARD]]
+        found = [h for path in in_fp16 for i in self.gemms[path] for h in histograms[i]]
+        if not found:
+            return 1.0
+        return max(format_noise.least_loss_scale(h, self.thresholds.underflow["fp16"]) for h in found)
+
+    def _exceptions(self, chosen: dict[str, str], base: str) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Formats by glob of the flax modules outside of `base`; and the scopes outside of it that are none."""
+        runs_in = {path: base if name == "fp8" else name for path, name in chosen.items()}
+        named = [path for path in chosen if self.subject.gemms[self.gemms[path][0]].site.module is not None]
+        found = exceptions({path: runs_in[path] for path in named}, base)
+        return found, tuple(path for path in chosen if path not in named and runs_in[path] != base)
+
+    def _kept(self, chosen: dict[str, str], base: str) -> tuple[str, ...]:
+        """Globs of the params that stay float32."""
+        if base == "fp32":
+            return ()
+        params = [(gemm.param, chosen[gemm.module]) for gemm in self.subject.gemms if gemm.param is not None]
+        kept = [param for param, name in params if name not in (base, "fp8")]
+        folders = [param.rpartition("/")[0] for param, _ in params if "/" in param]
+        chosen_folders = [param.rpartition("/")[0] for param in kept if "/" in param]
+        top = [param for param in kept if "/" not in param]
+        norms = [
+            path for path in tree_paths.leaves_by_path(self.subject.params) if tree_paths.matches(path, ("*norm*",))
+        ]
+        return (*(("*norm*",) if norms else ()), *globs(chosen_folders, folders, below=True), *dict.fromkeys(top))
+
+    def _tensors(self) -> list[TensorEvidence]:
+        found: list[tuple[str, int, str, dict[str, Noise]]] = [
+            (path, n, tensor, by_format)
+            for path, numbers in self.gemms.items()
+            for n, i in enumerate(numbers)
+            for tensor, by_format in self.noises[i].items()
+        ]
+        return [
+            TensorEvidence(path, n, tensor, name, noise)
+            for path, n, tensor, by_format in found
+            for name, noise in by_format.items()
+            if name in self.formats and (name != "fp8" or tensor in CAST_TO_FP8)
+        ]

@@ -1,0 +1,250 @@
+"""What `suggest_policy` returns: a proposal, as rules and as code to paste, and the evidence it stands on."""
+
+from typing import Any, NamedTuple
+
+from jaxmp._src.precision_search.format_noise import TENSORS, Noise
+
+DTYPE_NAMES = {"fp16": "jnp.float16", "bf16": "jnp.bfloat16", "fp32": "jnp.float32"}
+
+
+class TensorEvidence(NamedTuple):
+    """One tensor of one matmul, as one format would hold it.
+
+    Attributes:
+      module: path of the module; "" outside of all.
+      gemm: which of its matmuls, in the order in which they run.
+      tensor: "x" and "w", the operands (w is the param, where there is one); "y", the result; "dy", "dx", "dw", their
+        gradients.
+      format: "fp8" (scaled; e4m3, for dy e5m2), "fp16" (gradients under the highest loss scale) or "bf16".
+      noise: what would be lost.
+    """
+
+    module: str
+    gemm: int
+    tensor: str
+    format: str
+    noise: Noise
+
+
+class ModuleEvidence(NamedTuple):
+    """One module in one format, all others in float32.
+
+    Attributes:
+      module: its path.
+      format: the format.
+      gradient_sqnr: of the gradient of all params, in dB, against that in float32; inf: the same bits.
+      cosine: of the angle between both; NaN where the gradient is not finite.
+      loss_difference: the loss less that in float32.
+      reason: why it should not run in this format; "" if it may.
+    """
+
+    module: str
+    format: str
+    gradient_sqnr: float
+    cosine: float
+    loss_difference: float
+    reason: str
+
+
+class Mix(NamedTuple):
+    """All modules in what is proposed for them, at once, against all in float32.
+
+    Attributes:
+      gradient_sqnr, cosine: as in `ModuleEvidence`.
+      loss, reference_loss: at the params after the measured steps.
+    """
+
+    gradient_sqnr: float
+    cosine: float
+    loss: float
+    reference_loss: float
+
+
+class Suggestion(NamedTuple):
+    """A proposal for each module with matmuls, and why; prints as a table.
+
+    Attributes:
+      formats: "fp8", "fp16", "bf16" or "fp32" by path of the module.
+      base: the policy: the 16-bit format of most operations; "fp32" where there is none.
+      keep_fp32: path globs of params, for `get_policy`: those of modules that are in neither `base` nor fp8, and norms.
+      fp8_layers: path globs of layers, for `jaxmp.fp8.autocast(filter=)` and `jaxmp.nnx.to_fp8(filter=)`.
+      modules: formats by path glob, for `jaxmp.autocast(modules=)`.
+      unnamed: scopes outside of `base` that are no flax modules, which no rule reaches.
+      is_nnx: whether the model is an nnx module.
+      loss_scales: the least loss scale that float16 gradients of these modules need, and the highest under which none
+        overflows (a factor of 2 is left). Powers of two.
+      tensors: one entry for each tensor and format.
+      evidence: one for each module and format.
+      mix: the proposal, run as a whole.
+    """
+
+    formats: dict[str, str]
+    base: str
+    keep_fp32: tuple[str, ...]
+    fp8_layers: tuple[str, ...]
+    modules: dict[str, str]
+    unnamed: tuple[str, ...]
+    is_nnx: bool
+    loss_scales: tuple[float, float]
+    tensors: tuple[TensorEvidence, ...]
+    evidence: tuple[ModuleEvidence, ...]
+    mix: Mix
+
+    @property
+    def _uses_float16(self) -> bool:
+        """Whether anything runs in float16, whose gradients need a loss scale."""
+        return "fp16" in (self.base, *self.formats.values())
+
+    @property
+    def policy_kwargs(self) -> dict[str, Any]:
+        """The arguments of `jaxmp.get_policy`."""
+        return {"policy": self.base, "keep_fp32": self.keep_fp32}
+
+    def worst(self, format: str) -> list[str]:
+        """The modules, those first that cost most of the gradient's SQNR if they alone run in a format.
+
+        Args:
+          format: "fp8", "fp16" or "bf16".
+        """
+        rows = [row for row in self.evidence if row.format == format]
+        return [row.module for row in sorted(rows, key=lambda row: row.gradient_sqnr)]
+
+    @property
+    def code(self) -> str:
+        """The proposal as code, for a place where `loss_fn` and `optimizer` (for nnx also `model`) are known.
+
+        It makes `policy`, `tx` and `low_precision_loss_fn`, to be used in place of `loss_fn`.
+        """
+        keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
+        lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
+        others = ", ".join(f'"{path}": {DTYPE_NAMES[name]}' for path, name in self.modules.items())
+        autocast = f"jaxmp.autocast(loss_fn, policy.compute_dtype{f', modules={{{others}}}' if others else ''})"
+        fp8 = f"jaxmp.fp8.CurrentScaling(), filter={self.fp8_layers!r}"
+        if self.fp8_layers and not self.is_nnx:
+            lines += [
+                "",
+                "def low_precision_loss_fn(*args):",
+                f"    with jaxmp.fp8.autocast({fp8}):",
+                f"        return {autocast}(*args)",
+                "",
+            ]
+        else:
+            lines += [f"jaxmp.nnx.to_fp8(model, {fp8})"] if self.fp8_layers else []
+            lines += [f"low_precision_loss_fn = {autocast}"]
+        scale = ""
+        if self._uses_float16:
+            scale = f", loss_scale=jaxmp.DynamicLossScale({min(self.loss_scales[1], 2.0**16)})"
+        lines += [f"tx = jaxmp.mixed_precision(optimizer, policy{scale})"]
+        if self.unnamed:
+            lines += [
+                f"# No flax modules, so no rule reaches them; run them in jaxmp.no_autocast: {list(self.unnamed)}"
+            ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        titles = (
+            "module",
+            "runs in",
+            "format",
+            "x dB",
+            "w dB",
+            "y dB",
+            "dy dB",
+            "dx dB",
+            "dw dB",
+            "over",
+            "under",
+            "subn.",
+            "grad dB",
+        )
+        table: list[tuple[str, ...]] = [(*titles, "cosine", "loss diff", "because of")]
+        module = None
+        for row in self.evidence:
+            first = row.module != module
+            module = row.module
+            found = [t for t in self.tensors if t.module == module and t.format == row.format]
+            noises = [[t.noise for t in found if t.tensor == tensor] for tensor in TENSORS]
+            table.append(
+                (
+                    (module or "(top)") if first else "",
+                    self.formats[module] if first else "",
+                    row.format,
+                    *(f"{min(n.sqnr for n in noise):.1f}" if noise else "-" for noise in noises),
+                    *(f"{100 * max((n[i] for ns in noises for n in ns), default=0):.3g}%" for i in (1, 2, 3)),
+                    f"{row.gradient_sqnr:.1f}",
+                    f"{row.cosine:.6f}",
+                    f"{row.loss_difference:+.1e}",
+                    row.reason,
+                )
+            )
+        widths = [max(len(line[i]) for line in table) for i in range(len(titles) + 2)]
+        lines = [
+            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False)))
+            + f"  {line[-1]}"
+            for line in table
+        ]
+        least, highest = self.loss_scales
+        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
+        mix = self.mix
+        return "\n".join(
+            [
+                *(line.rstrip() for line in lines),
+                "",
+                f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
+                f"(float32: {mix.reference_loss:.6g})",
+                *((scale,) if self._uses_float16 else ()),
+                "",
+                self.code,
+            ]
+        )
+
+    __repr__ = __str__
+
+
+def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[str, ...]:
+    """Few path globs that fit `chosen` and nothing else of `among`.
+
+    Args:
+      chosen: paths.
+      among: all paths.
+      below: whether a glob is to fit what lies below a path in place of the path itself.
+
+    Example:
+      >>> globs(["a/b", "a/c", "d"], ["a/b", "a/c", "d", "e/f"]), globs(["d"], ["d", "e"], below=True)
+      (('a/*', 'd'), ('d/*',))
+    """
+    found: dict[str, None] = {}
+    for path in chosen:
+        parts = path.split("/")
+        for i in range(1, len(parts)):
+            prefix = "/".join(parts[:i]) + "/"
+            if all(p in chosen for p in among if p.startswith(prefix)):
+                found[f"{prefix}*"] = None
+                break
+        else:
+            found[f"{path}/*" if below else path] = None
+    return tuple(found)
+
+
+def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
+    """For `jaxmp.autocast(modules=)`: formats by path glob of the modules that do not run in `base`.
+
+    What is said of a module holds for all that it calls: so those in it that run in another format are named, too.
+
+    Args:
+      runs_in: the format of each module.
+      base: that of the policy.
+
+    Example:
+      >>> runs_in = {"attn": "fp32", "attn/query": "fp16", "mlp/up": "fp32", "mlp/down": "fp32", "head": "fp16"}
+      >>> exceptions(runs_in, "fp16")
+      {'attn': 'fp32', 'mlp/*': 'fp32', 'attn/query': 'fp16'}
+    """
+    outside = [path for path in runs_in if runs_in[path] != base]
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(runs_in[path] for path in outside):
+        found |= dict.fromkeys(globs([path for path in outside if runs_in[path] == name], list(runs_in)), name)
+    for path in outside:
+        inside = [p for p in runs_in if p != path and p.startswith(f"{path}/" if path else "")]
+        found |= {p: runs_in[p] for p in inside if path in found and runs_in[p] != runs_in[path] and p not in found}
+    return found

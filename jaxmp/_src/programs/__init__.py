@@ -1,0 +1,1 @@
+"""A function as a jaxpr: traced, read, run in parts."""

@@ -1,0 +1,86 @@
+"""The arguments of a function as named leaves, and the way back: what is looked at, stored, and traced.
+
+An nnx module is taken apart into its variables, so that a leaf of it has a path like any other; a box round an array
+adds nothing to the path. Put together again, modules are copies.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmp._src.base import tree_paths
+
+
+class Leaves(NamedTuple):
+    """A tree, taken apart.
+
+    Attributes:
+      paths: the path of each leaf, such as `0/dense/kernel`.
+      values: the leaves: arrays, Python numbers, and whatever else has no leaves of its own.
+      rebuild: gives the tree with other values in their places.
+      modules: the static part of the nnx modules in it, or None.
+    """
+
+    paths: list[str]
+    values: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+    modules: Any
+
+
+def is_module(x: Any) -> bool:
+    """Whether nnx takes `x` apart into variables.
+
+    Example:
+      >>> is_module(nnx.Rngs(0)), is_module({"a": 1})
+      (True, False)
+    """
+    return isinstance(x, (nnx.Module, nnx.Rngs, nnx.Optimizer))
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array, of jax or of numpy.
+
+    Example:
+      >>> is_array(np.float32(1)), is_array(1.0)
+      (True, False)
+    """
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def leaves_of(tree: Any) -> Leaves:
+    """Takes a tree apart.
+
+    Example:
+      >>> leaves = leaves_of({"x": [1.0, nnx.Linear(1, 2, rngs=nnx.Rngs(0))]})
+      >>> leaves.paths
+      ['x/0', 'x/1/bias', 'x/1/kernel']
+      >>> leaves.rebuild([2.0, *leaves.values[1:]])["x"][0]
+      2.0
+    """
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_module)
+    places = [i for i, (_, x) in enumerate(found) if is_module(x)]
+    paths = [tree_paths.path_str(path) for path, x in found if not is_module(x)]
+    values = [x for _, x in found if not is_module(x)]
+    if not places:
+        return Leaves(paths, values, lambda given: jax.tree.unflatten(treedef, given), None)
+    modules, state = nnx.split([found[i][1] for i in places])  # together: they may share variables
+    variables, state_def = jax.tree_util.tree_flatten_with_path(nnx.as_pure(state))
+    plain = len(values)
+    for path, x in variables:
+        k, *rest = path
+        outer = tree_paths.path_str(found[places[int(k.key)]][0])
+        inner = tree_paths.path_str(rest)
+        paths.append(inner if outer == "<root>" else f"{outer}/{inner}")
+        values.append(x)
+
+    def rebuild(given: Sequence[Any]) -> Any:
+        merged = nnx.merge(modules, jax.tree.unflatten(state_def, given[plain:]), copy=True)
+        others = iter(given[:plain])
+        by_place = dict(zip(places, merged, strict=True))
+        whole = [by_place[i] if i in by_place else next(others) for i in range(len(found))]
+        return jax.tree.unflatten(treedef, whole)
+
+    return Leaves(paths, values, rebuild, modules)

@@ -1,0 +1,125 @@
+"""Where in a model an equation comes from: paths such as `Block_0/Dense_1`, read off its name stack.
+
+A jaxpr knows nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
+(`jvp(vmap(Net))/Dense_0`). Flax names its modules there, the root by its class, methods other than `__call__` by theirs
+as well. So while a function is traced to be tapped (`_tapped`), each call of a module leaves a marker with its true
+path, `jaxmp.module(Block_0/Dense_1)`: the path of its params. A marker counts in place of all that stands left of it; a
+named scope to the right of it is a part of the module; the root's path is "".
+"""
+
+import contextlib
+import contextvars
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxmp._src.base import regions
+
+_MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
+_REGION = re.compile(r"jaxmp\.autocast\(\d+\)")
+_WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
+
+_ACTIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_module_paths", default=False)
+# A part of the key under which `jax.jit` keeps what it traced: with markers it is another program.
+_KEY = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """Calls of modules that are traced inside leave markers."""
+    with regions.region(_ACTIVE, True), _KEY("jaxmp.module"):
+        yield
+
+
+def at(path: str) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a call of the module at `path`; nothing where nothing is marked.
+
+    Args:
+      path: the path of its params, `Block_0/Dense_1`; "" for the root.
+    """
+    return jax.named_scope(f"jaxmp.module({path})") if _ACTIVE.get() else contextlib.nullcontext()
+
+
+def join(outer: str, inner: str) -> str:
+    """The name stack of an equation in a function that is called under `outer`.
+
+    Example:
+      >>> join("Net", "Dense_0"), join("", "Dense_0")
+      ('Net/Dense_0', 'Dense_0')
+    """
+    return "/".join(part for part in (outer, inner) if part)
+
+
+def is_backward(stack: str) -> bool:
+    """Whether an equation under this name stack is a part of a derivative.
+
+    Example:
+      >>> is_backward("transpose(jvp(Net))/Dense_0"), is_backward("jvp(Net)/Dense_0")
+      (True, False)
+    """
+    return "transpose(" in stack
+
+
+def chain(stack: str, base: str = "") -> tuple[str, ...]:
+    """Paths of the modules and scopes that a name stack goes through, outermost first.
+
+    Args:
+      stack: a name stack; that of an equation in a nested function begins at that function.
+      base: the path that it begins at.
+
+    Example:
+      >>> chain("jvp(Net)/jaxmp.module()/Block_0/jaxmp.module(Block_0)/mlp")
+      ('Block_0', 'Block_0/mlp')
+      >>> chain("vmap(block)/mlp", base="layers")
+      ('layers/block', 'layers/block/mlp')
+    """
+    *marked, rest = _pieces(_REGION.sub("", stack))
+    found: list[str] = []
+    for scopes, path in marked:
+        # The scope right before a marker is flax's own name for the module.
+        found += _extended(base, scopes[:-1])
+        base = path
+        found.append(path)
+    found += _extended(base, rest[0])
+    return tuple(dict.fromkeys(path for path in found if path))
+
+
+def path_of(stack: str) -> str:
+    """The innermost module or scope of a name stack; "" at the top.
+
+    Example:
+      >>> path_of("Net/jaxmp.module()/encode/Dense_0/jaxmp.module(Dense_0)"), path_of("")
+      ('Dense_0', '')
+    """
+    return (chain(stack) or ("",))[-1]
+
+
+def module_of(stack: str) -> str | None:
+    """The innermost flax module of a name stack, "" for the root; None where there is none.
+
+    Example:
+      >>> module_of("Net/jaxmp.module()/Dense_0/jaxmp.module(Dense_0)/mlp"), module_of("mlp")
+      ('Dense_0', None)
+    """
+    found = _MARKER.findall(stack)
+    return found[-1] if found else None
+
+
+def _pieces(stack: str) -> list[tuple[list[str], str]]:
+    """The scopes before each marker, with its path; and those after the last, with ""."""
+    found, start = [], 0
+    for marker in _MARKER.finditer(stack):
+        found.append((_scopes(stack[start : marker.start()]), marker[1]))
+        start = marker.end()
+    return [*found, (_scopes(stack[start:]), "")]
+
+
+def _scopes(text: str) -> list[str]:
+    unwrapped = (_WRAPPED.sub(r"\1", part) for part in text.split("/"))
+    return [part for part in unwrapped if part and part != "rematted_computation"]
+
+
+def _extended(base: str, scopes: list[str]) -> list[str]:
+    return [join(base, "/".join(scopes[: i + 1])) for i in range(len(scopes))]

@@ -1,0 +1,135 @@
+"""A part of a program that is elementwise in large arrays, run a few rows of them at a time.
+
+The params of a stack of layers are one array, [layers, ...], and so are its moments: for `_windows` that is one window,
+as large as the model. If nothing is computed of them but element by element, as Adam and most optimizers do, rows can
+go one after the other: a loop slices them out of host memory, computes, and writes them back where they stood.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxmp._src.devices import host_memory
+
+# What gives each element of its result from the same element of its operands, and says no shape in its parameters.
+_ELEMENTWISE = frozenset(
+    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf erf_inv exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow rem "
+    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan tanh xor "
+    "bitcast_convert_type device_put stop_gradient reduce_precision".split()
+)
+
+
+class Rows(NamedTuple):
+    """An elementwise part of a program.
+
+    Attributes:
+      eqns: its equations, in order.
+      wide: variables with rows that it reads.
+      whole: scalars that it reads.
+    """
+
+    eqns: list[Any]
+    wide: list[Any]
+    whole: list[Any]
+
+
+def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any, Any], late: set[Any]) -> Rows | None:
+    """How to compute `targets` by rows, or None.
+
+    Args:
+      jaxpr: a program without calls.
+      makers: the number of the equation that makes each variable.
+      targets: variables of one shape [n, ...].
+      held: variables that have values.
+      late: variables that depend on what is still to be copied in.
+    """
+    shape = targets[0].aval.shape
+    if not shape or any(v.aval.shape != shape for v in targets):
+        return None
+    todo, wide, whole = set(), {}, {}
+    open_ = list(targets)
+    while open_:
+        v = open_.pop()
+        if v.aval.shape == ():
+            if v in late and v not in held:
+                return None
+            whole[v] = None
+        elif v.aval.shape != shape:
+            return None
+        elif v in held:
+            wide[v] = None
+        elif _is_elementwise(jaxpr.eqns[makers[v]]):
+            if makers[v] not in todo:
+                todo.add(makers[v])
+                operands = jaxpr.eqns[makers[v]].invars
+                open_ += [x for x in operands if not isinstance(x, core.Literal)]
+        elif v in late:
+            return None
+        else:
+            wide[v] = None
+    return Rows([jaxpr.eqns[i] for i in sorted(todo)], list(wide), list(whole))
+
+
+def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], count: int) -> list[Any]:
+    """The values of `targets`, `count` rows at a time.
+
+    Args:
+      rows: from `find`; `held` has all that it reads.
+      targets: variables.
+      into: for each target the variable whose array it replaces; of the same shape, dtype and memory.
+      held: values of variables.
+      count: divides the number of rows.
+    """
+    shape = targets[0].aval.shape
+    others = {v: held[v] for v in rows.wide if v not in into}
+    whole = {v: held[v] for v in rows.whole}
+
+    def turn(i: Any, replaced: list[Any]) -> list[Any]:
+        def cut(x: Any) -> Any:
+            return lax.dynamic_slice_in_dim(x, i * count, count)
+
+        arrays = dict(zip(into, replaced, strict=True))
+        known = whole | {v: cut(arrays.get(v, others.get(v))) for v in rows.wide}
+        for eqn in rows.eqns:
+            operands = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+            if eqn.primitive.name == "broadcast_in_dim":
+                results = [jnp.broadcast_to(operands[0], (count, *shape[1:]))]
+            else:
+                results = _bound(eqn, operands)
+            known |= dict(zip(eqn.outvars, results, strict=True))
+        new = [known[v] for v in targets]
+        return [lax.dynamic_update_slice_in_dim(x, n, i * count, 0) for x, n in zip(replaced, new, strict=True)]
+
+    return lax.fori_loop(0, shape[0] // count, turn, [held[v] for v in into])
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` that is not above `most`, at least 1.
+
+    Example:
+      >>> largest_divisor(12, 5), largest_divisor(7, 0)
+      (4, 1)
+    """
+    return max((i for i in range(1, n + 1) if n % i == 0 and i <= most), default=1)
+
+
+def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
+    if eqn.primitive.name == "device_put":  # one array, to the other memory
+        (x,) = operands
+        on_host = eqn.outvars[0].aval.memory_space == jax.memory.Space.Host
+        return [host_memory.to_host(x) if on_host else host_memory.to_device(x)]
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        return eqn.invars[0].aval.shape == ()
+    if eqn.primitive.name == "bitcast_convert_type":
+        return eqn.invars[0].aval.dtype.itemsize == eqn.outvars[0].aval.dtype.itemsize
+    shapes = {v.aval.shape for v in eqn.outvars}
+    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1

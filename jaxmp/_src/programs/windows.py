@@ -1,0 +1,255 @@
+"""A function of arrays in host memory, run a few arrays at a time.
+
+An optimizer is one function of all its params and moments. If these lie in host memory, and one traced the function as
+it is, XLA would be free to bring all of them to the device first, and on GPUs it does so, to hide the time of copying.
+So the function is traced to a jaxpr and cut into windows:
+
+    window 0:  copy in its arrays -> compute its results -> copy them out
+    window 1:  the same, at the same time: one window comes in while the one before it goes out
+    window k:  may not begin before window k - 2 has gone out        (an `optimization_barrier` says so)
+
+A window holds the results of some params and all that only they need. Whatever else can be computed from what has been
+copied in by then (the moments of those params, a step count) comes with it. So every array is copied in once and out
+once, whatever the function does; one that needs all of its arrays for any result (a norm over all Adam updates, say)
+has them all on the device: right, but with nothing saved while it runs.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jaxtyping import PyTree
+
+from jaxmp._src.autocast import emit
+from jaxmp._src.base import compat
+from jaxmp._src.devices import host_memory
+from jaxmp._src.programs import row_loops
+
+_IN_FLIGHT = 2
+_CALLS = ("jit", "pjit")
+
+
+class Window(NamedTuple):
+    """What is computed together.
+
+    Attributes:
+      inputs: which of the function's inputs are copied in for it.
+      results: which of its results are computed.
+    """
+
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def run(
+    f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_bytes: int, into: PyTree = None
+) -> tuple[list[PyTree], PyTree]:
+    """`f(*args)`, window by window.
+
+    Args:
+      f: returns (parts, rest): a part for each param, in the order in which they shall be computed, and anything else.
+        It brings its arguments to the device itself (`host_memory.to_device`), and puts its results where they belong.
+      *args: pytrees of arrays.
+      window_bytes: of arrays in host memory, how much is copied in for one window; a part that needs more than that has
+        a window of its own.
+      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A
+        part that is too large for a window then goes in pieces of its leading axis, if it is elementwise (see `_rows`).
+
+    Returns:
+      What `f` returns.
+
+    Example:
+      >>> xs = [host_memory.to_host(jax.numpy.ones(2))] * 3
+      >>> f = lambda xs: ([host_memory.to_device(x) + 1 for x in xs], None)
+      >>> [x.tolist() for x in run(f, xs, window_bytes=8)[0]]
+      [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    structure: Any = None
+    widths: list[int] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal structure
+        parts, rest = f(*treedef.unflatten(leaves))
+        widths.extend(len(jax.tree.leaves(part)) for part in parts)
+        results, structure = jax.tree.flatten((parts, rest))
+        return results
+
+    avals = [jax.typeof(x) for x in leaves]
+    traced = jax.make_jaxpr(flat)(*avals)
+    jaxpr, consts = compat.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
+    starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
+    parts = [tuple(range(a, b)) for a, b in itertools.pairwise(starts)]
+    sizes = [x.size * x.dtype.itemsize if host_memory.is_on_host(x) else 0 for x in leaves]
+    windows = plan(jaxpr, sizes, parts, window_bytes)
+    held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, leaves, strict=True))
+    makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    results: list[Any] = [None] * len(jaxpr.outvars)
+    gone_out: list[list[Any]] = []
+    places = {id(x): v for x, v in zip(leaves, jaxpr.invars, strict=True)}
+    replaced = None if into is None else [places[id(x)] for x in jax.tree.leaves(into)]
+    for number, window in enumerate(windows):
+        if number >= _IN_FLIGHT and window.inputs:
+            wanted = [jaxpr.invars[i] for i in window.inputs]
+            waited, _ = lax.optimization_barrier(([held[v] for v in wanted], gone_out[number - _IN_FLIGHT]))
+            held |= dict(zip(wanted, waited, strict=True))
+        if replaced is not None and _total(sizes, _to_bits(window.inputs)) > window_bytes:
+            _compute_rows(jaxpr, makers, window, replaced, sizes, held, window_bytes)
+        _compute(jaxpr, makers, [jaxpr.outvars[i] for i in window.results], held)
+        for i in window.results:
+            atom = jaxpr.outvars[i]
+            results[i] = atom.val if isinstance(atom, core.Literal) else held[atom]
+        # Those that stay on the device too: else XLA makes them last, and keeps what they are made from until then.
+        gone_out.append([results[i] for i in window.results])
+    return jax.tree.unflatten(structure, results)
+
+
+def plan(jaxpr: Any, sizes: list[int], parts: list[tuple[int, ...]], window_bytes: int) -> list[Window]:
+    """The windows of a function.
+
+    Args:
+      jaxpr: the function.
+      sizes: bytes that each of its inputs takes to copy in; 0 where it is on the device.
+      parts: which results belong together, in order; all others come as soon as what they need is there.
+      window_bytes: as for `run`.
+
+    Returns:
+      Windows that have every result once.
+    """
+    needs = _needs(jaxpr, sizes)
+    others = [i for i in range(len(jaxpr.outvars)) if not any(i in part for part in parts)]
+    windows: list[Window] = []
+    copied = 0  # the inputs that are there, as bits, as in `needs`
+    opened, results = 0, []
+    for number, part in enumerate(parts):
+        for i in part:
+            opened |= needs[i] & ~copied
+        results += part
+        following = 0
+        if number + 1 < len(parts):
+            for i in parts[number + 1]:
+                following |= needs[i] & ~copied & ~opened
+        if number + 1 == len(parts) or _total(sizes, opened) + _total(sizes, following) > window_bytes:
+            copied |= opened
+            results += [i for i in others if not needs[i] & ~copied]
+            others = [i for i in others if needs[i] & ~copied]
+            windows.append(Window(_bits(opened), tuple(results)))
+            opened, results = 0, []
+    if others:
+        left = 0
+        for i in others:
+            left |= needs[i] & ~copied
+        windows.append(Window(_bits(left), tuple(others)))
+    return windows
+
+
+def _inlined(closed: Any, values: Any) -> list[Any]:
+    """The results of a program, traced without the calls in it.
+
+    Functions over whole trees are often jitted (`optax.tree.bias_correction`), and a call needs all its operands.
+    """
+    jaxpr, consts = compat.open_jaxpr(closed)
+    held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else held[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            results = _inlined(eqn.params["jaxpr"], operands)
+        else:
+            results = emit.written(eqn, operands)
+        held |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:
+    """For each result the inputs with a size that it is computed from, as the bits of an integer."""
+    known = _dependencies(jaxpr, sizes)
+    return [0 if isinstance(v, core.Literal) else known.get(v, 0) for v in jaxpr.outvars]
+
+
+def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
+    """The same for each variable that needs any."""
+    known = {v: 1 << i for i, v in enumerate(jaxpr.invars) if sizes[i]}
+    for eqn in jaxpr.eqns:
+        found = 0
+        for v in eqn.invars:
+            if not isinstance(v, core.Literal):
+                found |= known.get(v, 0)
+        if found:
+            known |= dict.fromkeys(eqn.outvars, found)
+    return known
+
+
+def _to_bits(numbers: tuple[int, ...]) -> int:
+    return sum(1 << i for i in numbers)
+
+
+def _bits(number: int) -> tuple[int, ...]:
+    return tuple(i for i in range(number.bit_length()) if number >> i & 1)
+
+
+def _total(sizes: list[int], bits: int) -> int:
+    return sum(sizes[i] for i in _bits(bits))
+
+
+def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[Any, Any]) -> None:
+    """Puts the values of `wanted`, and all they are made from, into `held`."""
+    todo: set[int] = set()
+    open_ = [v for v in wanted if not isinstance(v, core.Literal) and v not in held]
+    while open_:
+        number = makers[open_.pop()]
+        if number in todo:
+            continue
+        todo.add(number)
+        operands = jaxpr.eqns[number].invars
+        open_ += [v for v in operands if not isinstance(v, core.Literal) and v not in held]
+    eqns = [jaxpr.eqns[i] for i in sorted(todo)]
+    run_eqns, operands, made = compat.as_program(eqns)
+    held |= dict(zip(made, run_eqns(*(held[v] for v in operands)), strict=True))
+
+
+def _compute_rows(
+    jaxpr: Any,
+    makers: dict[Any, int],
+    window: Window,
+    replaced: list[Any],
+    sizes: list[int],
+    held: dict[Any, Any],
+    window_bytes: int,
+) -> None:
+    """Puts those results of a window that are made from what it copies in into `held`, by rows if they can be."""
+    needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
+    chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
+    targets, into = [jaxpr.outvars[i] for i in chosen], [replaced[i] for i in chosen]
+    late = {v for v in needed if v not in held}
+    rows = row_loops.find(jaxpr, makers, targets, held, late)
+    if rows is None or len(set(into)) < len(into):
+        return
+    _compute(jaxpr, makers, rows.wide + rows.whole, held)
+    n = targets[0].aval.shape[0]
+    count = row_loops.largest_divisor(n, window_bytes * n // _total(sizes, _to_bits(window.inputs)))
+    held |= dict(zip(targets, row_loops.run(rows, targets, into, held, count), strict=True))
+
+
+def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
+    """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time.
+
+    Example:
+      >>> any_nonfinite([host_memory.to_host(jnp.array([1.0, jnp.inf]))], 1.0)
+      Array(True, dtype=bool)
+    """
+
+    def look(leaves: list[Any]) -> tuple[list[Any], None]:
+        fetched = host_memory.to_device(leaves)
+        return [jnp.all(jnp.isfinite(g.astype(jnp.float32) * inv_scale)) for g in fetched], None
+
+    found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)
+    return ~functools.reduce(jnp.logical_and, found)

@@ -1,0 +1,1 @@
+"""One step run again: which leaf, which operation, numbers or machine."""

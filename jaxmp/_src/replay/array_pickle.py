@@ -1,0 +1,160 @@
+"""Python objects with arrays inside, as two files: a small pickle, and the bytes of the arrays.
+
+The arrays are written one at a time, an array that occurs twice once, and come back bit for bit: bfloat16, fp8 and
+int4, typed keys, numpy's own. Functions and classes are stored by name, as pickle always does; a function without one
+(a lambda, the closure of an initializer) comes back as something that says so when it is called, since most are never
+called again. What was in `__main__` is looked up in the module that is named when it is read.
+"""
+
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmp._src.programs import array_functions
+
+
+class MissingFunction:
+    """What stands where a function was that has no name to find it by.
+
+    Example:
+      >>> MissingFunction("make.<locals>.init")()
+      Traceback (most recent call last):
+        ...
+      ValueError: make.<locals>.init was not stored with the capture, as it is not at the top of a module. ...
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            f"{self.name} was not stored with the capture, as it is not at the top of a module. Pass like=, arguments "
+            f"that are made in the same way."
+        )
+
+
+class Saver(pickle.Pickler):
+    """Writes objects to `file` and their arrays to `arrays`.
+
+    Args:
+      file: for the pickle.
+      arrays: for the bytes; several savers may share one.
+      places: the arrays that were written already and where they are, by id; shared with `arrays`.
+
+    Example:
+      >>> import io
+      >>> file, arrays = io.BytesIO(), io.BytesIO()
+      >>> x = jnp.ones(2, jnp.bfloat16)
+      >>> Saver(file, arrays, {}).dump({"a": x, "b": x})
+      >>> len(arrays.getvalue()), Loader(io.BytesIO(file.getvalue()), arrays).load()["b"].dtype
+      (4, dtype(bfloat16))
+    """
+
+    def __init__(self, file: BinaryIO, arrays: BinaryIO, places: dict[int, Any]):
+        super().__init__(file, protocol=5)
+        self.arrays = arrays
+        self.places = places
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, jax.Array) and jnp.issubdtype(obj.dtype, jax.dtypes.prng_key):
+            return "key", jax.random.key_impl(obj), self._place(obj, jax.random.key_data(obj))
+        if isinstance(obj, jax.Array):
+            return "weak" if obj.weak_type and obj.ndim == 0 else "jax", None, self._place(obj, obj)
+        if type(obj) is np.ndarray and not obj.dtype.hasobject and obj.dtype.names is None:
+            return "numpy", None, self._place(obj, obj)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType) and not has_name(obj):
+            return MissingFunction, (obj.__qualname__,)
+        if array_functions.is_module(obj):
+            return _merge, nnx.split(obj)
+        return NotImplemented
+
+    def _place(self, obj: Any, x: Any) -> Any:
+        if id(obj) not in self.places:
+            host = np.asarray(x)
+            # With the object itself: were it gone, another could come to lie at its id.
+            self.places[id(obj)] = obj, (self.arrays.tell(), host.shape, host.dtype)
+            # As bytes: not every dtype can be written as it is.
+            self.arrays.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
+        return self.places[id(obj)][1]
+
+
+class Loader(pickle.Unpickler):
+    """Reads what a `Saver` wrote.
+
+    Args:
+      file: the pickle.
+      arrays: the bytes.
+      main: the module in which names are looked up that were in `__main__`; None for `__main__`.
+      on_host: whether arrays stay numpy's, but for keys.
+    """
+
+    def __init__(self, file: BinaryIO, arrays: BinaryIO, main: types.ModuleType | None = None, on_host: bool = False):
+        super().__init__(file)
+        self.arrays = arrays
+        self.main = main
+        self.on_host = on_host
+        self.found: dict[Any, Any] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "__main__" and self.main and hasattr(self.main, global_name.partition(".")[0]):
+            module_name = self.main.__name__
+        return super().find_class(module_name, global_name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid not in self.found:
+            kind, implementation, (start, shape, dtype) = pid
+            self.arrays.seek(start)
+            data = bytearray(self.arrays.read(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize))
+            x = np.frombuffer(data, np.uint8).view(dtype).reshape(shape)
+            if kind == "key":
+                x = jax.random.wrap_key_data(jnp.asarray(x), impl=implementation)
+            elif kind != "numpy" and not self.on_host:
+                x = as_jax(x, weak=kind == "weak")
+            self.found[pid] = x
+        return self.found[pid]
+
+
+def as_jax(x: np.ndarray, *, weak: bool) -> jax.Array:
+    """An array on the default device; a scalar whose dtype gives way to others if `weak`.
+
+    Raises:
+      ValueError: its dtype has 64 bits, and those are switched off.
+
+    Example:
+      >>> as_jax(np.array(2.0, np.float32), weak=True).weak_type
+      True
+    """
+    found = jnp.asarray(x.item() if weak and x.dtype in (np.float32, np.int32, np.bool_) else x)
+    if found.dtype != x.dtype:
+        raise ValueError(
+            f"a capture must be replayed with the settings of its run; got {x.dtype} arrays, and jax_enable_x64 is off "
+            f"here. Set JAX_ENABLE_X64=1."
+        )
+    return found
+
+
+def has_name(function: Callable[..., Any]) -> bool:
+    """Whether a function can be found by its module and name.
+
+    Example:
+      >>> has_name(has_name), has_name(lambda: None)
+      (True, False)
+    """
+    found: Any = sys.modules.get(function.__module__ or "")
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+def _merge(graphdef: Any, state: Any) -> Any:
+    return nnx.merge(graphdef, state)

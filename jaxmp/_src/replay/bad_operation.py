@@ -1,0 +1,259 @@
+"""One operation that made inf or NaN of finite numbers, described: where it stands, what went in, how far beyond.
+
+A jaxpr keeps of the Python that made it a name stack, into which flax's modules write their names and autodiff whether
+an operation is of the backward pass, and a traceback. What an operation would have given with more range is found by
+running it again with its narrow floats in float32.
+"""
+
+import dataclasses
+import functools
+import linecache
+import os
+import sysconfig
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import optax
+
+import pallas_kernels
+from jaxmp._src.programs import module_paths
+from jaxmp._src.replay import nonfinite
+
+_DTYPES = ("preferred_element_type", "new_dtype")  # parameters of primitives that name a result's dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What went into an operation.
+
+    Attributes:
+      dtype: its dtype.
+      shape: its shape.
+      amax: its largest finite magnitude; NaN where there is none.
+      finite: whether all of it is finite.
+
+    Example:
+      >>> print(Operand("float16", (2, 3), 6e4, True))
+      float16[2,3], amax 60000
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    amax: float
+    finite: bool
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if not np.isnan(self.amax):
+            text += f", amax {self.amax:.6g}"
+        return text if self.finite else f"{text}, and inf or NaN"
+
+
+@dataclasses.dataclass(frozen=True)
+class BadOp:
+    """An operation whose result is not finite, though what went in was.
+
+    Attributes:
+      primitive: jax's name of it; "argument" where an argument itself is not finite, and `module` is its path.
+      module: path of the flax module, that of its params (`block_1/Dense_0`), or of the named scope; "" at the top.
+      backward: whether it is of the backward pass.
+      source: the line of the user's code, as `file:line (function)`; "" where there is none.
+      iterations: which iteration of the loops round it, outermost first.
+      operands: what went in.
+      dtype: of the result.
+      shape: of the result.
+      first: its first bad element, as `first_nonfinite` tells it: `index`, `value`, `count`, `size`.
+      limit: the largest finite number of the dtype.
+      float32_amax: the largest magnitude of the result with operands and result in float32, perhaps inf or NaN; None
+        where it was float32 already, or cannot be run so.
+      note: what is known beside that.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> found = jaxmp.monitor.first_bad_op(lambda x: jnp.sum(x * x), jnp.full(2, 300.0, jnp.float16))
+      >>> found.primitive, found.dtype, found.first.index, found.float32_amax
+      ('mul', 'float16', (0,), 90000.0)
+    """
+
+    primitive: str
+    module: str
+    backward: bool
+    source: str
+    iterations: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    first: nonfinite.NonFinite
+    limit: float
+    float32_amax: float | None
+    note: str = ""
+
+    def where(self) -> str:
+        """The operation in a few words."""
+        if self.primitive == "argument":
+            return f"argument {self.first}"
+        way = "backward" if self.backward else "forward"
+        loops = "".join(f", iteration {i}" for i in self.iterations)
+        return f"{self.primitive} in {self.module or '(top)'} ({way}{loops})"
+
+    @property
+    def code(self) -> str:
+        """The text of the line at `source`; "" where it is not to be had."""
+        file, _, rest = self.source.rpartition(":")
+        number = rest.split(" ")[0]
+        return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
+    def __str__(self) -> str:
+        if self.primitive == "argument":
+            return self.where()
+        index = f"[{', '.join(map(str, self.first.index))}]" if self.first.index else ""
+        lines = [self.where(), *([f"  at {self.source}"] if self.source else [])]
+        lines += [f"    {self.code}"] if self.code else []
+        lines += [f"  takes {x}" for x in self.operands]
+        lines.append(
+            f"  gives {self.dtype}[{','.join(map(str, self.shape))}], {self.first.value} first at {index or '[]'}, "
+            f"{self.first.count} of {self.first.size} values not finite"
+        )
+        if self.float32_amax is not None and np.isfinite(self.float32_amax):
+            times = self.float32_amax / self.limit
+            lines.append(
+                f"  in float32 its largest is {self.float32_amax:.6g}; {self.dtype} ends at {self.limit:.6g}"
+                + (f" ({times:.3g} times beyond)" if times > 1 else "")
+            )
+        elif self.float32_amax is not None:
+            lines.append(f"  in float32 it gives {self.float32_amax} as well: not a matter of {self.dtype}'s range")
+        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+
+def describe(
+    eqn: Any, operands: list[Any], results: list[Any], which: int, outer: "Place", bad: Any, note: str = ""
+) -> BadOp:
+    """Describes an equation.
+
+    Args:
+      eqn: the equation.
+      operands: what went in, literals included.
+      results: what came out.
+      which: the result that is not finite.
+      outer: where its jaxpr stands.
+      bad: bool array, which elements of it count.
+      note: see `BadOp`.
+    """
+    result = results[which]
+    place = outer.inside(eqn)
+    values = np.asarray(result).astype(np.float32) if np.dtype(result.dtype).itemsize < 4 else np.asarray(result)
+    bad = np.asarray(bad)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)) if bad.ndim else ()
+    first = nonfinite.NonFinite(place.module, index, values[index].item(), int(bad.sum()), bad.size)
+    return BadOp(
+        primitive=eqn.primitive.name,
+        module=place.module,
+        backward=place.backward,
+        source=place.source,
+        iterations=place.iterations,
+        operands=tuple(_operand(x) for x in operands),
+        dtype=str(result.dtype),
+        shape=tuple(result.shape),
+        first=first,
+        limit=float(jnp.finfo(result.dtype).max),
+        float32_amax=_float32_amax(eqn, operands, which),
+        note=note,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where equations stand: of the function as a whole, or of a function inside.
+
+    Attributes:
+      stack: the name stacks of the equations round it.
+      source: the innermost of their lines in the user's code.
+      iterations: of the loops round it.
+    """
+
+    stack: str = ""
+    source: str = ""
+    iterations: tuple[int, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The path of the module or named scope.
+
+        Example:
+          >>> Place("transpose(jvp(Net))/jaxmp.module()/rematted_computation/Dense_0/jaxmp.module(Dense_0)").module
+          'Dense_0'
+        """
+        return module_paths.path_of(self.stack)
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in the backward pass, recomputed forward passes included."""
+        return module_paths.is_backward(self.stack)
+
+    def inside(self, eqn: Any, iteration: int | None = None) -> "Place":
+        """Where an equation stands, or the function inside of it."""
+        stack = module_paths.join(self.stack, str(eqn.source_info.name_stack))
+        iterations = self.iterations if iteration is None else (*self.iterations, iteration)
+        return Place(stack, _source(eqn) or self.source, iterations)
+
+
+def _operand(x: Any) -> Operand:
+    if not (jnp.issubdtype(x.dtype, jnp.number) and x.size):
+        return Operand(str(x.dtype), tuple(x.shape), float("nan"), True)
+    x = nonfinite.on_host_if_small(x)
+    amax, finite = _amax(np, x) if isinstance(x, np.ndarray) else jax.device_get(_amax_on_device(x))
+    return Operand(str(x.dtype), tuple(x.shape), float(amax), bool(finite))
+
+
+def _amax(xp: Any, x: Any) -> Any:
+    magnitude = xp.abs(x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32))
+    finite = xp.isfinite(magnitude)
+    largest = xp.max(xp.where(finite, magnitude, -1.0))
+    return xp.where(largest < 0, np.nan, largest), xp.all(finite)
+
+
+_amax_on_device = jax.jit(functools.partial(_amax, jnp))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _float32_amax(eqn: Any, operands: list[Any], which: int) -> float | None:
+    if not _is_narrow(eqn.outvars[which].aval.dtype):
+        return None
+    wide = [x.astype(jnp.float32) if _is_narrow(x.dtype) else x for x in operands]
+    if eqn.primitive.name == "reduce_precision":
+        return float(np.max(np.abs(np.asarray(wide[0]))))
+    params = {
+        name: np.dtype(np.float32) if name in _DTYPES and x is not None and _is_narrow(x) else x
+        for name, x in eqn.params.items()
+    }
+    try:
+        result = eqn.primitive.bind(*wide, **params)
+    except Exception:  # a primitive whose parameters name a dtype in a way of its own: there is no such number then
+        return None
+    result = result[which] if eqn.primitive.multiple_results else result
+    return float(np.max(np.abs(np.asarray(result))))  # NaN stays NaN
+
+
+def _source(eqn: Any) -> str:
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_libraries()) and not frame.file_name.startswith("<frozen"):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return ""
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders whose lines are not the user's."""
+    stdlib = sysconfig.get_paths()["stdlib"]
+    packages = (os.path.dirname(module.__file__ or "") for module in (jax, jaxlib, flax, optax, np, pallas_kernels))
+    own = os.path.dirname(__file__)
+    parts = [f"{stdlib}{os.sep}{name}" for name in ("contextlib.py", "functools.py", "runpy.py", "threading.py")]
+    return (*(f"{folder}{os.sep}" for folder in (*packages, own)), *parts)

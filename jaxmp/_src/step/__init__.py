@@ -1,0 +1,1 @@
+"""One training step: policy, gradients, unscale, decide, masters, scales."""

@@ -1,0 +1,297 @@
+"""The optimizer's side of delayed scaling: amaxes come in as gradients, scales go out as updates.
+
+    h, scale = recipe.update(h, amax)          update = leaf(scale) - leaf          (the leaf holds log2 of the scale)
+
+`split_fp8` sends the scale leaves of params and gradients here and all others to the optimizer, which finds
+`optax.MaskedNode()` in their places: clipping, moments, weight decay, masks and schedules never meet them.
+
+All histories of a model lie in one array [len, n], not in one for each leaf, so that a step launches a handful of
+kernels for them however many layers there are. The n scales are in the order of the tree.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import collectives
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
+from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
+from jaxmp._src.step import in_place
+from jaxmp._src.step.state import find, masters_of
+from jaxmp._src.step.states import Fp8State, SplitFp8State
+
+Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
+
+_LARGEST_STEP = np.float32(2.0**12)  # of a leaf that is no power of two: p + (new - p) then lands near new
+
+
+class _Group(NamedTuple):
+    """Leaves that are updated together: those of one recipe, of gradients or of the rest."""
+
+    recipe: DelayedScaling
+    backward: bool
+    indices: tuple[int, ...]  # among the leaves of the tree
+
+
+def update_amax(recipe: Recipe) -> optax.GradientTransformation:
+    """An optax part for scale leaves only: their gradients are amaxes, their updates lead to the next scales.
+
+    Args:
+      recipe: a `DelayedScaling`, or a dict from path globs to several; the first that matches a leaf's path counts.
+
+    Returns:
+      A transform with `Fp8State`. Whatever in the tree is no scale leaf must be `optax.MaskedNode()`.
+
+    Raises:
+      ValueError: no scale leaves; a leaf whose format is not the recipe's; a history of another length (see
+        `resize_history`).
+
+    Example:
+      >>> tx = update_amax(DelayedScaling(amax_history_len=4))
+      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0)}
+      >>> updates, state = tx.update({"fp8_lhs_e4m3_log2_scale": jnp.float32(7.0)}, tx.init(params), params)
+      >>> updates
+      {'fp8_lhs_e4m3_log2_scale': Array(6., dtype=float32)}
+    """
+
+    def init_fn(params: PyTree) -> Fp8State:
+        leaves = jax.tree.leaves(params)
+        states = []
+        for group in _groups(recipe, params):
+            start = [scale_leaves.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
+            scale = _flat(start)
+            states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
+        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
+        if params is None:
+            raise ValueError("fp8 scales need the params: call tx.update(grads, opt_state, params)")
+        groups = _groups(recipe, params)
+        _check_state(groups, state, params)
+        treedef = jax.tree.structure(updates)
+        amaxes, leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
+        moves: list[Any] = [None] * len(leaves)
+        states, saturated, unused = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        for group, old in zip(groups, state.amax_states, strict=True):
+            amax = _flat([amaxes[i] for i in group.indices])  # [n]
+            before = _flat([leaves[i] for i in group.indices])
+            # What was used is what the leaf says: it may come from a checkpoint, or from weights that were stored.
+            old = old._replace(scale=power_of_two(before) if group.recipe.power_of_two else before)
+            new = group.recipe.update(old, amax, backward=group.backward)
+            limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
+            saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
+            unused += jnp.sum(amax <= 0).astype(jnp.float32)
+            if group.recipe.power_of_two:
+                move = log2_of_power_of_two(new.scale) - before
+            else:
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                new = new._replace(scale=before + move)  # what the leaf becomes
+            move = jnp.where(move == 0, -0.0, move)
+            states.append(new)
+            ends = np.cumsum([leaves[i].size for i in group.indices])
+            for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
+                moves[i] = part.reshape(leaves[i].shape)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def split_fp8(
+    scales: optax.GradientTransformation, rest: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Sends scale leaves through one transform and everything else through another.
+
+    Args:
+      scales: transform for the scale leaves: `update_amax(recipe)`.
+      rest: transform for all other leaves; it sees `optax.MaskedNode()` in the places of scale leaves, which fits
+        masks and labels made for the whole tree.
+
+    Returns:
+      A transform with `SplitFp8State`.
+
+    Example:
+      >>> tx = split_fp8(update_amax(DelayedScaling(amax_history_len=4)), optax.sgd(1.0))
+      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0), "w": jnp.float32(1.0)}
+      >>> grads = {"fp8_lhs_e4m3_log2_scale": jnp.float32(7.0), "w": jnp.float32(0.5)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)
+      {'fp8_lhs_e4m3_log2_scale': Array(6., dtype=float32), 'w': Array(0.5, dtype=float32)}
+    """
+    scales, rest = optax.with_extra_args_support(scales), optax.with_extra_args_support(rest)
+
+    def init_fn(params: PyTree) -> SplitFp8State:
+        only_scales, others = scale_leaves.partition(params)
+        return SplitFp8State(scales.init(only_scales), rest.init(others))
+
+    def move_scales(updates: PyTree, state: Any, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, Any]:
+        if params is not None:
+            tree_paths.check_same_structure(updates, params, "grads", "params")
+        only_scales, _ = scale_leaves.partition(updates)
+        scale_params, other_params = scale_leaves.partition(params) if params is not None else (None, None)
+        if params is not None and (
+            amaxes := stored_kernels.amaxes_of(masters_of(state.fp8_rest, other_params), params)
+        ):
+            only_scales = stored_kernels.leave(only_scales, amaxes)
+            only_scales = collectives.max_of_scales(only_scales, scale_params, collectives.bound_axes("auto"))
+        with jax.named_scope("jaxmp.update_amax"):
+            return scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
+
+    def others_of(tree: Any) -> Any:
+        return None if tree is None else scale_leaves.partition(tree)[1]
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SplitFp8State]:
+        moved, scales_state = move_scales(updates, state, params, **extra_args)
+        updated, rest_state = rest.update(others_of(updates), state.fp8_rest, others_of(params), **extra_args)
+        return scale_leaves.merge(moved, updated), SplitFp8State(scales_state, rest_state)
+
+    if not isinstance(rest, in_place.InPlace):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+    def write_fn(
+        grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
+    ) -> tuple[PyTree, SplitFp8State, Float[Array, ""]]:
+        amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
+        moved, scales_state = move_scales(amaxes, state, params, **extra_args)
+        scale_params, other_params = scale_leaves.partition(params)
+        new_scales = in_place.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = in_place.select(step.taken, scales_state, state.fp8_scales)
+        written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
+        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
+
+    return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
+
+
+def is_delayed(recipe: Recipe) -> bool:
+    """Whether a recipe keeps scales in the params; all others need nothing of the optimizer.
+
+    Example:
+      >>> is_delayed(DelayedScaling()), is_delayed(None)
+      (True, False)
+    """
+    return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
+
+
+def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
+    """`opt_state` with amax histories of the recipe's length: for a checkpoint made with another. The newest are kept.
+
+    Args:
+      opt_state: state of `mixed_precision`, as restored.
+      recipe: the recipe that training goes on with.
+
+    Returns:
+      The same state, histories float32[recipe.amax_history_len, n]; slots without a past hold 0. Copies of pmap stay.
+
+    Warns:
+      UserWarning: a history was cut or lengthened.
+
+    Example:
+      >>> short, long = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=4)
+      >>> state = update_amax(short).init({"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0)})
+      >>> with warnings.catch_warnings(action="ignore"):
+      ...     resize_history(state, long).amax_states[0].amax_history.shape
+      (4, 1)
+    """
+
+    length = recipe.amax_history_len
+
+    def resize(group: AmaxState) -> AmaxState:
+        history = group.amax_history  # [..., old, n]; pmap's copies have an axis of their own before them
+        newest = history[..., max(1, history.shape[-2] - length + 1) :, :]  # slot 0 is where the next one goes
+        empty = [(0, 0)] * (history.ndim - 2) + [(length - newest.shape[-2], 0), (0, 0)]
+        return group._replace(amax_history=jnp.pad(newest, empty))
+
+    def visit(node: Any) -> Any:
+        if not isinstance(node, Fp8State):
+            return node
+        return node._replace(amax_states=tuple(resize(group) for group in node.amax_states))
+
+    found = [group for fp8_state in find(opt_state, Fp8State) for group in fp8_state.amax_states]
+    for old in sorted({group.amax_history.shape[-2] for group in found} - {length}):
+        warnings.warn(
+            f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept", stacklevel=2
+        )
+    return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, Fp8State))
+
+
+def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
+    """The scale of each fp8 tensor by the path of its leaf, float32, as the next step will use it.
+
+    Args:
+      params: the model's params.
+
+    Example:
+      >>> get_scales({"fp8_lhs_e4m3_log2_scale": jnp.float32(3.0)})
+      {'fp8_lhs_e4m3_log2_scale': Array(8., dtype=float32)}
+    """
+    return {
+        path: scale_leaves.scale_of(x, holds_log2=scale_leaves.format_of(path)[2])[0]
+        for path, x in tree_paths.leaves_by_path(params).items()
+        if scale_leaves.is_scale(path)
+    }
+
+
+def _flat(leaves: list[Array]) -> Float[Array, "n"]:
+    return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
+
+
+def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
+    recipes = scale_leaves.recipes_of(recipe)
+    members: dict[tuple[str, bool], list[int]] = {}
+    for i, (path, leaf) in enumerate(tree_paths.boxed_leaves(params)[0]):
+        if not scale_leaves.is_scale(path, leaf):
+            raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
+        pattern = scale_leaves.pattern_for(recipes, path, "fp8 scale")
+        _check_format(path, recipes[pattern])
+        members.setdefault((pattern, scale_leaves.format_of(path)[0]), []).append(i)
+    if not members:
+        raise ValueError(
+            "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
+            "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
+            "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
+            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+        )
+    return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
+
+
+def _check_format(path: str, recipe: Any) -> None:
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{path} belongs to a layer with delayed scaling, but the recipe for it is {recipe!r}. Give the layer and "
+            f"mixed_precision the same recipe."
+        )
+    backward, dtype, holds_log2 = scale_leaves.format_of(path)
+    expected = recipe.dtype(backward=backward)
+    if jnp.dtype(dtype) != jnp.dtype(expected) or holds_log2 != recipe.power_of_two:
+        kind = {True: "powers of two", False: "any scale"}
+        raise ValueError(
+            f"the recipe must be the one that the layer was built with; the leaf {path} holds {kind[holds_log2]} for "
+            f"{jnp.dtype(dtype)}, the recipe says {kind[recipe.power_of_two]} for {jnp.dtype(expected)}. Give the "
+            f"layer and mixed_precision the same recipe."
+        )
+
+
+def _check_state(groups: list[_Group], state: Fp8State, params: PyTree) -> None:
+    sizes = [jnp.size(x) for x in jax.tree.leaves(params)]
+    expected = [sum(sizes[i] for i in group.indices) for group in groups]
+    got = [jnp.size(amax_state.scale) for amax_state in state.amax_states]
+    if got != expected:
+        raise ValueError(
+            f"the state must be of this recipe and these params; it holds groups of {got} fp8 scales, the params "
+            f"{expected}. Make it with tx.init(params), or restore the one that was saved with them."
+        )
+    for group, amax_state in zip(groups, state.amax_states, strict=True):
+        length = amax_state.amax_history.shape[0]
+        if length != group.recipe.amax_history_len:
+            raise ValueError(
+                f"the amax history must have the recipe's length, {group.recipe.amax_history_len}; got {length}, "
+                f"perhaps from a checkpoint. Call opt_state = jaxmp.fp8.resize_history(opt_state, recipe) once."
+            )

@@ -1,0 +1,191 @@
+"""Optimizers that write params and state themselves, where these stand.
+
+optax's contract is an *update* that somebody else adds to the params: for 16-bit params that is a float32 tree to write
+and to read again, and a skip is a selection over the whole state. A transform made by `in_place` can also do all of it
+at once: it gets the scaled gradients and what was decided about the step, and returns params and state.
+
+`jaxmp.apply_gradients` offers that (`offered`); the outermost transform that can, `unscale_and_skip`, takes it and
+delivers the params. In a chain whose other parts are plain optax everything works as ever.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.base import compat, regions
+from jaxmp._src.numerics import casting
+
+
+class Step(NamedTuple):
+    """What is known of a step when it is written.
+
+    Attributes:
+      inv_scale: float32[], 1 / loss scale.
+      grad_norm: float32[], global norm of the unscaled gradients; NaN if nobody asked for it (`measures`).
+      taken: bool[], whether the step is taken.
+      backend: which kernels serve; see `pallas_kernels.backend`.
+    """
+
+    inv_scale: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    taken: Bool[Array, ""]
+    backend: str = "auto"
+
+
+# (grads still scaled, state, params, step, **extra_args) -> (params, state, saturated masters float32[])
+Write = Callable[..., tuple[PyTree, Any, Float[Array, ""]]]
+
+
+class InPlace(optax.GradientTransformationExtraArgs):
+    """An optax transform with `write` beside `init` and `update`.
+
+    Attributes:
+      write: params and state after a step.
+      measures: whether `write` needs the global norm of the gradients.
+      backend: which kernels are to serve; see `pallas_kernels.backend`.
+      streams: whether `write` takes state and masters that lie in host memory.
+    """
+
+    write: Write
+    measures: bool
+    backend: str
+    streams: bool
+
+
+def in_place(
+    init: Any, update: Any, write: Write, *, measures: bool = False, backend: str = "auto", streams: bool = False
+) -> InPlace:
+    """An optax transform that can also write in place.
+
+    Example:
+      >>> tx = in_place(lambda params: (), None, None)
+      >>> isinstance(tx, optax.GradientTransformationExtraArgs), tx.init(None)
+      (True, ())
+    """
+    made = InPlace(init, update)
+    made.write, made.measures, made.backend, made.streams = write, measures, backend, streams
+    return made
+
+
+def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
+    """The same round `inner`, which knows what it needs; an `inner` that only knows updates needs nothing."""
+    if not isinstance(inner, InPlace):
+        return in_place(init, update, write)
+    return in_place(init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams)
+
+
+class Offer:
+    """Where the params go that an optimizer has written.
+
+    Attributes:
+      params: what was written; None until then.
+    """
+
+    def __init__(self, params: PyTree) -> None:
+        self.params: PyTree | None = None
+        self._wanted = params
+        self._trace_state = compat.trace_state()
+
+    def is_for(self, params: PyTree) -> bool:
+        """Whether `params` are all those that the offer is about, at the same level of the trace.
+
+        Inside `optax.multi_transform` an optimizer has a part of them, and inside `optax.MultiSteps` it stands in a
+        branch, whose arrays do not come out by the side.
+        """
+        wanted, given = jax.tree.leaves(self._wanted), jax.tree.leaves(params)
+        same = len(wanted) == len(given) and all(a is b for a, b in zip(wanted, given, strict=True))
+        return same and self._trace_state == compat.trace_state()
+
+
+_OFFER: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("jaxmp_in_place", default=None)
+
+
+@contextlib.contextmanager
+def offered(params: PyTree) -> Iterator[Offer]:
+    """A region whose caller takes the params from the optimizer, if that has written them.
+
+    Example:
+      >>> with offered({"w": 1.0}) as offer:
+      ...     current() is offer
+      True
+    """
+    offer = Offer(params)
+    with regions.region(_OFFER, offer):
+        yield offer
+
+
+def current() -> Offer | None:
+    """The offer of the innermost region, or None."""
+    return _OFFER.get()
+
+
+@contextlib.contextmanager
+def withdrawn() -> Iterator[None]:
+    """A region without an offer: a second `unscale_and_skip` inside of one that has taken it."""
+    with regions.region(_OFFER, None):
+        yield
+
+
+def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
+    """`state` with every array in a buffer of its own, shared neither inside nor with an array of `foreign`.
+
+    A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
+    it shares with the caller's params would be taken from them.
+
+    Example:
+      >>> x = jnp.ones(2)
+      >>> a, b = own_buffers([x, x], foreign=())
+      >>> a is x, b is x
+      (True, False)
+    """
+    seen = {id(x) for x in jax.tree.leaves(foreign)}
+
+    def own(x: Any) -> Any:
+        if isinstance(x, jax.Array) and id(x) in seen:
+            return jnp.copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, state)
+
+
+def in_dtype_of(new: Any, old: Any) -> Any:
+    """`new` in the dtype of `old`, strongly typed.
+
+    Example:
+      >>> in_dtype_of(1, jnp.float32(0.0))
+      Array(1., dtype=float32)
+    """
+    new = jnp.asarray(new)
+    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
+
+
+def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
+    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces.
+
+    Example:
+      >>> finite_or(jnp.array(True), jnp.array([2.0, jnp.inf]), jnp.ones(2)).tolist()
+      [2.0, 1.0]
+    """
+    new = jnp.asarray(new)
+    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
+    new = in_dtype_of(new, old)
+    if jnp.issubdtype(new.dtype, jnp.inexact):
+        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
+    return jnp.where(taken, new, old)
+
+
+def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """`new` if the step is taken, else `old`; in the dtypes of `old`.
+
+    Example:
+      >>> select(jnp.array(False), {"count": jnp.int32(2)}, {"count": jnp.int32(1)})
+      {'count': Array(1, dtype=int32)}
+    """
+    return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)

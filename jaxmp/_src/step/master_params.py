@@ -1,0 +1,254 @@
+"""Master params: the optimizer works on float32, the model holds the rounded copy.
+
+A 16-bit weight of 1.0 cannot move by 1e-4: the next bfloat16 is 1.0078. So the optimizer keeps a float32 *master* of
+each 16-bit param, moves that, and hands the model its rounding:
+
+    m' = m + inner.update(g, s, m)          p' = round(m')
+
+A float32 param is its own master: no copy, the same inner transform. A frozen param (its update is always zero) has
+none. The inner optimizer is initialized from float32 as well, so its moments are float32 whatever the model holds.
+
+optax's interface hands over an *update* that is added to the params. For a 16-bit param that update is
+f32(round(m')) - f32(p), in float32: `optax.apply_updates` adds in float32 and lands on round(m') exactly (unless a
+weight just below a power of two changes sign and shrinks 8000-fold in one step; the next step repairs that).
+`jaxmp.apply_gradients` skips this detour.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.numerics import casting
+from jaxmp._src.programs import frozen_leaves
+from jaxmp._src.step import in_place, probe, write_masters
+from jaxmp._src.step.policy import Policy, get_policy
+from jaxmp._src.step.states import MasterState
+from jaxmp._src.step.unscale import as_transformation
+
+
+def keep_master_params(
+    inner: optax.GradientTransformation, policy: str | jmp.Policy, *, remainder_bits: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it updates float32 masters of 16-bit params; see the module's docstring.
+
+    Args:
+      inner: any optax transform.
+      policy: which params have 16 bits: `param_dtype`, less what `keep_fp32` names.
+      remainder_bits: None: a master is float32. 16: the state keeps only what a bfloat16 param is short of its float32
+        master, two bytes; 8: of a master of 24 bits, one byte (see `pallas_kernels.moments`). Such params can only be
+        written, by `jaxmp.apply_gradients`.
+
+    Returns:
+      A transform with `MasterState`. Its `init(params)` takes the params in float32 (best: masters then keep the
+      initial values in full) or as the policy casts them; `update(grads, state, params)` takes float32 gradients and
+      the params as the policy casts them.
+
+    Raises:
+      TypeError: params that are no floats and not frozen, named by path.
+      ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params;
+        `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
+
+    Warns:
+      UserWarning: at `init`, patterns of `keep_fp32` that match no param.
+
+    Example:
+      >>> tx = keep_master_params(optax.sgd(1.0), "bf16")
+      >>> params32 = {"w": jnp.array([1.0])}
+      >>> opt_state, params = tx.init(params32), get_policy("bf16").cast_to_param(params32)
+      >>> for _ in range(4):  # each step is too small for bfloat16, together they are not
+      ...     updates, opt_state = tx.update({"w": jnp.array([-0.002])}, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params["w"][0]), round(float(opt_state.master_params["w"][0]), 4)
+      (1.0078125, 1.008)
+    """
+    policy = get_policy(policy)
+    inner = optax.with_extra_args_support(as_transformation(inner))
+    remainder = write_masters.remainder_dtype(remainder_bits, policy)
+
+    def init_fn(params: PyTree) -> MasterState:
+        _warn_of_idle_patterns(policy, params)
+        _refuse_scales(params)
+        full = casting.cast_floats(params, jnp.float32)
+        masters = _make_masters(inner, policy, params, full)
+        inner_state = inner.init(_view(full, masters))
+        if remainder is not None:
+            masters = _split_masters(policy, params, masters, remainder)
+        return in_place.own_buffers(MasterState(masters, inner_state), foreign=params)
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, MasterState]:
+        if params is None:
+            raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
+        if probe.is_probing():
+            full = casting.cast_floats(params, jnp.float32)
+            moves, inner_state = inner.update(updates, state.master_inner, full, **extra_args)
+            return moves, MasterState(state.master_params, inner_state)
+        if remainder is not None:
+            raise ValueError(
+                "params whose masters are split (remainder_bits=) can only be written together with them; got "
+                "tx.update. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put "
+                "mixed_precision round the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
+            )
+        tree_paths.check_same_structure(updates, params, "grads", "params")
+        _check_dtypes(inner, policy, params, state.master_params)
+        write_masters.check_masters(state.master_params, params, None)
+        view = _view(params, state.master_params)
+        with tree_paths.explained_by_shapes(updates, params):  # which may differ: a gradient for each example
+            moves, inner_state = inner.update(updates, state.master_inner, view, **extra_args)
+        tree_paths.check_same_shapes(moves, params, "grads", "params")
+        with jax.named_scope("jaxmp.update_masters"):
+            units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+            masters = treedef.flatten_up_to(state.master_params)
+            pairs = [_step(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(moves), strict=True)]
+        new_updates = treedef.unflatten([update for update, _ in pairs])
+        return new_updates, MasterState(treedef.unflatten([master for _, master in pairs]), inner_state)
+
+    def write_fn(
+        grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
+    ) -> tuple[PyTree, MasterState, Array]:
+        tree_paths.check_same_structure(grads, params, "grads", "params")
+        _check_dtypes(inner, policy, params, state.master_params)
+        write_masters.check_masters(state.master_params, params, remainder)
+        with tree_paths.explained_by_shapes(grads, params):
+            return write_masters.write(inner, grads, state, params, step, extra_args)
+
+    if remainder is None and not isinstance(inner, in_place.InPlace):
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return in_place.in_place_of(init_fn, update_fn, write_fn, inner)
+
+
+def model_param(master: PyTree, dtype: Any) -> PyTree:
+    """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`.
+
+    Example:
+      >>> model_param(jnp.array([0.5, 1e6]), jnp.float16).tolist()
+      [0.5, 65504.0]
+    """
+    return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+
+
+def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
+    parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if any(isinstance(x, optax.MaskedNode) for x in parts):
+        return  # inside optax.masked or multi_transform: the pattern may be meant for the other params
+    paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+    idle = [pattern for pattern in policy.keep_fp32 if not any(tree_paths.matches(path, [pattern]) for path in paths)]
+    if idle and paths:
+        warnings.warn(
+            f"every pattern of keep_fp32 should match a param; none matches {', '.join(map(repr, idle))}. Patterns are "
+            f"globs over whole paths, which here look like {', '.join(map(repr, paths[:3]))}.",
+            stacklevel=4,  # whoever calls mixed_precision(...).init
+        )
+
+
+def _refuse_scales(params: PyTree) -> None:
+    for path, _ in tree_paths.boxed_leaves(params)[0]:
+        if scale_leaves.is_scale(path):
+            raise ValueError(
+                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe. Pass "
+                f'recipe=, the one that the layers were built with, to jaxmp.mixed_precision, or use the policy "fp8".'
+            )
+
+
+def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:
+    units, treedef = tree_paths.boxed_leaves(params)
+    full_units = treedef.flatten_up_to(full)
+    frozen = (
+        frozen_leaves.frozen_leaves(inner, full) if len(jax.tree.leaves(params)) == len(units) else [False] * len(units)
+    )
+    dtype_of = _param_dtypes(policy, params)
+    masters = []
+    for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
+        for x in jax.tree.leaves(unit):
+            if not is_frozen and not casting.is_float(x):
+                raise TypeError(
+                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
+                    f"tx.init with float32 params, before they are cast to fp8; keep others "
+                    f"such leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
+                )
+        needs_master = dtype_of(path).itemsize <= 2 and not is_frozen
+        masters.append(full_unit if needs_master else optax.MaskedNode())
+    return treedef.unflatten(masters)
+
+
+def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) -> PyTree:
+    """`masters` with remainders in the place of those whose params are bfloat16."""
+    units, treedef = tree_paths.boxed_leaves(params)
+    dtype_of = _param_dtypes(policy, params)
+    short = [
+        jax.tree.map(lambda m: write_masters.boxed_remainder(m, dtype), master)
+        if dtype_of(path) == jnp.bfloat16
+        else master
+        for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True)
+    ]
+    return treedef.unflatten(short)
+
+
+def _view(params: PyTree, masters: PyTree) -> PyTree:
+    """The params as the inner optimizer sees them: the master where there is one."""
+    units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+    pairs = zip(units, treedef.flatten_up_to(masters), strict=True)
+    return treedef.unflatten([p if isinstance(m, optax.MaskedNode) else m for p, m in pairs])
+
+
+def _param_dtypes(policy: Policy, params: PyTree) -> Callable[[str], Any]:
+    """The dtype in which the policy stores the param at a path of this tree."""
+    stored = stored_kernels.pairs(params) if policy.fp8_weights else {}
+    return lambda path: jnp.dtype(jnp.float8_e4m3fn) if path in stored else policy.param_dtype_of(path)
+
+
+def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
+    """(update of the param, new master) of one leaf or box."""
+    if isinstance(master, optax.MaskedNode):
+        return jax.tree.map(_kept, param, move), master
+    new_master = jax.tree.map(write_masters.moved, master, move)
+    return jax.tree.map(_update_to, param, new_master), new_master
+
+
+def _kept(param: Any, move: Array) -> Array:
+    """The move of a float32 param; -0.0 for a frozen 16-bit one, which stays as it is, -0.0 itself included."""
+    return jnp.full_like(move, -0.0) if casting.is_low_precision(param.dtype) else move
+
+
+def _update_to(param: Array, master: Array) -> Array:
+    """What to add to `param` in float32 to land on its rounded master; -0.0 where it is there already."""
+    if stored_kernels.is_stored(param):  # written by apply_gradients
+        return jnp.full_like(master, -0.0)
+    update = casting.round_to(master, param.dtype) - param.astype(jnp.float32)
+    return jnp.where(update == 0, -0.0, update)
+
+
+def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -> None:
+    units, treedef = tree_paths.boxed_leaves(params)
+    suspects = []
+    dtype_of = _param_dtypes(policy, params)
+    for i, ((path, unit), master) in enumerate(zip(units, treedef.flatten_up_to(masters), strict=True)):
+        expected = dtype_of(path)
+        if not isinstance(master, optax.MaskedNode) and expected == jnp.float8_e4m3fn:
+            stored_kernels.check_written(path)
+        for x in jax.tree.leaves(unit):
+            if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
+                raise ValueError(
+                    f"params at update must be as the policy stores them; got {x.dtype} at {path}, not {expected}. "
+                    f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32); with jaxmp's "
+                    f"TrainState.create and nnx.Optimizer, pass policy=, the same that tx was made with."
+                )
+            if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
+                suspects.append((i, path, x.dtype))
+    frozen = frozen_leaves.frozen_leaves(inner, params) if suspects else []
+    for i, path, dtype in suspects:
+        if not frozen[i]:
+            raise ValueError(
+                f"16-bit params that are trained need a policy that gives them a master; got {dtype} at {path}, where "
+                f"the policy says {policy.param_dtype_of(path)}. Train policy.cast_to_param(params32), choose a 16-bit "
+                f"policy, or freeze the leaf with optax.set_to_zero."
+            )

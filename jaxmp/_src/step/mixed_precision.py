@@ -1,0 +1,233 @@
+"""`mixed_precision`: the parts joined into one optax transform, and the step that applies it.
+
+    mixed_precision(inner, policy)
+        == unscale_and_skip(split_fp8(update_amax(recipe), keep_master_params(inner, policy)), loss_scale)
+
+Reading from the outside in: gradients come scaled and in 16 bits; `unscale_and_skip` makes them float32, decides
+whether the step is taken and selects; `keep_master_params` turns 16-bit params into float32 masters; `inner` is any
+optimizer, which never learns of either.
+"""
+
+from typing import Any
+
+import jax
+import jmp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import collectives
+from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.loss_scale import dynamic
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import fp8_scales, in_place, master_params, state, states, unscale
+from jaxmp._src.step.policy import get_policy
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    policy: str | jmp.Policy,
+    *,
+    loss_scale: Any = "auto",
+    axis_name: collectives.AxisName = "auto",
+    recipe: fp8_scales.Recipe = None,
+    skip_nonfinite: bool = True,
+    skip_if: unscale.SkipIf | None = None,
+    remainder_bits: int | None = None,
+    clamp_inf: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, skipped overflows.
+
+        opt_state = tx.init(params32);  params = policy.cast_to_param(params32)
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)       # or both lines as jaxmp.apply_gradients
+
+    Args:
+      inner: the optimizer. It sees unscaled float32 gradients and float32 params, and its state is float32.
+      policy: a name, a jmp string or a policy; see `get_policy`.
+      loss_scale: `"auto"` (float16 params: `DynamicLossScale()`; none otherwise), a number (static), None, or an object
+        with jmp's protocol.
+      axis_name: axes over which devices agree on overflow: `"auto"` for every axis that pmap or shard_map binds, names,
+        or None, which is an error inside of either.
+      recipe: the fp8 recipe of the model's layers; None for the policy's own. With a `DelayedScaling` (or a dict from
+        path globs to several) the scale leaves of the params are moved by it; stateless recipes need nothing here.
+      skip_nonfinite: whether steps with non-finite gradients are skipped, with any policy; see `unscale_and_skip`.
+      skip_if: `(grads, metrics) -> bool[]`, a reason of your own to skip a step.
+      remainder_bits: None for float32 masters; 16 or 8: bfloat16 params are the upper half of their masters, and the
+        state keeps two bytes or one of what they are short of. For `apply_gradients` only; see `keep_master_params`.
+      clamp_inf: None: an infinite gradient skips the step. `jnp.float16`: it counts as 65504 / loss scale, and the step
+        is taken; see `unscale_and_skip`.
+
+    Returns:
+      An optax transform. `init` takes params in float32, or as cast by the policy. `update` takes `loss_scale=` and
+      `grads_finite=` as extra arguments in place of its own (see `shared_loss_scale`) and hands all others to `inner`.
+
+    Raises:
+      ValueError, TypeError: each names the rule, what it got, the fix and the path of the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = get_policy("fp16")
+      >>> tx = mixed_precision(optax.adamw(1e-3), policy)
+      >>> params32 = {"w": jnp.ones((2, 2))}
+      >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
+      >>> grads = {"w": jnp.full((2, 2), 65536.0 * 0.25, jnp.float16)}  # scaled by the loss scale
+      >>> params, opt_state = apply_gradients(tx, grads, opt_state, params)
+      >>> params["w"][0, 0], float(state.get_loss_scale(opt_state))
+      (Array(0.999, dtype=float16), 65536.0)
+
+    References:
+      Micikevicius et al. 2018 (arXiv 1710.03740); Megatron-LM's Float16OptimizerWithFloat16Params.
+    """
+    policy = get_policy(policy)
+    if isinstance(loss_scale, str):
+        if loss_scale != "auto":
+            raise ValueError(
+                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
+                f'"auto" is dynamic where it is needed; another system\'s rule is, for instance, '
+                f'loss_scale=jaxmp.DynamicLossScale.preset("megatron").'
+            )
+        loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
+    chain = master_params.keep_master_params(inner, policy, remainder_bits=remainder_bits)
+    recipe = policy.recipe if recipe is None else recipe
+    if policy.fp8_weights and not fp8_scales.is_delayed(recipe):
+        raise ValueError(
+            f"kernels are stored in fp8 with the scales of delayed scaling; got fp8_weights=True and the recipe "
+            f'{recipe!r}. Pass recipe=jaxmp.fp8.DelayedScaling(), or use the policy "fp8".'
+        )
+    if fp8_scales.is_delayed(recipe):
+        chain = fp8_scales.split_fp8(fp8_scales.update_amax(recipe), chain)
+    return unscale.unscale_and_skip(
+        chain,
+        loss_scale,
+        axis_name=axis_name,
+        skip_nonfinite=skip_nonfinite,
+        skip_if=skip_if,
+        policy=policy,
+        clamp_inf=clamp_inf,
+    )
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: Any, params: PyTree, **extra_args: Any
+) -> tuple[PyTree, Any]:
+    """`tx.update` and `optax.apply_updates` in one: 16-bit params are written as the rounded master itself.
+
+    Exact always, and two bytes per parameter less than the two calls, since the old params are not read. Under
+    `jax.jit`, donate `params` and `opt_state`, and let the step take and return them in the same order: XLA pairs
+    donated buffers with results of the same shape in order, and copies those it pairs wrongly.
+
+    Args:
+      tx: `mixed_precision(...)`, a chain that ends in one (nothing may follow it), or any optax transform.
+      grads: as `value_and_grad` returned them, reduced over devices.
+      opt_state: state of `tx`.
+      params: the model's params.
+      **extra_args: handed to `tx.update`.
+
+    Returns:
+      `(params, opt_state)`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = mixed_precision(optax.sgd(1.0), "bf16")
+      >>> params = {"w": jnp.ones(1, jnp.bfloat16)}
+      >>> params, opt_state = apply_gradients(tx, {"w": jnp.array([0.5])}, tx.init(params), params)
+      >>> params
+      {'w': Array([0.5], dtype=bfloat16)}
+    """
+    with stored_kernels.writing(), in_place.offered(params) as offer:
+        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    if offer.params is not None:
+        with jax.named_scope("jaxmp.write_params"):
+            return stored_kernels.write(offer.params, state.masters_of(opt_state, params)), opt_state
+    with jax.named_scope("jaxmp.write_params"):
+        units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+        masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
+        new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
+        new_params = treedef.unflatten(new_units)
+        return stored_kernels.write(new_params, treedef.unflatten(masters)), opt_state
+
+
+def _moved(param: Any, master_param: Any, update: Any) -> Any:
+    if any(stored_kernels.is_stored(x) for x in jax.tree.leaves(param)):
+        return param  # written last, by the scale that has moved
+    if master_param is None:
+        return optax.apply_updates(param, update)
+    leaves, treedef = jax.tree.flatten(param)  # either may be boxed, by an nnx.Param
+    new = [master_params.model_param(m, p.dtype) for p, m in zip(leaves, jax.tree.leaves(master_param), strict=True)]
+    return treedef.unflatten(new)
+
+
+def check_trains_casts(opt_state: Any) -> None:
+    """Raises a ValueError if `opt_state` is of a plain optimizer, which cannot train params that `policy=` casts.
+
+    Example:
+      >>> check_trains_casts(mixed_precision(optax.sgd(0.1), "bf16").init(jax.numpy.ones(2)))
+    """
+    if not state.find(opt_state, states.UnscaleState):
+        raise ValueError(
+            "policy= casts the params, which only an optimizer with masters can train; got tx without one. "
+            "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
+        )
+
+
+def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTree) -> Any:
+    """The state of `tx` that goes on where a plain optimizer stopped: `inner_state` moved in, in float32.
+
+    For a run that has trained without jaxmp, in whatever dtype: moments of 16 bits become float32, counts stay. Leaves
+    are matched by path, so that dicts may have become FrozenDicts (or nnx States) in between.
+
+    Args:
+      tx: `mixed_precision(inner, policy)`.
+      inner_state: state of `inner`, made for the same params.
+      params: the model's params, from which masters start; float32 if you have them.
+
+    Returns:
+      `opt_state` for `tx`.
+
+    Raises:
+      ValueError: `tx` keeps no masters; a leaf that is missing, left over or of another shape, named by path.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> adam, params = optax.adam(1e-3), {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> old = adam.init(params)  # bfloat16 moments
+      >>> opt_state = wrap_state(mixed_precision(adam, "bf16"), old, params)
+      >>> optax.tree.get(opt_state, "mu")["w"].dtype.name
+      'float32'
+    """
+    fresh = tx.init(params)
+    if len(state.find(fresh, states.MasterState)) != 1:
+        raise ValueError("wrap_state moves a state into one mixed_precision(inner, policy); tx holds none, or several")
+    given = tree_paths.leaves_by_path(inner_state)
+
+    def take(path: str, x: Any) -> Any:
+        if path not in given:
+            raise ValueError(
+                f"the state to wrap must come from the same optimizer and params; {path} is missing from it. "
+                f"It has {', '.join(sorted(given)[:4])}, ..."
+            )
+        old = given.pop(path)
+        if jax.numpy.shape(old) != x.shape:
+            raise ValueError(
+                f"the state to wrap must fit the params; got shape {jax.numpy.shape(old)} at {path}, expected {x.shape}"
+            )
+        return (
+            casting.cast_float(jax.numpy.asarray(old), x.dtype)
+            if casting.is_float(x)
+            else jax.numpy.asarray(old, x.dtype)
+        )
+
+    def move_in(node: Any) -> Any:
+        if not isinstance(node, states.MasterState):
+            return node
+        return node._replace(master_inner=tree_paths.map_with_path(take, node.master_inner))
+
+    moved = jax.tree.map(move_in, fresh, is_leaf=lambda x: isinstance(x, states.MasterState))
+    if given:
+        raise ValueError(
+            f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but "
+            f"mixed_precision's optimizer has no place for it"
+        )
+    return in_place.own_buffers(moved, foreign=(inner_state, params))

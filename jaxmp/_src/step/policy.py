@@ -1,0 +1,228 @@
+"""Policies: which dtype each part of a model has.
+
+A policy names three dtypes, in jmp's vocabulary: in which the *params* are stored, in which the model *computes*, and
+which its *outputs* have. Mixed-precision training keeps params and activations in 16 bits and everything that decides
+(the loss, the optimizer, the masters) in float32:
+
+    name      params  compute  output  matmuls
+    "fp32"    f32     f32      f32     full float32 precision, also on tensor cores
+    "tf32"    f32     f32      f32     TensorFloat-32: 10 bits of mantissa inside the matmul
+    "fp16"    f16     f16      f32     float16: 10 bits of mantissa, 6e-8 to 65504, needs a loss scale
+    "bf16"    bf16    bf16     f32     bfloat16: 7 bits of mantissa, the range of float32
+    "fp8"     f32     bf16     f32     8 bits with a scale for each tensor, in the layers built for it (`jaxmp.fp8`)
+
+Some leaves are better kept in float32 whatever the model does: the gains of norms, a router, a temperature. A policy
+names them by path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
+
+Based on jmp (https://github.com/google-deepmind/jmp), whose strings and Policy objects are understood.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import recipes, scale_leaves, stored_kernels
+from jaxmp._src.numerics import casting
+
+_PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
+    "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
+    "tf32": (jnp.float32, jnp.float32, jnp.float32, "tensorfloat32"),
+    "fp16": (jnp.float16, jnp.float16, jnp.float32, None),
+    "bf16": (jnp.bfloat16, jnp.bfloat16, jnp.float32, None),
+    "fp8": (jnp.float32, jnp.bfloat16, jnp.float32, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(jmp.Policy):
+    """The dtypes of a model's params, computation and outputs, and the leaves that stay float32.
+
+    A `jmp.Policy` with path rules; it can be passed wherever jmp's is expected. Make one with `get_policy`.
+
+    Attributes:
+      param_dtype: dtype in which `cast_to_param` stores floating params.
+      compute_dtype: dtype of `cast_to_compute`; pass it to flax modules as `dtype=`.
+      output_dtype: dtype of `cast_to_output`.
+      keep_fp32: shell-style globs over the paths of leaves, upper and lower case alike; what matches stays float32.
+      matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
+      recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
+      fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
+
+    Example:
+      >>> policy = get_policy("fp16", keep_fp32=("*norm*",))
+      >>> params = {"dense": jnp.ones(2), "LayerNorm_0": jnp.ones(2)}
+      >>> {k: str(v.dtype) for k, v in policy.cast_to_param(params).items()}
+      {'LayerNorm_0': 'float32', 'dense': 'float16'}
+    """
+
+    keep_fp32: tuple[str, ...] = ()
+    matmul_precision: str | None = None
+    recipe: Any = None
+    fp8_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            dtype = jnp.dtype(getattr(self, field))
+            if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+                raise ValueError(
+                    f"a policy's {field} must be float16, bfloat16, float32 or float64; got {dtype}. "
+                    f"8-bit floats need a scale per tensor and cannot be a plain storage dtype."
+                )
+            object.__setattr__(self, field, dtype)
+        if isinstance(self.keep_fp32, str):
+            raise TypeError(
+                f"keep_fp32 must be a sequence of path globs; got the string {self.keep_fp32!r}. "
+                f"Write keep_fp32=({self.keep_fp32!r},)."
+            )
+        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+
+    def __str__(self) -> str:
+        text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+        return text + (f" keep_fp32={self.keep_fp32}" if self.keep_fp32 else "")
+
+    @property
+    def uses_float16(self) -> bool:
+        """Whether params or activations are float16, whose narrow range asks for a loss scale.
+
+        Example:
+          >>> get_policy("fp16").uses_float16, get_policy("bf16").uses_float16
+          (True, False)
+        """
+        return "float16" in (self.param_dtype.name, self.compute_dtype.name)
+
+    def param_dtype_of(self, path: str) -> jnp.dtype:
+        """The dtype in which the param at `path` is stored.
+
+        Example:
+          >>> str(get_policy("bf16", keep_fp32=("*scale",)).param_dtype_of("ln/scale"))
+          'float32'
+        """
+        return jnp.dtype(jnp.float32) if self._keeps_float32(path) else self.param_dtype
+
+    def _keeps_float32(self, path: str) -> bool:
+        return scale_leaves.is_scale(path) or tree_paths.matches(path, self.keep_fp32)
+
+    def cast_to_param(self, tree: PyTree) -> PyTree:
+        """`tree` as it is stored for the model: floating leaves in `param_dtype`, what `keep_fp32` names in float32.
+
+        Values beyond the range of `param_dtype` saturate at its largest finite value (a plain cast, and jmp, give
+        inf). Ints, keys, complex numbers and 8-bit floats are left as they are; `jax.ShapeDtypeStruct` leaves are
+        cast as arrays are.
+
+        Args:
+          tree: pytree of arrays, of any shapes.
+
+        Returns:
+          A tree of the same structure and shapes.
+        """
+        stored = stored_kernels.store(tree) if self.fp8_weights else tree  # from the full precision that is given
+        return tree_paths.map_with_path(
+            lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), stored
+        )
+
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
+        """`tree` with floating leaves in `compute_dtype`, what `keep_fp32` names in float32; overflow becomes inf."""
+
+        def cast(path: str, x: Any) -> Any:
+            return casting.cast_float(x, jnp.float32 if self._keeps_float32(path) else self.compute_dtype)
+
+        return tree_paths.map_with_path(cast, tree)
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """`tree` with every floating leaf in `output_dtype`."""
+        return tree_paths.map_with_path(
+            lambda path, x: x if scale_leaves.is_scale(path) else casting.cast_float(x, self.output_dtype), tree
+        )
+
+    def default_matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which float32 matmuls are traced at this policy's precision.
+
+        `"fp32"` pins full float32, `"tf32"` TensorFloat-32; other policies leave jax's default. Enter it round the
+        call that traces the step (under `jax.jit`: inside the jitted function, or round its first call).
+
+        Example:
+          >>> with get_policy("fp32").default_matmul_precision():
+          ...     y = jnp.ones((2, 2)) @ jnp.ones((2, 2))
+        """
+        if self.matmul_precision is None:
+            return contextlib.nullcontext()
+        return jax.default_matmul_precision(self.matmul_precision)
+
+
+def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_weights: bool = False) -> Policy:
+    """The policy that a name, a jmp string or a jmp policy stands for.
+
+    Args:
+      policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"`, `"fp8"` (see the module's table); any string of jmp, such as
+        `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, returned with the rules
+        added to its own.
+      keep_fp32: shell-style globs over paths such as `"encoder/LayerNorm_0/scale"`; leaves that match stay float32.
+      fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte a
+        weight. They then have float32 masters, are written by `jaxmp.apply_gradients` only, and their gradients are
+        bfloat16.
+
+    Returns:
+      A `Policy`.
+
+    Raises:
+      ValueError: an unknown name, or a dtype that is no float of 16 bits or more.
+      TypeError: `policy` is neither a string nor a policy.
+
+    Example:
+      >>> str(get_policy("bf16"))
+      'params=bfloat16,compute=bfloat16,output=float32'
+      >>> str(get_policy("params=float32,compute=float16,output=float32").compute_dtype)
+      'float16'
+    """
+    if isinstance(keep_fp32, str):
+        keep_fp32 = (keep_fp32,)
+    if fp8_weights:
+        return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
+    if isinstance(policy, Policy):
+        return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + tuple(keep_fp32))
+    if isinstance(policy, str) and policy in _PRESETS:
+        param, compute, output, precision = _PRESETS[policy]
+        recipe = recipes.DelayedScaling() if policy == "fp8" else None
+        return Policy(param, compute, output, tuple(keep_fp32), precision, recipe)
+    if isinstance(policy, str):
+        try:
+            policy = jmp.get_policy(policy)
+        except ValueError as e:
+            raise ValueError(
+                f"a policy is one of {', '.join(map(repr, _PRESETS))} or a jmp string such as "
+                f"'params=float32,compute=bfloat16,output=float32'; got {policy!r} ({e})"
+            ) from e
+    if isinstance(policy, jmp.Policy):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, tuple(keep_fp32))
+    raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}")
+
+
+def weight_decay_mask(params: PyTree) -> PyTree:
+    """A tree of bools that is True where weight decay belongs: not on biases, and not on the gains of norms.
+
+    For `optax.adamw(..., mask=jaxmp.weight_decay_mask)`. A leaf is left out if it has fewer than two dimensions, is
+    called `bias`, or lies below something called `*norm*` (which a stack of layers, such as `nn.scan` makes, gives a
+    second dimension). This is Megatron-LM's rule, extended to stacked layers.
+
+    Args:
+      params: pytree of arrays.
+
+    Returns:
+      A tree of Python bools with the structure of `params`.
+
+    Example:
+      >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "LayerNorm_0": {"scale": jnp.ones(2)}}
+      >>> weight_decay_mask(params)
+      {'Dense_0': {'bias': False, 'kernel': True}, 'LayerNorm_0': {'scale': False}}
+    """
+    undecayed = ("bias", "*/bias", "*norm*")
+    return tree_paths.map_with_path(
+        lambda path, x: jnp.ndim(x) >= 2 and not tree_paths.matches(path, undecayed), params
+    )

@@ -1,0 +1,148 @@
+"""Whether an optimizer survives tiny gradients, found out by giving it some.
+
+Adam divides by sqrt(v) + eps. Where its state is float16, v = 0.001 g^2 is 0 for every |g| below 0.005, and the usual
+eps of 1e-8 is 0 as well: m / 0 = inf, in the first step. That is how large float16 models died; and a gradient of 0
+gives 0 / 0.
+
+An optax transform is a pair of closures, and its eps is out of sight. Its behaviour is not. An optimizer that is well
+moves a weight about as far for a tiny gradient as for one of 1, or less far. So it is run for two steps, g and then 0,
+on a copy of the params with one element in each leaf, for the gradient 0 and for small ones round the underflow of g^2
+in float16 and in float32. What is not finite, or more than 32 times as far as for g = 1, is reported.
+"""
+
+import contextvars
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import regions, tree_paths
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import in_place, state as states, states as states_lib
+
+# g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
+_SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
+_GRADIENTS = np.array([1.0, 0.0, *_SMALL], np.float32)
+_FAR = 32.0
+
+_PROBING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_probing", default=False)
+
+
+class _Finding(NamedTuple):
+    path: str
+    dtype: Any
+    gradient: float
+    move: float
+    usual: float
+
+
+def is_probing() -> bool:
+    """Whether an optimizer is only tried out, so that nothing it makes may be hidden."""
+    return _PROBING.get()
+
+
+def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | None:
+    """Warns if `tx` divides by something that underflows: an eps that is 0, or too small for the dtype of its state.
+
+    Called once, before training; it runs two steps of `tx` on one element for each leaf (see the module's docstring),
+    which takes some seconds for a thousand leaves, and leaves nothing behind. `unscale_and_skip` and `mixed_precision`
+    call it at `init` by themselves where the optimizer's state is float16.
+
+    Args:
+      tx: any optax transform.
+      params: as the step passes them to `tx.update`, in the same dtypes; or their `jax.ShapeDtypeStruct`s, or tracers:
+        only shapes and dtypes are read.
+
+    Returns:
+      True: no fault was found. False: one was, and reported. None: `tx` could not be run like this (it asks for extra
+      arguments such as `value_fn`, for a bound axis, or for params in other dtypes), so that nothing is known.
+
+    Warns:
+      UserWarning: the leaf, what the optimizer did there, and the fix.
+
+    Example:
+      >>> params = {"w": jnp.ones(3, jnp.float16)}
+      >>> with warnings.catch_warnings(record=True) as caught:
+      ...     warnings.simplefilter("always")
+      ...     check_optimizer(optax.adam(1e-3), params)
+      False
+      >>> print(caught[0].message)
+      an optimizer must not divide by what underflows; at w (float16) this one moves a weight by nan for a gradient of
+      0 (and by 0.001 for a gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep ...
+      >>> check_optimizer(optax.adam(1e-3), {"w": jnp.ones(3)})
+      True
+    """
+    return warn_of_underflow(tx, params, stacklevel=3)
+
+
+def warn_of_underflow(
+    tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: Any = None, stacklevel: int
+) -> bool | None:
+    """`check_optimizer` for gradients of a given dtype; None: as autodiff or jaxmp hands them to `tx`."""
+    try:
+        with jax.ensure_compile_time_eval(), regions.region(_PROBING, True), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _fault(tx, params, grad_dtype)
+    except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
+        return None
+    if found is None:
+        return True
+    warnings.warn(
+        f"an optimizer must not divide by what underflows; at {found.path} ({found.dtype}) this one moves a weight by "
+        f"{found.move:.3g} for a gradient of {found.gradient:.3g} (and by {found.usual:.3g} for a gradient of 1): "
+        f"its eps is 0, or too small, in the dtype of its state. Keep the state in float32, with jaxmp.mixed_precision "
+        f"or, without masters, jaxmp.float32_moments(inner); or raise eps: to 1e-8 in float32, to 1e-3 in float16.",
+        stacklevel=stacklevel,
+    )
+    return False
+
+
+def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
+    tx = optax.with_extra_args_support(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx)
+    params = jax.tree.map(_one_element, params)
+    state = tx.init(params)
+    unscales = bool(states.find(state, states_lib.UnscaleState))
+    extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss, which some ask for
+    if unscales:
+        extra_args |= {"loss_scale": jnp.ones(()), "grads_finite": jnp.array(True)}
+    if unscales or states.find(state, states_lib.MasterState):
+        grad_dtype = jnp.float32
+
+    def moves(gradient: Float[Array, ""]) -> list[Array]:
+        def grads(g: Any) -> PyTree:
+            return jax.tree.map(lambda p: jnp.full_like(p, g, dtype=_grad_dtype_of(p, grad_dtype)), params)
+
+        first, after = tx.update(grads(gradient), state, params, **extra_args)
+        after = jax.tree.map(lambda new, old: in_place.in_dtype_of(new, jnp.asarray(old)), after, state)
+        second, _ = tx.update(grads(0.0), after, params, **extra_args)
+        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+        return [jnp.maximum(*(jnp.max(jnp.abs(u.astype(jnp.float32))) for u in pair)) for pair in pairs]
+
+    found = [np.asarray(x) for x in jax.vmap(moves)(jnp.asarray(_GRADIENTS))]
+    named = jax.tree_util.tree_leaves_with_path(params)
+    for (key_path, p), by_gradient in zip(named, found, strict=True):
+        path = tree_paths.path_str(key_path)
+        if scale_leaves.is_scale(path) or not casting.is_float(p):
+            continue
+        usual, others = by_gradient[0], by_gradient[1:]
+        bad = ~np.isfinite(others) | (others > _FAR * usual)
+        if math.isfinite(usual) and bad.any():
+            i = int(np.argmax(bad))
+            return _Finding(path, p.dtype, float(_GRADIENTS[1 + i]), float(others[i]), float(usual))
+    return None
+
+
+def _one_element(x: Any) -> Any:
+    if not hasattr(x, "dtype") or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
+        return x
+    return jnp.ones((1,) * len(x.shape), x.dtype)
+
+
+def _grad_dtype_of(param: Array, grad_dtype: Any) -> Any:
+    return grad_dtype if grad_dtype is not None and casting.is_float(param) else param.dtype

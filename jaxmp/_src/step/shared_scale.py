@@ -1,0 +1,97 @@
+"""One loss scale for several optimizers: torch.amp's rule for GANs, multi-task heads and trunk-and-head training.
+
+All losses of a step are scaled by the same S. Each optimizer skips by its own gradients: an overflow in one head does
+not stop the other. S moves once per step, and backs off if *any* of them overflowed:
+
+    taken_i = finite_i                    S' = adjust(S, finite_1 and finite_2 and ...)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._src.devices import collectives
+from jaxmp._src.loss_scale import dynamic, protocol
+from jaxmp._src.step import in_place, mixed_precision, state, states
+
+
+class SharedLossScale(NamedTuple):
+    """What `shared_loss_scale` returns: three functions.
+
+    Attributes:
+      init: `() -> SharedLossScaleState`. Pass the state as `opt_state=` to `value_and_grad`.
+      apply_gradients: `(tx, grads, opt_state, params, scale_state, **extra_args) -> (params, opt_state, scale_state)`,
+        once for each optimizer.
+      update: `scale_state -> scale_state`, once at the end of a step.
+    """
+
+    init: Callable[[], states.SharedLossScaleState]
+    apply_gradients: Callable[..., tuple[PyTree, Any, states.SharedLossScaleState]]
+    update: Callable[[states.SharedLossScaleState], states.SharedLossScaleState]
+
+
+def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto") -> SharedLossScale:
+    """One loss scale for several optimizers, each of which skips on its own.
+
+    Args:
+      loss_scale: `"auto"` for `DynamicLossScale()`, or as for `mixed_precision`.
+      axis_name: axes over which devices agree; as for `mixed_precision`.
+
+    Returns:
+      A `SharedLossScale`.
+
+    Raises:
+      TypeError: no loss scale.
+
+    Example:
+      >>> import jaxmp
+      >>> shared = shared_loss_scale(jaxmp.DynamicLossScale(4.0, hysteresis=1))
+      >>> tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=1.0)  # its own scale is not used
+      >>> a = b = jnp.ones(1, jnp.float16)
+      >>> state_a, state_b, scale_state = tx.init(a), tx.init(b), shared.init()
+      >>> a, state_a, scale_state = shared.apply_gradients(tx, jnp.array([2.0]), state_a, a, scale_state)
+      >>> b, state_b, scale_state = shared.apply_gradients(tx, jnp.array([jnp.inf]), state_b, b, scale_state)
+      >>> scale_state = shared.update(scale_state)
+      >>> float(a[0]), float(b[0]), float(jaxmp.get_loss_scale(scale_state))
+      (0.5, 1.0, 2.0)
+
+    References:
+      torch.amp.GradScaler with several optimizers.
+    """
+    template = (
+        dynamic.DynamicLossScale()
+        if isinstance(loss_scale, str) and loss_scale == "auto"
+        else protocol.as_loss_scale(loss_scale)
+    )
+
+    def init() -> states.SharedLossScaleState:
+        fresh = states.SharedLossScaleState(state.scaling_state(template), jnp.ones((), bool))
+        return in_place.own_buffers(fresh, foreign=template)
+
+    def apply_gradients(
+        tx: optax.GradientTransformation,
+        grads: PyTree,
+        opt_state: Any,
+        params: PyTree,
+        scale_state: states.SharedLossScaleState,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any, states.SharedLossScaleState]:
+        if not state.find(opt_state, states.UnscaleState):
+            raise ValueError(
+                "each optimizer under a shared loss scale must unscale its gradients; got one without "
+                "unscale_and_skip, which would take them as they are. Wrap it: jaxmp.mixed_precision(inner, policy)."
+            )
+        finite = collectives.all_finite(grads, axis_name)
+        params, opt_state = mixed_precision.apply_gradients(
+            tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
+        )
+        return params, opt_state, scale_state._replace(all_grads_finite=scale_state.all_grads_finite & finite)
+
+    def update(scale_state: states.SharedLossScaleState) -> states.SharedLossScaleState:
+        scaler = state.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
+        return states.SharedLossScaleState(state.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite))
+
+    return SharedLossScale(init, apply_gradients, update)

@@ -1,0 +1,310 @@
+"""What a chain keeps in `opt_state` (the tuples of _states.py), and how to look at it.
+
+State is plain arrays in NamedTuples, nothing else: no objects with behaviour, no Python numbers. So checkpoints,
+`flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
+they do for any optimizer. The look-ups below find their state wherever it lies: inside `optax.chain`, a flax
+TrainState's `opt_state`, or an `nnx.Optimizer`'s.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
+from jaxmp._src.loss_scale import dynamic, static
+from jaxmp._src.numerics import casting
+from jaxmp._src.step.states import (
+    CustomLossScaleState,
+    Fp8State,
+    GlobalNormState,
+    LossScaleState,
+    MasterState,
+    UnscaleState,
+    ZeroCountState,
+)
+from pallas_kernels import moments
+
+
+def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
+    """The arrays of a loss-scale object, as kept in `opt_state`.
+
+    Example:
+      >>> scaling_state(scaling.StaticLossScale(8.0)).loss_scale
+      Array(8., dtype=float32)
+    """
+    loss_scale = jnp.asarray(scaler.loss_scale, jnp.float32)
+    if isinstance(scaler, dynamic.DynamicLossScale):
+        return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
+    if isinstance(scaler, static.StaticLossScale | static.NoOpLossScale):
+        return LossScaleState(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
+
+
+def check_has_scaling(state: Any) -> None:
+    """Raises a TypeError if `state` is not what `unscale_and_skip` or `mixed_precision` made.
+
+    Example:
+      >>> check_has_scaling({"w": 1.0})
+      Traceback (most recent call last):
+        ...
+      TypeError: unscale_and_skip (or mixed_precision) needs the state that its own init made; got dict. ...
+    """
+    if not hasattr(state, "scaling"):
+        raise TypeError(
+            f"unscale_and_skip (or mixed_precision) needs the state that its own init made; got "
+            f"{type(state).__name__}. The order is tx.update(grads, opt_state, params) and "
+            f"jaxmp.apply_gradients(tx, grads, opt_state, params)."
+        )
+
+
+def is_own(scaler: Any) -> bool:
+    """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else.
+
+    Example:
+      >>> is_own(scaling.NoOpLossScale())
+      True
+    """
+    return isinstance(scaler, dynamic.DynamicLossScale | static.StaticLossScale | static.NoOpLossScale)
+
+
+def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
+    """The loss-scale object whose rule is `template`'s and whose arrays are `state`'s.
+
+    Example:
+      >>> scaler = scaling.StaticLossScale(8.0)
+      >>> scaler_of(scaler, scaling_state(scaler))
+      StaticLossScale(8.0)
+    """
+    if isinstance(state, CustomLossScaleState):
+        leaves: Any = state.scaler_leaves
+    elif isinstance(template, dynamic.DynamicLossScale):
+        leaves = state
+    else:
+        leaves = (state.loss_scale,) if isinstance(template, static.StaticLossScale) else ()
+    return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+
+def find(opt_state: Any, kind: type) -> list[Any]:
+    """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are taken off."""
+    pure = nnx.as_pure(opt_state)
+    return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+
+
+def has_loss_scale(opt_state: Any) -> bool:
+    """Whether there is a loss scale in `opt_state`."""
+    return bool(_scalings(opt_state))
+
+
+def _scalings(opt_state: Any) -> list[Any]:
+    return find(opt_state, LossScaleState) or find(opt_state, CustomLossScaleState)
+
+
+def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
+    """The scale that the next loss is to be multiplied by.
+
+    Args:
+      opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
+
+    Returns:
+      float32[]; 1.0 where there is no loss scale.
+
+    Raises:
+      ValueError: several loss scales, as two `mixed_precision` in one `optax.multi_transform` make.
+
+    Example:
+      >>> tx = optax.sgd(0.1)
+      >>> float(get_loss_scale(tx.init(jnp.ones(2))))
+      1.0
+    """
+    if hasattr(opt_state, "get_scale"):  # a GradScaler
+        return opt_state.get_scale()
+    found = _scalings(opt_state)
+    if len(found) > 1:
+        raise ValueError(
+            f"one loss has one scale, but opt_state holds {len(found)} loss scales. Put one mixed_precision round the "
+            f"whole optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with "
+            f"jaxmp.shared_loss_scale."
+        )
+    return found[0].loss_scale if found else jnp.ones((), jnp.float32)
+
+
+def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
+    """The params in float32: the master where there is one, the param itself where it is float32 already.
+
+    Args:
+      opt_state: state that `mixed_precision` made for `params`.
+      params: the model's params. A frozen 16-bit leaf has no master and is cast.
+
+    Returns:
+      The tree of `params`, float leaves in float32.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+      >>> params32 = {"w": jnp.array([1.001])}
+      >>> get_master_params(tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32))
+      {'w': Array([1.001], dtype=float32)}
+    """
+
+    def in_float32(param: Any, master: Any) -> Any:  # each may be boxed
+        if master is None:
+            return casting.cast_floats(param, jnp.float32)
+        pairs = zip(jax.tree.leaves(param), jax.tree.leaves(master), strict=True)
+        whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
+        return jax.tree.unflatten(jax.tree.structure(param), whole)
+
+    return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=tree_paths.is_box)
+
+
+def _upper_half(param: Array) -> Array:
+    if param.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"split masters are whole only together with the bfloat16 params of the same step; got params of "
+            f"{param.dtype}. Pass the params that apply_gradients returned with this opt_state."
+        )
+    return param
+
+
+def masters_of(opt_state: Any, params: PyTree) -> PyTree:
+    """The tree of `params` with each leaf's master, or None where it has none; a box counts as one leaf."""
+    units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+    found: list[Any] = [None] * len(units)
+    for state in find(opt_state, MasterState):
+        for i, master in enumerate(treedef.flatten_up_to(state.master_params)):
+            if not isinstance(master, optax.MaskedNode):
+                found[i] = master
+    return jax.tree.unflatten(treedef, found)
+
+
+def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
+    """How many masters in `opt_state` lie beyond the range of their float16 param, as this device sees it.
+
+    It looks at the masters that come into a step, not at those that leave it: that costs no pass over memory.
+
+    Example:
+      >>> masters = MasterState({"w": jnp.array([1.0, 70000.0])}, ())
+      >>> float(count_saturated(masters, {"w": jnp.array([1.0, 65504.0], jnp.float16)}))
+      1.0
+    """
+    units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+    count = jnp.zeros((), jnp.float32)
+    for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
+        for p, m in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):  # no leaves: no master
+            if p.dtype == jnp.float16:  # bfloat16 has the range of float32
+                m = host_memory.to_device(m)
+                count += jnp.sum(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
+    return count
+
+
+def get_metrics(opt_state: Any) -> dict[str, Array]:
+    """What a step did, as a flat dict of scalars with the same keys for every chain; NaN where not computed.
+
+    Args:
+      opt_state: state after `update`, of any optimizer.
+
+    Returns:
+      loss_scale: the scale that the *next* step will use; 1.0 where there is none.
+      skipped: bool, whether this step was skipped.
+      skipped_steps, consecutive_skips: counts.
+      growth_count, hysteresis_left: of the loss scale; see `DynamicLossScale`.
+      pinned_overflows: overflows in a row that found the scale at its floor; see `check_progress`.
+      unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
+      saturated_params: float16 weights that stood at 65504 in this step because their master lies beyond.
+      grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
+      zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
+      fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
+      fp8/max_amax: the largest of the newest amaxes.
+      fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
+      fp8/unused: fp8 tensors that were not used in it, or all zero.
+
+    Example:
+      >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
+      >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
+      (1.0, False, nan)
+    """
+    if hasattr(opt_state, "get_scale"):
+        raise TypeError(
+            "get_metrics reads the state of an optimizer; got a GradScaler. Ask it itself: scaler.get_scale(), "
+            "scaler.found_inf() between step and update, scaler.state_dict()."
+        )
+    nan = jnp.full((), jnp.nan, jnp.float32)
+    unscale = next(iter(find(opt_state, UnscaleState)), None)
+    scale = next(iter(_scalings(opt_state)), None)
+    norm = next(iter(find(opt_state, GlobalNormState)), None)
+    zeros = next(iter(find(opt_state, ZeroCountState)), None)
+    return {
+        "loss_scale": jnp.ones((), jnp.float32) if scale is None else scale.loss_scale,
+        "skipped": jnp.zeros((), bool) if unscale is None else unscale.skipped,
+        "skipped_steps": nan if unscale is None else unscale.skipped_steps,
+        "consecutive_skips": nan if unscale is None else unscale.consecutive_skips,
+        "growth_count": getattr(scale, "growth_count", nan),
+        "hysteresis_left": getattr(scale, "hysteresis_left", nan),
+        "pinned_overflows": nan if unscale is None else unscale.pinned_overflows,
+        "unscaled_fp16": jnp.zeros((), bool) if unscale is None else unscale.unscaled_fp16,
+        "saturated_params": nan if unscale is None else unscale.saturated_params,
+        "grad_norm": nan if norm is None else norm.grad_norm,
+        "zero_grads": nan if zeros is None else zeros.zero_grads,
+    } | _fp8_metrics(opt_state)
+
+
+def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
+    found = find(opt_state, Fp8State)
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
+    if not found:
+        return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
+    # The last axis is that of the scales; pmap's copies put one of their own before it, which stays.
+    scales = jnp.concatenate([group.scale for group in found[0].amax_states], axis=-1)
+    newest = jnp.concatenate([group.amax_history[..., -1, :] for group in found[0].amax_states], axis=-1)
+    values = (
+        jnp.min(scales, axis=-1),
+        jnp.max(scales, axis=-1),
+        jnp.max(newest, axis=-1),
+        found[0].saturated_tensors,
+        found[0].unused_tensors,
+    )
+    return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
+
+
+def was_skipped(opt_state: Any) -> Bool[Array, ""]:
+    """Whether the last update was skipped; False for an optimizer that never skips."""
+    if hasattr(opt_state, "found_inf"):  # a GradScaler, which knows from step to update
+        return opt_state.found_inf()
+    states = find(opt_state, UnscaleState)
+    return states[0].skipped if states else jnp.zeros((), bool)
+
+
+def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
+    """`old` if the last update was skipped, else `new`: for what lives outside of the optimizer.
+
+    A forward pass that overflows leaves inf in the statistics of BatchNorm, and counters and averages should not move
+    with a step that did not happen.
+
+    Args:
+      opt_state: state *after* the update; or a `GradScaler` after its step and before its update.
+      new: tree of arrays, as the step would leave it (batch_stats, an EMA, a step counter).
+      old: the same tree before the step.
+
+    Returns:
+      A tree with the structure and dtypes of `old`, bit for bit one of the two.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+      >>> params = jnp.ones(2)
+      >>> _, opt_state = tx.update(jnp.array([jnp.inf, 0.0]), tx.init(params), params)
+      >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
+      {'ema': Array([1.], dtype=float32)}
+    """
+    skipped = was_skipped(opt_state)
+
+    def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
+
+    return jax.tree.map(pick, old, new)

@@ -1,0 +1,408 @@
+"""Gradients of a scaled loss, and their accumulation over microbatches.
+
+`value_and_grad` is `jax.value_and_grad` with three differences:
+
+1.  The loss is multiplied by the scale in float32, just inside the function that is differentiated; what comes back is
+    the loss before that multiplication, never one that was scaled and divided again.
+2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh, in
+    float16; so the params are first cast to *varying* over the bound axes. Reduce them yourself (`jax.lax.pmean`, or
+    `jaxmp.reduce_gradients` in the chain).
+3.  With `accumulate=k` the batch is cut into k microbatches, walked by `lax.scan`, and their gradients summed in
+    float32: L = (1/k) sum_i L_i, each scaled by S/k before it is differentiated, as Megatron-LM does. The window has
+    one scale and one decision.
+
+The gradients stay scaled: whoever unscales them (`unscale_and_skip`) must do so with the scale that scaled them, which
+is why it reads the very `opt_state` that is passed here.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.autocast import rewrite
+from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.devices import collectives, host_memory
+from jaxmp._src.distributed import cut_params
+from jaxmp._src.fp8 import matmul, scale_leaves, stored_kernels
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import state
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    accumulate: int = 1,
+    accumulate_argnums: int | Sequence[int] | None = None,
+    axis_name: collectives.AxisName = "auto",
+    keep_fp8_weights: bool = False,
+) -> Callable[..., Any]:
+    """A function that returns the loss and its *scaled* gradients; use it where `jax.value_and_grad` stood.
+
+    Args:
+      fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. Return the loss in float32.
+      argnums: which positional arguments to differentiate with respect to.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      accumulate: k, the number of microbatches, >= 1.
+      accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
+        arrays are cut along the leading axis, which k must divide (see `split_microbatches`); PRNG keys are split into
+        k; scalars are repeated, and so are keyword arguments. Name the batch where other trees are passed, such as
+        batch_stats.
+      axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
+        names. (Leave out a tensor-parallel axis over which autodiff should sum.)
+      keep_fp8_weights: whether the kernels of fp8 layers are cast once for all microbatches, not once for each: the
+        same numbers for fewer passes and one byte a weight. The loss must use them in their layers only.
+
+    Returns:
+      A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
+      `shared_loss_scale`, giving `(loss, grads)` or `((loss, aux), grads)`:
+      loss: float32[], not scaled, this device's; the mean over the microbatches.
+      grads: like the arguments in `argnums`, times the loss scale; in the params' dtypes, or float32 with
+        `accumulate` > 1.
+      aux: with `accumulate` > 1, stacked along a new leading axis [k].
+
+    Raises:
+      TypeError: params that are no floats, named by path; a loss that is no scalar of a float dtype.
+      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; unbound axis names.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> policy = jaxmp.get_policy("fp16")
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+      >>> params32 = {"w": jnp.array([2.0])}
+      >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean((params["w"] * x).astype(jnp.float32))
+      >>> loss, grads = value_and_grad(loss_fn)(params, jnp.ones(4, jnp.float16), opt_state=opt_state)
+      >>> float(loss), grads["w"].dtype.name
+      (2.0, 'float16')
+    """
+    k = check_accumulate(accumulate)
+    single = isinstance(argnums, int)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
+        diff_argnums = resolve_argnums(argnums, len(args), "argnums")
+        diff = tuple(args[i] for i in diff_argnums)
+        batches, whole = split_arguments(args, diff_argnums, accumulate_argnums, k)
+
+        def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
+            positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch
+            out = fun(*(positional[i] for i in range(len(args))), **kwargs)
+            loss, aux = loss_and_aux(out, has_aux)
+            return loss, aux, carry
+
+        loss, aux, _, grads = scaled_value_and_grad(
+            loss_fn, diff, (), batches, opt_state, k=k, axis_name=axis_name, keep_fp8_weights=keep_fp8_weights
+        )
+        return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
+
+    return wrapped
+
+
+@scale_leaves.explained()
+@cut_params.lifted()
+def scaled_value_and_grad(
+    loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
+    params: PyTree,
+    carry: PyTree,
+    batches: PyTree,
+    opt_state: Any,
+    *,
+    k: int,
+    axis_name: collectives.AxisName,
+    keep_fp8_weights: bool = False,
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    """The core under `value_and_grad` and its nnx bridge, which threads mutable state through the microbatches.
+
+    Args:
+      loss_fn: `(params, carry, microbatch) -> (loss, aux, new carry)`.
+      params: what to differentiate with respect to.
+      carry: state handed from microbatch to microbatch.
+      batches: tree with leading axis k; with k = 1, the microbatch itself.
+      opt_state: holds the loss scale.
+      k: number of microbatches.
+      axis_name, keep_fp8_weights: see `value_and_grad`.
+
+    Returns:
+      `(loss float32[], aux, carry, scaled grads)`.
+    """
+    if not state.has_loss_scale(opt_state):
+        raise ValueError(
+            "opt_state must hold the loss scale that the update unscales with; "
+            + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")
+            + "the state of jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of "
+            "jaxmp.shared_loss_scale."
+        )
+    _check_differentiable(params)
+    if k > 1 and (path := host_memory.first_on_host(params)) is not None:
+        raise ValueError(
+            f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
+            f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
+        )
+    loss_fn = rewrite.by_region(loss_fn)
+    loss_scale = state.get_loss_scale(opt_state)
+    axes = _axes_to_vary(axis_name)
+    given = params
+    params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
+    step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
+    # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
+    gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
+    has_scales = scale_leaves.has_scales(params)
+    kernels, amaxes = stored_kernels.keep(params) if keep_fp8_weights else ({}, {})
+
+    def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
+        loss, aux, carry = loss_fn(params, carry, batch)
+        loss = _checked_loss(loss)
+        with jax.named_scope("jaxmp.scale_loss"):
+            return loss * step_scale, (loss, aux, carry)
+
+    def differentiate(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
+        if not has_scales:
+            return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
+        stored = any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
+        params = stored_kernels.enter(scale_leaves.enter(params, gradient_scale), kernels)
+        with matmul.noted_uses() as uses:
+            grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
+        if not uses:
+            _warn_of_no_fp8(stored or bool(kernels))
+        return stored_kernels.leave(scale_leaves.leave(grads, gradient_scale), amaxes), rest
+
+    if k == 1:
+        if has_scales:  # outside of jit, jax cannot combine the amaxes of a leaf that is used twice
+            differentiate = jax.jit(differentiate, inline=True)
+        grads, (loss, aux, carry) = differentiate(params, carry, batches)
+        return loss, aux, carry, collectives.max_of_scales(grads, given, compat.manual_axes())
+
+    def body(accumulated: Any, batch: PyTree) -> Any:
+        sums, carry = accumulated
+        grads, (loss, aux, carry) = differentiate(params, carry, batch)
+        with jax.named_scope("jaxmp.accumulate"):
+            totals = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+            totals = scale_leaves.map_scales(lambda _, total, so_far, g: jnp.maximum(so_far, g), totals, sums, grads)
+        return (totals, carry), (loss, aux)
+
+    zeros = jax.tree.map(_zeros_like_float32, params)
+    (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
+    return (
+        jnp.sum(losses) * np.float32(1.0 / k),
+        aux,
+        carry,
+        collectives.max_of_scales(grads, given, compat.manual_axes()),
+    )
+
+
+def split_arguments(
+    args: Sequence[Any], diff_argnums: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The positional arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
+
+    With k = 1 nothing is split, and all are among the others.
+
+    Example:
+      >>> split_arguments(("params", jnp.arange(4), "stats"), (0,), accumulate_argnums=1, k=2)
+      ({1: Array([[0, 1],
+             [2, 3]], dtype=int32)}, {2: 'stats'})
+    """
+    whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
+    chosen = tuple(whole)
+    if accumulate_argnums is not None:
+        chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+    if set(chosen) & set(diff_argnums):
+        raise ValueError(
+            f"accumulate_argnums {chosen} must not name what is differentiated, argnums {tuple(diff_argnums)}"
+        )
+    if k == 1:
+        return {}, whole
+    return split_microbatches({i: whole.pop(i) for i in chosen}, k), whole
+
+
+def split_microbatches(tree: PyTree, k: int) -> PyTree:
+    """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
+
+    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i,
+    i + k, i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and
+    XLA would have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
+
+    Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
+
+    Args:
+      tree: pytree of arrays [n, ...], keys and scalars.
+      k: number of microbatches; divides n.
+
+    Returns:
+      The same structure with arrays [k, n/k, ...], keys [k] and scalars [k].
+
+    Raises:
+      ValueError: k does not divide a leading axis, or leading axes differ: named by path.
+
+    Example:
+      >>> split = split_microbatches({"x": jnp.arange(6.0), "key": jax.random.key(0), "t": 0.5}, 3)
+      >>> {name: leaf.shape for name, leaf in split.items()}
+      {'key': (3,), 't': (3,), 'x': (3, 2)}
+    """
+    sizes: dict[str, int] = {}
+
+    def split(path: str, x: Any) -> Any:
+        if is_key(x):
+            return jax.random.split(x, k)
+        if jnp.ndim(x) == 0:
+            return jnp.broadcast_to(jnp.asarray(x), (k,))
+        sizes[path] = x.shape[0]
+        if x.shape[0] % k:
+            raise ValueError(
+                f"accumulate={k} must divide the leading axis of the batch; got {tuple(x.shape)} at argument {path}. "
+                f"{_HOW_TO_NAME_THE_BATCH}"
+            )
+        return _cut(jnp.asarray(x), k)
+
+    out = tree_paths.map_with_path(split, tree)
+    if len(set(sizes.values())) > 1:
+        (first, n), (other, m) = next(
+            ((a, b) for a, b in zip(sizes.items(), list(sizes.items())[1:], strict=False) if a[1] != b[1])
+        )
+        raise ValueError(
+            f"all parts of a batch must have the same leading axis; got {n} at argument {first} and {m} at argument "
+            f"{other}. {_HOW_TO_NAME_THE_BATCH}"
+        )
+    return out
+
+
+def _cut(x: Array, k: int) -> Array:
+    """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row where `x` lies on a mesh under jit."""
+    sharding = jax.typeof(x).sharding
+    n, rest = x.shape[0], x.shape[1:]
+    if not _lies_on_mesh(sharding.mesh):
+        return x.reshape(k, n // k, *rest)
+    spec = tuple(sharding.spec)
+    if any(axis is not None for axis in spec):  # a mesh with explicit axes wants to be told
+        x = lax.reshape(x, (n // k, k, *rest), out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+    else:
+        x = x.reshape(n // k, k, *rest)
+    return x.swapaxes(0, 1)
+
+
+def _lies_on_mesh(mesh: Any) -> bool:
+    """Whether arrays of this mesh may be spread over devices by XLA; under pmap and shard_map they are local."""
+    types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
+    return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types)
+
+
+_HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is one PRNG key, typed or raw.
+
+    Example:
+      >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
+      (True, False)
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.ndim(x) == 0
+    return dtype == jnp.uint32 and jnp.shape(x) == (2,)
+
+
+def _zeros_like_float32(x: Array) -> Array:
+    zeros = jnp.zeros_like(x, dtype=jnp.float32)  # sharded as x is, where axes are explicit
+    return compat.as_varying(zeros, tuple(compat.varying_axes(x)))
+
+
+def _axes_to_vary(axis_name: collectives.AxisName) -> tuple[str, ...]:
+    return compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
+
+
+def check_accumulate(accumulate: int) -> int:
+    """`accumulate` as an int >= 1, or a ValueError."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of microbatches >= 1; got {accumulate!r}")
+    return int(accumulate)
+
+
+def resolve_argnums(argnums: int | Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    """`argnums` as non-negative positions among `n` positional arguments, or a ValueError that calls it `name`."""
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in wanted:
+        if not -n <= i < n:
+            raise ValueError(f"{name} must name positional arguments; got {i} for a call with {n} of them")
+    return tuple(i % n for i in wanted)
+
+
+def _check_differentiable(params: PyTree) -> None:
+    if any(isinstance(x, nnx.Module) for x in (params if isinstance(params, tuple) else ())):
+        raise TypeError(
+            "an nnx module holds state beside its params; use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        as_array = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
+        if not (casting.is_float(as_array) or stored_kernels.is_stored(x)):
+            raise TypeError(
+                f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
+                f"argument {tree_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
+            )
+
+
+def _warn_of_no_fp8(in_fp8: bool) -> None:
+    wrong = (
+        "so it computes with kernels that are stored in fp8 as if they were the weights"
+        if in_fp8
+        else ("so it trains without fp8")
+    )
+    warnings.warn(
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Enter jaxmp.fp8.autocast in the "
+        f"loss, as round model.init, inside of the function that is differentiated or round the call that traces it. "
+        f"(A part of the loss that was jitted and traced before is not seen here.)",
+        stacklevel=2,
+    )
+
+
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    """`(loss, aux)` of what the function returned; aux is None without `has_aux`.
+
+    Example:
+      >>> loss_and_aux(1.0, has_aux=False)
+      (1.0, None)
+    """
+    if not has_aux:
+        return out, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} values" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"with has_aux=True the function must return (loss, aux); got {got}")
+    return out[0], out[1]
+
+
+def _checked_loss(loss: Any) -> Float[Array, ""]:
+    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_array or jnp.ndim(loss) != 0 or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if is_array else type(loss).__name__
+        raise TypeError(
+            f"the loss must be a float scalar; got {got}. Reduce it with jnp.mean, and return (loss, aux) only with "
+            f"has_aux=True."
+            + (
+                " Of ((loss, aux), stats), as watch_activations returns it, make (loss, (aux, stats))."
+                if isinstance(loss, tuple)
+                else ""
+            )
+        )
+    if jnp.result_type(loss) == jnp.float16:
+        warnings.warn(
+            "the loss is float16, so the loss scale has to pass through float16 on the way back: with a scale above "
+            "65504, such as the default 65536, every step overflows. Compute the loss in float32, for instance from "
+            "logits.astype(jnp.float32).",
+            stacklevel=2,
+        )
+    return jnp.asarray(loss).astype(jnp.float32)

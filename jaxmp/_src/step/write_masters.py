@@ -1,0 +1,209 @@
+"""Masters and params written together: what `keep_master_params` does where it may write.
+
+Every leaf is a pair (param, master): (None, float32 param) where the param is its own master, (16-bit param, float32
+master), or (bfloat16 param, remainder), which are the two halves of one float32. A fused optimizer takes the pairs as
+they are; any other gets float32 weights, and its updates are added here.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
+from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import in_place
+from jaxmp._src.step.policy import Policy
+from jaxmp._src.step.states import MasterState
+from pallas_kernels import moments
+
+
+class Remainder16(NamedTuple):
+    """What a bfloat16 param is short of its float32 master: int16.
+
+    A type of its own, so that a checkpoint of another kind of masters does not fit in by conversion.
+    """
+
+    remainder16: Array
+
+
+class Remainder8(NamedTuple):
+    """What a bfloat16 param is short of its master of 24 bits: int8."""
+
+    remainder8: Array
+
+
+Pair = tuple[Any, Array]  # (param or None, master)
+
+
+def write(
+    inner: Any, grads: PyTree, state: Any, params: PyTree, step: in_place.Step, extra_args: dict[str, Any]
+) -> tuple[PyTree, MasterState, Float[Array, ""]]:
+    """Params and state after a step of `inner`, from gradients that are still scaled.
+
+    Args:
+      inner: an optax transform, fused or not.
+      grads, params: trees of the same leaves.
+      state: a `MasterState`.
+      step: what was decided.
+      extra_args: for an `inner` that takes them.
+
+    Returns:
+      (params, state, how many float16 params stand at the end of their range; 0 where `inner` does not count).
+    """
+    units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
+    masters = treedef.flatten_up_to(state.master_params)
+    if not (isinstance(inner, in_place.InPlace) and inner.streams):
+        host_memory.check_on_device(state)
+    pairs = [pair for unit, master in zip(units, masters, strict=True) for pair in _pairs(unit, master)]
+    leaves = jax.tree.leaves(grads)
+    with jax.named_scope("jaxmp.update_masters"):
+        if isinstance(inner, in_place.InPlace):
+            new, inner_state, saturated = inner.write(leaves, state.master_inner, params, pairs, step, **extra_args)
+        else:
+            new, inner_state = by_updates(inner, leaves, state.master_inner, params, pairs, step, extra_args)
+            saturated = jnp.zeros((), jnp.float32)
+    left = iter(new)
+    written = [_put_back(unit, master, left) for unit, master in zip(units, masters, strict=True)]
+    new_params = treedef.unflatten([unit for unit, _ in written])
+    return new_params, MasterState(treedef.unflatten([master for _, master in written]), inner_state), saturated
+
+
+def _pairs(unit: PyTree, master: PyTree) -> list[Pair]:
+    leaves = jax.tree.leaves(unit)
+    if isinstance(master, optax.MaskedNode):
+        return [(None, p) for p in leaves]
+    # A kernel that is stored in fp8 is written last, by the scale that has moved.
+    return [
+        (None if stored_kernels.is_stored(p) else p, m) for p, m in zip(leaves, jax.tree.leaves(master), strict=True)
+    ]
+
+
+def _put_back(unit: PyTree, master: PyTree, new: Any) -> tuple[PyTree, PyTree]:
+    leaves, structure = jax.tree.flatten(unit)
+    pairs = [next(new) for _ in leaves]
+    if isinstance(master, optax.MaskedNode):
+        return structure.unflatten([m for _, m in pairs]), master
+    written = [old if p is None else p for old, (p, _) in zip(leaves, pairs, strict=True)]
+    return structure.unflatten(written), jax.tree.unflatten(jax.tree.structure(master), [m for _, m in pairs])
+
+
+def by_updates(
+    inner: Any,
+    grads: list[Array],
+    state: Any,
+    params: PyTree,
+    pairs: list[Pair],
+    step: in_place.Step,
+    extra_args: dict[str, Any],
+) -> tuple[list[Pair], Any]:
+    """(pairs, state) after a step of any optax transform."""
+    treedef = jax.tree.structure(params)
+    weights = [moments.join(p, m) if is_remainder(m) else m for p, m in pairs]
+    unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
+    moves, new_state = inner.update(unscaled, state, treedef.unflatten(weights), **extra_args)
+
+    def after(pair: Pair, weight: Array, move: Array) -> Pair:
+        param, master = pair
+        if casting.is_low_precision(weight.dtype):  # frozen
+            return pair
+        new = moved(weight, move)
+        if not is_remainder(master):
+            new = jnp.where(step.taken, new, weight)
+            return None if param is None else casting.saturating_cast(new, param.dtype), new
+        new_param, remainder = moments.split(new, master.dtype)
+        return jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
+
+    new = [after(*x) for x in zip(pairs, weights, jax.tree.leaves(moves), strict=True)]
+    return new, jax.tree.map(lambda n, o: in_place.finite_or(step.taken, n, o), new_state, state)
+
+
+def moved(master: Array, move: Array) -> Array:
+    """A float32 master after its update; an element that would become inf or NaN stays.
+
+    Example:
+      >>> moved(jnp.ones(2), jnp.array([1.0, jnp.nan])).tolist()
+      [2.0, 1.0]
+    """
+    new = master + move.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(new), new, master)
+
+
+# --- split masters -----------------------------------------------------------------------------------------------
+
+
+def remainder_dtype(bits: int | None, policy: Policy) -> Any:
+    """The dtype of remainders of this many bits; None for whole masters.
+
+    Raises:
+      ValueError: neither 16 nor 8; params that are not bfloat16.
+    """
+    if bits is None:
+        return None
+    if bits not in (8, 16):
+        raise ValueError(f"remainder_bits must be None (float32 masters), 16 or 8; got {bits!r}")
+    if jnp.dtype(policy.param_dtype) != jnp.bfloat16:
+        raise ValueError(
+            f"remainder_bits splits the float32 master of a bfloat16 param, which is its upper half; got a policy with "
+            f'params in {jnp.dtype(policy.param_dtype)}. Use the policy "bf16", or leave remainder_bits=None.'
+        )
+    return jnp.dtype(jnp.int16 if bits == 16 else jnp.int8)
+
+
+def boxed_remainder(master: Float[Array, "..."], dtype: Any) -> Remainder16 | Remainder8:
+    """`remainder_of` as it stands in the state.
+
+    Example:
+      >>> boxed_remainder(jnp.float32(1.0), jnp.dtype(jnp.int8))
+      Remainder8(remainder8=Array(0, dtype=int8))
+    """
+    remainder = remainder_of(master, dtype)
+    return Remainder16(remainder) if jnp.dtype(dtype) == jnp.int16 else Remainder8(remainder)
+
+
+def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
+    """Raises a ValueError if masters in the state are not of the kind that the transform was made for."""
+    units, treedef = tree_paths.boxed_leaves(params)
+    for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
+        for x in jax.tree.leaves(master):
+            if is_remainder(x) and x.dtype != dtype:
+                made = None if dtype is None else 8 * jnp.dtype(dtype).itemsize
+                raise ValueError(
+                    f"the state's masters must be of the kind that the transform keeps; got {x.dtype} remainders at "
+                    f"{path}, with remainder_bits={made}. Make tx with remainder_bits={8 * x.dtype.itemsize}; to "
+                    f"change it, start from the float32 masters: jaxmp.get_master_params and jaxmp.wrap_state."
+                )
+
+
+def is_remainder(master: Any) -> bool:
+    """Whether a master is only what its bfloat16 param is short of.
+
+    Example:
+      >>> is_remainder(jnp.zeros(2, jnp.int16)), is_remainder(jnp.zeros(2))
+      (True, False)
+    """
+    return master.dtype in (jnp.int8, jnp.int16)
+
+
+def remainder_of(master: Float[Array, "..."], dtype: Any) -> Array:
+    """What bfloat16(master), rounded as a policy casts params, is short of `master`.
+
+    A master that lies midway between two bfloat16 numbers and was rounded down is taken to be the next float32 below:
+    the remainder of the midway point belongs to the upper one.
+
+    Example:
+      >>> int(remainder_of(jnp.float32(1 + 2**-23), jnp.int16))
+      1
+    """
+    bits = lax.bitcast_convert_type(master, jnp.int32)
+    param = lax.bitcast_convert_type(casting.saturating_cast(master, jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    short = bits - param
+    if jnp.dtype(dtype) == jnp.int8:
+        short = (short + 0x80) >> 8
+    info = jnp.iinfo(dtype)
+    return jnp.clip(short, info.min, info.max).astype(dtype)

@@ -1,0 +1,1 @@
+"""Optax transforms to put inside or around: clipping, averages, fused optimizers."""

@@ -1,0 +1,217 @@
+"""Norms of gradients: clip by them, count zeros, as Megatron-LM does.
+
+Put these inside `mixed_precision`, where gradients are unscaled and float32:
+
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adamw(1e-3))
+    tx = jaxmp.mixed_precision(inner, "fp16")
+
+Megatron's rule differs from optax's in three ways that show in traces: the coefficient is max_norm / (norm + 1e-6), so
+that a norm of exactly max_norm is still scaled by 0.999999; it is applied only where it is strictly below 1; and a
+norm that overflows float32 on finite gradients gives a step of zeros, not a skip.
+
+With model parallelism each device holds a part of the params. The norm is then combined over those axes, and a leaf
+that every shard holds (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is one leaf, and
+counts once by itself.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import compat
+from jaxmp._src.devices import collectives, shardings
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.numerics import casting
+from jaxmp._src.step.states import GlobalNormState, ZeroCountState
+
+_EPSILON = 1e-6  # Megatron-LM's
+
+
+def clip_by_global_norm(
+    max_norm: float | Float[Array, ""],
+    *,
+    axis_name: collectives.AxisName = None,
+    replicated: PyTree | None = None,
+    ord: float = 2,
+) -> optax.GradientTransformation:
+    """An optax part that scales all gradients down if their global norm is too large; Megatron-LM's rule.
+
+        g <- g * c  if c < 1,  c = max_norm / (norm + 1e-6)
+
+    Args:
+      max_norm: >= 0, in the units of the gradients. 0 is off; the Python number 0 computes nothing at all.
+      axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: there,
+        reduce gradients first. Not needed under plain jit.
+      replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
+        along `axis_name` holds in full. With several axes, the tree of the params' `PartitionSpec`s: a leaf counts once
+        along each axis over which it is not cut. None: under `jax.shard_map(check_vma=True)` what jax knows to be the
+        same along an axis; elsewhere none, so that such leaves count once for every shard.
+      ord: order of the norm: 2, any number > 0, or `math.inf`.
+
+    Returns:
+      A transform with `GlobalNormState(grad_norm)`, which `get_metrics` shows: the norm before clipping.
+
+    Raises:
+      ValueError: a negative `max_norm`, an axis that is not bound.
+
+    Example:
+      >>> tx = clip_by_global_norm(1.0)
+      >>> grads, opt_state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+      >>> [round(float(g), 5) for g in grads], float(opt_state.grad_norm)
+      ([0.6, 0.8], 5.0)
+
+    References:
+      Megatron-LM, megatron/core/optimizer/clip_grads.py.
+    """
+    is_number = isinstance(max_norm, (int, float))
+    if is_number and not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0 (0 is off); got {max_norm}")
+    if is_number and max_norm == 0:
+        return optax.identity()
+
+    def init_fn(params: PyTree) -> GlobalNormState:
+        del params
+        return GlobalNormState(jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
+        del state, params
+        norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
+        factor = casting.computed_once(factor_of(norm, max_norm))
+        clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
+        clipped = scale_leaves.map_scales(lambda _, g, amax: amax, clipped, updates)  # no gradients
+        return clipped, GlobalNormState(norm)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def factor_of(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
+    """What gradients of this norm are multiplied by so that it is at most `max_norm`; 1.0 for `max_norm` 0.
+
+    Example:
+      >>> float(factor_of(jnp.float32(4.0), 0.0)), float(factor_of(jnp.float32(0.5), 1.0))
+      (1.0, 1.0)
+    """
+    coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
+    return jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
+
+
+def global_norm(
+    tree: PyTree, *, axis_name: collectives.AxisName = None, replicated: PyTree | None = None, ord: float = 2
+) -> Float[Array, ""]:
+    """The norm of all float leaves of `tree` as one vector: (sum_i |x_i|^ord)^(1/ord), in float32.
+
+    Args:
+      tree: pytree of arrays; fp8 scales (`jaxmp.fp8.is_scale`) do not count.
+      axis_name: model-parallel axes over which leaves are split.
+      replicated: which leaves every shard holds in full, as for `clip_by_global_norm`.
+      ord: order of the norm; `math.inf` is the largest magnitude.
+
+    Returns:
+      float32[].
+
+    Example:
+      >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.float16)}))
+      5.0
+    """
+    if isinstance(ord, (int, float)) and not ord > 0:
+        raise ValueError(f"the order of a norm must be > 0; got {ord}")
+    is_max = isinstance(ord, float) and ord == math.inf
+    power = _largest if is_max else lambda x: _power_sum(x, ord)
+    merge = max_of if is_max else sum
+    axes = collectives.named_axes(axis_name)
+    split, whole = _by_shard(tree, replicated, axes, power)
+    total = merge(split, start=jnp.zeros((), jnp.float32))
+    total = collectives.max_over(total, axes) if is_max else collectives.sum_over(total, axes)
+    total = merge(whole, start=total)
+    if is_max:
+        return total
+    return jnp.sqrt(total) if _is_two(ord) else total ** (1.0 / ord)
+
+
+def count_zeros(
+    *, axis_name: collectives.AxisName = None, replicated: PyTree | None = None, padding: int = 0
+) -> optax.GradientTransformation:
+    """An optax part that counts exact zeros among the gradients and passes them on; Megatron-LM counts after clipping.
+
+    Many zeros in float16 mean gradients below its range: raise the loss scale.
+
+    Args:
+      axis_name: model-parallel axes, as for `clip_by_global_norm`.
+      replicated: leaves that every shard holds in full, or the params' `PartitionSpec`s, likewise.
+      padding: elements that are no params and always zero, which do not count (`jaxmp.fsdp.Layout.padding`).
+
+    Returns:
+      A transform with `ZeroCountState(zero_grads)`, which `get_metrics` shows; float32, exact up to 2^24.
+
+    Example:
+      >>> tx = count_zeros()
+      >>> _, opt_state = tx.update(jnp.array([0.0, 1.0, -0.0]), tx.init(jnp.zeros(3)))
+      >>> float(opt_state.zero_grads)
+      2.0
+    """
+
+    def init_fn(params: PyTree) -> ZeroCountState:
+        del params
+        return ZeroCountState(jnp.zeros((), jnp.float32))
+
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
+        del state, params
+        axes = collectives.named_axes(axis_name)
+        split, whole = _by_shard(updates, replicated, axes, lambda x: jnp.sum(x == 0).astype(jnp.float32))
+        total = sum(whole, start=collectives.sum_over(sum(split, start=jnp.zeros((), jnp.float32)), axes))
+        return updates, ZeroCountState(total - padding if padding else total)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest of `values` and `start`; NaN wins."""
+    for value in values:
+        start = jnp.maximum(start, value)
+    return start
+
+
+def _power_sum(x: Array, ord: float) -> Float[Array, ""]:
+    x = x.astype(jnp.float32)
+    return jnp.sum(x * x) if _is_two(ord) else jnp.sum(jnp.abs(x) ** ord)
+
+
+def _is_two(ord: Any) -> bool:
+    return isinstance(ord, (int, float)) and ord == 2
+
+
+def _largest(x: Array) -> Float[Array, ""]:
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+
+
+def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> tuple[list[Any], list[Any]]:
+    """`f` of each float leaf: of those that are split over shards, and of those that every shard holds."""
+    _, tree = scale_leaves.partition(tree)
+    mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    held_by = jax.tree.broadcast(mask, tree, is_leaf=is_spec)
+    tracked = [axis for axis in axes if replicated is None and compat.is_tracked(axis)]
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
+        if casting.is_float(x):
+            if tracked:
+                copied = tuple(axis for axis in tracked if axis not in compat.varying_axes(x))
+            elif is_spec(held):
+                copied = tuple(axis for axis in axes if axis not in shardings.axes_of(held))
+            else:
+                copied = axes if held else ()
+            parts[copied == axes].append(f(x) if copied == axes else _of_the_first(f(x), copied))
+    return parts
+
+
+def _of_the_first(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """`x` on the devices that are first along `axes`, 0 on those that hold copies."""
+    for axis in axes:
+        x = jnp.where(lax.axis_index(axis) == 0, x, 0.0)
+    return x

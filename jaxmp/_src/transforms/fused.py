@@ -1,0 +1,268 @@
+"""Optimizers as one pass over memory: optax's AdamW, Lion and SGD, for use inside `mixed_precision`.
+
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "fp16")
+    params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+Through `apply_gradients` the gradients are unscaled, clipped and used, masters and moments moved and the model's
+params written in one pass, a few launches for any number of leaves (`pallas_kernels.update`): on NVIDIA GPUs from
+Hopper on, with jax >= 0.11.2. Everything stands where it stood, and a step that is skipped touches nothing.
+
+Elsewhere, and through `tx.update`, the same optimizer runs as optax's own. The state is optax's own as well: a run may
+go from one to the other, and back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.step import in_place
+from jaxmp._src.step.state import find
+from jaxmp._src.step.states import GlobalNormState
+from jaxmp._src.transforms import clip, compress
+from pallas_kernels import backend as kernel_backend, update as kernels
+from pallas_kernels.moments import is_quantized
+
+Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+def fused_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    weight_decay: float = 1e-4,
+    mask: Mask = None,
+    max_norm: float | None = None,
+    state_dtype: Any = "float32",
+    backend: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adamw`, with clipping, as a multi-tensor update; see the module's docstring.
+
+        m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
+        w <- w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps) + weight_decay w)
+
+    Args:
+      learning_rate: a number, a scalar, or a schedule.
+      b1, b2, eps, eps_root: as for `optax.adamw`.
+      weight_decay: decoupled.
+      mask: tree of bools like the params (or a function of them): which leaves decay.
+      max_norm: what the global norm of the gradients is clipped to, by `jaxmp.clip_by_global_norm`; None or 0
+        for no clipping.
+      state_dtype: how moments are stored: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2; see
+        `compress_moments`.
+      backend: "auto" (kernels where they can serve, else XLA), "xla", "mosaic" or "interpret"; a named one that cannot
+        serve raises and says why, at `apply_gradients`.
+
+    Returns:
+      An optax transform whose results equal `optax.adamw`'s within rounding of float32.
+
+    Raises:
+      ValueError: another `state_dtype`, a negative `max_norm`.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(fused_adamw(1e-3, max_norm=1.0), "bf16")
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.ones(2, jnp.bfloat16)}, tx.init(params), params)
+      >>> float(optax.tree.get(opt_state, "grad_norm"))
+      1.4142135381698608
+
+    References:
+      Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW(fused=True), apex's FusedAdam.
+    """
+    plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask)
+
+    def scalars(state: Any) -> tuple[Any, ...]:
+        (adam,) = find(state, optax.ScaleByAdamState)
+        count = optax.safe_increment(adam.count)
+        return 1 - b1**count, 1 - b2**count
+
+    rule = kernels.AdamW(b1, b2, eps, eps_root)
+    fields = {optax.ScaleByAdamState: ("mu", "nu")}
+    return _fused(plain, rule, fields, learning_rate, scalars, weight_decay, mask, max_norm, state_dtype, backend)
+
+
+def fused_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    *,
+    weight_decay: float = 1e-3,
+    mask: Mask = None,
+    max_norm: float | None = None,
+    state_dtype: Any = "float32",
+    backend: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.lion`, with clipping, as a multi-tensor update; arguments as for `fused_adamw`.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(fused_lion(0.5, weight_decay=0.0), "bf16")
+      >>> params = jnp.ones(2, jnp.bfloat16)
+      >>> jaxmp.apply_gradients(tx, jnp.array([3.0, -3.0], jnp.bfloat16), tx.init(params), params)[0]
+      Array([0.5, 1.5], dtype=bfloat16)
+
+    References:
+      Chen et al. 2023, "Symbolic discovery of optimization algorithms" (arXiv 2302.06675).
+    """
+    plain = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
+    rule, fields = kernels.Lion(b1, b2), {optax.ScaleByLionState: ("mu",)}
+    return _fused(plain, rule, fields, learning_rate, _none, weight_decay, mask, max_norm, state_dtype, backend)
+
+
+def fused_sgd(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    *,
+    max_norm: float | None = None,
+    state_dtype: Any = "float32",
+    backend: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.sgd` with momentum, and clipping, as a multi-tensor update; arguments as for `fused_adamw`.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(fused_sgd(0.5), "bf16")
+      >>> params = jnp.ones(2, jnp.bfloat16)
+      >>> jaxmp.apply_gradients(tx, jnp.array([1.0, -1.0], jnp.bfloat16), tx.init(params), params)[0]
+      Array([0.5, 1.5], dtype=bfloat16)
+    """
+    if momentum is None:
+        raise ValueError("fused_sgd keeps momentum, a number; got None. Without momentum use optax.sgd(learning_rate).")
+    plain = optax.sgd(learning_rate, momentum, nesterov)
+    fields = {optax.TraceState: ("trace",)}
+    rule = kernels.Momentum(momentum, nesterov)
+    return _fused(plain, rule, fields, learning_rate, _none, 0.0, None, max_norm, state_dtype, backend)
+
+
+def _check_numbers(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if callable(value):
+            raise ValueError(
+                f"of a fused optimizer only learning_rate may be a schedule; got one for {name}. Use a number, or "
+                f"optax's own optimizer."
+            )
+        if name == "max_norm" and value is not None and not isinstance(value, (int, float)):
+            raise ValueError(
+                f"max_norm must be a Python number or None; got {type(value).__name__}. Under optax.inject_hyperparams "
+                f'name it in static_args=("max_norm",).'
+            )
+
+
+def _none(state: Any) -> tuple[Any, ...]:
+    """The scalars of a rule that has none."""
+    del state
+    return ()
+
+
+def _fused(
+    plain: optax.GradientTransformation,
+    rule: kernels.Rule,
+    fields: dict[type, tuple[str, ...]],
+    learning_rate: Any,
+    scalars: Callable[[Any], tuple[Any, ...]],
+    weight_decay: float,
+    mask: Mask,
+    max_norm: float | None,
+    state_dtype: Any,
+    backend: str,
+) -> optax.GradientTransformationExtraArgs:
+    """`plain` with `write`: its state, read and written by a kernel.
+
+    Args:
+      plain: the optimizer in optax.
+      rule: the same as arithmetic.
+      fields: the type of the state that holds its moments, and their names in the rule's order.
+      learning_rate: of `plain`.
+      scalars: the rule's scalars, from the state before the step.
+      weight_decay, mask: of `plain`.
+      max_norm, state_dtype, backend: as for `fused_adamw`.
+    """
+    kernel_backend.check(backend)
+    _check_numbers(weight_decay=weight_decay, max_norm=max_norm)
+    is_wide = jnp.dtype(state_dtype) == jnp.float32
+    stored = optax.with_extra_args_support(plain) if is_wide else compress.compress_moments(plain, state_dtype)
+    if max_norm is not None:
+        stored = optax.with_extra_args_support(optax.chain(clip.clip_by_global_norm(max_norm), stored))
+    ((kind, names),) = fields.items()
+
+    def write_fn(
+        grads: list[Array],
+        state: Any,
+        params: PyTree,
+        weights: list[tuple[Any, Array]],
+        step: in_place.Step,
+        **extra_args: Any,
+    ) -> tuple[list[tuple[Any, Array]], Any, Float[Array, ""]]:
+        del extra_args
+        (held,) = find(state, kind)
+        trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
+        decays = _decays(weight_decay, mask, params)
+        leaves = [
+            kernels.Weight(g, param, master, tuple(moments), decay)
+            for g, (param, master), decay, *moments in zip(
+                grads, weights, decays, *(leaves for leaves, _ in trees), strict=True
+            )
+        ]
+        factor = step.inv_scale
+        if max_norm:
+            factor = factor * clip.factor_of(step.grad_norm, max_norm)
+        schedule = next(iter(find(state, optax.ScaleByScheduleState)), None)
+        rate = learning_rate(schedule.count) if callable(learning_rate) and schedule is not None else learning_rate
+        compressed = next(iter(find(state, compress.CompressedState)), None)
+        number = jnp.zeros((), jnp.int32) if compressed is None else optax.safe_increment(compressed.compress_count)
+        new, saturated = kernels.multi_tensor_update(
+            leaves,
+            rule,
+            factor=factor,
+            learning_rate=jnp.asarray(rate, jnp.float32),
+            step=number,
+            scalars=scalars(state),
+            taken=step.taken,
+            backend=step.backend,
+        )
+
+        def advance(node: Any) -> Any:
+            if isinstance(node, compress.CompressedState):
+                inside = _map_states(advance, node.compressed)
+                return compress.CompressedState(jnp.where(step.taken, number, node.compress_count), inside)
+            if isinstance(node, GlobalNormState):
+                return GlobalNormState(jnp.where(step.taken, step.grad_norm, node.grad_norm))
+            if isinstance(node, kind):
+                moved = {
+                    name: treedef.unflatten([w.moments[n] for w in new])
+                    for n, (name, (_, treedef)) in enumerate(zip(names, trees, strict=True))
+                }
+                node = node._replace(**moved)
+            if "count" in getattr(node, "_fields", ()):
+                node = node._replace(count=jnp.where(step.taken, optax.safe_increment(node.count), node.count))
+            return node
+
+        return [(w.param, w.master) for w in new], _map_states(advance, state), saturated
+
+    return in_place.in_place(stored.init, stored.update, write_fn, measures=bool(max_norm), backend=backend)
+
+
+def _map_states(f: Callable[[Any], Any], state: Any) -> Any:
+    """`state` with `f` of each of its NamedTuples, those of chains looked into."""
+    return jax.tree.map(lambda x: f(x) if _is_state(x) else x, state, is_leaf=_is_state)
+
+
+def _is_state(x: Any) -> bool:
+    return hasattr(x, "_fields")
+
+
+def _decays(weight_decay: float, mask: Mask, params: PyTree) -> list[float]:
+    """The weight decay of each leaf."""
+    if mask is None:
+        return [weight_decay] * len(jax.tree.leaves(params))
+    chosen = mask(params) if callable(mask) else mask
+    flags = jax.tree.map(lambda on, part: jax.tree.map(lambda _: bool(on), part), chosen, params)
+    return [weight_decay if on else 0.0 for on in jax.tree.leaves(flags)]
