@@ -90,7 +90,7 @@ def scans(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn
-        for inner, _ in jaxmp._src.base.compat.functions_of(eqn):
+        for inner, _ in jaxmp._src.programs.jaxprs.functions_of(eqn):
             yield from scans(inner)
 
 

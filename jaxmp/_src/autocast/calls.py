@@ -13,9 +13,10 @@ from jax import lax
 
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.emit import Emitter, cast, written
+from jaxmp._src.autocast.emit import Emitter, cast
 from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
-from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
+from jaxmp._src.programs.jaxprs import written
 
 _FEW = 8  # equations: a call of fewer is not worth a trace of its own
 
@@ -23,7 +24,7 @@ _FEW = 8  # equations: a call of fewer is not worth a trace of its own
 def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     """`jax.jit` and `jax.checkpoint`: the same equation with another function in it."""
     eqn, plan = step.eqn, step.inner[0]
-    _, consts = compat.functions_of(eqn)[0]
+    _, consts = jaxprs.functions_of(eqn)[0]
     name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
     if eqn.primitive.name != "remat2" and len(plan.steps) <= _FEW and not _has_shardings(eqn):
         return emitter.run(plan, consts, operands)
@@ -33,7 +34,7 @@ def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
             return emitter.run(plan, consts, values)
 
         emitter.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
-    jaxpr, extra = compat.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
+    jaxpr, extra = jaxprs.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
     if extra and eqn.primitive.name != "remat2":  # a jit has shardings for each of its operands, and none for these
         return emitter.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
@@ -45,11 +46,11 @@ def _has_shardings(eqn: Any) -> bool:
 
 
 def _closed_call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
-    return emitter.run(step.inner[0], compat.functions_of(step.eqn)[0][1], operands)
+    return emitter.run(step.inner[0], jaxprs.functions_of(step.eqn)[0][1], operands)
 
 
 def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
-    functions = compat.functions_of(step.eqn)
+    functions = jaxprs.functions_of(step.eqn)
 
     def branch(plan: Plan, consts: Any) -> Any:
         return lambda *values: _cast_all(emitter.run(plan, consts, values), step.results)
@@ -64,7 +65,7 @@ def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 def _while(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     params, (test, body) = step.eqn.params, step.inner
-    (_, test_closed), (_, body_closed) = compat.functions_of(step.eqn)
+    (_, test_closed), (_, body_closed) = jaxprs.functions_of(step.eqn)
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     test_consts, body_consts = operands[:first], operands[first:second]
 
@@ -79,8 +80,8 @@ def _while(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
-    _, closed = compat.functions_of(step.eqn)[0]
-    n_consts, n_carry = compat.scan_counts(step.eqn)
+    _, closed = jaxprs.functions_of(step.eqn)[0]
+    n_consts, n_carry = jaxprs.scan_counts(step.eqn)
     consts = operands[:n_consts]
 
     def body(carry: Any, scanned: Any) -> Any:
@@ -101,7 +102,7 @@ def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 def _shard_map(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
-    _, consts = compat.functions_of(step.eqn)[0]
+    _, consts = jaxprs.functions_of(step.eqn)[0]
 
     def function(*values: Any) -> Any:
         return tuple(emitter.run(plan, consts, values))
@@ -119,7 +120,7 @@ def _shard_map(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     eqn, plan = step.eqn, step.inner[0]
-    _, consts = compat.functions_of(eqn)[0]
+    _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
     floats = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in FLOATS and i >= len(closed)]
 
@@ -166,7 +167,7 @@ class _Residuals:
 
 def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     eqn, plan = step.eqn, step.inner[0]
-    _, consts = compat.functions_of(eqn)[0]
+    _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
     floats = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in FLOATS and i >= len(closed)]
     float_outputs = [i for i, v in enumerate(step.results) if v.dtype in FLOATS]
@@ -241,7 +242,7 @@ def _rerun(emitter: Emitter, step: Step, rule: Any, arguments: Any, dtypes: Any)
 
     with regions.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
     plan = emitter.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
     return jax.tree.unflatten(jax.tree.structure(shapes), emitter.run(plan, consts, leaves)), shapes
 

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from jaxmp._src.autocast import torch_habits
 from jaxmp._src.base import tree_paths
 
 ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
@@ -251,7 +250,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
       >>> check_dtype("float16")
       dtype('float16')
     """
-    torch_habits.check_no_device("autocast", dtype)
+    check_no_device("autocast", dtype)
     try:
         given = jnp.dtype({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(dtype), dtype))
     except TypeError:
@@ -283,3 +282,16 @@ def _check_name(argument: str, name: str) -> None:
         f"autocast: {argument} holds {name!r}, which is no primitive of jax.lax and no function autocast knows.{hint} "
         f"jaxmp.explain_autocast(fn, *args) lists the names in a function."
     )
+
+
+_DEVICES = ("cuda", "cpu", "gpu", "tpu", "xpu", "mps")
+
+
+def check_no_device(what: str, given: Any) -> None:
+    """Raises a TypeError for `GradScaler("cuda")` and the like.
+
+    Example:
+      >>> check_no_device("autocast", "float16")
+    """
+    if isinstance(given, str) and given in _DEVICES:
+        raise TypeError(f"{what} takes no device: JAX knows where its arrays are; got {given!r}. Leave it out.")

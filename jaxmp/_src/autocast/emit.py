@@ -17,7 +17,7 @@ from jax.extend import core
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
-from jaxmp._src.base import compat
+from jaxmp._src.programs.jaxprs import written
 
 
 class Emitter:
@@ -85,12 +85,6 @@ class Emitter:
         bound = eqn.primitive.bind(*operands, **_params(step))
         results = list(bound) if eqn.primitive.multiple_results else [bound]
         return [cast(x, v.dtype) for x, v in zip(results, step.results, strict=True)]
-
-
-def written(eqn: Any, operands: list[Any]) -> list[Any]:
-    """An equation as it was traced, with the rules of its own."""
-    run = compat.as_function(eqn)
-    return list(run(*(x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal))))
 
 
 def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:

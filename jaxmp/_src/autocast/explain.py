@@ -11,7 +11,7 @@ from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, flax_modules, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
-from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
 
 
 class ExplainedOp(NamedTuple):
@@ -178,7 +178,7 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
     dtypes = [d.name for d in step.operands if d in cast_lists.FLOATS]
     dtypes += [r.dtype.name for r in step.results if r.dtype in cast_lists.FLOATS]
     written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in cast_lists.FLOATS]
-    name = compat.function_name(eqn)
+    name = jaxprs.function_name(eqn)
     group = "written" if step.how == "written" and step.group == "inside" else step.group
     counts = rows.setdefault((module, name, written[0], dtypes[0] if dtypes else written[0], group), [0, 0])
     counts[0] += times
@@ -201,7 +201,7 @@ def flops_of(eqn: Any) -> int:
         return 2 * sizes[0] * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
     if eqn.primitive.name.startswith(("reduce_", "cum")):
         return math.prod(eqn.invars[0].aval.shape)
-    inner = compat.functions_of(eqn)
+    inner = jaxprs.functions_of(eqn)
     if inner:
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)

@@ -26,7 +26,7 @@ from jax.extend import core
 from jaxmp._src.autocast import cast_lists, regions, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
-from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -147,8 +147,8 @@ class Planner:
             or (cast_lists.is_widening(eqn) and i in uses.low and operands[0].dtype == lists.dtype)
         ):
             return Step(eqn, "same", "allow", (lists.dtype,), (Value(lists.dtype, operands[0].votes),), (), lists)
-        functions = compat.functions_of(eqn)
-        group = lists.group(compat.function_name(eqn) if functions else eqn.primitive.name)
+        functions = jaxprs.functions_of(eqn)
+        group = lists.group(jaxprs.function_name(eqn) if functions else eqn.primitive.name)
         if functions and not _has_other_floats(eqn):
             return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
         if functions or group is None or _has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
@@ -217,7 +217,7 @@ class Planner:
         return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, carry
 
     def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
-        n_consts, n_carry = compat.scan_counts(eqn)
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
         low = _low_inputs(uses[0], lists, len(operands))
         given = [
             (_cast_early(v, dtype if i < n_consts else None))._replace(const=None, votes=inner.aval.ndim > 0)

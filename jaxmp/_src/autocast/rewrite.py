@@ -32,7 +32,7 @@ from flax import linen, nnx
 
 from jaxmp._src.autocast import calls, cast_lists, emit, flax_modules, planner, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
-from jaxmp._src.programs import traced as traced_lib
+from jaxmp._src.programs import array_functions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -252,7 +252,7 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
     return wrapped
 
 
-class Traced(traced_lib.Traced):
+class Traced(array_functions.Traced):
     """A function as it was traced for a rewrite: in float32, and its float inputs in the dtypes they have."""
 
     def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):

@@ -23,8 +23,7 @@ from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.autocast import emit, flax_modules
-from jaxmp._src.base import compat
-from jaxmp._src.programs import module_paths, traced as traced_lib
+from jaxmp._src.programs import array_functions, jaxprs, module_paths
 
 MATMULS = ("dot_general", "conv_general_dilated")
 _ENTERED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "scan")
@@ -131,7 +130,7 @@ def _call(fn: Callable[..., Any], walk: "_Walk", args: Any, kwargs: Any) -> tupl
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            traced = traced_lib.Traced(pure, args, kwargs, is_input=_is_input, context=module_paths.marking())
+            traced = array_functions.Traced(pure, args, kwargs, is_input=_is_input, context=module_paths.marking())
             results, found = walk.run(traced.jaxpr, traced.consts, traced.values, traced.paths, "", ())
             collected.update(found)
             return traced.unflatten(results)
@@ -200,7 +199,7 @@ class _Walk:
         stack = module_paths.join(base, str(eqn.source_info.name_stack))
         name = eqn.primitive.name
         if name in _ENTERED and self._has_hooks(eqn, stack):
-            jaxpr, consts = compat.functions_of(eqn)[0]
+            jaxpr, consts = jaxprs.functions_of(eqn)[0]
             with emit.where(eqn):
                 if name == "scan":
                     return self._scan(eqn, operands, origins, stack, key)
@@ -210,14 +209,14 @@ class _Walk:
                 return _placed(eqn, "out", results), found
         if name in MATMULS and self.replace is not None:
             site = Site(key, module_paths.path_of(stack), module_paths.module_of(stack), eqn, origins)
-            return [self.replace(site, lambda *given: emit.written(eqn, list(given))[0], operands)], {}
-        return emit.written(eqn, operands), {}
+            return [self.replace(site, lambda *given: jaxprs.written(eqn, list(given))[0], operands)], {}
+        return jaxprs.written(eqn, operands), {}
 
     def _has_hooks(self, eqn: Any, stack: str) -> bool:
         """Whether something inside of a call is looked at or changed; else it stays the call it is."""
         if self.observe and module_paths.is_backward(stack):
             return False
-        for inner in compat.functions_of(eqn)[0][0].eqns:
+        for inner in jaxprs.functions_of(eqn)[0][0].eqns:
             if self.replace and inner.primitive.name in MATMULS:
                 return True
             if self.observe and module_paths.chain(str(inner.source_info.name_stack)):
@@ -230,7 +229,7 @@ class _Walk:
         self, eqn: Any, operands: list[Any], origins: Any, stack: str, key: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, PyTree]]:
         """`jax.checkpoint`: the same equation with another function in it, which returns what it collected as well."""
-        jaxpr, consts = compat.functions_of(eqn)[0]
+        jaxpr, consts = jaxprs.functions_of(eqn)[0]
         treedef: Any = None
 
         def function(*values: Any) -> list[Any]:
@@ -240,7 +239,7 @@ class _Walk:
             return [*results, *leaves]
 
         closed = jax.make_jaxpr(function)(*operands)
-        opened, extra = compat.without_constants(eqn.params["jaxpr"], closed)
+        opened, extra = jaxprs.without_constants(eqn.params["jaxpr"], closed)
         out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {"jaxpr": opened}))
         n = len(eqn.outvars)
         return list(out[:n]), jax.tree.unflatten(treedef, out[n:])
@@ -250,8 +249,8 @@ class _Walk:
     ) -> tuple[list[Any], dict[str, PyTree]]:
         """A loop; what is collected in its body is stacked as its other results are."""
         params = eqn.params
-        jaxpr, closed = compat.functions_of(eqn)[0]
-        n_consts, n_carry = compat.scan_counts(eqn)
+        jaxpr, closed = jaxprs.functions_of(eqn)[0]
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
         first = n_consts + n_carry
         inside = (*origins[:n_consts], *(None,) * n_carry, *origins[first:])
 

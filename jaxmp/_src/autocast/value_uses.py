@@ -20,7 +20,7 @@ from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, regions
 from jaxmp._src.autocast.cast_lists import CastLists
-from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
 
 
 class Uses(NamedTuple):
@@ -93,8 +93,8 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             low_equations.add(i)
         if is_tame:
             tamed.add(i)
-        functions = compat.functions_of(eqn)
-        if functions and here.group(compat.function_name(eqn)) is None:
+        functions = jaxprs.functions_of(eqn)
+        if functions and here.group(jaxprs.function_name(eqn)) is None:
             inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
             for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
                 use(atom, as_low, as_wide)
@@ -122,16 +122,16 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
 
 
 def _uses_of_functions(eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...]) -> tuple[Uses, ...]:
-    through = eqn.primitive.name in compat.CALLS
+    through = eqn.primitive.name in jaxprs.CALLS
     return tuple(find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars)) for jaxpr, _ in functions)
 
 
 def _uses_of_operands(eqn: Any, functions: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
     """How each operand of an equation with functions inside is used there."""
-    if eqn.primitive.name in compat.CALLS:
+    if eqn.primitive.name in jaxprs.CALLS:
         return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))
     if eqn.primitive.name == "scan":  # what every iteration reads
-        consts = compat.scan_counts(eqn)[0]
+        consts = jaxprs.scan_counts(eqn)[0]
         return [(v, i < consts and inner[0].low_inputs[i], False) for i, v in enumerate(eqn.invars)]
     return [(v, False, False) for v in eqn.invars]
 
@@ -163,7 +163,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
                 if matmul in features and bias not in features and features[matmul].hold(_axes(matmul, bias, varies)):
                     biased.add(i)
                     features[out] = features[matmul]
-        elif name in ("jit", "pjit") and (functions := compat.functions_of(eqn)):
+        elif name in ("jit", "pjit") and (functions := jaxprs.functions_of(eqn)):
             inner, outer = functions[0][0], eqn.outvars
             found = _find_biased(inner, regions.lists_of(eqn, lists))[1]
             features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}

@@ -16,6 +16,9 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8.recipes import (
+    DelayedScaling,
+)
 
 
 class Fp8DotGeneral(nn.Module):
@@ -224,3 +227,35 @@ def _in_fp8(module: Any, recipe: Any) -> Any:
 def _filled(key: Array, value: float) -> Float[Array, ""]:
     del key
     return jnp.full((), value, jnp.float32)
+
+
+@contextlib.contextmanager
+def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter = None) -> Iterator[None]:
+    """A region in which linen's Dense, DenseGeneral and Einsum layers run in fp8, or in which no layer does.
+
+    Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
+    computed; inside the jitted function, or round the call that traces it. Attention's projections are DenseGeneral
+    layers. A layer that was given a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
+    dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
+
+    Args:
+      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from path globs to several; give the
+        same to `jaxmp.mixed_precision`.
+      enabled: False switches fp8 off.
+      filter: which layers, by `(path, module) -> bool` or path globs such as `("*mlp*",)`; None for all but the first
+        and the last layer with weights (embeddings and convolutions count), in the order in which they are called.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(32), nn.relu, nn.Dense(16)])
+      >>> with autocast():
+      ...     params = model.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+      >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
+      ['layers_2']
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(layers.switched(enabled))
+        recipe = DelayedScaling() if recipe is None else recipe
+        layers.check_recipe(recipe)
+        stack.enter_context(intercept_layers(recipe, filter))
+        yield

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.step import mixed_precision, policy as policy_lib, state, value_and_grad as grads_lib
+from jaxmp._src.step import microbatches, mixed_precision, policy as policy_lib, state, value_and_grad as grads_lib
 
 
 def value_and_grad(
@@ -59,12 +59,12 @@ def value_and_grad(
       >>> model.kernel[...].dtype.name
       'bfloat16'
     """
-    k = grads_lib.check_accumulate(accumulate)
+    k = microbatches.check_accumulate(accumulate)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         graphdef, params, rest = nnx.split(model, wrt, ...)
-        batches, whole = grads_lib.split_arguments((model, *args), (0,), accumulate_argnums, k)
+        batches, whole = microbatches.split_arguments((model, *args), (0,), accumulate_argnums, k)
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)

@@ -24,7 +24,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import in_place, state, states, write_masters
+from jaxmp._src.step import buffers, state, states, write_masters
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 
@@ -80,7 +80,7 @@ def convert(
     )
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
     new_params, new_state = assemble(saved, to, jax.tree.map(placement.beside, cast, like))
-    return in_place.own_buffers((new_params, new_state), foreign=(opt_state, params))
+    return buffers.own_buffers((new_params, new_state), foreign=(opt_state, params))
 
 
 def reload_master_params(opt_state: Any, params: PyTree) -> Any:
@@ -133,7 +133,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
         return node._replace(master_params=tree_paths.map_with_path(reload, node.master_params))
 
     reloaded = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, states.MasterState))
-    return in_place.own_buffers(reloaded, foreign=(opt_state, params))
+    return buffers.own_buffers(reloaded, foreign=(opt_state, params))
 
 
 def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:

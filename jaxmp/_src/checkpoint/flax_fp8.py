@@ -20,7 +20,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.checkpoint import fp8_history, job_leaves
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits
-from jaxmp._src.step import in_place, state, states
+from jaxmp._src.step import buffers, state, states
 
 _OPERANDS = {"input": "lhs", "kernel": "rhs", "output_grad": "grad"}
 
@@ -103,7 +103,7 @@ def import_flax_fp8(
         return node._replace(amax_states=tuple(groups))
 
     new_state = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, states.Fp8State))
-    return params, in_place.own_buffers(new_state, foreign=(params, opt_state))
+    return params, buffers.own_buffers(new_state, foreign=(params, opt_state))
 
 
 def _layer_and_operand(path: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.loss_scale import dynamic, torch_state
-from jaxmp._src.step import in_place, state, states
+from jaxmp._src.step import buffers, state, states
 
 _MEGATRON = ("scale", "growth_tracker", "hysteresis_tracker")
 
@@ -125,7 +125,7 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
         return treedef.unflatten([jnp.broadcast_to(jnp.asarray(n, o.dtype), o.shape) for n, o in pairs])
 
     changed = jax.tree.map(replaced, opt_state, is_leaf=lambda x: isinstance(x, states.LossScaleState))
-    return in_place.own_buffers(changed, foreign=(loss_scale, opt_state))
+    return buffers.own_buffers(changed, foreign=(loss_scale, opt_state))
 
 
 def _one(opt_state: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import job_leaves, loss_scales
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import in_place, state, states, write_masters
+from jaxmp._src.step import buffers, state, states, write_masters
 
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 Groups = Sequence[Sequence[str]]
@@ -152,7 +152,7 @@ def import_megatron(
         master = masters.get(job_leaves.plain(path))
         return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
 
-    return tree_paths.map_with_path(rounded, params), in_place.own_buffers(new_state, foreign=(opt_state, params))
+    return tree_paths.map_with_path(rounded, params), buffers.own_buffers(new_state, foreign=(opt_state, params))
 
 
 def _order(groups: Groups, params: PyTree) -> list[str]:

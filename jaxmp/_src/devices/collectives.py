@@ -18,7 +18,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat
-from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 
 AxisName = str | Sequence[str] | None
@@ -126,45 +125,6 @@ def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
     """
     (bad,) = largest_on_any_device([any_nonfinite(tree)], bound_axes(axis_name))
     return bad == 0
-
-
-def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """`grads` with the amaxes of fp8 scale leaves at their MAX over `axes`: one MAX for all of them.
-
-    Args:
-      grads: gradients of `params`; the amax of each scale leaf is not negative and not NaN.
-      params: the params; a leaf that varies over one of `axes` is another one on each device (a stage of a pipeline),
-        and keeps its own amax over that axis.
-      axes: bound axes.
-
-    Example:
-      >>> max_of_scales({"fp8_lhs_e4m3_log2_scale": 3.0}, {"fp8_lhs_e4m3_log2_scale": 0.0}, ())
-      {'fp8_lhs_e4m3_log2_scale': 3.0}
-    """
-    if not axes:
-        return grads
-    groups: dict[tuple[str, ...], list[Array]] = {}
-
-    def shared_axes(param: Array) -> tuple[str, ...]:
-        return tuple(a for a in axes if a not in compat.varying_axes(param))
-
-    def gather(path: str, amax: Array, param: Array) -> Array:
-        del path
-        groups.setdefault(shared_axes(param), []).append(jnp.ravel(amax))
-        return amax
-
-    scale_leaves.map_scales(gather, grads, params)
-    found = {shared: max_over(jnp.concatenate(flat), shared) for shared, flat in groups.items()}
-    taken = dict.fromkeys(groups, 0)
-
-    def scatter(path: str, amax: Array, param: Array) -> Array:
-        del path
-        shared = shared_axes(param)
-        start = taken[shared]
-        taken[shared] += amax.size
-        return found[shared][start : taken[shared]].reshape(amax.shape)
-
-    return scale_leaves.map_scales(scatter, grads, params)
 
 
 def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:

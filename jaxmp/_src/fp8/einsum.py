@@ -1,10 +1,16 @@
 """einsum of two operands as one `dot_general`: attention's projections and experts are written that way."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from jaxmp._src.fp8.matmul import (
+    Scales,
+    dot_general,
+)
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -76,3 +82,35 @@ def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str
 
 def _error(subscripts: str, reason: Any) -> ValueError:
     return ValueError(f"an fp8 einsum is one GEMM: {reason}; got {subscripts!r}")
+
+
+def einsum(
+    subscripts: str,
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    *,
+    recipe: Any,
+    scales: Scales | None = None,
+    preferred_element_type: Any = None,
+) -> Float[Array, "..."]:
+    """`jnp.einsum` of two operands as one fp8 `dot_general`.
+
+    Args:
+      subscripts: an explicit equation: each label once per operand, and in the result or in both operands.
+      lhs, rhs, recipe, scales, preferred_element_type: as for `dot_general`.
+
+    Returns:
+      The result, axes in the order of the equation.
+
+    Raises:
+      ValueError: an equation that is not one GEMM.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x, w = jnp.ones((2, 16, 16)), jnp.ones((16, 4, 16))
+      >>> einsum("btd,dhk->bthk", x, w, recipe=CurrentScaling()).shape
+      (2, 16, 4, 16)
+    """
+
+    dot = functools.partial(dot_general, recipe=recipe, scales=scales, preferred_element_type=preferred_element_type)
+    return einsum_by(dot, subscripts, lhs, rhs)

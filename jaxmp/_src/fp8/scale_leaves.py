@@ -33,6 +33,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.devices.collectives import max_over
 from jaxmp._src.numerics import float_bits
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
@@ -237,3 +238,42 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
         return leaf, 1.0 / leaf
     exponent = jnp.clip(leaf, np.float32(-63), np.float32(63))
     return float_bits.power_of_two(exponent), float_bits.power_of_two(-exponent)
+
+
+def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """`grads` with the amaxes of fp8 scale leaves at their MAX over `axes`: one MAX for all of them.
+
+    Args:
+      grads: gradients of `params`; the amax of each scale leaf is not negative and not NaN.
+      params: the params; a leaf that varies over one of `axes` is another one on each device (a stage of a pipeline),
+        and keeps its own amax over that axis.
+      axes: bound axes.
+
+    Example:
+      >>> max_of_scales({"fp8_lhs_e4m3_log2_scale": 3.0}, {"fp8_lhs_e4m3_log2_scale": 0.0}, ())
+      {'fp8_lhs_e4m3_log2_scale': 3.0}
+    """
+    if not axes:
+        return grads
+    groups: dict[tuple[str, ...], list[Array]] = {}
+
+    def shared_axes(param: Array) -> tuple[str, ...]:
+        return tuple(a for a in axes if a not in compat.varying_axes(param))
+
+    def gather(path: str, amax: Array, param: Array) -> Array:
+        del path
+        groups.setdefault(shared_axes(param), []).append(jnp.ravel(amax))
+        return amax
+
+    map_scales(gather, grads, params)
+    found = {shared: max_over(jnp.concatenate(flat), shared) for shared, flat in groups.items()}
+    taken = dict.fromkeys(groups, 0)
+
+    def scatter(path: str, amax: Array, param: Array) -> Array:
+        del path
+        shared = shared_axes(param)
+        start = taken[shared]
+        taken[shared] += amax.size
+        return found[shared][start : taken[shared]].reshape(amax.shape)
+
+    return map_scales(scatter, grads, params)

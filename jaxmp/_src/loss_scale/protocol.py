@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
-from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale.dynamic import DynamicLossScale
 from jaxmp._src.loss_scale.static import NoOpLossScale, StaticLossScale, is_number
 
@@ -100,39 +99,3 @@ def _from_jmp(scaler: jmp.DynamicLossScale) -> DynamicLossScale:
     )
     new.growth_count = jnp.asarray(scaler.counter, jnp.int32)
     return new
-
-
-def largest_of(dtype: Any) -> float:
-    """The largest finite value of a float dtype.
-
-    Example:
-      >>> largest_of(jnp.float16)
-      65504.0
-    """
-    try:
-        if not isinstance(dtype, bool | int | float):
-            return float(jnp.finfo(dtype).max)
-    except (TypeError, ValueError):
-        pass
-    raise TypeError(
-        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
-    )
-
-
-def clamp_inf(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
-    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone.
-
-    Example:
-      >>> clamp_inf(jnp.array([-jnp.inf, 1.0]), 2.0)
-      (Array([-2.,  1.], dtype=float32), Array(True, dtype=bool))
-    """
-    amaxes, grads = scale_leaves.partition(grads)
-    found = jnp.zeros((), bool)
-    for g in jax.tree.leaves(grads):
-        found |= jnp.any(jnp.isinf(g))
-
-    def clamp(g: Array) -> Array:
-        limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
-        return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
-
-    return scale_leaves.merge(amaxes, jax.tree.map(clamp, grads)), found

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.extend.core
 import jax.numpy as jnp
 
-from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
 
 _MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 _VIEWS = frozenset(  # the same bytes, or read as such
@@ -75,7 +75,7 @@ class _Program:
     def __init__(self, jaxpr: Any, output_bytes: Sequence[int | None] | None = None):
         self.sizes: list[int] = []
         self.ops: list[_Op] = []
-        inside, _ = compat.open_jaxpr(jaxpr)
+        inside, _ = jaxprs.open_jaxpr(jaxpr)
         names: dict[Any, int | None] = {v: self._new(v.aval) for v in (*inside.constvars, *inside.invars)}
         self.inputs = frozenset(range(len(self.sizes)))
         self._write_out(inside, names)
@@ -95,8 +95,8 @@ class _Program:
         for eqn in jaxpr.eqns:
             reads = [None if _is_literal(v) else names[v] for v in eqn.invars]
             name = eqn.primitive.name
-            if name in compat.CALLS:
-                ((called, _),) = compat.functions_of(eqn)
+            if name in jaxprs.CALLS:
+                ((called, _),) = jaxprs.functions_of(eqn)
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
                     known = tuple(r for r in reads if r is not None)
                     self.ops.append(_Op(eqn, name, known, (), is_barrier=True))
@@ -108,7 +108,7 @@ class _Program:
                 continue
             avals = [v.aval for v in eqn.outvars]
             if name == "shard_map":  # of its results, what one device holds
-                avals = [v.aval for v in compat.open_jaxpr(eqn.params["jaxpr"])[0].outvars]
+                avals = [v.aval for v in jaxprs.open_jaxpr(eqn.params["jaxpr"])[0].outvars]
             written = [self._new(aval) for aval in avals]
             names |= dict(zip(eqn.outvars, written, strict=True))
             self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
@@ -286,7 +286,7 @@ def _inside(op: _Op) -> int:
     """What the body of a loop or of a branch takes beside its operands, in one turn."""
     if op.name not in _LOOPS:
         return 0
-    return max((usage(jaxpr).peak for jaxpr, _ in compat.functions_of(op.eqn)), default=0)
+    return max((usage(jaxpr).peak for jaxpr, _ in jaxprs.functions_of(op.eqn)), default=0)
 
 
 def _padded(op: _Op) -> int:

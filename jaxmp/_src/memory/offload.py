@@ -32,8 +32,8 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
 from jaxmp._src.step import in_place, write_masters
+from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.states import MasterState
-from jaxmp._src.step.unscale import as_transformation
 
 _PARTS = ("masters", "moments")
 

@@ -33,9 +33,9 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.memory import buffers, measured as measured_lib, overview as overview_lib, shards
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state, states, value_and_grad as gradients
+from jaxmp._src.step import microbatches, state, states, value_and_grad as gradients
+from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import get_policy
-from jaxmp._src.step.unscale import as_transformation
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -154,7 +154,7 @@ def plan(
       1910.02054), section 3, for the 16 bytes; Korthikanti et al. 2022 (arXiv 2205.05198) for a transformer's N.
     """
     policy, optimizer = get_policy(policy), as_transformation(optimizer)
-    k = gradients.check_accumulate(accumulate)
+    k = microbatches.check_accumulate(accumulate)
     shapes = _shapes_of_params(params)
     splits = shards.specs_of(params, specs, mesh)
     ways = shards.split_of_batch(data_axes, mesh) if jax.tree.leaves(batch) or data_axes else 1
@@ -297,12 +297,14 @@ def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) ->
             f"for a single argument."
         )
 
-    places = range(len(batch)) if argnums is None else gradients.resolve_argnums(argnums, len(batch), "batch_argnums")
+    places = (
+        range(len(batch)) if argnums is None else microbatches.resolve_argnums(argnums, len(batch), "batch_argnums")
+    )
 
     def cut(path: str, x: Any) -> Any:
         x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x)
         shape = tuple(x.shape)
-        if shape and not gradients.is_key(x) and int(path.split("/")[0]) in places:
+        if shape and not microbatches.is_key(x) and int(path.split("/")[0]) in places:
             if shape[0] % (ways * k):
                 raise ValueError(
                     f"the batch's leading axis must be a multiple of the devices of data_axes, {ways}, times "

@@ -45,20 +45,66 @@ Reference: torch/amp/grad_scaler.py of torch 2.13.
 import copy
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.autocast import torch_habits
+from jaxmp._src.autocast import cast_lists
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
-from jaxmp._src.porting import stages as stages_lib
-from jaxmp._src.step import in_place, mixed_precision, state, states
+from jaxmp._src.step import buffers, mixed_precision, state, states
+
+_UNSCALED, _STEPPED = "UNSCALED", "STEPPED"
+_SAID = {_UNSCALED: "was unscaled", _STEPPED: "has stepped"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages of all optimizers: hashable, so that they can be part of a pytree's structure.
+
+    Attributes:
+      known: (optimizer, stage), sorted, of those that are not READY.
+
+    Example:
+      >>> Stages().unscaling("a").stepping("a")
+      Stages(known=(('a', 'STEPPED'),))
+    """
+
+    known: tuple[tuple[str, str], ...] = ()
+
+    def is_ready(self, optimizer: str) -> bool:
+        """Whether its gradients are still scaled."""
+        return optimizer not in dict(self.known)
+
+    def unscaling(self, optimizer: str) -> "Stages":
+        """The stages after the gradients of `optimizer` are unscaled; a ValueError if they are, or it has stepped."""
+        if not self.is_ready(optimizer):
+            raise ValueError(
+                f"gradients are unscaled once, before the step; got unscale for {optimizer!r}, which "
+                f"{_SAID[dict(self.known)[optimizer]]} since the last update(). Call it once, before step, and give "
+                f"each optimizer a name of its own: optimizer=."
+            )
+        return self._with(optimizer, _UNSCALED)
+
+    def stepping(self, optimizer: str) -> "Stages":
+        """The stages after a step of `optimizer`; a ValueError if it has stepped."""
+        if dict(self.known).get(optimizer) == _STEPPED:
+            raise ValueError(
+                f"an optimizer steps once between two updates; got step for {optimizer!r}, which has stepped since the "
+                f"last update(). Call scaler = scaler.update() once at the end of a step, and give each optimizer a "
+                f"name of its own: optimizer=."
+            )
+        return self._with(optimizer, _STEPPED)
+
+    def _with(self, optimizer: str, stage: str) -> "Stages":
+        return Stages(tuple(sorted((dict(self.known) | {optimizer: stage}).items())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +113,7 @@ class _Static:
 
     enabled: bool
     axis_name: collectives.AxisName
-    stages: stages_lib.Stages = dataclasses.field(default_factory=stages_lib.Stages)
+    stages: Stages = dataclasses.field(default_factory=Stages)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -120,7 +166,7 @@ class GradScaler:
         axis_name: collectives.AxisName = "auto",
         loss_scale: Any = None,
     ):
-        torch_habits.check_no_device("GradScaler", init_scale)
+        cast_lists.check_no_device("GradScaler", init_scale)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._static, self._has_scaled = _Static(bool(enabled), names), False
         self._found_inf: dict[str, Bool[Array, ""]] = {}
@@ -171,7 +217,7 @@ class GradScaler:
                     f"{getattr(x, 'dtype', type(x).__name__)} at {tree_paths.path_str(path)}. Leave other "
                     f"outputs out: return scaler.scale(loss), aux."
                 )
-            torch_habits.warn_of_rounded_loss(jnp.result_type(x))
+            warn_of_rounded_loss(jnp.result_type(x))
         return self._loss_scale.scale(tree)
 
     def unscale(self, grads: PyTree, *, optimizer: str = "optimizer") -> tuple[PyTree, "GradScaler"]:
@@ -256,7 +302,7 @@ class GradScaler:
         with jax.named_scope("jaxmp.optimizer"):
             new = apply(grads, opt_state, params)
         with jax.named_scope("jaxmp.keep_or_skip"):
-            keep = functools.partial(in_place.finite_or, ~found_inf)
+            keep = functools.partial(buffers.finite_or, ~found_inf)
             params, opt_state = jax.tree.map(keep, new, (params, opt_state))
         return params, opt_state, scaler._went_on(stages, optimizer, found_inf)
 
@@ -286,7 +332,7 @@ class GradScaler:
             return self
         self._check_scaled("update")
         new = copy.copy(self)
-        new._static, new._found_inf = dataclasses.replace(self._static, stages=stages_lib.Stages()), {}
+        new._static, new._found_inf = dataclasses.replace(self._static, stages=Stages()), {}
         if new_scale is not None:
             new._loss_scale = torch_state.at_scale(self._loss_scale, new_scale)
             return new
@@ -377,7 +423,7 @@ class GradScaler:
         new._loss_scale = torch_state.from_state_dict(self._loss_scale, state_dict)
         return new
 
-    def _went_on(self, stages: stages_lib.Stages, optimizer: str, found_inf: Bool[Array, ""]) -> "GradScaler":
+    def _went_on(self, stages: Stages, optimizer: str, found_inf: Bool[Array, ""]) -> "GradScaler":
         new = copy.copy(self)
         new._static = dataclasses.replace(self._static, stages=stages)
         new._found_inf = self._found_inf | {optimizer: found_inf}
@@ -404,3 +450,18 @@ class GradScaler:
         new._static, new._has_scaled = aux, True
         new._loss_scale, new._found_inf = children
         return new
+
+
+def warn_of_rounded_loss(dtype: np.dtype) -> None:
+    """Warns if a loss that is to be scaled was rounded to 16 bits before.
+
+    Example:
+      >>> warn_of_rounded_loss(np.dtype("float32"))
+    """
+    if dtype.itemsize == 2:
+        warnings.warn(
+            f"the loss to be scaled is {dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute it in "
+            f"float32. `with jaxmp.autocast(...)` round a plain function reaches only the modules in it; make the "
+            f"function autocast: jaxmp.autocast(loss_fn).",
+            stacklevel=3,
+        )

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from jaxmp import fp8
 from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
-from jaxmp._src.bridges import nnx_fp8
+from jaxmp._src.bridges import linen_fp8, nnx_fp8
 from jaxmp._src.fp8 import matmul, scale_leaves
 from jaxmp._src.fp8.recipes import CurrentScaling
 from jaxmp._src.numerics import casting
@@ -114,7 +113,7 @@ class Subject:
             layers.add(path)
             return False
 
-        with fp8.autocast(CurrentScaling(), filter=note):  # it asks for each layer of linen that could run in fp8
+        with linen_fp8.autocast(CurrentScaling(), filter=note):  # it asks for each layer of linen that could run in fp8
             jax.eval_shape(self.loss(hook), self.params, self.batch)
         if self.is_nnx:
             with warnings.catch_warnings():

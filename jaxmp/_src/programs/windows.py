@@ -25,10 +25,8 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from jaxmp._src.autocast import emit
-from jaxmp._src.base import compat
 from jaxmp._src.devices import host_memory
-from jaxmp._src.programs import row_loops
+from jaxmp._src.programs import jaxprs, row_loops
 
 _IN_FLIGHT = 2
 _CALLS = ("jit", "pjit")
@@ -82,7 +80,7 @@ def run(
 
     avals = [jax.typeof(x) for x in leaves]
     traced = jax.make_jaxpr(flat)(*avals)
-    jaxpr, consts = compat.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
+    jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(lambda *leaves: _inlined(traced, leaves))(*avals))
     starts = [sum(widths[:i]) for i in range(len(widths) + 1)]
     parts = [tuple(range(a, b)) for a, b in itertools.pairwise(starts)]
     sizes = [x.size * x.dtype.itemsize if host_memory.is_on_host(x) else 0 for x in leaves]
@@ -153,7 +151,7 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
 
     Functions over whole trees are often jitted (`optax.tree.bias_correction`), and a call needs all its operands.
     """
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
     held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
 
     def read(atom: Any) -> Any:
@@ -164,7 +162,7 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
         if eqn.primitive.name in _CALLS:
             results = _inlined(eqn.params["jaxpr"], operands)
         else:
-            results = emit.written(eqn, operands)
+            results = jaxprs.written(eqn, operands)
         held |= dict(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -212,7 +210,7 @@ def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[A
         operands = jaxpr.eqns[number].invars
         open_ += [v for v in operands if not isinstance(v, core.Literal) and v not in held]
     eqns = [jaxpr.eqns[i] for i in sorted(todo)]
-    run_eqns, operands, made = compat.as_program(eqns)
+    run_eqns, operands, made = jaxprs.as_program(eqns)
     held |= dict(zip(made, run_eqns(*(held[v] for v in operands)), strict=True))
 
 

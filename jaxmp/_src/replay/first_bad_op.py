@@ -19,8 +19,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._src.autocast import flax_modules
-from jaxmp._src.base import compat
-from jaxmp._src.programs import array_functions, module_paths
+from jaxmp._src.programs import array_functions, jaxprs, module_paths
 from jaxmp._src.replay import bad_operation, nonfinite
 
 _ELEMENTWISE = frozenset(
@@ -98,7 +97,7 @@ def walk(closed: Any, values: list[Any], paths: list[str]) -> bad_operation.BadO
       values: its inputs.
       paths: what they are called.
     """
-    jaxpr, consts = compat.open_jaxpr(closed)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
     walker = _Walker()
     taints = []
     for x, path in zip(values, paths, strict=True):
@@ -155,7 +154,7 @@ class _Walker:
         inherited = frozenset().union(*tainted)
         name = eqn.primitive.name
         inner = [_NONE] * len(results)
-        if name in _LOOPS or name == "cond" or name in compat.CALLS:
+        if name in _LOOPS or name == "cond" or name in jaxprs.CALLS:
             inner = self.inside(eqn, operands, tainted, place)
         worst = max(_severities(operands), default=0)
         found = []
@@ -169,7 +168,7 @@ class _Walker:
                 bad, rank = fresh, 0
             if rank < 2 or not inherited:
                 note = _NOTES.get(rank, "")
-                if name in _LOOPS | compat.CALLS | {"cond"}:
+                if name in _LOOPS | jaxprs.CALLS | {"cond"}:
                     note = "compiled as one program its result is not finite, operation by operation it is"
                 origin = bad_operation.describe(eqn, operands, results, i, place, bad, note)
                 found.append(inherited | self.add(origin, rank))
@@ -179,7 +178,7 @@ class _Walker:
 
     def inside(self, eqn: Any, operands: list[Any], tainted: list[frozenset[int]], place: Any) -> list[frozenset[int]]:
         """The taints of the results of an equation that calls, branches or loops."""
-        functions = compat.functions_of(eqn)
+        functions = jaxprs.functions_of(eqn)
         name = eqn.primitive.name
         if name == "scan":
             return self.scan(eqn, functions[0], operands, tainted, place)
@@ -208,7 +207,7 @@ class _Walker:
         return results, [t if s else _NONE for t, s in zip(taints, severities, strict=True)]
 
     def scan(self, eqn: Any, body: Any, operands: list[Any], tainted: list[Any], place: Any) -> list[frozenset[int]]:
-        n_consts, n_carry = compat.scan_counts(eqn)
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
         start = n_consts + n_carry
         carry, taints = operands[n_consts:start], tainted[n_consts:start]
         stacked = [_NONE] * (len(eqn.outvars) - n_carry)
@@ -256,14 +255,14 @@ def _literal(v: Any) -> tuple[Any, frozenset[int]]:
 
 
 def _compiled(function: tuple[Any, tuple[Any, ...]]) -> Callable[..., list[Any]]:
-    return jax.jit(compat.jaxpr_as_function(*function))
+    return jax.jit(jaxprs.jaxpr_as_function(*function))
 
 
 def _execute(eqn: Any, operands: list[Any]) -> list[Any]:
     if "donated_invars" in eqn.params:  # what a jit inside would write over is looked at again
         eqn = eqn.replace(params=eqn.params | {"donated_invars": (False,) * len(eqn.invars)})
     given = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, core.Literal)]
-    return list(compat.as_function(eqn)(*given))
+    return list(jaxprs.as_function(eqn)(*given))
 
 
 def _severities(values: list[Any]) -> list[int]:

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._src.base import compat
 from jaxmp._src.bridges import nnx as nnx_bridge
-from jaxmp._src.programs import array_functions
+from jaxmp._src.programs import array_functions, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
 from jaxmp._src.step import states, value_and_grad
 
@@ -230,7 +229,7 @@ class _Step:
 
         self.closed, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), *self.arrays)
         self.treedef = jax.tree.structure(shapes)
-        self.compiled = jax.jit(compat.jaxpr_as_function(*compat.open_jaxpr(self.closed)))
+        self.compiled = jax.jit(jaxprs.jaxpr_as_function(*jaxprs.open_jaxpr(self.closed)))
 
     def run(self, loss_scale: float) -> Run:
         results = self.compiled(jnp.float32(loss_scale), *self.arrays)

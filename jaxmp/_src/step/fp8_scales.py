@@ -23,7 +23,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import in_place
+from jaxmp._src.step import buffers, in_place
 from jaxmp._src.step.state import find, masters_of
 from jaxmp._src.step.states import Fp8State, SplitFp8State
 
@@ -139,7 +139,7 @@ def split_fp8(
             amaxes := stored_kernels.amaxes_of(masters_of(state.fp8_rest, other_params), params)
         ):
             only_scales = stored_kernels.leave(only_scales, amaxes)
-            only_scales = collectives.max_of_scales(only_scales, scale_params, collectives.bound_axes("auto"))
+            only_scales = scale_leaves.max_of_scales(only_scales, scale_params, collectives.bound_axes("auto"))
         with jax.named_scope("jaxmp.update_amax"):
             return scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
 
@@ -162,8 +162,8 @@ def split_fp8(
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
-        new_scales = in_place.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
-        scales_state = in_place.select(step.taken, scales_state, state.fp8_scales)
+        new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
         written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
         return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
 

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat, regions
-from jaxmp._src.numerics import casting
 
 
 class Step(NamedTuple):
@@ -132,60 +130,17 @@ def withdrawn() -> Iterator[None]:
         yield
 
 
-def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
-    """`state` with every array in a buffer of its own, shared neither inside nor with an array of `foreign`.
-
-    A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
-    it shares with the caller's params would be taken from them.
+def as_transformation(inner: Any) -> optax.GradientTransformation:
+    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one.
 
     Example:
-      >>> x = jnp.ones(2)
-      >>> a, b = own_buffers([x, x], foreign=())
-      >>> a is x, b is x
-      (True, False)
+      >>> isinstance(as_transformation(optax.MultiSteps(optax.sgd(0.1), 2)), optax.GradientTransformation)
+      True
     """
-    seen = {id(x) for x in jax.tree.leaves(foreign)}
-
-    def own(x: Any) -> Any:
-        if isinstance(x, jax.Array) and id(x) in seen:
-            return jnp.copy(x)
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(own, state)
-
-
-def in_dtype_of(new: Any, old: Any) -> Any:
-    """`new` in the dtype of `old`, strongly typed.
-
-    Example:
-      >>> in_dtype_of(1, jnp.float32(0.0))
-      Array(1., dtype=float32)
-    """
-    new = jnp.asarray(new)
-    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
-
-
-def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
-    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces.
-
-    Example:
-      >>> finite_or(jnp.array(True), jnp.array([2.0, jnp.inf]), jnp.ones(2)).tolist()
-      [2.0, 1.0]
-    """
-    new = jnp.asarray(new)
-    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
-    new = in_dtype_of(new, old)
-    if jnp.issubdtype(new.dtype, jnp.inexact):
-        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
-    return jnp.where(taken, new, old)
-
-
-def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` if the step is taken, else `old`; in the dtypes of `old`.
-
-    Example:
-      >>> select(jnp.array(False), {"count": jnp.int32(2)}, {"count": jnp.int32(1)})
-      {'count': Array(1, dtype=int32)}
-    """
-    return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)
+    if isinstance(inner, optax.GradientTransformation):
+        return inner
+    if hasattr(inner, "gradient_transformation"):
+        return inner.gradient_transformation()
+    raise TypeError(
+        f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
+    )

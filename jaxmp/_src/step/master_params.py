@@ -28,10 +28,10 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import in_place, probe, write_masters
+from jaxmp._src.step import buffers, in_place, probe, write_masters
+from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.states import MasterState
-from jaxmp._src.step.unscale import as_transformation
 
 
 def keep_master_params(
@@ -81,7 +81,7 @@ def keep_master_params(
         inner_state = inner.init(_view(full, masters))
         if remainder is not None:
             masters = _split_masters(policy, params, masters, remainder)
-        return in_place.own_buffers(MasterState(masters, inner_state), foreign=params)
+        return buffers.own_buffers(MasterState(masters, inner_state), foreign=params)
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any

@@ -20,7 +20,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import fp8_scales, in_place, master_params, state, states, unscale
+from jaxmp._src.step import buffers, fp8_scales, in_place, master_params, state, states, unscale
 from jaxmp._src.step.policy import get_policy
 
 
@@ -230,4 +230,4 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
             f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but "
             f"mixed_precision's optimizer has no place for it"
         )
-    return in_place.own_buffers(moved, foreign=(inner_state, params))
+    return buffers.own_buffers(moved, foreign=(inner_state, params))

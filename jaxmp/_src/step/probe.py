@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import in_place, state as states, states as states_lib
+from jaxmp._src.step import buffers, state as states, states as states_lib
 
 # g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
@@ -119,7 +119,7 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
             return jax.tree.map(lambda p: jnp.full_like(p, g, dtype=_grad_dtype_of(p, grad_dtype)), params)
 
         first, after = tx.update(grads(gradient), state, params, **extra_args)
-        after = jax.tree.map(lambda new, old: in_place.in_dtype_of(new, jnp.asarray(old)), after, state)
+        after = jax.tree.map(lambda new, old: buffers.in_dtype_of(new, jnp.asarray(old)), after, state)
         second, _ = tx.update(grads(0.0), after, params, **extra_args)
         pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
         return [jnp.maximum(*(jnp.max(jnp.abs(u.astype(jnp.float32))) for u in pair)) for pair in pairs]

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol
-from jaxmp._src.step import in_place, mixed_precision, state, states
+from jaxmp._src.step import buffers, mixed_precision, state, states
 
 
 class SharedLossScale(NamedTuple):
@@ -69,7 +69,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     def init() -> states.SharedLossScaleState:
         fresh = states.SharedLossScaleState(state.scaling_state(template), jnp.ones((), bool))
-        return in_place.own_buffers(fresh, foreign=template)
+        return buffers.own_buffers(fresh, foreign=template)
 
     def apply_gradients(
         tx: optax.GradientTransformation,

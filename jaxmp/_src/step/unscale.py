@@ -29,7 +29,8 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import windows
-from jaxmp._src.step import in_place, probe, state as states, states as states_lib
+from jaxmp._src.step import buffers, in_place, probe, state as states, states as states_lib
+from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
@@ -126,7 +127,7 @@ def unscale_and_skip(
             stacklevel=3,
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
-    largest = None if clamp_inf is None else protocol.largest_of(clamp_inf)
+    largest = None if clamp_inf is None else largest_of(clamp_inf)
 
     def init_fn(params: PyTree) -> states_lib.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
@@ -143,7 +144,7 @@ def unscale_and_skip(
             saturated_params=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
-        return in_place.own_buffers(fresh, (params, template))
+        return buffers.own_buffers(fresh, (params, template))
 
     def update_fn(
         updates: PyTree,
@@ -163,7 +164,7 @@ def unscale_and_skip(
         clamped = None
         if largest is not None:
             with jax.named_scope("jaxmp.clamp_inf"):
-                updates, clamped = protocol.clamp_inf(updates, largest)
+                updates, clamped = clamp_infinite(updates, largest)
         with jax.named_scope("jaxmp.unscale"):
             # By the scale that value_and_grad scaled with: the one given, else the one in the state, which without a
             # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
@@ -198,7 +199,7 @@ def unscale_and_skip(
                 scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
             )
             return new_updates, states_lib.UnscaleState(
-                scaling=jax.tree.map(in_place.in_dtype_of, next_scaling, state.scaling),
+                scaling=jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
@@ -252,8 +253,8 @@ def unscale_and_skip(
         if probe.is_probing():
             return updates, new
         with jax.named_scope("jaxmp.keep_or_skip"):
-            updates = jax.tree.map(lambda u: in_place.finite_or(taken, u, -0.0), updates)
-            return updates, jax.tree.map(functools.partial(in_place.finite_or, taken), new, state.guarded)
+            updates = jax.tree.map(lambda u: buffers.finite_or(taken, u, -0.0), updates)
+            return updates, jax.tree.map(functools.partial(buffers.finite_or, taken), new, state.guarded)
 
     def decide(
         grads: PyTree,
@@ -306,85 +307,6 @@ def unscale_and_skip(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one.
-
-    Example:
-      >>> isinstance(as_transformation(optax.MultiSteps(optax.sgd(0.1), 2)), optax.GradientTransformation)
-      True
-    """
-    if isinstance(inner, optax.GradientTransformation):
-        return inner
-    if hasattr(inner, "gradient_transformation"):
-        return inner.gradient_transformation()
-    raise TypeError(
-        f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
-    )
-
-
-class TrainingStuck(RuntimeError):
-    """A run that skips every step: raised by `check_progress`.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxmp, optax
-      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
-      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-      >>> _, opt_state = tx.update({"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
-      >>> try:
-      ...     check_progress(opt_state, max_consecutive_skips=1)
-      ... except TrainingStuck:
-      ...     "stopped"
-      'stopped'
-    """
-
-
-def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinned_overflows: int | None = None) -> None:
-    """Stops a run that only skips, and reports a loss scale stuck at its floor. Called on the host, every n steps.
-
-    A compiled step cannot raise, so the step counts and this looks. It waits for the step to end.
-
-    Args:
-      opt_state: state after an update; also one replicated by pmap.
-      max_consecutive_skips: k; k skipped steps in a row raise.
-      max_pinned_overflows: overflows in a row at the floor of the scale that raise; None only warns of them (DeepSpeed
-        raises at the first).
-
-    Raises:
-      TrainingStuck: as above. Nothing is lost: params, masters and moments are those before the first skip.
-
-    Warns:
-      UserWarning: an overflow found the loss scale at its floor.
-
-    Example:
-      >>> check_progress(unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
-    """
-    metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
-    pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
-    if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
-        raise TrainingStuck(
-            f"the loss scale must stay above its floor; it overflowed {int(pinned)} times in a row at "
-            f"{metrics['loss_scale']}. {_WHAT_TO_DO}"
-        )
-    if skips >= max_consecutive_skips:
-        raise TrainingStuck(
-            f"a run must not skip {max_consecutive_skips} steps in a row; it skipped {int(skips)}, with the loss scale "
-            f"at {metrics['loss_scale']}. {_WHAT_TO_DO}"
-        )
-    if pinned > 0:
-        warnings.warn(
-            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: {int(pinned)} overflows in a row could "
-            f"not lower it. {_WHAT_TO_DO}",
-            stacklevel=2,
-        )
-
-
-_WHAT_TO_DO = (
-    "If gradients are not finite whatever the scale: look for NaN in the data and the loss, lower the learning rate, "
-    'keep norms and softmax in float32 (keep_fp32=), or use the policy "bf16". If they are finite, it is skip_if that '
-    "skips. Params and optimizer state are those of the last step taken."
-)
-
-
 def _check_gradients(grads: PyTree) -> None:
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if not casting.is_float(g):
@@ -397,3 +319,39 @@ def _check_gradients(grads: PyTree) -> None:
 
 def _count(count: Array, happened: Bool[Array, ""]) -> Array:
     return jnp.where(happened, optax.safe_increment(count), count)
+
+
+def largest_of(dtype: Any) -> float:
+    """The largest finite value of a float dtype.
+
+    Example:
+      >>> largest_of(jnp.float16)
+      65504.0
+    """
+    try:
+        if not isinstance(dtype, bool | int | float):
+            return float(jnp.finfo(dtype).max)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
+    )
+
+
+def clamp_infinite(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
+    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone.
+
+    Example:
+      >>> clamp_infinite(jnp.array([-jnp.inf, 1.0]), 2.0)
+      (Array([-2.,  1.], dtype=float32), Array(True, dtype=bool))
+    """
+    amaxes, grads = scale_leaves.partition(grads)
+    found = jnp.zeros((), bool)
+    for g in jax.tree.leaves(grads):
+        found |= jnp.any(jnp.isinf(g))
+
+    def clamp(g: Array) -> Array:
+        limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
+        return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
+
+    return scale_leaves.merge(amaxes, jax.tree.map(clamp, grads)), found

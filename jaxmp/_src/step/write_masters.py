@@ -17,7 +17,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import in_place
+from jaxmp._src.step import buffers, in_place
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.states import MasterState
 from pallas_kernels import moments
@@ -120,7 +120,7 @@ def by_updates(
         return jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
 
     new = [after(*x) for x in zip(pairs, weights, jax.tree.leaves(moves), strict=True)]
-    return new, jax.tree.map(lambda n, o: in_place.finite_or(step.taken, n, o), new_state, state)
+    return new, jax.tree.map(lambda n, o: buffers.finite_or(step.taken, n, o), new_state, state)
 
 
 def moved(master: Array, move: Array) -> Array:

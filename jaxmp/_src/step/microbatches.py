@@ -1,0 +1,143 @@
+"""The arguments of a loss cut into microbatches: which hold the batch, and along which rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from jaxmp._src.base import tree_paths
+
+
+def split_arguments(
+    args: Sequence[Any], diff_argnums: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The positional arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
+
+    With k = 1 nothing is split, and all are among the others.
+
+    Example:
+      >>> split_arguments(("params", jnp.arange(4), "stats"), (0,), accumulate_argnums=1, k=2)
+      ({1: Array([[0, 1],
+             [2, 3]], dtype=int32)}, {2: 'stats'})
+    """
+    whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
+    chosen = tuple(whole)
+    if accumulate_argnums is not None:
+        chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
+    if set(chosen) & set(diff_argnums):
+        raise ValueError(
+            f"accumulate_argnums {chosen} must not name what is differentiated, argnums {tuple(diff_argnums)}"
+        )
+    if k == 1:
+        return {}, whole
+    return split_microbatches({i: whole.pop(i) for i in chosen}, k), whole
+
+
+def split_microbatches(tree: PyTree, k: int) -> PyTree:
+    """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
+
+    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i,
+    i + k, i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and
+    XLA would have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
+
+    Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
+
+    Args:
+      tree: pytree of arrays [n, ...], keys and scalars.
+      k: number of microbatches; divides n.
+
+    Returns:
+      The same structure with arrays [k, n/k, ...], keys [k] and scalars [k].
+
+    Raises:
+      ValueError: k does not divide a leading axis, or leading axes differ: named by path.
+
+    Example:
+      >>> split = split_microbatches({"x": jnp.arange(6.0), "key": jax.random.key(0), "t": 0.5}, 3)
+      >>> {name: leaf.shape for name, leaf in split.items()}
+      {'key': (3,), 't': (3,), 'x': (3, 2)}
+    """
+    sizes: dict[str, int] = {}
+
+    def split(path: str, x: Any) -> Any:
+        if is_key(x):
+            return jax.random.split(x, k)
+        if jnp.ndim(x) == 0:
+            return jnp.broadcast_to(jnp.asarray(x), (k,))
+        sizes[path] = x.shape[0]
+        if x.shape[0] % k:
+            raise ValueError(
+                f"accumulate={k} must divide the leading axis of the batch; got {tuple(x.shape)} at argument {path}. "
+                f"{_HOW_TO_NAME_THE_BATCH}"
+            )
+        return _cut(jnp.asarray(x), k)
+
+    out = tree_paths.map_with_path(split, tree)
+    if len(set(sizes.values())) > 1:
+        (first, n), (other, m) = next(
+            ((a, b) for a, b in zip(sizes.items(), list(sizes.items())[1:], strict=False) if a[1] != b[1])
+        )
+        raise ValueError(
+            f"all parts of a batch must have the same leading axis; got {n} at argument {first} and {m} at argument "
+            f"{other}. {_HOW_TO_NAME_THE_BATCH}"
+        )
+    return out
+
+
+def _cut(x: Array, k: int) -> Array:
+    """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row where `x` lies on a mesh under jit."""
+    sharding = jax.typeof(x).sharding
+    n, rest = x.shape[0], x.shape[1:]
+    if not _lies_on_mesh(sharding.mesh):
+        return x.reshape(k, n // k, *rest)
+    spec = tuple(sharding.spec)
+    if any(axis is not None for axis in spec):  # a mesh with explicit axes wants to be told
+        x = lax.reshape(x, (n // k, k, *rest), out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+    else:
+        x = x.reshape(n // k, k, *rest)
+    return x.swapaxes(0, 1)
+
+
+def _lies_on_mesh(mesh: Any) -> bool:
+    """Whether arrays of this mesh may be spread over devices by XLA; under pmap and shard_map they are local."""
+    types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
+    return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types)
+
+
+_HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is one PRNG key, typed or raw.
+
+    Example:
+      >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
+      (True, False)
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.ndim(x) == 0
+    return dtype == jnp.uint32 and jnp.shape(x) == (2,)
+
+
+def check_accumulate(accumulate: int) -> int:
+    """`accumulate` as an int >= 1, or a ValueError."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, (int, np.integer)) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of microbatches >= 1; got {accumulate!r}")
+    return int(accumulate)
+
+
+def resolve_argnums(argnums: int | Sequence[int], n: int, name: str) -> tuple[int, ...]:
+    """`argnums` as non-negative positions among `n` positional arguments, or a ValueError that calls it `name`."""
+    wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in wanted:
+        if not -n <= i < n:
+            raise ValueError(f"{name} must name positional arguments; got {i} for a call with {n} of them")
+    return tuple(i % n for i in wanted)
