@@ -83,7 +83,7 @@ campaign: $(STAMP)/dev
 
 faults: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
-	  $(VENV)/bin/python tests/faults.py --json benchmarks/results/faults.json $(ARGS)
+	  $(VENV)/bin/python tests/support/faults.py --json benchmarks/results/faults.json $(ARGS)
 
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev

@@ -33,6 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import PyTree
+
+import jaxmp
 from recipes import (
     LEARNING_RATE,
     MAX_NORM,
@@ -45,8 +47,6 @@ from recipes import (
     selected,
 )
 from tables import HERE, markdown, parse_arguments, versions, write_readme
-
-import jaxmp
 
 RESULTS = HERE / "results" / "cpu.json"
 MARKERS = "<!-- cpu: written by cpu.py -->", "<!-- cpu: end -->"

@@ -27,6 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from autocast_programs import AUTOCAST, BY_HAND, UNCAST, Job, example_job, initial, language_job, program
 from cpu import PACKAGES
 from tables import HERE, markdown, parse_arguments, versions, write_readme

@@ -25,11 +25,11 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jaxmp
 import train
 from cpu import PACKAGES
 from tables import HERE, holds, markdown, run, versions
-
-import jaxmp
 
 RESULTS = HERE / "results" / "cpu_monitor.json"
 MARKERS = "<!-- cpu_monitor: written by cpu_monitor.py -->", "<!-- cpu_monitor: end -->"

@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+import h100_aot as aot  # first: it pins the local platform
 import jaxmp
 from jaxmp import fsdp
 

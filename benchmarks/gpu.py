@@ -64,6 +64,7 @@ def main() -> int:
         return 0
     prepare(options)
     import jax  # only now: its platform and its memory are chosen
+
     from gpu_timing import Bench
 
     device = jax.devices()[0]

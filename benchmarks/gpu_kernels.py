@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import trees
-from gpu_timing import Bench, LeftOut, Variant, carried, copies_for
 
 import pallas_kernels
+import trees
+from gpu_timing import Bench, LeftOut, Variant, carried, copies_for
 from pallas_kernels import moments, update
 
 TREE = "GPT-2 small"

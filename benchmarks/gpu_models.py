@@ -15,10 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-import trees
-from gpu_timing import Bench, LeftOut, Variant, carried
 
 import jaxmp
+import trees
+from gpu_timing import Bench, LeftOut, Variant, carried
 
 HEAD = 128  # of attention
 POLICIES = ("bf16", "fp8", "fp16", "tf32", "fp32", "bf16+fp8")  # the last: bfloat16 params with masters, fp8 matmuls

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gpu_timing import Bench, Variant
 
 import jaxmp
+from gpu_timing import Bench, Variant
 from jaxmp import offload as host
 
 BUS = "copy over the bus"

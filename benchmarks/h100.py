@@ -26,15 +26,16 @@ import sys
 import time
 from typing import Any
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import PyTree
+
+import h100_aot as aot  # first: it pins the local platform
 import tables
 import trees
 from h100_peers import baseline_programs
 from h100_programs import GPT2, MANY, SMALL, Program, Target, fused_programs, jaxmp_programs
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
-from jaxtyping import PyTree
 from recipes import Step
 from tables import HERE, holds, markdown, run
 

@@ -23,11 +23,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import h100_aot as aot  # isort: skip  (first: it pins the local platform)
-import autocast_programs as programs
 import jax
 import jax.numpy as jnp
-from h100 import versions
 from jaxtyping import PyTree
+
+import autocast_programs as programs
+from h100 import versions
 from tables import HERE, markdown, parse_arguments, write_readme
 
 RESULTS = HERE / "results" / "h100_autocast.json"

@@ -18,17 +18,17 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
-import trees
-from h100 import versions
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
-from tables import HERE, markdown, run
 
+import h100_aot as aot  # first: it pins the local platform
 import jaxmp
+import trees
+from h100 import versions
+from tables import HERE, markdown, run
 
 RESULTS = HERE / "results" / "h100_flat.json"
 MARKERS = "<!-- h100_flat: written by h100_flat.py -->", "<!-- h100_flat: end -->"

@@ -5,16 +5,16 @@ Part of `h100_fp8.py`, which writes the table.
 
 from typing import Any
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import fp8_ops
-from h100_fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+import h100_aot as aot  # first: it pins the local platform
+from h100_fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere
 from jaxmp import fp8
 
 BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048

@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
+
+import h100_aot as aot  # first: it pins the local platform
 
 GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 # Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.

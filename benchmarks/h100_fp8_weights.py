@@ -15,18 +15,18 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from h100 import versions
-from h100_fp8_matmuls import OPTIONS, everywhere
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
-from tables import HERE, markdown, run
 
+import h100_aot as aot  # first: it pins the local platform
 import jaxmp
+from h100 import versions
+from h100_fp8_matmuls import OPTIONS, everywhere
+from tables import HERE, markdown, run
 
 RESULTS = HERE / "results" / "h100_fp8_weights.json"
 MARKERS = "<!-- h100_fp8_weights: written by h100_fp8_weights.py -->", "<!-- h100_fp8_weights: end -->"

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before jax is imported
 
-import h100_aot as aot  # first: it pins the local platform
 import jax
 import jax.numpy as jnp
-from h100 import versions
 from jax.sharding import PartitionSpec as P
-from tables import HERE, holds, markdown, run
 
+import h100_aot as aot  # first: it pins the local platform
 import pallas_kernels
+from h100 import versions
 from pallas_kernels import moments as moments_of, update as update_kernel
+from tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_kernels.json"
 MARKERS = "<!-- h100_kernels: written by h100_kernels.py -->", "<!-- h100_kernels: end -->"

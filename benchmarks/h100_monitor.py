@@ -12,14 +12,14 @@ donated buffer is not reused or is copied, or if a look takes more memory than t
 import sys
 from typing import Any
 
-import h100_aot as aot  # first: it pins the platform
 import jax
 import jax.numpy as jnp
 import optax
+
+import h100_aot as aot  # first: it pins the platform
+import jaxmp
 from h100 import versions
 from tables import HERE, holds, markdown, run
-
-import jaxmp
 
 RESULTS = HERE / "results" / "h100_monitor.json"
 MARKERS = "<!-- h100_monitor: written by h100_monitor.py -->", "<!-- h100_monitor: end -->"

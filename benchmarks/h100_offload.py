@@ -13,15 +13,15 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-import h100_aot as aot  # first: it pins the platform
 import jax
 import jax.numpy as jnp
 import optax
-from h100 import versions
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tables import HERE, holds, markdown, run
 
+import h100_aot as aot  # first: it pins the platform
 import jaxmp
+from h100 import versions
+from tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_offload.json"
 MARKERS = "<!-- h100_offload: written by h100_offload.py -->", "<!-- h100_offload: end -->"

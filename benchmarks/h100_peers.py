@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 import optax
+
 from h100_programs import GPT2, LLAMA, MANY, Program
 from recipes import LEARNING_RATE, MAX_NORM, branched, by_hand, flax_dynamic_scale, plain, selected
 

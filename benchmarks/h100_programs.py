@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import trees
 from jaxtyping import PyTree
-from recipes import LEARNING_RATE, MAX_NORM, Step
 
 import jaxmp
+import trees
+from recipes import LEARNING_RATE, MAX_NORM, Step
 
 SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
 

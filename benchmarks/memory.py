@@ -22,6 +22,7 @@ from typing import Any
 
 import h100_aot as aot  # isort: skip  (first: it pins the local platform)
 import jax
+
 from h100 import versions
 from memory_programs import Case, cases
 from tables import HERE, holds, markdown, run

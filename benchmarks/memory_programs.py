@@ -15,10 +15,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from autocast_programs import CNN, LSTM, Cast, Transformer, language_job
 from jaxtyping import Array, PyTree
 
 import jaxmp
+from autocast_programs import CNN, LSTM, Cast, Transformer, language_job
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tables import HERE, markdown, run, versions
 
 from jaxmp import fp8
+from tables import HERE, markdown, run, versions
 
 RESULTS = HERE / "results" / "sqnr.json"
 PAGE = HERE.parent / "docs" / "explanation" / "alternatives.md"

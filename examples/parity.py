@@ -27,12 +27,12 @@ import jax
 import numpy as np
 import optax
 import tyro
-from report import Run, run_with_progress
 from rich.console import Console
 from rich.table import Table
-from train import Config, start_jax, train
 
 import jaxmp
+from report import Run, run_with_progress
+from train import Config, start_jax, train
 
 
 @dataclasses.dataclass(frozen=True)

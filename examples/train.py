@@ -49,10 +49,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from report import OnLog, Run, events, plot, record, run_with_progress, table
 from rich.console import Console
 
 import jaxmp
+from report import OnLog, Run, events, plot, record, run_with_progress, table
 
 
 @dataclasses.dataclass(frozen=True)

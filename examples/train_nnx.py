@@ -33,14 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import report
-import train
 import tyro
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from rich.console import Console
 
 import jaxmp
+import report
+import train
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,10 +45,6 @@ def run(
 
     Raises:
       ValueError: an unknown backend; "mosaic" or "interpret" where it cannot serve, with the condition that failed.
-
-    Example:
-      >>> run("xla", None, lambda x: x + 1, 1)
-      2
     """
     check(backend)
     if backend == "xla":
@@ -81,10 +77,6 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The manual axes over which an array, or its abstract value, may differ from device to device.
 
     Only `jax.shard_map(check_vma=True)` tracks them; elsewhere the set is empty.
-
-    Example:
-      >>> varying_axes(jax.numpy.ones(2))
-      frozenset()
     """
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     tracked = getattr(aval, "manual_axis_type", None)  # jax >= 0.10.2 as seen; `vma` before it was renamed
@@ -96,10 +88,6 @@ def as_varying(x: Array, axes: Iterable[str]) -> Array:
 
     Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's
     own dtype, which overflows in float16. Elsewhere this changes nothing.
-
-    Example:
-      >>> as_varying(jax.numpy.ones(2), ())
-      Array([1., 1.], dtype=float32)
     """
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -132,12 +120,7 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
 
 
 def oldest_gpu() -> float | None:
-    """The least compute capability of this machine's GPUs; None without one.
-
-    Example:
-      >>> print(oldest_gpu())  # on a CPU
-      None
-    """
+    """The least compute capability of this machine's GPUs; None without one."""
     try:
         gpus = jax.devices("cuda")
     except RuntimeError:

@@ -63,13 +63,7 @@ def n_blocks(regions: Sequence[Region]) -> int:
 
 
 def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]:
-    """The regions of a bucket of flat leaves, in order.
-
-    Example:
-      >>> leaves = [Leaf(reads=(jnp.ones(5000),)), Leaf(reads=(jnp.ones(4096),))]
-      >>> [(r.level.size, r.firsts) for r in regions(leaves, (Level(1, 2048, 4), Level(1, 128, 1), Level(1, 1, 0)))]
-      [(2048, (0, 2, 4)), (128, (0, 7)), (1, (0, 8))]
-    """
+    """The regions of a bucket of flat leaves, in order."""
     start = 0
     kinds: dict[Any, list[int]] = {}
     for i, leaf in enumerate(bucket):

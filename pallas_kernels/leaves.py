@@ -72,23 +72,11 @@ class Result(NamedTuple):
 
 
 def shape_of(leaf: Leaf) -> tuple[int, ...]:
-    """The shape of the leaf: that of its largest array.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> shape_of(Leaf(reads=(jnp.ones((4, 256)), jnp.ones((4, 1)))))
-      (4, 256)
-    """
+    """The shape of the leaf: that of its largest array."""
     return max((x.shape for x in (*leaf.reads, *leaf.states, *leaf.writes)), key=math.prod)
 
 
 def signature_of(leaf: Leaf) -> Any:
-    """Leaves of the same signature look alike to a kernel.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> signature_of(Leaf(reads=(jnp.ones(3),)))
-      (((3, dtype('float32')), None, None), (), None, 1)
-    """
+    """Leaves of the same signature look alike to a kernel."""
     arrays = (*leaf.reads, None, *leaf.states, None, *leaf.writes)
     return tuple(x if x is None else (x.size, x.dtype) for x in arrays), leaf.outs, leaf.kind, leaf.group

@@ -77,10 +77,6 @@ def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
 
     Raises:
       ValueError: another dtype.
-
-    Example:
-      >>> codec_of(jnp.int8, signed=False)
-      Codec(dtype='uint8', top=255.0, power=4)
     """
     try:
         name = "None" if state_dtype is None else jnp.dtype(state_dtype).name
@@ -98,12 +94,7 @@ def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
 
 
 def codec_for(stored: str, *, signed: bool) -> Codec | None:
-    """The codec of a moment that is stored with this dtype, given by name; uint8 is int8's of second moments.
-
-    Example:
-      >>> codec_for("uint8", signed=False) == codec_of(jnp.int8, signed=False)
-      True
-    """
+    """The codec of a moment that is stored with this dtype, given by name; uint8 is int8's of second moments."""
     return codec_of("int8" if stored == "uint8" else stored, signed=signed)
 
 
@@ -111,10 +102,6 @@ def group_of(shape: tuple[int, ...]) -> int | None:
     """How many neighbours share a scale in a moment of this shape; None if it is not stored in 8 bits.
 
     Small leaves are not, nor are those whose last axis no group divides.
-
-    Example:
-      >>> group_of((768, 3072)), group_of((768, 1600)), group_of((3072,)), group_of((1000, 10))
-      (256, 64, None, None)
     """
     if not shape or int(np.prod(shape)) < LEAST:
         return None
@@ -122,12 +109,7 @@ def group_of(shape: tuple[int, ...]) -> int | None:
 
 
 def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | Quantized:
-    """A moment of zeros, as it is stored.
-
-    Example:
-      >>> zeros((16, 256), jnp.int8, signed=True).scales.shape
-      (16, 1)
-    """
+    """A moment of zeros, as it is stored."""
     codec = codec_of(state_dtype, signed=signed)
     if codec is None:
         return jnp.zeros(shape, state_dtype)
@@ -144,12 +126,7 @@ def like(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Any:
 
 
 def flat_index(shape: tuple[int, ...]) -> Int[Array, "..."]:
-    """The number of each element in an array of this shape, row by row.
-
-    Example:
-      >>> flat_index((2, 2)).tolist()
-      [[0, 1], [2, 3]]
-    """
+    """The number of each element in an array of this shape, row by row."""
     stride, index = 1, jnp.zeros(shape, jnp.int32)
     for axis in reversed(range(len(shape))):
         index += lax.broadcasted_iota(jnp.int32, shape, axis) * np.int32(stride & 0x7FFFFFFF)
@@ -161,12 +138,7 @@ def flat_index(shape: tuple[int, ...]) -> Int[Array, "..."]:
 
 
 def noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
-    """32 random bits for each element, a hash of its number, that of its leaf and the step; as uint32.
-
-    Example:
-      >>> noise(jnp.arange(2), 0.0, 1.0).dtype.name
-      'uint32'
-    """
+    """32 random bits for each element, a hash of its number, that of its leaf and the step; as uint32."""
     salt = jnp.asarray(step, jnp.float32).astype(jnp.int32) * np.int32(0x2545F491) + jnp.asarray(
         leaf, jnp.float32
     ).astype(jnp.int32) * np.int32(0x27D4EB2F)
@@ -188,12 +160,7 @@ def high_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
-    """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN stay what they are.
-
-    Example:
-      >>> float(to_bfloat16(jnp.float32(1.0), jnp.int32(0xFFFF)))
-      1.0
-    """
+    """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN stay what they are."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # never beyond what is finite
     bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
@@ -202,12 +169,7 @@ def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
 
 
 def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The float32 values of codes.
-
-    Example:
-      >>> decode(Codec("int8", 127.0, 2), jnp.array([127, -127], jnp.int8), jnp.float32(3.0)).tolist()
-      [3.0, -3.0]
-    """
+    """The float32 values of codes."""
     return _powered(codec, codes.astype(jnp.float32)) * scales
 
 
@@ -268,12 +230,7 @@ def _powered(codec: Codec, code: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
-    """The float32 master of a bfloat16 param and its remainder (int16, or int8 of a master of 24 bits).
-
-    Example:
-      >>> float(join(jnp.bfloat16(1.0), jnp.int16(1))) == 1 + 2**-23
-      True
-    """
+    """The float32 master of a bfloat16 param and its remainder (int16, or int8 of a master of 24 bits)."""
     bits = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
     low = remainder.astype(jnp.int32)
     return lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
@@ -284,11 +241,6 @@ def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, ".
 
     What is beyond the range of bfloat16 is taken to its end; NaN stays NaN. (A device that flushes subnormals takes
     masters below 1.2e-38 to what is left of them.)
-
-    Example:
-      >>> param, remainder = split(jnp.float32(1 + 2**-23), jnp.int16)
-      >>> float(param), int(remainder)
-      (1.0, 1)
     """
     bits = lax.bitcast_convert_type(master, jnp.int32)
     sign = bits & np.int32(-0x80000000)
@@ -304,13 +256,7 @@ def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, ".
 
 
 def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, signed: bool) -> Any:
-    """float32 `x` stored as `like` is: float32, bfloat16 or `Quantized`, with 16 random bits for each element.
-
-    Example:
-      >>> stored = requantize(jnp.ones((16, 256)), zeros((16, 256), jnp.int8, signed=True), jnp.int32(0), signed=True)
-      >>> int(stored.codes[0, 0]), float(stored.scales[0, 0])
-      (127, 1.0)
-    """
+    """float32 `x` stored as `like` is: float32, bfloat16 or `Quantized`, with 16 random bits for each element."""
     if not isinstance(like, Quantized):
         return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
     codec = codec_for(like.codes.dtype.name, signed=signed)
@@ -322,12 +268,7 @@ def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, 
 
 
 def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
-    """The float32 values of a moment, however it is stored.
-
-    Example:
-      >>> float(dequantize(jnp.bfloat16(0.5), signed=True))
-      0.5
-    """
+    """The float32 values of a moment, however it is stored."""
     if not isinstance(stored, Quantized):
         return stored.astype(jnp.float32)
     codec = codec_for(stored.codes.dtype.name, signed=signed)

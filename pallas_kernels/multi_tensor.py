@@ -41,13 +41,7 @@ MOST = 128  # leaves to a launch
 def reference(
     f: Function, leaves: Sequence[Leaf], scalars: Sequence[Any], *, n_sums: int = 0, when: Bool[Array, ""] | None = None
 ) -> Result:
-    """`f` on each leaf as a whole, in jax.numpy: what a kernel is tested against, and what runs elsewhere.
-
-    Example:
-      >>> double = lambda values: ((values.reads[0] * values.scalars[0],), ())
-      >>> reference(double, [Leaf(reads=(jnp.ones(2),), outs=(jnp.float32,))], [2.0]).leaves
-      [(Array([2., 2.], dtype=float32),)]
-    """
+    """`f` on each leaf as a whole, in jax.numpy: what a kernel is tested against, and what runs elsewhere."""
     # Computed once: they come from all leaves, and XLA would copy that whole chain into the kernel of each.
     shared: tuple[Array, ...] = tuple(jnp.asarray(s, jnp.float32) for s in scalars)
     shared, when = lax.optimization_barrier((shared, when))
@@ -87,12 +81,7 @@ def reference(
 
 
 def buckets(signatures: Sequence[Any], most: int) -> list[list[int]]:
-    """Indices of the leaves of each launch, at most `most` each: as many launches that look alike as possible.
-
-    Example:
-      >>> buckets(["kernel", "bias", "kernel", "bias", "kernel", "bias", "embedding"], most=3)
-      [[0, 1], [2, 3], [4, 5], [6]]
-    """
+    """Indices of the leaves of each launch, at most `most` each: as many launches that look alike as possible."""
     count = -(-len(signatures) // most)
     kinds: dict[Any, list[int]] = {}
     for i, signature in enumerate(signatures):

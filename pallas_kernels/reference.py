@@ -18,10 +18,6 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Array:
     Args:
       x: floats of a dtype that holds the largest value of `dtype` exactly.
       dtype: 8 or 16 bits.
-
-    Example:
-      >>> saturating_cast(jnp.array([1000.0, -jnp.inf, 0.0]), jnp.float8_e4m3fn).tolist()
-      [448.0, -448.0, 0.0]
     """
     limit = x.dtype.type(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
@@ -33,10 +29,6 @@ def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, 
     Args:
       x: floats of any shape.
       keep: how many leading axes stay: one maximum for each of their elements.
-
-    Example:
-      >>> float(largest_magnitude(jnp.array([-3.0, 2.0]))), float(largest_magnitude(jnp.array([jnp.nan, 2.0])))
-      (3.0, inf)
     """
     magnitude = jnp.abs(x.astype(jnp.float32))
     if not magnitude.size:
@@ -45,25 +37,14 @@ def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, 
 
 
 def transpose(x: Array, rows: int = 1) -> Array:
-    """`x`, read as a matrix whose rows are its first `rows` axes, with the rows behind the columns.
-
-    Example:
-      >>> transpose(jnp.zeros((2, 3, 4)), rows=2).shape
-      (4, 2, 3)
-    """
+    """`x`, read as a matrix whose rows are its first `rows` axes, with the rows behind the columns."""
     return jnp.transpose(x, (*range(rows, x.ndim), *range(rows)))
 
 
 def cast_transpose_amax(
     x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any, rows: int = 1
 ) -> tuple[Array, Array, Float[Array, ""]]:
-    """(q, its transpose, amax of x) with q = fp8(clip(x * scale)).
-
-    Example:
-      >>> q, q_t, amax = cast_transpose_amax(jnp.array([[1.0, -3.0]]), jnp.float32(2.0), jnp.float8_e4m3fn)
-      >>> q.tolist(), q_t.tolist(), float(amax)
-      ([[2.0, -6.0]], [[2.0], [-6.0]], 3.0)
-    """
+    """(q, its transpose, amax of x) with q = fp8(clip(x * scale))."""
     q = saturating_cast(x.astype(jnp.float32) * scale, dtype)
     return q, transpose(q, rows), largest_magnitude(x)
 
@@ -77,22 +58,12 @@ _INV_SQRT_2_PI = np.float32(1 / np.sqrt(2 * np.pi))
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as `jax.nn.gelu` by default.
-
-    Example:
-      >>> round(float(gelu(jnp.float32(1.0))), 4)
-      0.8412
-    """
+    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as `jax.nn.gelu` by default."""
     return np.float32(0.5) * x * (np.float32(1) + jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x))))
 
 
 def gelu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `gelu` at x.
-
-    Example:
-      >>> round(float(gelu_grad(jnp.float32(1.0), jnp.float32(0.0))), 4)
-      0.5
-    """
+    """`grad` times the derivative of `gelu` at x."""
     t = jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x)))
     slope = _SQRT_2_OVER_PI * (np.float32(1) + np.float32(3) * _CUBIC * (x * x))
     half = np.float32(0.5)
@@ -100,75 +71,39 @@ def gelu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array,
 
 
 def gelu_exact(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x (1 + erf(x / sqrt(2))) / 2, as `jax.nn.gelu(approximate=False)`.
-
-    Example:
-      >>> round(float(gelu_exact(jnp.float32(1.0))), 4)
-      0.8413
-    """
+    """x (1 + erf(x / sqrt(2))) / 2, as `jax.nn.gelu(approximate=False)`."""
     return np.float32(0.5) * x * (np.float32(1) + lax.erf(x * _SQRT_HALF))
 
 
 def gelu_exact_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `gelu_exact` at x.
-
-    Example:
-      >>> round(float(gelu_exact_grad(jnp.float32(1.0), jnp.float32(0.0))), 4)
-      0.5
-    """
+    """`grad` times the derivative of `gelu_exact` at x."""
     cdf = np.float32(0.5) * (np.float32(1) + lax.erf(x * _SQRT_HALF))
     return grad * (cdf + x * (_INV_SQRT_2_PI * jnp.exp(np.float32(-0.5) * (x * x))))
 
 
 def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / (1 + exp(-x)).
-
-    Example:
-      >>> float(sigmoid(jnp.float32(0.0)))
-      0.5
-    """
+    """1 / (1 + exp(-x))."""
     return np.float32(1) / (np.float32(1) + jnp.exp(-x))
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x sigmoid(x), as `jax.nn.silu`.
-
-    Example:
-      >>> float(silu(jnp.float32(0.0)))
-      0.0
-    """
+    """x sigmoid(x), as `jax.nn.silu`."""
     return x * sigmoid(x)
 
 
 def silu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `silu` at x.
-
-    Example:
-      >>> float(silu_grad(jnp.float32(1.0), jnp.float32(0.0)))
-      0.5
-    """
+    """`grad` times the derivative of `silu` at x."""
     s = sigmoid(x)
     return grad * (s + x * s * (np.float32(1) - s))
 
 
 def silu_gated(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """silu(a) * b: the gated unit of SwiGLU.
-
-    Example:
-      >>> float(silu_gated(jnp.float32(0.0), jnp.float32(5.0)))
-      0.0
-    """
+    """silu(a) * b: the gated unit of SwiGLU."""
     return silu(a) * b
 
 
 def silu_gated_grad(
     grad: Float[Array, "..."], a: Float[Array, "..."], b: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The gradients of a and b of `silu_gated`.
-
-    Example:
-      >>> da, db = silu_gated_grad(jnp.float32(1.0), jnp.float32(0.0), jnp.float32(5.0))
-      >>> float(da), float(db)
-      (2.5, 0.0)
-    """
+    """The gradients of a and b of `silu_gated`."""
     return silu_grad(grad * b, a), grad * silu(a)

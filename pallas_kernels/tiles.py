@@ -46,12 +46,7 @@ class Output(NamedTuple):
 
 
 def why_not(shape: Sequence[int], rows: int = 1) -> str | None:
-    """Why the kernel cannot serve a tensor of this shape, read as a matrix; None if it can.
-
-    Example:
-      >>> why_not((100, 128))
-      'both sides must be multiples of 64, and not 0; got 100 x 128'
-    """
+    """Why the kernel cannot serve a tensor of this shape, read as a matrix; None if it can."""
     m, n = math.prod(shape[:rows]), math.prod(shape[rows:])
     if m % MULTIPLE or n % MULTIPLE or not m * n:
         return f"both sides must be multiples of {MULTIPLE}, and not 0; got {m} x {n}"

@@ -3,6 +3,7 @@
 import re
 
 from mkdocs.structure.files import File
+
 from names import namespaces, pages
 
 

@@ -108,34 +108,19 @@ class CastLists(NamedTuple):
     modules: tuple[tuple[str, np.dtype | None], ...] = ()
 
     def at(self, path: str) -> "CastLists":
-        """The lists in the module at `path`, where one of `modules` names it.
-
-        Example:
-          >>> CastLists(np.dtype("float16"), modules=(("head*", None),)).at("head_0").dtype is None
-          True
-        """
+        """The lists in the module at `path`, where one of `modules` names it."""
         found = [dtype for pattern, dtype in self.modules if tree_paths.matches(path, (pattern,))]
         return self._replace(dtype=found[0]) if found else self
 
     def group(self, name: str) -> str | None:
-        """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written.
-
-        Example:
-          >>> CastLists(np.dtype("float16")).group("exp")
-          'force_fp32'
-        """
+        """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written."""
         if self.dtype is None:
             return None
         groups = (("allow", self.allow), ("force_fp32", self.force_fp32), ("widest", self.widest))
         return next((group for group, names in groups if name in names), None)
 
     def inside(self, group: str) -> "CastLists":
-        """The lists within a function that is named in one: its parts follow the inputs it is given.
-
-        Example:
-          >>> CastLists(np.dtype("float16")).inside("widest").group("exp")
-          'widest'
-        """
+        """The lists within a function that is named in one: its parts follow the inputs it is given."""
         if group == "force_fp32":
             return CastLists(None)
         return CastLists(self.dtype, frozenset(), frozenset(), self.allow | self.force_fp32 | self.widest)
@@ -150,38 +135,20 @@ def is_mark(eqn: Any) -> bool:
 
 
 def is_widening(eqn: Any) -> bool:
-    """Whether an equation casts from 16 bits to float32, so that casting back gives what there was.
-
-    Example:
-      >>> closed = jax.make_jaxpr(lambda x: x.astype(jnp.float32))(jnp.float16(1.0))
-      >>> is_widening(closed.jaxpr.eqns[0])
-      True
-    """
+    """Whether an equation casts from 16 bits to float32, so that casting back gives what there was."""
     if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != jnp.float32:
         return False
     return eqn.invars[0].aval.dtype in FLOATS and eqn.invars[0].aval.dtype != jnp.float32
 
 
 def is_custom_scatter(eqn: Any) -> bool:
-    """Whether an equation scatters by a function of the user's: `x.at[i].apply(fn)`, traced for one dtype.
-
-    Example:
-      >>> closed = jax.make_jaxpr(lambda x: x.at[0].apply(jnp.sin))(jnp.ones(2))
-      >>> [is_custom_scatter(eqn) for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scatter"]
-      [True]
-    """
+    """Whether an equation scatters by a function of the user's: `x.at[i].apply(fn)`, traced for one dtype."""
     update = eqn.params.get("update_jaxpr") if eqn.primitive.name == "scatter" else None
     return update is not None and bool(update.eqns)
 
 
 def is_no_cast(eqn: Any) -> bool:
-    """Whether an equation changes only how strongly a value is typed, or from a float to the same float.
-
-    Example:
-      >>> closed = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, jnp.float16))(1.0)
-      >>> is_no_cast(closed.jaxpr.eqns[0])
-      False
-    """
+    """Whether an equation changes only how strongly a value is typed, or from a float to the same float."""
     return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
@@ -208,10 +175,6 @@ def make_lists(
       ValueError: another dtype; an unknown name; a name in two of the arguments; modules in another dtype than float32
         where autocast is off.
       TypeError: a list that is a bare string.
-
-    Example:
-      >>> make_lists("bfloat16", force_fp32=("tanh",)).group("tanh")
-      'force_fp32'
     """
     dtype = check_dtype(dtype)
     moved: dict[str, str] = {}
@@ -245,10 +208,6 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
 
     Raises:
       ValueError: it is none of float16, bfloat16 and float32.
-
-    Example:
-      >>> check_dtype("float16")
-      dtype('float16')
     """
     check_no_device("autocast", dtype)
     try:
@@ -288,10 +247,6 @@ _DEVICES = ("cuda", "cpu", "gpu", "tpu", "xpu", "mps")
 
 
 def check_no_device(what: str, given: Any) -> None:
-    """Raises a TypeError for `GradScaler("cuda")` and the like.
-
-    Example:
-      >>> check_no_device("autocast", "float16")
-    """
+    """Raises a TypeError for `GradScaler("cuda")` and the like."""
     if isinstance(given, str) and given in _DEVICES:
         raise TypeError(f"{what} takes no device: JAX knows where its arrays are; got {given!r}. Leave it out.")

@@ -49,12 +49,7 @@ class Explanation(NamedTuple):
     casts: int
 
     def flops_by_dtype(self) -> dict[str, int]:
-        """The share of each dtype.
-
-        Example:
-          >>> explain_autocast(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 4))).flops_by_dtype()
-          {'float16': 48}
-        """
+        """The share of each dtype."""
         totals: dict[str, int] = {}
         for row in self.rows:
             totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
@@ -186,12 +181,7 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
 
 
 def flops_of(eqn: Any) -> int:
-    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction.
-
-    Example:
-      >>> flops_of(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 4))).jaxpr.eqns[0])
-      48
-    """
+    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction."""
     sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -89,12 +89,7 @@ class Plan(NamedTuple):
 
 
 def value_of(aval: Any) -> Value:
-    """An input as it was traced.
-
-    Example:
-      >>> value_of(jnp.float32(1.0))
-      Value(dtype=dtype('float32'), votes=False, const=None, home=None)
-    """
+    """An input as it was traced."""
     return Value(aval.dtype if hasattr(aval, "dtype") else None, votes=getattr(aval, "ndim", 0) > 0)
 
 
@@ -235,12 +230,7 @@ class Planner:
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
-    """An equation in the dtypes it was traced with.
-
-    Example:
-      >>> written(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0], cast_lists.OFF).operands
-      (dtype('float32'),)
-    """
+    """An equation in the dtypes it was traced with."""
     results = tuple(value_of(v.aval) for v in eqn.outvars)
     casts = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
     return Step(eqn, "written", group, casts, results, (), lists)
@@ -295,12 +285,7 @@ def _widest(eqn: Any, operands: list[Value]) -> Any:
 
 
 def holds(dtype: Any, number: float) -> bool:
-    """Whether a dtype has a number in its normal range; 0, inf and NaN count.
-
-    Example:
-      >>> holds(np.dtype(np.float16), 1e-8), holds(np.dtype(np.float16), 0.1)
-      (False, True)
-    """
+    """Whether a dtype has a number in its normal range; 0, inf and NaN count."""
     limits = jnp.finfo(dtype)
     return number == 0 or not np.isfinite(number) or float(limits.tiny) <= abs(number) <= float(limits.max)
 

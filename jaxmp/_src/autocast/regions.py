@@ -28,23 +28,12 @@ _KEY = jax.make_user_context(None)
 
 
 def current() -> CastLists | None:
-    """The lists of the innermost region; None outside of all.
-
-    Example:
-      >>> with region(OFF):
-      ...     current() == OFF
-      True
-    """
+    """The lists of the innermost region; None outside of all."""
     return _CURRENT.get()
 
 
 def is_tracing() -> bool:
-    """Whether an autocast function is being traced, which then rewrites what is called in it.
-
-    Example:
-      >>> is_tracing()
-      False
-    """
+    """Whether an autocast function is being traced, which then rewrites what is called in it."""
     return _TRACING.get()
 
 
@@ -82,12 +71,6 @@ def lists_of(eqn: Any, lists: CastLists) -> CastLists:
 
 
 def scope_of(eqn: Any) -> str:
-    """The name stack of an equation, without regions.
-
-    Example:
-      >>> closed = jax.make_jaxpr(jax.named_scope("block")(jax.numpy.sin))(1.0)
-      >>> scope_of(closed.jaxpr.eqns[0])
-      'block'
-    """
+    """The name stack of an equation, without regions."""
     stack = _SCOPE.sub("", str(eqn.source_info.name_stack))
     return "/".join(part for part in stack.split("/") if part)

@@ -162,12 +162,7 @@ def autocast(
 
 
 def is_module(x: Any) -> bool:
-    """Whether `x` is a flax module, which is a tree to jax as well.
-
-    Example:
-      >>> is_module(jnp.ones(2))
-      False
-    """
+    """Whether `x` is a flax module, which is a tree to jax as well."""
     return isinstance(x, (linen.Module, nnx.Module))
 
 
@@ -196,11 +191,6 @@ def by_region(fn: F) -> F:
 
     Returns:
       `fn` itself where there is no region, or where an autocast function that is being traced will see to it.
-
-    Example:
-      >>> with autocast(dtype=jnp.bfloat16):
-      ...     by_region(lambda x: x @ x)(jnp.ones((2, 2))).dtype.name
-      'bfloat16'
     """
     lists = regions.current()
     return fn if lists is None or lists.dtype is None or regions.is_tracing() else _wrap(fn, lists, None)
@@ -271,10 +261,5 @@ class Traced(array_functions.Traced):
 
 
 def is_float_array(x: Any) -> bool:
-    """Whether `x` is an array that autocast may cast.
-
-    Example:
-      >>> is_float_array(jnp.ones(2)), is_float_array(2.0), is_float_array(jnp.arange(2))
-      (True, False, False)
-    """
+    """Whether `x` is an array that autocast may cast."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic)) and x.dtype in FLOATS

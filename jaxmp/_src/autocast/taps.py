@@ -81,14 +81,6 @@ def collect(
     Returns:
       A function of the same arguments that returns `(what fn returns, {path: what hook returned})`. In a `scan` over
       layers, what is collected has a leading axis, one entry for each iteration; under `vmap` as any other result.
-
-    Example:
-      >>> def fn(x):
-      ...     with jax.named_scope("block"):
-      ...         return jnp.sum(x * 2)
-      >>> out, seen = jax.jit(collect(fn, lambda path, x: x + 1))(jnp.ones(3))
-      >>> float(out), {path: float(x) for path, x in seen.items()}
-      (6.0, {'block': 7.0})
     """
 
     def observe(path: str, value: Array) -> PyTree:
@@ -111,11 +103,6 @@ def replace_matmuls(fn: Callable[..., Any], hook: Replace) -> Callable[..., Any]
 
     Returns:
       The function, with the same arguments and results.
-
-    Example:
-      >>> doubled = replace_matmuls(jnp.dot, lambda site, run, operands: 2 * run(*operands))
-      >>> float(doubled(jnp.ones(3), jnp.ones(3)))
-      6.0
     """
 
     @functools.wraps(fn)

@@ -19,10 +19,6 @@ def manual_axes() -> tuple[str, ...]:
     """Names of the mesh axes that are manual where this is called: those bound by `jax.pmap` and `jax.shard_map`.
 
     Returns `()` outside of them and under plain `jax.jit` and `jax.vmap`.
-
-    Example:
-      >>> manual_axes()
-      ()
     """
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -31,21 +27,12 @@ def is_tracked(axis: str) -> bool:
     """Whether jax keeps track of what varies over a bound axis: inside `jax.shard_map(check_vma=True)`.
 
     There an array whose `varying_axes` lack the axis is the same on all of its devices; elsewhere that says nothing.
-
-    Example:
-      >>> jax.vmap(lambda x: x + is_tracked("i"), axis_name="i")(jnp.zeros(2))
-      Array([0., 0.], dtype=float32)
     """
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
 def trace_state() -> Any:
-    """Equal at the same level of the same trace only: another inside of a branch or a loop.
-
-    Example:
-      >>> trace_state() == trace_state()
-      True
-    """
+    """Equal at the same level of the same trace only: another inside of a branch or a loop."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
@@ -57,21 +44,12 @@ def max_dtype(*, marks_fp8: bool = False) -> Any:
 
     Args:
       marks_fp8: the same with bfloat16 inside, to tell one leaf from another (see `_weights`).
-
-    Example:
-      >>> max_dtype()
-      fp8_meta32
     """
     return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.bfloat16 if marks_fp8 else jnp.float32))
 
 
 def max_dtype_to_float32(x: Array) -> Array:
-    """`x` in float32, from either of `max_dtype` or from any float.
-
-    Example:
-      >>> max_dtype_to_float32(jax.lax.convert_element_type(jnp.float32(2.0), max_dtype()))
-      Array(2., dtype=float32)
-    """
+    """`x` in float32, from either of `max_dtype` or from any float."""
     if x.dtype == max_dtype(marks_fp8=True):
         x = jax.lax.convert_element_type(x, jnp.bfloat16)
     return jax.lax.convert_element_type(x, jnp.float32)

@@ -19,47 +19,25 @@ _FIRST_WITH_BLOCKS = 10.0  # Blackwell
 
 
 def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`.
-
-    Example:
-      >>> import jax
-      >>> int(on_fp8_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
-      0
-    """
+    """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`."""
     on_cuda = in_fp8 if _oldest_gpu() >= _FIRST_WITH_FP8 else otherwise
     return lambda *args: lax.platform_dependent(*args, cuda=on_cuda, default=otherwise)
 
 
 def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`.
-
-    Example:
-      >>> import jax
-      >>> int(on_block_scaled_hardware(lambda x: x + 1, lambda x: x - 1)(jax.numpy.int32(1)))  # on a CPU
-      0
-    """
+    """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`."""
     if _oldest_gpu() < _FIRST_WITH_BLOCKS:
         return otherwise
     return lambda *args: lax.platform_dependent(*args, cuda=in_blocks, default=otherwise)
 
 
 def why_not_fp8_gemms() -> str | None:
-    """Why fp8 matmuls do not run in fp8 on this machine; None if they do.
-
-    Example:
-      >>> why_not_fp8_gemms()  # on a CPU
-      'there is no NVIDIA GPU'
-    """
+    """Why fp8 matmuls do not run in fp8 on this machine; None if they do."""
     return _why_not(_FIRST_WITH_FP8, "fp8 tensor cores come with", "Ada")
 
 
 def why_not_block_scaled_gemms() -> str | None:
-    """The same for matmuls of MXFP8 blocks.
-
-    Example:
-      >>> why_not_block_scaled_gemms()  # on a CPU
-      'there is no NVIDIA GPU'
-    """
+    """The same for matmuls of MXFP8 blocks."""
     return _why_not(_FIRST_WITH_BLOCKS, "block scales come with", "Blackwell")
 
 

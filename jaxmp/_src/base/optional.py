@@ -13,10 +13,6 @@ def load(module: str, *, extra: str) -> Any:
 
     Raises:
       ImportError: it is not installed; names the extra.
-
-    Example:
-      >>> load("json", extra="checkpoint").dumps(1)
-      '1'
     """
     try:
         return importlib.import_module(module)

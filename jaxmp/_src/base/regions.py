@@ -10,14 +10,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def region(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    """`variable` is `value` inside; the innermost region counts.
-
-    Example:
-      >>> depth = contextvars.ContextVar("depth", default=0)
-      >>> with region(depth, 1):
-      ...     depth.get()
-      1
-    """
+    """`variable` is `value` inside; the innermost region counts."""
     token = variable.set(value)
     try:
         yield

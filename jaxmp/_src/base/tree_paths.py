@@ -16,13 +16,7 @@ from flax.core import meta
 
 
 def path_str(path: Iterable[Any]) -> str:
-    """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`.
-
-    Example:
-      >>> tree = {"dense": {"kernel": 1.0}, "stack": [2.0]}
-      >>> [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-      ['dense/kernel', 'stack/0']
-    """
+    """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`."""
     names = []
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
@@ -37,14 +31,7 @@ def path_str(path: Iterable[Any]) -> str:
 
 
 def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether `path` fits one of the shell-style `patterns`, upper and lower case alike.
-
-    Example:
-      >>> matches("block_0/LayerNorm_1/scale", ("*norm*",))
-      True
-      >>> matches("block_0/Dense_0/kernel", ("*norm*", "*bias"))
-      False
-    """
+    """Whether `path` fits one of the shell-style `patterns`, upper and lower case alike."""
     lowered = path.lower()
     return any(fnmatch.fnmatchcase(lowered, pattern.lower()) for pattern in patterns)
 
@@ -55,36 +42,18 @@ def is_box(x: Any) -> bool:
 
 
 def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """`(path, leaf or whole box)` of each entry of `tree`, and the structure that puts them back together.
-
-    Example:
-      >>> leaves, treedef = boxed_leaves({"b": 1, "a": 2})
-      >>> leaves
-      [('a', 2), ('b', 1)]
-      >>> jax.tree.unflatten(treedef, [x for _, x in leaves])
-      {'a': 2, 'b': 1}
-    """
+    """`(path, leaf or whole box)` of each entry of `tree`, and the structure that puts them back together."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
     return [(path_str(path), x) for path, x in found], treedef
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by their paths, in its order; boxes are looked into.
-
-    Example:
-      >>> leaves_by_path({"b": [1], "a": 2})
-      {'a': 2, 'b/0': 1}
-    """
+    """The leaves of `tree` by their paths, in its order; boxes are looked into."""
     return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """`jax.tree.map` whose function also gets the path: `f("a/b", leaf, *leaves_of_rest)`.
-
-    Example:
-      >>> map_with_path(lambda path, x: f"{path}={x}", {"a": {"b": 1}})
-      {'a': {'b': 'a/b=1'}}
-    """
+    """`jax.tree.map` whose function also gets the path: `f("a/b", leaf, *leaves_of_rest)`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x, *xs: f(path_str(path), x, *xs), tree, *rest, is_leaf=is_leaf
     )
@@ -94,15 +63,7 @@ _VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these very 
 
 
 def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str, fix: str = _VERY_PARAMS) -> None:
-    """Raises a ValueError that names the first path in which two trees differ.
-
-    Example:
-      >>> check_same_structure({"a": 1}, {"a": 2}, "grads", "params")
-      >>> check_same_structure({"a": 1}, {"b": 2}, "grads", "params")
-      Traceback (most recent call last):
-        ...
-      ValueError: grads and params must have the same tree structure; a is in grads only. ...
-    """
+    """Raises a ValueError that names the first path in which two trees differ."""
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return
     got_paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
@@ -121,14 +82,7 @@ def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: 
 
 
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
-    """Raises a ValueError that names the first path at which two trees of one structure have arrays of other shapes.
-
-    Example:
-      >>> check_same_shapes({"a": np.ones(2)}, {"a": np.ones(3)}, "grads", "params")
-      Traceback (most recent call last):
-        ...
-      ValueError: grads and params must have the same shapes; got (2,) and (3,) at a. ...
-    """
+    """Raises a ValueError that names the first path at which two trees of one structure have arrays of other shapes."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
     for (path, x), y in pairs:
         if np.shape(x) != np.shape(y):

@@ -24,12 +24,7 @@ Histories = dict[str, Float[Array, "len size"]]
 
 
 def key_of(path: str) -> str:
-    """What the scale at `path` belongs to, whatever its format.
-
-    Example:
-      >>> key_of("Dense_0/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale")
-      'Dense_0/Fp8DotGeneral_0/lhs'
-    """
+    """What the scale at `path` belongs to, whatever its format."""
     head, _, name = path.rpartition("/")
     return f"{head}/{name.split('_')[1]}".lstrip("/")
 
@@ -67,15 +62,7 @@ def columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | No
 
 
 def start(path: str, like: Any, histories: Histories | None) -> Float[Array, "*shape"]:
-    """The scale leaf at `path` that a job goes on with, made of the amaxes of its tensor where these are known.
-
-    Example:
-      >>> like = jnp.zeros(())
-      >>> float(start("fp8_lhs_e4m3_log2_scale", like, {"lhs": jnp.array([[0.0], [3.0]])}))
-      7.0
-      >>> float(start("fp8_lhs_e4m3_log2_scale", like, {}))
-      0.0
-    """
+    """The scale leaf at `path` that a job goes on with, made of the amaxes of its tensor where these are known."""
     _, dtype, holds_log2 = scale_leaves.format_of(path)
     history = (histories or {}).get(key_of(path), jnp.zeros((1, 1), jnp.float32))
     largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=0)
@@ -85,12 +72,7 @@ def start(path: str, like: Any, histories: Histories | None) -> Float[Array, "*s
 
 
 def of_length(history: Float[Array, "old n"], length: int) -> Float[Array, "length n"]:
-    """A history with the newest amaxes in the last of `length` slots, and slot 0 free.
-
-    Example:
-      >>> of_length(jnp.array([[0.0], [1.0], [2.0]]), 2)[:, 0].tolist()
-      [0.0, 2.0]
-    """
+    """A history with the newest amaxes in the last of `length` slots, and slot 0 free."""
     newest = history[max(1, history.shape[0] - length + 1) :]
     return jnp.pad(newest, [(length - newest.shape[0], 0), (0, 0)])
 

@@ -42,24 +42,12 @@ class Saved(NamedTuple):
 
 
 def plain_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, boxes taken off, also where Orbax has made a dict of a box.
-
-    Example:
-      >>> plain_leaves({"w": {"value": 1.0}, "b": 2.0})
-      {'b': 2.0, 'w': 1.0}
-    """
+    """The leaves of a tree by path, boxes taken off, also where Orbax has made a dict of a box."""
     return _shortened(tree, _BOX)
 
 
 def essential_leaves(opt_state: Any) -> dict[str, Any]:
-    """The leaves of an optimizer's state by path, the wrappers of a chain left out.
-
-    Example:
-      >>> import jaxmp, optax
-      >>> tx = jaxmp.mixed_precision(optax.trace(0.9), "bf16")
-      >>> [path for path in essential_leaves(tx.init({"w": jnp.ones(2)})) if "w" in path.split("/")]
-      ['master_params/w', 'trace/w']
-    """
+    """The leaves of an optimizer's state by path, the wrappers of a chain left out."""
     return _shortened(nnx.as_pure(opt_state), _WRAPPERS)
 
 
@@ -70,44 +58,24 @@ def _shortened(tree: Any, without: frozenset[str]) -> dict[str, Any]:
 
 
 def essential(path: str, without: frozenset[str] = _WRAPPERS) -> str:
-    """A path without the levels that say how a chain is wrapped.
-
-    Example:
-      >>> essential("1/guarded/master_inner/0/mu/w")
-      '1/0/mu/w'
-    """
+    """A path without the levels that say how a chain is wrapped."""
     return "/".join(part for part in path.split("/") if part not in without)
 
 
 def plain(path: str) -> str:
-    """A path without the boxes.
-
-    Example:
-      >>> plain("w/value")
-      'w'
-    """
+    """A path without the boxes."""
     return essential(path, _BOX)
 
 
 def param_of(path: str) -> tuple[str, str | None]:
-    """(path of the param, None or the kind of remainder) of a master's path in its tree.
-
-    Example:
-      >>> param_of("dense/kernel/remainder16")
-      ('dense/kernel', 'remainder16')
-    """
+    """(path of the param, None or the kind of remainder) of a master's path in its tree."""
     path = plain(path)
     head, _, last = path.rpartition("/")
     return (head, last) if last in REMAINDERS else (path, None)
 
 
 def has(leaves: Mapping[str, Any]) -> str:
-    """What is there, for the end of a message.
-
-    Example:
-      >>> has({"a": 1, "b": 2})
-      'There are a, b.'
-    """
+    """What is there, for the end of a message."""
     return f"There are {', '.join(list(leaves)[:4])}{', ...' if len(leaves) > 4 else ''}."
 
 
@@ -164,12 +132,7 @@ def check_params(saved: Saved, like: PyTree) -> None:
 
 
 def special_parts(paths: list[str]) -> dict[str, str]:
-    """The parts of a state that are not the inner optimizer's: by path, what they belong to.
-
-    Example:
-      >>> special_parts(["scaling/loss_scale", "skipped", "0/mu/w", "master_params/w"])
-      {'scaling/loss_scale': 'scale', 'skipped': 'counter', 'master_params/w': 'master'}
-    """
+    """The parts of a state that are not the inner optimizer's: by path, what they belong to."""
     known, parts = set(paths), {}
     for path in paths:
         if "/master_params/" in f"/{path}":

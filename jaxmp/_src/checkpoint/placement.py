@@ -10,23 +10,14 @@ from jaxmp._src.checkpoint import job_leaves
 
 
 def sharding_of(x: Any) -> Any:
-    """Where an array lies or an abstract one is to lie; None if nobody has said so.
-
-    Example:
-      >>> sharding_of(jax.ShapeDtypeStruct((2,), "float32"))
-    """
+    """Where an array lies or an abstract one is to lie; None if nobody has said so."""
     if isinstance(x, jax.Array) and not x.committed:
         return None
     return getattr(x, "sharding", None)
 
 
 def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
-    """An abstract `x` that is to lie where `other` does.
-
-    Example:
-      >>> beside(jax.ShapeDtypeStruct((2,), "float32"), jax.ShapeDtypeStruct((2,), "int32"))
-      ShapeDtypeStruct(shape=(2,), dtype=float32)
-    """
+    """An abstract `x` that is to lie where `other` does."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(other))
 
 

@@ -209,13 +209,7 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
 
 
 def quantized(weight: Any) -> tuple[Any, Any]:
-    """(fp8 weight, weight_scale) with weight ≈ fp8 * weight_scale: one scale for the tensor, as engines read it.
-
-    Example:
-      >>> q, scale = quantized(jnp.array([1.0, -2.0]))
-      >>> q.tolist(), round(float(1 / scale))
-      ([224.0, -448.0], 224)
-    """
+    """(fp8 weight, weight_scale) with weight ≈ fp8 * weight_scale: one scale for the tensor, as engines read it."""
     weight = jnp.asarray(weight, jnp.float32)
     limit = float(jnp.finfo(_FP8).max)
     largest = jnp.max(jnp.abs(weight), initial=0.0)

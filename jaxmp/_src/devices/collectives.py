@@ -35,10 +35,6 @@ def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
 
     Raises:
       ValueError: a name that is not bound, or None where axes are bound.
-
-    Example:
-      >>> bound_axes("auto"), bound_axes(None)
-      ((), ())
     """
     manual = compat.manual_axes()
     if axis_name is None and manual:
@@ -54,12 +50,6 @@ def named_axes(axis_name: AxisName) -> tuple[str, ...]:
 
     Raises:
       ValueError: a name that is not bound.
-
-    Example:
-      >>> named_axes("data")
-      Traceback (most recent call last):
-        ...
-      ValueError: axis name 'data' is not bound here; bound axes: none. ...
     """
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     for name in names:
@@ -76,12 +66,7 @@ def named_axes(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def largest_on_any_device(values: Sequence[Array], axes: tuple[str, ...]) -> list[Float[Array, ""]]:
-    """The largest of each of `values` (flags or counts) over `axes`, as float32: one MAX of float32[len(values)].
-
-    Example:
-      >>> largest_on_any_device([jnp.array(True), jnp.array(0.0)], ())
-      [Array(1., dtype=float32), Array(0., dtype=float32)]
-    """
+    """The largest of each of `values` (flags or counts) over `axes`, as float32: one MAX of float32[len(values)]."""
     local = [v.astype(jnp.float32) for v in values]  # float32, so that XLA can merge it with other MAXes of float32
     if not axes or not local:
         return local
@@ -90,12 +75,7 @@ def largest_on_any_device(values: Sequence[Array], axes: tuple[str, ...]) -> lis
 
 
 def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether a float or complex leaf of `tree` holds inf or NaN, as this device sees it.
-
-    Example:
-      >>> any_nonfinite({"a": jnp.array([1.0, jnp.nan])})
-      Array(True, dtype=bool)
-    """
+    """Whether a float or complex leaf of `tree` holds inf or NaN, as this device sees it."""
     found = jnp.zeros((), bool)
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -128,12 +108,7 @@ def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
 
 
 def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
-    """The largest `count` of any device, where devices are known to differ in it; else `count`.
-
-    Example:
-      >>> as_common(jnp.float32(2.0), "auto")
-      Array(2., dtype=float32)
-    """
+    """The largest `count` of any device, where devices are known to differ in it; else `count`."""
     return max_over(count, tuple(a for a in bound_axes(axis_name) if a in compat.varying_axes(count)))
 
 
@@ -156,10 +131,6 @@ def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, 
       axes: bound axes; without any, `tree` comes back (in `dtype`).
       dtype: dtype in which the sum runs and comes back; None for each leaf's own.
       predivide: what each value is divided by before the sum.
-
-    Example:
-      >>> mean_over({"g": jnp.array([2.0], jnp.float16)}, ())
-      {'g': Array([2.], dtype=float32)}
     """
     size = 1
     for axis in axes:

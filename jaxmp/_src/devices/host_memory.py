@@ -18,33 +18,18 @@ _HOST_KIND = "pinned_host"
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether `x`, an array or a tracer, lies in host memory.
-
-    Example:
-      >>> x = jax.numpy.ones(2)
-      >>> is_on_host(x), is_on_host(to_host(x))
-      (False, True)
-    """
+    """Whether `x`, an array or a tracer, lies in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def first_on_host(tree: PyTree) -> str | None:
-    """The path of the first leaf that lies in host memory, or None.
-
-    Example:
-      >>> first_on_host({"a": 1.0, "b": to_host(jax.numpy.ones(2))})
-      'b'
-    """
+    """The path of the first leaf that lies in host memory, or None."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return next((tree_paths.path_str(path) for path, x in leaves if _is_array_on_host(x)), None)
 
 
 def check_on_device(state: PyTree) -> None:
-    """Raises a ValueError if a part of an optimizer's state lies in host memory, where this optimizer cannot reach it.
-
-    Example:
-      >>> check_on_device({"mu": jax.numpy.ones(2)})
-    """
+    """Raises a ValueError if a part of the state lies in host memory, where this optimizer cannot reach it."""
     path = first_on_host(state)
     if path is not None:
         raise ValueError(
@@ -57,12 +42,7 @@ def check_on_device(state: PyTree) -> None:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """`tree` with every array of it in device memory; those that are there already stay as they are.
-
-    Example:
-      >>> jax.typeof(to_device(to_host(jax.numpy.ones(2))))
-      ShapedArray(float32[2])
-    """
+    """`tree` with every array of it in device memory; those that are there already stay as they are."""
 
     def copied_in(x: Any) -> Any:
         if not _is_array_on_host(x):
@@ -75,12 +55,7 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 def to_host(x: Array) -> Array:
-    """An array in pinned host memory, sharded as it was.
-
-    Example:
-      >>> to_host(jax.numpy.ones(2)).sharding.memory_kind
-      'pinned_host'
-    """
+    """An array in pinned host memory, sharded as it was."""
     if isinstance(x, Tracer):
         return _moved(x, jax.memory.Space.Host)
     _check_devices(x)
@@ -88,12 +63,7 @@ def to_host(x: Array) -> Array:
 
 
 def as_before(new: Array, old: Array) -> Array:
-    """`new` in the memory that `old` lies in.
-
-    Example:
-      >>> is_on_host(as_before(jax.numpy.ones(2), to_host(jax.numpy.zeros(2))))
-      True
-    """
+    """`new` in the memory that `old` lies in."""
     return to_host(new) if is_on_host(old) else new
 
 

@@ -75,10 +75,6 @@ def owner_of(path: str, params: Iterable[str]) -> str | None:
     Args:
       path: of the leaf, as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
       params: paths of params, likewise.
-
-    Example:
-      >>> owner_of(".master_inner[0].mu['dense']['kernel'].codes", ["['kernel']", "['dense']['kernel']"])
-      "['dense']['kernel']"
     """
     best, found = (-1, -1), None
     for name in params:
@@ -89,12 +85,7 @@ def owner_of(path: str, params: Iterable[str]) -> str | None:
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
-    """The mesh axes over which an array that lies as `spec` says is cut.
-
-    Example:
-      >>> axes_of(PartitionSpec("fsdp", None, ("data", "tensor")))
-      ('fsdp', 'data', 'tensor')
-    """
+    """The mesh axes over which an array that lies as `spec` says is cut."""
     cut = (part for part in spec if part is not None and part is not PartitionSpec.UNCONSTRAINED)
     return tuple(name for part in cut for name in (part if isinstance(part, tuple) else (part,)))
 
@@ -106,10 +97,6 @@ def ways(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) -> tuple[int,
       spec: of the array.
       ndim: how many dimensions it has, not fewer than `spec` speaks of.
       sizes: of the mesh's axes (`mesh.shape`).
-
-    Example:
-      >>> ways(PartitionSpec("fsdp", ("data", "tensor")), 3, {"data": 2, "fsdp": 4, "tensor": 3})
-      (4, 6, 1)
     """
     cut = [math.prod(sizes[name] for name in axes_of((part,))) for part in spec]
     return (*cut, *[1] * (ndim - len(cut)))
@@ -168,10 +155,5 @@ def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: An
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do.
-
-    Example:
-      >>> is_explicit(jax.numpy.ones(2))
-      False
-    """
+    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do."""
     return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -47,11 +47,7 @@ def lifted() -> Iterator[None]:
 
 
 def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
-    """Raises a ValueError if these are gradients of params that are cut over one of `axes`.
-
-    Example:
-      >>> check_mean({"w": jax.numpy.ones(2)}, ())
-    """
+    """Raises a ValueError if these are gradients of params that are cut over one of `axes`."""
     here = compat.trace_state()
     shapes = tuple(tuple(x.shape) for x in jax.tree.leaves(grads))
     for found in _NOTES:

@@ -63,12 +63,7 @@ def reduce_gradients(
 
 
 def predivide_factor(axes: tuple[str, ...]) -> float:
-    """The power of two by which FSDP divides before a sum over `axes`: near the square root of the device count.
-
-    Example:
-      >>> predivide_factor(())
-      1.0
-    """
+    """The power of two by which FSDP divides before a sum over `axes`: near the square root of the device count."""
     devices = 1
     for axis in axes:
         devices *= lax.axis_size(axis)
@@ -79,12 +74,7 @@ def predivide_factor(axes: tuple[str, ...]) -> float:
 
 
 def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:
-    """`predivide`, or where it is None 1 for sums in float32 and FSDP's rule in 16 bits (or `dtype=None`).
-
-    Example:
-      >>> predivide_or_rule(None, jnp.float32, ()), predivide_or_rule(8.0, None, ())
-      (1.0, 8.0)
-    """
+    """`predivide`, or where it is None 1 for sums in float32 and FSDP's rule in 16 bits (or `dtype=None`)."""
     if predivide is not None:
         return predivide
     in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4

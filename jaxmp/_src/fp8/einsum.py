@@ -29,11 +29,6 @@ def einsum_by(dot_general: Callable[..., Array], subscripts: str, lhs: Array, rh
 
     Raises:
       ValueError: an equation of another kind.
-
-    Example:
-      >>> from jax import lax
-      >>> einsum_by(lax.dot_general, "btd,dhk->bthk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
-      (2, 3, 5, 6)
     """
     lhs_labels, rhs_labels, result = _parse(subscripts, lhs.ndim, rhs.ndim)
     shared = [name for name in lhs_labels if name in rhs_labels]

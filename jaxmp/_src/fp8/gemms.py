@@ -62,12 +62,7 @@ class Quantized(NamedTuple):
 
 
 def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
-    """Whether a matmul is one of matrices as they lie: lhs [M..., K...] by rhs [K..., N...] or [N..., K...].
-
-    Example:
-      >>> is_of_matrices((3, 2), ((2,), (0,)), ((), ())), is_of_matrices((2, 2), ((0,), (0,)), ((), ()))
-      (True, False)
-    """
+    """Whether a matmul is one of matrices as they lie: lhs [M..., K...] by rhs [K..., N...] or [N..., K...]."""
     (lhs, rhs), k = contract, len(contract[0])
     ends = tuple(range(ndims[0] - k, ndims[0]))
     starts_or_ends = (tuple(range(k)), tuple(range(ndims[1] - k, ndims[1])))

@@ -30,24 +30,13 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def switched(enabled: bool) -> Iterator[None]:
-    """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost counts.
-
-    Example:
-      >>> with switched(False):
-      ...     is_enabled()
-      False
-    """
+    """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost counts."""
     with regions.region(_ENABLED, enabled):
         yield
 
 
 def leaves_of(recipe: Any) -> dict[str, float]:
-    """The scale leaves of a layer with this recipe, by name, and what they start from; none for stateless recipes.
-
-    Example:
-      >>> leaves_of(DelayedScaling(fp8_format="E4M3", power_of_two=False))
-      {'fp8_lhs_e4m3_scale': 1.0, 'fp8_rhs_e4m3_scale': 1.0, 'fp8_grad_e4m3_scale': 1.0}
-    """
+    """The scale leaves of a layer with this recipe, by name, and what they start from; none for stateless recipes."""
     if not isinstance(recipe, DelayedScaling):
         return {}
     names = [
@@ -120,12 +109,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
 
 
 def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
-    """Whether a filter chooses the layer at `path`.
-
-    Example:
-      >>> wants_fp8("block_0/up", None, ("*up", "*down")), wants_fp8("head", None, lambda path, layer: path != "head")
-      (True, False)
-    """
+    """Whether a filter chooses the layer at `path`."""
     if chosen is None:
         return True
     if callable(chosen):
@@ -134,22 +118,12 @@ def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
 
 
 def patterns_of(chosen: str | Sequence[str]) -> tuple[str, ...]:
-    """The globs of a filter; a single one may stand by itself.
-
-    Example:
-      >>> patterns_of("*up")
-      ('*up',)
-    """
+    """The globs of a filter; a single one may stand by itself."""
     return (chosen,) if isinstance(chosen, str) else tuple(chosen)
 
 
 def recipe_at(recipe: Any, path: str) -> Any:
-    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches.
-
-    Example:
-      >>> recipe_at({"*mlp*": "a", "*": "b"}, "block/mlp/up")
-      'a'
-    """
+    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches."""
     recipes = scale_leaves.recipes_of(recipe)
     return recipes[scale_leaves.pattern_for(recipes, path, "fp8 layer")]
 

@@ -62,13 +62,7 @@ _USES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxmp_
 
 @contextlib.contextmanager
 def noted_uses() -> Iterator[list[str]]:
-    """A list that gets an entry for each matmul with scales that is traced in this region.
-
-    Example:
-      >>> with noted_uses() as uses:
-      ...     len(uses)
-      0
-    """
+    """A list that gets an entry for each matmul with scales that is traced in this region."""
     uses: list[str] = []
     with regions.region(_USES, uses):
         yield uses
@@ -313,12 +307,7 @@ def plain_dot_general(
     *,
     scales: Scales | None = None,
 ) -> Array:
-    """The product without fp8: both operands and the result in `dtype`.
-
-    Example:
-      >>> plain_dot_general(jnp.ones((2, 3)), jnp.ones((3, 4)), (((1,), (0,)), ((), ())), jnp.bfloat16).dtype.name
-      'bfloat16'
-    """
+    """The product without fp8: both operands and the result in `dtype`."""
     if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
         rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
     return lax.dot_general(
@@ -330,10 +319,6 @@ def result_dtype(lhs: Array, rhs: Array) -> Any:
     """The dtype of fewer bytes, that of lhs among equals: a float32 weight does not widen bfloat16 activations.
 
     A weight in fp8 counts as bfloat16.
-
-    Example:
-      >>> result_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(2)).name
-      'bfloat16'
     """
     rhs_dtype = jnp.dtype(jnp.bfloat16) if stored_kernels.is_stored(rhs) else rhs.dtype
     return lhs.dtype if lhs.dtype.itemsize <= rhs_dtype.itemsize else rhs_dtype

@@ -26,22 +26,12 @@ from pallas_kernels import activation as activations, backend, passes, reference
 
 
 def activated(x: Array, activation: str | None) -> Array:
-    """f(x) in float32, or x itself.
-
-    Example:
-      >>> activated(jnp.ones(2, jnp.bfloat16), "silu").dtype.name
-      'float32'
-    """
+    """f(x) in float32, or x itself."""
     return x if activation is None else activations.ACTIVATIONS[activation][0](x.astype(jnp.float32))
 
 
 def activation_gradient(grad: Array, x: Array, activation: str) -> Array:
-    """`grad` f'(x), computed in float32, in the dtype of x.
-
-    Example:
-      >>> float(activation_gradient(jnp.float32(2.0), jnp.float32(0.0), "gelu"))
-      1.0
-    """
+    """`grad` f'(x), computed in float32, in the dtype of x."""
     derivative = activations.ACTIVATIONS[activation][1]
     return derivative(grad.astype(jnp.float32), x.astype(jnp.float32)).astype(x.dtype)
 
@@ -77,10 +67,6 @@ def is_whole(x: Array) -> bool:
     """Whether `x` lies on one device as far as a trace can tell, or is a device's own: in shard_map and pmap.
 
     A weight that is split (FSDP) is gathered before it is multiplied: once, if there is one form of it only.
-
-    Example:
-      >>> is_whole(jnp.ones(2))
-      True
     """
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)

@@ -41,12 +41,7 @@ _FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:
-    """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad").
-
-    Example:
-      >>> leaf_name("grad", jnp.float8_e5m2, power_of_two=True)
-      'fp8_grad_e5m2_log2_scale'
-    """
+    """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad")."""
     fp8_format = next(name for name, known in _FORMATS.items() if jnp.dtype(known) == jnp.dtype(dtype))
     return f"fp8_{operand}_{fp8_format}_{'log2_scale' if power_of_two else 'scale'}"
 
@@ -71,12 +66,7 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
 
 
 def recipes_of(recipe: Any) -> Mapping[str, Any]:
-    """The recipes by path globs, of a dict of them or of a single one.
-
-    Example:
-      >>> recipes_of("a")
-      {'*': 'a'}
-    """
+    """The recipes by path globs, of a dict of them or of a single one."""
     return recipe if isinstance(recipe, Mapping) else {"*": recipe}
 
 
@@ -85,10 +75,6 @@ def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
 
     Raises:
       ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies there.
-
-    Example:
-      >>> pattern_for({"*up": "a", "*": "b"}, "block/up/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale", "fp8 scale")
-      '*up'
     """
     parts = path.split("/")
     levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
@@ -99,23 +85,12 @@ def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
 
 
 def has_scales(tree: PyTree) -> bool:
-    """Whether there is a scale leaf in `tree`.
-
-    Example:
-      >>> has_scales({"kernel": jnp.ones(2)})
-      False
-    """
+    """Whether there is a scale leaf in `tree`."""
     return any(is_scale(path) for path, _ in tree_paths.boxed_leaves(tree)[0])
 
 
 def format_of(path: str) -> tuple[bool, Any, bool]:
-    """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`.
-
-    Example:
-      >>> is_gradient, dtype, holds_log2 = format_of("fp8_grad_e5m2_log2_scale")
-      >>> is_gradient, jnp.dtype(dtype).name, holds_log2
-      (True, 'float8_e5m2', True)
-    """
+    """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`."""
     found = _NAME.fullmatch(path)
     if found is None:
         raise ValueError(f"not the path of a scale leaf: {path}")
@@ -124,22 +99,12 @@ def format_of(path: str) -> tuple[bool, Any, bool]:
 
 
 def map_scales(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """`tree` with `f(path, leaf, *leaves of rest)` in the place of each scale leaf; all other leaves stay.
-
-    Example:
-      >>> map_scales(lambda path, x: x + 1, {"fp8_rhs_e4m3_scale": 1.0, "kernel": 1.0})
-      {'fp8_rhs_e4m3_scale': 2.0, 'kernel': 1.0}
-    """
+    """`tree` with `f(path, leaf, *leaves of rest)` in the place of each scale leaf; all other leaves stay."""
     return tree_paths.map_with_path(lambda path, x, *xs: f(path, x, *xs) if is_scale(path) else x, tree, *rest)
 
 
 def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """(only the scale leaves, all others), each with `optax.MaskedNode()` in the places of the other's leaves.
-
-    Example:
-      >>> partition({"fp8_rhs_e4m3_scale": 1.0, "kernel": 2.0})[1]
-      {'fp8_rhs_e4m3_scale': MaskedNode(), 'kernel': 2.0}
-    """
+    """(only the scale leaves, all others), each with `optax.MaskedNode()` in the places of the other's leaves."""
     units, treedef = tree_paths.boxed_leaves(tree)
     masked = optax.MaskedNode()
     only_scales = [x if is_scale(path) else masked for path, x in units]
@@ -148,12 +113,7 @@ def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(only_scales: PyTree, others: PyTree) -> PyTree:
-    """The tree that `partition` took apart.
-
-    Example:
-      >>> merge(*partition({"fp8_rhs_e4m3_scale": 1.0, "kernel": 2.0}))
-      {'fp8_rhs_e4m3_scale': 1.0, 'kernel': 2.0}
-    """
+    """The tree that `partition` took apart."""
 
     def is_unit(x: Any) -> bool:  # where one tree has a box, the other has a MaskedNode
         return isinstance(x, optax.MaskedNode) or tree_paths.is_box(x)
@@ -165,10 +125,6 @@ def shift(path: str, leaf: Float[Array, "..."], gradient_scale: Float[Array, ""]
     """The leaf for tensors that come `gradient_scale` times as large: only those of gradients change.
 
     The exponent is rounded up, so that a scale that is no power of two does not push values over the edge.
-
-    Example:
-      >>> float(shift("fp8_grad_e5m2_log2_scale", jnp.float32(4.0), jnp.float32(1024.0)))
-      -6.0
     """
     is_gradient, _, holds_log2 = format_of(path)
     if not is_gradient:
@@ -227,11 +183,6 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
     """(scale, 1 / scale) that a leaf stands for, float32.
 
     Powers of two are kept from 2^-63 to 2^63, so that the product of two is one as well.
-
-    Example:
-      >>> scale, inv_scale = scale_of(jnp.float32(3.0), holds_log2=True)
-      >>> float(scale), float(inv_scale)
-      (8.0, 0.125)
     """
     leaf = compat.max_dtype_to_float32(leaf)
     if not holds_log2:
@@ -248,10 +199,6 @@ def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTre
       params: the params; a leaf that varies over one of `axes` is another one on each device (a stage of a pipeline),
         and keeps its own amax over that axis.
       axes: bound axes.
-
-    Example:
-      >>> max_of_scales({"fp8_lhs_e4m3_log2_scale": 3.0}, {"fp8_lhs_e4m3_log2_scale": 0.0}, ())
-      {'fp8_lhs_e4m3_log2_scale': 3.0}
     """
     if not axes:
         return grads

@@ -38,12 +38,7 @@ _WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_f
 
 
 def is_stored(x: Any) -> bool:
-    """Whether a leaf is a kernel in fp8.
-
-    Example:
-      >>> is_stored(jnp.ones(2, jnp.float8_e4m3fn)), is_stored(jnp.ones(2))
-      (True, False)
-    """
+    """Whether a leaf is a kernel in fp8."""
     return getattr(x, "dtype", None) == _DTYPE
 
 
@@ -52,10 +47,6 @@ def pairs(tree: PyTree) -> dict[str, str]:
 
     Args:
       tree: params, or their structure with `optax.MaskedNode()` in the places of scale leaves.
-
-    Example:
-      >>> pairs({"Dense_0": {"kernel": 1.0, "Fp8DotGeneral_0": {"fp8_rhs_e4m3_log2_scale": 0.0}}})
-      {'Dense_0/kernel': 'Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale'}
     """
     is_unit = lambda x: tree_paths.is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
     units = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)[0]
@@ -86,12 +77,6 @@ def store(params: PyTree) -> PyTree:
 
     Returns:
       A tree of the same structure: kernels float8_e4m3fn, their rhs leaves log2 of the scale; all else as it was.
-
-    Example:
-      >>> params = {"kernel": jnp.full((2, 2), 3.0), "dot": {"fp8_rhs_e4m3_log2_scale": jnp.float32(0.0)}}
-      >>> stored = store(params)
-      >>> stored["kernel"].dtype.name, float(stored["dot"]["fp8_rhs_e4m3_log2_scale"]), float(stored["kernel"][0, 0])
-      ('float8_e4m3fn', 7.0, 384.0)
     """
     by_path = tree_paths.leaves_by_path(params)
     new: dict[str, Any] = {}
@@ -128,12 +113,7 @@ def load_weights(params: PyTree, dtype: Any) -> PyTree:
 
 
 def cast(w: Float[Array, "..."], leaf: Float[Array, "..."]) -> Array:
-    """fp8(w * scale), the scale that `leaf` stands for; a stack of layers has a stack of leaves.
-
-    Example:
-      >>> cast(jnp.ones((2, 3)), jnp.array([1.0, 2.0]))[:, 0].tolist()
-      [2.0, 4.0]
-    """
+    """fp8(w * scale), the scale that `leaf` stands for; a stack of layers has a stack of leaves."""
     scale, _ = scale_leaves.scale_of(leaf, holds_log2=True)
     return quantize.quantize(w, _against(scale, w), _DTYPE)
 

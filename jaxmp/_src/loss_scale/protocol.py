@@ -57,10 +57,6 @@ def as_loss_scale(loss_scale: Any) -> Any:
 
     Raises:
       TypeError: none of these.
-
-    Example:
-      >>> as_loss_scale(None), as_loss_scale(8.0)
-      (NoOpLossScale(), StaticLossScale(8.0))
     """
     if loss_scale is None or isinstance(loss_scale, jmp.NoOpLossScale):
         return NoOpLossScale()

@@ -35,10 +35,6 @@ def unscale(tree: PyTree, loss_scale: Float[Array, ""]) -> PyTree:
 
     Returns:
       The same structure, float leaves in float32.
-
-    Example:
-      >>> unscale({"w": jnp.array([8.0], jnp.float16)}, jnp.float32(4.0))
-      {'w': Array([2.], dtype=float32)}
     """
     inv_scale = casting.computed_once(casting.reciprocal(loss_scale))
     return jax.tree.map(lambda x: x.astype(jnp.float32) * inv_scale if casting.is_float(x) else x, tree)

@@ -15,12 +15,7 @@ _NEEDED = ("scale", *_FACTORS, "_growth_tracker")
 
 
 def to_state_dict(loss_scale: Any) -> dict[str, float | int]:
-    """torch's five entries; with a rule that has hysteresis, `_hysteresis_left` as well.
-
-    Example:
-      >>> to_state_dict(scaling.DynamicLossScale(8.0, hysteresis=3))["_hysteresis_left"]
-      3
-    """
+    """torch's five entries; with a rule that has hysteresis, `_hysteresis_left` as well."""
     leaves, rule = _dynamic(loss_scale).tree_flatten_with_keys()
     scale, count, left = (x for _, x in leaves)
     more = {"_hysteresis_left": int(left)} if rule.hysteresis > 1 else {}
@@ -29,13 +24,7 @@ def to_state_dict(loss_scale: Any) -> dict[str, float | int]:
 
 
 def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.DynamicLossScale:
-    """The scale of a state dict, moved on by the rule of `loss_scale` with the factors of the dict.
-
-    Example:
-      >>> saved = to_state_dict(scaling.DynamicLossScale(8.0, growth_interval=5))
-      >>> from_state_dict(scaling.DynamicLossScale(), saved).loss_scale
-      Array(8., dtype=float32)
-    """
+    """The scale of a state dict, moved on by the rule of `loss_scale` with the factors of the dict."""
     if not state_dict:
         raise ValueError(
             "an enabled scaler loads the state of an enabled one; got an empty dict, as one with enabled=False saves. "
@@ -64,12 +53,7 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
 
 
 def at_scale(loss_scale: Any, new_scale: Any) -> Any:
-    """`loss_scale` at another scale: its rule and its counts stay.
-
-    Example:
-      >>> at_scale(scaling.StaticLossScale(8.0), 4)
-      StaticLossScale(4.0)
-    """
+    """`loss_scale` at another scale: its rule and its counts stay."""
     if static.is_number(new_scale) and not 0 < new_scale < math.inf:
         raise ValueError(f"a loss scale must be positive and finite; got new_scale={new_scale}")
     if jnp.shape(new_scale) != ():

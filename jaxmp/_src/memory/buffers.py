@@ -133,13 +133,6 @@ def usage(jaxpr: Any, *, output_bytes: Sequence[int | None] | None = None) -> Us
     Args:
       jaxpr: of the function, as `jax.make_jaxpr` makes it.
       output_bytes: of its outputs, where a device holds a part of them; None is the jaxpr's size.
-
-    Example:
-      >>> import jax
-      >>> def f(x, w):  # exp(x) is read by the matmul, and in the backward pass; x @ w by a sum, that is by nobody
-      ...     return jnp.sum(jnp.exp(x) @ w)
-      >>> usage(jax.make_jaxpr(jax.value_and_grad(f))(jnp.ones((8, 4)), jnp.ones((4, 4)))).kept  # 8 * 4 float32
-      128
     """
     program = _Program(jaxpr, output_bytes)
     bases, stored = _find_buffers(program)
@@ -154,12 +147,7 @@ def usage(jaxpr: Any, *, output_bytes: Sequence[int | None] | None = None) -> Us
 
 
 def nbytes(x: Any) -> int:
-    """The bytes of an array, abstract or not; 0 of what has no shape.
-
-    Example:
-      >>> nbytes(jnp.ones((3, 2), jnp.bfloat16))
-      12
-    """
+    """The bytes of an array, abstract or not; 0 of what has no shape."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape"):
         return 0

@@ -16,12 +16,7 @@ from jaxmp._src.transforms import fused, masterless
 
 
 def recipes(num_params: float) -> dict[str, tuple[PyTree, Policy, Any]]:
-    """(params, policy, optimizer) of each recipe, for a matrix of about `num_params` values.
-
-    Example:
-      >>> [name for name, (_, policy, _) in recipes(2**20).items() if policy.param_dtype == jnp.float16]
-      ['fp16']
-    """
+    """(params, policy, optimizer) of each recipe, for a matrix of about `num_params` values."""
     rows = max(1, round(num_params / 1024))
     plain = {"kernel": jax.ShapeDtypeStruct((rows, 1024), jnp.float32)}
     with linen_fp8.autocast(filter=lambda path, layer: True):

@@ -27,11 +27,6 @@ def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict
     Raises:
       TypeError: a `mesh` that is none, or an entry of `specs` that is no spec.
       ValueError: specs that do not match the params, or split what they cannot, named by path; specs without a mesh.
-
-    Example:
-      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> specs_of({"w": jax.ShapeDtypeStruct((16, 4), float)}, {"w": PartitionSpec("data")}, mesh)
-      {'w': P('data',)}
     """
     if mesh is not None and not isinstance(mesh, AnyMesh):
         raise TypeError(
@@ -50,13 +45,7 @@ def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict
 
 
 def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
-    """The bytes that one device holds of `x`, padding included.
-
-    Example:
-      >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> device_bytes(jax.ShapeDtypeStruct((17, 4), "float32"), PartitionSpec("data"), mesh)  # 3 rows each
-      48
-    """
+    """The bytes that one device holds of `x`, padding included."""
     if mesh is None:
         return buffers.nbytes(x)
     devices = shardings.ways(spec, len(x.shape), mesh.shape)
@@ -71,11 +60,6 @@ def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSp
       path: as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
       x: the leaf.
       params: (param, its spec) by such paths.
-
-    Example:
-      >>> param = jax.ShapeDtypeStruct((8, 4), "float32")
-      >>> spec_in_state("[0].mu['dense']['kernel']", param, {"['dense']['kernel']": (param, PartitionSpec("data"))})
-      P('data',)
     """
     owner = shardings.owner_of(path, params)
     if owner is None or len(params[owner][0].shape) != len(x.shape):
@@ -84,12 +68,7 @@ def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSp
 
 
 def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:
-    """Over how many devices the leading axis of a batch is split.
-
-    Example:
-      >>> split_of_batch(None, None)
-      1
-    """
+    """Over how many devices the leading axis of a batch is split."""
     if mesh is None:
         if axes:
             raise ValueError(f"data_axes are axes of a mesh; got {axes!r} and no mesh. Pass mesh=.")

@@ -84,10 +84,5 @@ def _append(path: str, row: dict[str, float]) -> None:
 
 
 def as_number(x: Any) -> float:
-    """A metric as a number; of the copies that pmap makes, the first.
-
-    Example:
-      >>> as_number(np.array([2.0, 2.0]))
-      2.0
-    """
+    """A metric as a number; of the copies that pmap makes, the first."""
     return float(np.ravel(x)[0])

@@ -57,12 +57,7 @@ class Finding(NamedTuple):
 
 
 def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Iterator[Finding]:
-    """Too many skips among the last steps, or clearly more in their second half than in the first.
-
-    Example:
-      >>> [f.kind for f in skips(9, [False] * 8 + [True] * 2, 0.01, "")]
-      ['skips']
-    """
+    """Too many skips among the last steps, or clearly more in their second half than in the first."""
     half = len(skipped) // 2
     first, second = sum(skipped[:half]), sum(skipped[half:])
     ratio = (first + second) / len(skipped)
@@ -82,12 +77,7 @@ def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Ite
 
 
 def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator[Finding]:
-    """Overflows in a row at the floor of the loss scale.
-
-    Example:
-      >>> [f.kind for f in stuck_scale(9, {"pinned_overflows": 3.0, "loss_scale": 1.0}, 3)]
-      ['stuck_scale']
-    """
+    """Overflows in a row at the floor of the loss scale."""
     pinned = metrics.get("pinned_overflows", math.nan)
     if pinned >= patience:
         yield Finding(
@@ -111,10 +101,6 @@ def loss_jump(
       before: losses of steps taken before the last skip.
       since_skip: steps since then; None if there was none.
       skipped: whether this step itself was.
-
-    Example:
-      >>> [f.kind for f in loss_jump(9, 4.0, [2.0, 2.1, 1.9, 2.0], 2, False)]
-      ['loss_jump']
     """
     if skipped:
         return

@@ -149,13 +149,7 @@ def tensor_stats(
 
 
 def sampled(make: Callable[[], T], when: bool | Bool[Array, ""]) -> T | None:
-    """`make()` where `when` is true, zeros of its type where it is not; None, and nothing traced, for Python's False.
-
-    Example:
-      >>> sampled(lambda: jnp.ones(2), jnp.array(False))
-      Array([0., 0.], dtype=float32)
-      >>> sampled(lambda: jnp.ones(2), False)
-    """
+    """`make()` where `when` is true, else zeros of its type; for Python's False None, and nothing is traced."""
     when = checked_when(when)
     if isinstance(when, bool):
         return make() if when else None
@@ -168,10 +162,6 @@ def checked_when(when: Any) -> bool | Bool[Array, ""]:
     """`when` as Python's bool or as an array of one; a number, as of `step % 10` without `== 0`, is refused.
 
     Python's 0 is let through, which `every and step % every == 0` gives.
-
-    Example:
-      >>> checked_when(np.bool_(True)), checked_when(0)
-      (True, False)
     """
     if isinstance(when, (bool, np.bool_)) or (isinstance(when, int) and when == 0):
         return bool(when)
@@ -239,13 +229,7 @@ def assemble(
 
 
 def over_microbatches(stats: TensorStats) -> TensorStats:
-    """Statistics that came as auxiliary data of several microbatches, stacked, as one; of one, as they are.
-
-    Example:
-      >>> stacked = jax.tree.map(lambda *x: jnp.stack(x), *(tensor_stats({"x": jnp.array([v])}) for v in (1.0, 4.0)))
-      >>> over_microbatches(stacked)["x"]["amax"]
-      4.0
-    """
+    """Statistics that came as auxiliary data of several microbatches, stacked, as one; of one, as they are."""
     if stats.sampled.ndim == 0:
         return stats
     merged: dict[str, Any] = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}

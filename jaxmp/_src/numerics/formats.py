@@ -50,10 +50,6 @@ _DTYPES = (
 def formats() -> list[Format]:
     """fp32, tf32, bf16, fp16, the two of fp8, and fp4, by falling precision of their mantissa and range.
 
-    Example:
-      >>> [(f.name, f.largest, f.pi) for f in formats()][3:]
-      [('fp16', 65504.0, 3.140625), ('e4m3', 448.0, 3.25), ('e5m2', 57344.0, 3.0), ('e2m1', 6.0, 3.0)]
-
     References:
       IEEE 754-2019; NVIDIA A100 whitepaper (tf32); Micikevicius et al. 2022 (arXiv 2209.05433) for fp8; OCP
       Microscaling Formats v1.0 for e2m1.

@@ -71,10 +71,6 @@ class Stages:
 
     Attributes:
       known: (optimizer, stage), sorted, of those that are not READY.
-
-    Example:
-      >>> Stages().unscaling("a").stepping("a")
-      Stages(known=(('a', 'STEPPED'),))
     """
 
     known: tuple[tuple[str, str], ...] = ()
@@ -453,11 +449,7 @@ class GradScaler:
 
 
 def warn_of_rounded_loss(dtype: np.dtype) -> None:
-    """Warns if a loss that is to be scaled was rounded to 16 bits before.
-
-    Example:
-      >>> warn_of_rounded_loss(np.dtype("float32"))
-    """
+    """Warns if a loss that is to be scaled was rounded to 16 bits before."""
     if dtype.itemsize == 2:
         warnings.warn(
             f"the loss to be scaled is {dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute it in "

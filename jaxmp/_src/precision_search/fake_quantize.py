@@ -93,10 +93,6 @@ def grid(name: str, loss_scale: float = 1.0) -> Grid:
     Args:
       name: "fp32" (float32's own numbers down to 2^-103), "bf16", "fp16", "e4m3" or "e5m2".
       loss_scale: of what is rounded to float16.
-
-    Example:
-      >>> float(grid("e4m3").limit), float(grid("fp16").overflow)
-      (448.0, 65520.0)
     """
     info = jnp.finfo(DTYPES[name])
     largest, step = float(info.max), 2.0**-info.nmant
@@ -117,10 +113,6 @@ def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results
 
     Raises:
       ValueError: a name that is none; a loss scale that is no power of two.
-
-    Example:
-      >>> float(roundings("fp8").cotangent.limit), roundings("bf16").operand == grid("bf16")
-      (57344.0, True)
     """
     pair = format if isinstance(format, tuple) else (("e4m3", "e5m2") if format == "fp8" else (format, format))
     if len(pair) != 2 or any(name not in NAMES or name == "fp8" for name in pair):
@@ -149,10 +141,6 @@ def rounded(x: Float[Array, "..."], by: Grid) -> Float[Array, "..."]:
     Args:
       x: floats of any shape.
       by: the rounding.
-
-    Example:
-      >>> rounded(jnp.array([1.1, 70000.0]), grid("fp16")).tolist()
-      [1.099609375, inf]
     """
     wide = x.astype(jnp.float32)
     return rounded_under(wide, scale_of(largest_magnitude(wide), by), by).astype(x.dtype)
@@ -279,10 +267,5 @@ def fake_quantize(
 
 
 def stacked(each: list[Roundings]) -> PyTree:
-    """Roundings of several matmuls as arrays with a leading axis.
-
-    Example:
-      >>> stacked([roundings("fp32"), roundings("off")]).kept.tolist()
-      [1.0, 0.0]
-    """
+    """Roundings of several matmuls as arrays with a leading axis."""
     return jax.tree.map(lambda *xs: np.stack(xs), *each)

@@ -130,11 +130,6 @@ def read(measured: np.ndarray) -> dict[str, Noise]:
 
     Args:
       measured: a sum of vectors from `measure`.
-
-    Example:
-      >>> noise = read(np.asarray(measure(jnp.array([1.0, 1e6]), jnp.float32(1.0), backward=False)))
-      >>> noise["fp16"].sqnr, noise["fp16"].overflow, noise["bf16"].overflow
-      (-inf, 0.5, 0.0)
     """
     calls, elements, nonzero = (float(v) for v in measured[:_COUNTS])
     if not calls:
@@ -152,25 +147,14 @@ def read(measured: np.ndarray) -> dict[str, Noise]:
 
 
 def decibel(noise: float) -> float:
-    """SQNR of a noise-to-signal ratio; -inf where it is no finite number.
-
-    Example:
-      >>> decibel(0.01), decibel(float("nan"))
-      (20.0, -inf)
-    """
+    """SQNR of a noise-to-signal ratio; -inf where it is no finite number."""
     if not np.isfinite(noise):
         return -np.inf
     return float(-10 * np.log10(noise)) if noise > 0 else np.inf
 
 
 def exponents(measured: np.ndarray) -> np.ndarray:
-    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (never any) to 128 (inf and NaN).
-
-    Example:
-      >>> counts = exponents(np.asarray(measure(jnp.array([1.0, 3.0, 3.5]), jnp.float32(1.0), backward=True)))
-      >>> counts[127:129].tolist()
-      [1.0, 2.0]
-    """
+    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (never any) to 128 (inf and NaN)."""
     return np.asarray(measured[..., -_EXPONENTS:], np.float64)
 
 
@@ -179,10 +163,6 @@ def highest_loss_scale(histogram: np.ndarray) -> float:
 
     Args:
       histogram: what `exponents` gave, added up over the gradients.
-
-    Example:
-      >>> highest_loss_scale(np.eye(256)[127])  # all of them are 1.something
-      16384.0
     """
     finite = np.flatnonzero(histogram[1:-1])
     return 2.0 ** (14 - int(finite[-1] + 1 - 127)) if len(finite) else 1.0
@@ -194,10 +174,6 @@ def least_loss_scale(histogram: np.ndarray, max_underflow: float) -> float:
     Args:
       histogram: what `exponents` gave.
       max_underflow: this share.
-
-    Example:
-      >>> least_loss_scale(np.eye(256)[127 - 30], 0.01)  # 2^-30 and a bit: 2^-25 is the last that becomes zero
-      32.0
     """
     total = histogram.sum()
     lost = np.cumsum(histogram) / total if total else np.zeros(len(histogram))

@@ -208,10 +208,6 @@ def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[
       chosen: paths.
       among: all paths.
       below: whether a glob is to fit what lies below a path in place of the path itself.
-
-    Example:
-      >>> globs(["a/b", "a/c", "d"], ["a/b", "a/c", "d", "e/f"]), globs(["d"], ["d", "e"], below=True)
-      (('a/*', 'd'), ('d/*',))
     """
     found: dict[str, None] = {}
     for path in chosen:
@@ -234,11 +230,6 @@ def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
     Args:
       runs_in: the format of each module.
       base: that of the policy.
-
-    Example:
-      >>> runs_in = {"attn": "fp32", "attn/query": "fp16", "mlp/up": "fp32", "mlp/down": "fp32", "head": "fp16"}
-      >>> exceptions(runs_in, "fp16")
-      {'attn': 'fp32', 'mlp/*': 'fp32', 'attn/query': 'fp16'}
     """
     outside = [path for path in runs_in if runs_in[path] != base]
     found: dict[str, str] = {}

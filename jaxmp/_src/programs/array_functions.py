@@ -34,35 +34,17 @@ class Leaves(NamedTuple):
 
 
 def is_module(x: Any) -> bool:
-    """Whether nnx takes `x` apart into variables.
-
-    Example:
-      >>> is_module(nnx.Rngs(0)), is_module({"a": 1})
-      (True, False)
-    """
+    """Whether nnx takes `x` apart into variables."""
     return isinstance(x, (nnx.Module, nnx.Rngs, nnx.Optimizer))
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is an array, of jax or of numpy.
-
-    Example:
-      >>> is_array(np.float32(1)), is_array(1.0)
-      (True, False)
-    """
+    """Whether `x` is an array, of jax or of numpy."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def leaves_of(tree: Any) -> Leaves:
-    """Takes a tree apart.
-
-    Example:
-      >>> leaves = leaves_of({"x": [1.0, nnx.Linear(1, 2, rngs=nnx.Rngs(0))]})
-      >>> leaves.paths
-      ['x/0', 'x/1/bias', 'x/1/kernel']
-      >>> leaves.rebuild([2.0, *leaves.values[1:]])["x"][0]
-      2.0
-    """
+    """Takes a tree apart."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_module)
     places = [i for i, (_, x) in enumerate(found) if is_module(x)]
     paths = [tree_paths.path_str(path) for path, x in found if not is_module(x)]

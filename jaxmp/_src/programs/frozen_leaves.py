@@ -39,12 +39,6 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
 
     Returns:
       A list of bools.
-
-    Example:
-      >>> labels = {"a": "train", "b": "freeze"}
-      >>> tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, labels)
-      >>> frozen_leaves(optax.with_extra_args_support(tx), {"a": np.ones(2), "b": np.ones(2)})
-      [False, True]
     """
     leaves = jax.tree.leaves(params)
     if not leaves:

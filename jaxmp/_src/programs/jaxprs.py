@@ -16,12 +16,7 @@ CALLS = frozenset(
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr, closed or not, and its constants.
-
-    Example:
-      >>> open_jaxpr(jax.make_jaxpr(jnp.sin)(1.0))[1]
-      ()
-    """
+    """A jaxpr, closed or not, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
@@ -29,11 +24,6 @@ def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """The functions inside an equation that calls, branches or loops, each with its constants; else `()`.
 
     The bodies of reductions, scatters, kernels and the like are none of these.
-
-    Example:
-      >>> eqn = jax.make_jaxpr(jax.jit(jnp.sin))(1.0).jaxpr.eqns[0]
-      >>> [len(jaxpr.eqns) for jaxpr, _ in functions_of(eqn)]
-      [1]
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
@@ -48,12 +38,7 @@ def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
 
 
 def function_name(eqn: Any) -> str:
-    """What the function that an equation calls is named; the primitive's own name where it has none.
-
-    Example:
-      >>> function_name(jax.make_jaxpr(jax.nn.elu)(1.0).jaxpr.eqns[0])
-      'elu'
-    """
+    """What the function that an equation calls is named; the primitive's own name where it has none."""
     return str(eqn.params.get("name", eqn.primitive.name))
 
 
@@ -61,11 +46,6 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
 
     Told by shapes, as the parameters that say it differ between versions: what is scanned over has an axis more.
-
-    Example:
-      >>> sums = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda c, x: (c + x, x), 0.0, xs))(jnp.ones(3))
-      >>> scan_counts(sums.jaxpr.eqns[0])
-      (0, 1)
     """
     body: Any = open_jaxpr(eqn.params["jaxpr"])[0]
     stacked = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
@@ -75,12 +55,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def as_function(eqn: Any) -> Any:
-    """What an equation does, as a function of its operands that are not literals; rules of its own included.
-
-    Example:
-      >>> as_function(jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns[0])(0.0)
-      [Array(0., dtype=float32, weak_type=True)]
-    """
+    """What an equation does, as a function of its operands that are not literals; rules of its own included."""
     operands = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)))
     names = ("",) * len(operands), ("",) * len(eqn.outvars)
     about = jax.extend.core.DebugInfo("autocast", eqn.primitive.name, *names)
@@ -96,23 +71,12 @@ def as_function(eqn: Any) -> Any:
 
 
 def jaxpr_as_function(jaxpr: Any, consts: Any) -> Any:
-    """A jaxpr with its constants, as a function that returns the list of its results.
-
-    Example:
-      >>> jaxpr_as_function(*open_jaxpr(jax.make_jaxpr(jnp.sin)(1.0)))(0.0)
-      [Array(0., dtype=float32, weak_type=True)]
-    """
+    """A jaxpr with its constants, as a function that returns the list of its results."""
     return jax.extend.core.jaxpr_as_fun(_closed(jaxpr, consts))
 
 
 def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """Equations in their order as one function: (function, the variables it takes, those whose values it returns).
-
-    Example:
-      >>> run, operands, made = as_program(jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(0.0).jaxpr.eqns)
-      >>> len(operands), len(made), len(run(1.0))
-      (1, 2, 2)
-    """
+    """Equations in their order as one function: (function, the variables it takes, those whose values it returns)."""
     made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars))
     used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
     inside = set(made)
@@ -129,13 +93,7 @@ def _closed(jaxpr: Any, consts: Any) -> Any:
 
 
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants.
-
-    Example:
-      >>> closed = jax.make_jaxpr(lambda x: x + jnp.arange(2.0))(1.0)
-      >>> len(without_constants(closed, closed)[0].jaxpr.invars)
-      1
-    """
+    """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)
     names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
     about = jax.extend.core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)

@@ -43,22 +43,12 @@ def at(path: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def join(outer: str, inner: str) -> str:
-    """The name stack of an equation in a function that is called under `outer`.
-
-    Example:
-      >>> join("Net", "Dense_0"), join("", "Dense_0")
-      ('Net/Dense_0', 'Dense_0')
-    """
+    """The name stack of an equation in a function that is called under `outer`."""
     return "/".join(part for part in (outer, inner) if part)
 
 
 def is_backward(stack: str) -> bool:
-    """Whether an equation under this name stack is a part of a derivative.
-
-    Example:
-      >>> is_backward("transpose(jvp(Net))/Dense_0"), is_backward("jvp(Net)/Dense_0")
-      (True, False)
-    """
+    """Whether an equation under this name stack is a part of a derivative."""
     return "transpose(" in stack
 
 
@@ -68,12 +58,6 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
     Args:
       stack: a name stack; that of an equation in a nested function begins at that function.
       base: the path that it begins at.
-
-    Example:
-      >>> chain("jvp(Net)/jaxmp.module()/Block_0/jaxmp.module(Block_0)/mlp")
-      ('Block_0', 'Block_0/mlp')
-      >>> chain("vmap(block)/mlp", base="layers")
-      ('layers/block', 'layers/block/mlp')
     """
     *marked, rest = _pieces(_REGION.sub("", stack))
     found: list[str] = []
@@ -87,22 +71,12 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
 
 
 def path_of(stack: str) -> str:
-    """The innermost module or scope of a name stack; "" at the top.
-
-    Example:
-      >>> path_of("Net/jaxmp.module()/encode/Dense_0/jaxmp.module(Dense_0)"), path_of("")
-      ('Dense_0', '')
-    """
+    """The innermost module or scope of a name stack; "" at the top."""
     return (chain(stack) or ("",))[-1]
 
 
 def module_of(stack: str) -> str | None:
-    """The innermost flax module of a name stack, "" for the root; None where there is none.
-
-    Example:
-      >>> module_of("Net/jaxmp.module()/Dense_0/jaxmp.module(Dense_0)/mlp"), module_of("mlp")
-      ('Dense_0', None)
-    """
+    """The innermost flax module of a name stack, "" for the root; None where there is none."""
     found = _MARKER.findall(stack)
     return found[-1] if found else None
 

@@ -108,12 +108,7 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
 
 
 def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of `n` that is not above `most`, at least 1.
-
-    Example:
-      >>> largest_divisor(12, 5), largest_divisor(7, 0)
-      (4, 1)
-    """
+    """The largest divisor of `n` that is not above `most`, at least 1."""
     return max((i for i in range(1, n + 1) if n % i == 0 and i <= most), default=1)
 
 

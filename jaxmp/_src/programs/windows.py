@@ -60,12 +60,6 @@ def run(
 
     Returns:
       What `f` returns.
-
-    Example:
-      >>> xs = [host_memory.to_host(jax.numpy.ones(2))] * 3
-      >>> f = lambda xs: ([host_memory.to_device(x) + 1 for x in xs], None)
-      >>> [x.tolist() for x in run(f, xs, window_bytes=8)[0]]
-      [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
     """
     leaves, treedef = jax.tree.flatten(args)
     structure: Any = None
@@ -238,12 +232,7 @@ def _compute_rows(
 
 
 def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
-    """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time.
-
-    Example:
-      >>> any_nonfinite([host_memory.to_host(jnp.array([1.0, jnp.inf]))], 1.0)
-      Array(True, dtype=bool)
-    """
+    """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time."""
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
         fetched = host_memory.to_device(leaves)

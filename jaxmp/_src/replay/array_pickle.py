@@ -21,14 +21,7 @@ from jaxmp._src.programs import array_functions
 
 
 class MissingFunction:
-    """What stands where a function was that has no name to find it by.
-
-    Example:
-      >>> MissingFunction("make.<locals>.init")()
-      Traceback (most recent call last):
-        ...
-      ValueError: make.<locals>.init was not stored with the capture, as it is not at the top of a module. ...
-    """
+    """What stands where a function was that has no name to find it by."""
 
     def __init__(self, name: str):
         self.name = name
@@ -47,14 +40,6 @@ class Saver(pickle.Pickler):
       file: for the pickle.
       arrays: for the bytes; several savers may share one.
       places: the arrays that were written already and where they are, by id; shared with `arrays`.
-
-    Example:
-      >>> import io
-      >>> file, arrays = io.BytesIO(), io.BytesIO()
-      >>> x = jnp.ones(2, jnp.bfloat16)
-      >>> Saver(file, arrays, {}).dump({"a": x, "b": x})
-      >>> len(arrays.getvalue()), Loader(io.BytesIO(file.getvalue()), arrays).load()["b"].dtype
-      (4, dtype(bfloat16))
     """
 
     def __init__(self, file: BinaryIO, arrays: BinaryIO, places: dict[int, Any]):
@@ -129,10 +114,6 @@ def as_jax(x: np.ndarray, *, weak: bool) -> jax.Array:
 
     Raises:
       ValueError: its dtype has 64 bits, and those are switched off.
-
-    Example:
-      >>> as_jax(np.array(2.0, np.float32), weak=True).weak_type
-      True
     """
     found = jnp.asarray(x.item() if weak and x.dtype in (np.float32, np.int32, np.bool_) else x)
     if found.dtype != x.dtype:
@@ -144,12 +125,7 @@ def as_jax(x: np.ndarray, *, weak: bool) -> jax.Array:
 
 
 def has_name(function: Callable[..., Any]) -> bool:
-    """Whether a function can be found by its module and name.
-
-    Example:
-      >>> has_name(has_name), has_name(lambda: None)
-      (True, False)
-    """
+    """Whether a function can be found by its module and name."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)

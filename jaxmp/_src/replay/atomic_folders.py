@@ -28,12 +28,7 @@ class NewFolder:
 
 
 def folders_in(root: Path, suffix: str | None = None) -> list[Path]:
-    """The whole folders in a directory, in their order; with `suffix`, those whose number it follows.
-
-    Example:
-      >>> folders_in(Path("no/such/directory"))
-      []
-    """
+    """The whole folders in a directory, in their order; with `suffix`, those whose number it follows."""
     found = root.iterdir() if root.is_dir() else ()
     folders = sorted(path for path in found if path.name[:_DIGITS].isdigit() and path.is_dir())
     return [path for path in folders if suffix is None or path.name[_DIGITS:] == suffix]
@@ -46,14 +41,6 @@ def new_folder(root: Path, suffix: str = "") -> Iterator[NewFolder]:
     Args:
       root: the directory; made if it is not there.
       suffix: follows the number, and has numbers of its own.
-
-    Example:
-      >>> import tempfile
-      >>> root = Path(tempfile.mkdtemp())
-      >>> with new_folder(root) as folder:
-      ...     _ = (folder.half / "a.txt").write_text("a"), folders_in(root)
-      >>> folder.path.name, [path.name for path in folders_in(root)]
-      ('000000', ['000000'])
     """
     root.mkdir(parents=True, exist_ok=True)
     _remove_halves(root)

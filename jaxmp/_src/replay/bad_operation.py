@@ -181,12 +181,7 @@ class Place:
 
     @property
     def module(self) -> str:
-        """The path of the module or named scope.
-
-        Example:
-          >>> Place("transpose(jvp(Net))/jaxmp.module()/rematted_computation/Dense_0/jaxmp.module(Dense_0)").module
-          'Dense_0'
-        """
+        """The path of the module or named scope."""
         return module_paths.path_of(self.stack)
 
     @property

@@ -220,23 +220,13 @@ def find_capture(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function as `module:name`; "" if it has none by which it can be found.
-
-    Example:
-      >>> name_of(name_of), name_of(lambda: None)
-      ('jaxmp._capture:name_of', '')
-    """
+    """A function as `module:name`; "" if it has none by which it can be found."""
     named = hasattr(function, "__qualname__") and array_pickle.has_name(function)
     return f"{function.__module__}:{function.__qualname__}" if named else ""
 
 
 def about() -> dict[str, Any]:
-    """What a run's numbers depend on beside its inputs.
-
-    Example:
-      >>> about()["devices"]
-      '8 x cpu'
-    """
+    """What a run's numbers depend on beside its inputs."""
     found = {package: metadata.version(package) for package in ("jax", "jaxlib", "flax")}
     found["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     found["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")

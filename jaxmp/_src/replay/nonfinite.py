@@ -124,12 +124,7 @@ def _rows(x: Any) -> Any:
 
 
 def as_wide(x: Any) -> Any:
-    """`x` in float32, if its dtype is smaller.
-
-    Example:
-      >>> as_wide(jnp.ones(2, jnp.bfloat16)).dtype
-      dtype('float32')
-    """
+    """`x` in float32, if its dtype is smaller."""
     if jnp.dtype(x.dtype).itemsize >= 4:
         return x
     with np.errstate(invalid="ignore"):  # numpy's word for a NaN of the kind that signals
@@ -137,12 +132,7 @@ def as_wide(x: Any) -> Any:
 
 
 def on_host_if_small(x: Any) -> Any:
-    """`x` as an array of numpy, if it is small: to copy it takes less than to compile a program for its shape.
-
-    Example:
-      >>> type(on_host_if_small(jnp.ones(3))).__name__
-      'ndarray'
-    """
+    """`x` as an array of numpy, if it is small: to copy it takes less than to compile a program for its shape."""
     return np.asarray(x) if x.size <= _SMALL else x
 
 

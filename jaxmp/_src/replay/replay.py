@@ -174,10 +174,6 @@ def function_of(name: str) -> Callable[..., Any]:
 
     Raises:
       ValueError: there is no such function.
-
-    Example:
-      >>> function_of("math:floor")(1.5)
-      1
     """
     module_name, _, path = name.rpartition(":")
     if not module_name or module_name == "__main__":

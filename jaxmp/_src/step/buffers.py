@@ -14,12 +14,6 @@ def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
 
     A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
     it shares with the caller's params would be taken from them.
-
-    Example:
-      >>> x = jnp.ones(2)
-      >>> a, b = own_buffers([x, x], foreign=())
-      >>> a is x, b is x
-      (True, False)
     """
     seen = {id(x) for x in jax.tree.leaves(foreign)}
 
@@ -33,23 +27,13 @@ def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
 
 
 def in_dtype_of(new: Any, old: Any) -> Any:
-    """`new` in the dtype of `old`, strongly typed.
-
-    Example:
-      >>> in_dtype_of(1, jnp.float32(0.0))
-      Array(1., dtype=float32)
-    """
+    """`new` in the dtype of `old`, strongly typed."""
     new = jnp.asarray(new)
     return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
 
 
 def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
-    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces.
-
-    Example:
-      >>> finite_or(jnp.array(True), jnp.array([2.0, jnp.inf]), jnp.ones(2)).tolist()
-      [2.0, 1.0]
-    """
+    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces."""
     new = jnp.asarray(new)
     old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
     new = in_dtype_of(new, old)
@@ -59,10 +43,5 @@ def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
 
 
 def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` if the step is taken, else `old`; in the dtypes of `old`.
-
-    Example:
-      >>> select(jnp.array(False), {"count": jnp.int32(2)}, {"count": jnp.int32(1)})
-      {'count': Array(1, dtype=int32)}
-    """
+    """`new` if the step is taken, else `old`; in the dtypes of `old`."""
     return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)

@@ -171,12 +171,7 @@ def split_fp8(
 
 
 def is_delayed(recipe: Recipe) -> bool:
-    """Whether a recipe keeps scales in the params; all others need nothing of the optimizer.
-
-    Example:
-      >>> is_delayed(DelayedScaling()), is_delayed(None)
-      (True, False)
-    """
+    """Whether a recipe keeps scales in the params; all others need nothing of the optimizer."""
     return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
 
 

@@ -59,13 +59,7 @@ class InPlace(optax.GradientTransformationExtraArgs):
 def in_place(
     init: Any, update: Any, write: Write, *, measures: bool = False, backend: str = "auto", streams: bool = False
 ) -> InPlace:
-    """An optax transform that can also write in place.
-
-    Example:
-      >>> tx = in_place(lambda params: (), None, None)
-      >>> isinstance(tx, optax.GradientTransformationExtraArgs), tx.init(None)
-      (True, ())
-    """
+    """An optax transform that can also write in place."""
     made = InPlace(init, update)
     made.write, made.measures, made.backend, made.streams = write, measures, backend, streams
     return made
@@ -106,13 +100,7 @@ _OFFER: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("jaxmp_in_
 
 @contextlib.contextmanager
 def offered(params: PyTree) -> Iterator[Offer]:
-    """A region whose caller takes the params from the optimizer, if that has written them.
-
-    Example:
-      >>> with offered({"w": 1.0}) as offer:
-      ...     current() is offer
-      True
-    """
+    """A region whose caller takes the params from the optimizer, if that has written them."""
     offer = Offer(params)
     with regions.region(_OFFER, offer):
         yield offer
@@ -131,12 +119,7 @@ def withdrawn() -> Iterator[None]:
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one.
-
-    Example:
-      >>> isinstance(as_transformation(optax.MultiSteps(optax.sgd(0.1), 2)), optax.GradientTransformation)
-      True
-    """
+    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one."""
     if isinstance(inner, optax.GradientTransformation):
         return inner
     if hasattr(inner, "gradient_transformation"):

@@ -127,12 +127,7 @@ def keep_master_params(
 
 
 def model_param(master: PyTree, dtype: Any) -> PyTree:
-    """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`.
-
-    Example:
-      >>> model_param(jnp.array([0.5, 1e6]), jnp.float16).tolist()
-      [0.5, 65504.0]
-    """
+    """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
     return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
 
 

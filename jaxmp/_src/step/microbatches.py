@@ -19,11 +19,6 @@ def split_arguments(
     """The positional arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
 
     With k = 1 nothing is split, and all are among the others.
-
-    Example:
-      >>> split_arguments(("params", jnp.arange(4), "stats"), (0,), accumulate_argnums=1, k=2)
-      ({1: Array([[0, 1],
-             [2, 3]], dtype=int32)}, {2: 'stats'})
     """
     whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
     chosen = tuple(whole)
@@ -56,11 +51,6 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
 
     Raises:
       ValueError: k does not divide a leading axis, or leading axes differ: named by path.
-
-    Example:
-      >>> split = split_microbatches({"x": jnp.arange(6.0), "key": jax.random.key(0), "t": 0.5}, 3)
-      >>> {name: leaf.shape for name, leaf in split.items()}
-      {'key': (3,), 't': (3,), 'x': (3, 2)}
     """
     sizes: dict[str, int] = {}
 
@@ -113,12 +103,7 @@ _HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is one PRNG key, typed or raw.
-
-    Example:
-      >>> is_key(jax.random.key(0)), is_key(jnp.zeros(2))
-      (True, False)
-    """
+    """Whether `x` is one PRNG key, typed or raw."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return False

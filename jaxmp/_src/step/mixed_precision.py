@@ -160,11 +160,7 @@ def _moved(param: Any, master_param: Any, update: Any) -> Any:
 
 
 def check_trains_casts(opt_state: Any) -> None:
-    """Raises a ValueError if `opt_state` is of a plain optimizer, which cannot train params that `policy=` casts.
-
-    Example:
-      >>> check_trains_casts(mixed_precision(optax.sgd(0.1), "bf16").init(jax.numpy.ones(2)))
-    """
+    """Raises a ValueError if `opt_state` is of a plain optimizer, which cannot train params that `policy=` casts."""
     if not state.find(opt_state, states.UnscaleState):
         raise ValueError(
             "policy= casts the params, which only an optimizer with masters can train; got tx without one. "

@@ -32,12 +32,7 @@ from pallas_kernels import moments
 
 
 def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
-    """The arrays of a loss-scale object, as kept in `opt_state`.
-
-    Example:
-      >>> scaling_state(scaling.StaticLossScale(8.0)).loss_scale
-      Array(8., dtype=float32)
-    """
+    """The arrays of a loss-scale object, as kept in `opt_state`."""
     loss_scale = jnp.asarray(scaler.loss_scale, jnp.float32)
     if isinstance(scaler, dynamic.DynamicLossScale):
         return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
@@ -47,14 +42,7 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
 
 
 def check_has_scaling(state: Any) -> None:
-    """Raises a TypeError if `state` is not what `unscale_and_skip` or `mixed_precision` made.
-
-    Example:
-      >>> check_has_scaling({"w": 1.0})
-      Traceback (most recent call last):
-        ...
-      TypeError: unscale_and_skip (or mixed_precision) needs the state that its own init made; got dict. ...
-    """
+    """Raises a TypeError if `state` is not what `unscale_and_skip` or `mixed_precision` made."""
     if not hasattr(state, "scaling"):
         raise TypeError(
             f"unscale_and_skip (or mixed_precision) needs the state that its own init made; got "
@@ -64,23 +52,12 @@ def check_has_scaling(state: Any) -> None:
 
 
 def is_own(scaler: Any) -> bool:
-    """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else.
-
-    Example:
-      >>> is_own(scaling.NoOpLossScale())
-      True
-    """
+    """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else."""
     return isinstance(scaler, dynamic.DynamicLossScale | static.StaticLossScale | static.NoOpLossScale)
 
 
 def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
-    """The loss-scale object whose rule is `template`'s and whose arrays are `state`'s.
-
-    Example:
-      >>> scaler = scaling.StaticLossScale(8.0)
-      >>> scaler_of(scaler, scaling_state(scaler))
-      StaticLossScale(8.0)
-    """
+    """The loss-scale object whose rule is `template`'s and whose arrays are `state`'s."""
     if isinstance(state, CustomLossScaleState):
         leaves: Any = state.scaler_leaves
     elif isinstance(template, dynamic.DynamicLossScale):
@@ -186,11 +163,6 @@ def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
     """How many masters in `opt_state` lie beyond the range of their float16 param, as this device sees it.
 
     It looks at the masters that come into a step, not at those that leave it: that costs no pass over memory.
-
-    Example:
-      >>> masters = MasterState({"w": jnp.array([1.0, 70000.0])}, ())
-      >>> float(count_saturated(masters, {"w": jnp.array([1.0, 65504.0], jnp.float16)}))
-      1.0
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     count = jnp.zeros((), jnp.float32)

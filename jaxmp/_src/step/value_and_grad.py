@@ -241,12 +241,7 @@ def _warn_of_no_fp8(in_fp8: bool) -> None:
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """`(loss, aux)` of what the function returned; aux is None without `has_aux`.
-
-    Example:
-      >>> loss_and_aux(1.0, has_aux=False)
-      (1.0, None)
-    """
+    """`(loss, aux)` of what the function returned; aux is None without `has_aux`."""
     if not has_aux:
         return out, None
     if not isinstance(out, (tuple, list)) or len(out) != 2:

@@ -124,12 +124,7 @@ def by_updates(
 
 
 def moved(master: Array, move: Array) -> Array:
-    """A float32 master after its update; an element that would become inf or NaN stays.
-
-    Example:
-      >>> moved(jnp.ones(2), jnp.array([1.0, jnp.nan])).tolist()
-      [2.0, 1.0]
-    """
+    """A float32 master after its update; an element that would become inf or NaN stays."""
     new = master + move.astype(jnp.float32)
     return jnp.where(jnp.isfinite(new), new, master)
 
@@ -156,12 +151,7 @@ def remainder_dtype(bits: int | None, policy: Policy) -> Any:
 
 
 def boxed_remainder(master: Float[Array, "..."], dtype: Any) -> Remainder16 | Remainder8:
-    """`remainder_of` as it stands in the state.
-
-    Example:
-      >>> boxed_remainder(jnp.float32(1.0), jnp.dtype(jnp.int8))
-      Remainder8(remainder8=Array(0, dtype=int8))
-    """
+    """`remainder_of` as it stands in the state."""
     remainder = remainder_of(master, dtype)
     return Remainder16(remainder) if jnp.dtype(dtype) == jnp.int16 else Remainder8(remainder)
 
@@ -181,12 +171,7 @@ def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
 
 
 def is_remainder(master: Any) -> bool:
-    """Whether a master is only what its bfloat16 param is short of.
-
-    Example:
-      >>> is_remainder(jnp.zeros(2, jnp.int16)), is_remainder(jnp.zeros(2))
-      (True, False)
-    """
+    """Whether a master is only what its bfloat16 param is short of."""
     return master.dtype in (jnp.int8, jnp.int16)
 
 
@@ -195,10 +180,6 @@ def remainder_of(master: Float[Array, "..."], dtype: Any) -> Array:
 
     A master that lies midway between two bfloat16 numbers and was rounded down is taken to be the next float32 below:
     the remainder of the midway point belongs to the upper one.
-
-    Example:
-      >>> int(remainder_of(jnp.float32(1 + 2**-23), jnp.int16))
-      1
     """
     bits = lax.bitcast_convert_type(master, jnp.int32)
     param = lax.bitcast_convert_type(casting.saturating_cast(master, jnp.bfloat16).astype(jnp.float32), jnp.int32)

@@ -91,12 +91,7 @@ def clip_by_global_norm(
 
 
 def factor_of(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
-    """What gradients of this norm are multiplied by so that it is at most `max_norm`; 1.0 for `max_norm` 0.
-
-    Example:
-      >>> float(factor_of(jnp.float32(4.0), 0.0)), float(factor_of(jnp.float32(0.5), 1.0))
-      (1.0, 1.0)
-    """
+    """What gradients of this norm are multiplied by so that it is at most `max_norm`; 1.0 for `max_norm` 0."""
     coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
     return jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
 

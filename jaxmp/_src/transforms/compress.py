@@ -107,13 +107,7 @@ def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> 
 
 
 def map_moments(f: Any, state: Any) -> Any:
-    """`state` with `f(moment, signed, number)` in the place of each moment, those of one sign numbered through.
-
-    Example:
-      >>> state = optax.trace(0.9).init({"a": jnp.zeros(2), "b": jnp.zeros(3)})
-      >>> map_moments(lambda x, signed, number: (signed, number), state).trace
-      {'a': (True, 0), 'b': (True, 1)}
-    """
+    """`state` with `f(moment, signed, number)` in the place of each moment, those of one sign numbered through."""
 
     numbers = {True: itertools.count(), False: itertools.count()}
 

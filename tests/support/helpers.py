@@ -1,10 +1,13 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]  # of the project
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from helpers import assert_bitwise, compiled_quickly
+from helpers import ROOT, assert_bitwise, compiled_quickly
 from jaxmp import checkpoint
 
 pytestmark = pytest.mark.xdist_group("checkpoint")
@@ -305,7 +305,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.campaign)])
 def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, tmp_path):
-    script = pathlib.Path(__file__).with_name("checkpoint_job.py")
+    script = ROOT / "tests" / "support" / "checkpoint_job.py"
     command = [sys.executable, str(script), "--kills", str(kills), "--seconds", "0.3", "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]

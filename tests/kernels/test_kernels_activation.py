@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, matrix, text_for_cuda
 
 import pallas_kernels
 from helpers import assert_bitwise, assert_close
 from jaxmp import fp8
 from pallas_kernels import reference
-from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, matrix, text_for_cuda
 
 ACTIVATIONS = ["gelu", "silu", "gelu_exact"]
 EACH_ACTIVATION = pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -1,20 +1,15 @@
 """benchmarks/sqnr.py: its two models are what it says, its measures are right, and the page has its stored results."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import assert_close
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import sqnr
 import tables
+from helpers import assert_close
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("sqnr")]
 KEY = jax.random.key(0)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from test_hygiene import reductions
 
 import jaxmp
 from fp8_model import (
@@ -35,7 +36,6 @@ from helpers import assert_bitwise, assert_close
 from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
 from regimes import AXIS, DEVICES, REGIMES, mesh_of, same_bits
-from test_hygiene import reductions
 
 F32 = np.float32
 ROWS = DEVICES * SIDE

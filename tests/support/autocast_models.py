@@ -10,7 +10,6 @@ Batches are `{"x", "y"}` from handwritten digits, or from the text that examples
 """
 
 import functools
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -21,6 +20,8 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 from jax import lax
+
+from helpers import ROOT
 
 NAMES = ("cnn", "transformer", "lstm", "lstm_module", "moe")
 WIDTH, HEADS, EXPERTS = 32, 2, 4
@@ -33,7 +34,7 @@ FAR_BELOW = -1e9  # what users mask scores with; no float16 holds it
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """Images float32 [1797, 8, 8] in 0..1, and labels int32 [1797], in scikit-learn's order."""
-    with np.load(Path(__file__).parents[1] / "examples" / "data" / "digits.npz") as arrays:
+    with np.load(ROOT / "examples" / "data" / "digits.npz") as arrays:
         return arrays["images"].astype(np.float32) / 16, arrays["labels"].astype(np.int32)
 
 

@@ -2,8 +2,6 @@
 
 import functools
 import re
-import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -11,16 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxmp
-from helpers import assert_bitwise, assert_close
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import autocast_programs
 import cpu
 import cpu_autocast
 import cpu_monitor
+import jaxmp
 import tables
+from helpers import assert_bitwise, assert_close
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}

@@ -2,12 +2,13 @@
 
 import functools
 import json
-import pathlib
 from typing import Any
 
 import numpy as np
 
-_FOLDER = pathlib.Path(__file__).parent / "oracles"
+from helpers import ROOT
+
+_FOLDER = ROOT / "tests" / "oracles"
 _WRITTEN_AS_TEXT = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}  # JSON has no such numbers
 
 

@@ -7,14 +7,12 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from helpers import compiled_quickly
+from helpers import ROOT, compiled_quickly
 
 pytestmark = pytest.mark.newest
-ROOT = Path(__file__).parents[1]
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
 

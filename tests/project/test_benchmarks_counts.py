@@ -1,11 +1,12 @@
 """`benchmarks/h100_aot.py` counts what a program moves: here programs written by hand, of eight numbers each."""
 
-import pathlib
 from types import SimpleNamespace
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+from helpers import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
 
 # A kernel that reads a gradient and a master, and writes the master and, unread, the param where they stand
 UPDATE = """

@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -18,13 +16,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from jaxmp import memory
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
 import memory as benchmark  # benchmarks/memory.py
 import memory_programs
 import train
+from jaxmp import memory
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
 SCALARS = 200  # bytes of counts and the loss scale, at most

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -10,10 +9,10 @@ import time
 import pytest
 
 import pallas_kernels
-from helpers import compiled_quickly
+from helpers import ROOT, compiled_quickly
 
 pytestmark = [pytest.mark.xdist_group("benchmarks_gpu"), pytest.mark.newest]
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 SECTIONS = ("copy", "tests", "casts", "tree", "dense", "crossover")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUMPY_RANK_PROMOTION")}
 ENVIRONMENT = compiled_quickly(ENVIRONMENT)

@@ -3,13 +3,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from helpers import ROOT
+
 pytestmark = pytest.mark.newest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 
