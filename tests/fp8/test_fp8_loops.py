@@ -9,7 +9,6 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from test_hygiene import reductions
 
 import jaxmp
 from fp8_model import (
@@ -32,7 +31,7 @@ from fp8_model import (
     start,
     to_host,
 )
-from helpers import assert_bitwise, assert_close
+from helpers import assert_bitwise, assert_close, reductions
 from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
 from regimes import AXIS, DEVICES, REGIMES, mesh_of, same_bits

@@ -14,7 +14,7 @@ from helpers import assert_bitwise
 from jaxmp.monitor import Monitor, watch_activations
 from regimes import AXIS, mesh_of
 
-pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_tapped.py
+pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_taps.py
 
 X = jax.random.normal(jax.random.key(0), (8, 4))
 

@@ -17,7 +17,7 @@ from helpers import assert_bitwise
 from jaxmp.monitor import Monitor, MonitorWarning
 from regimes import AXIS, mean_in_float32, mesh_of
 
-pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_tapped.py
+pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_taps.py
 
 F16, F32 = jnp.float16, jnp.float32
 

@@ -1,6 +1,6 @@
 """What breaks in flax's fp8_ops, each in the very situation in which it breaks; and both side by side elsewhere.
 
-How amaxes survive sharing, microbatches, plain loops and nnx is in test_scales.py and test_fp8_loops.py.
+How amaxes survive sharing, microbatches, plain loops and nnx is in test_scale_leaves.py and test_fp8_loops.py.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """What breaks at the peers, each in the very situation in which it breaks: theirs fails, ours does not.
 
 Where the peer is installed (jmp, flax, optax) its own recipe is run and shown to fail; a recipe of a peer that is not
-(mpx, Keras, DeepSpeed, MaxText) is written out. Moments and masters of plain optax are in test_master.py.
+(mpx, Keras, DeepSpeed, MaxText) is written out. Moments and masters of plain optax are in test_master_params.py.
 """
 
 import functools

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_docs import python_blocks
 
 import jaxmp
-from helpers import ROOT, assert_bitwise, assert_close
+from helpers import ROOT, assert_bitwise, assert_close, python_blocks
 from regimes import AXIS, DEVICES, mesh_of, same_bits
 
 F16, F32 = np.float16, np.float32

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import names
-from helpers import ROOT
+from helpers import ROOT, python_blocks
 
 pytestmark = pytest.mark.in_haste
 
@@ -26,13 +26,6 @@ WITHOUT_CODE = {"comparison.md"}
 
 def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
-
-
-def python_blocks(page):
-    """The code, each block at its line, so that an error names it."""
-    text = page.read_text()
-    found = re.finditer(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return ["\n" * text[: block.start(1)].count("\n") + block[1] for block in found]
 
 
 @pytest.mark.newest

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_bitwise
+from helpers import assert_bitwise, reductions
 from regimes import AXIS, DEVICES, REGIMES, mesh_of, trace_of
 
 pytestmark = pytest.mark.xdist_group("regimes")
@@ -190,20 +190,6 @@ def test_weakly_typed_params_do_not_lose_the_sharding_of_the_moments():
 
 
 # What goes over the wire
-
-
-def reductions(text):
-    """The all-reduces of a compiled program: `(operator, shape)` each."""
-    operators = {}
-    for name, body in re.findall(r"^%?([\w.\-]+) \([^)]*\) -> [^{]*\{\n(.*?)^\}", text, re.M | re.S):
-        root = re.search(r"ROOT .*? = \S+ (\w+)\(", body)
-        operators[name] = root.group(1) if root else None
-    found = []
-    for line in text.splitlines():
-        match = re.search(r" = (\(.*?\)|\S+) all-reduce(?:-start)?\(.*to_apply=%?([\w.\-]+)", line)
-        if match:
-            found.append((operators[match.group(2)], re.sub(r"\{[^}]*\}", "", match.group(1))))
-    return found
 
 
 def compile_update(how, n):

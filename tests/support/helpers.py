@@ -1,5 +1,6 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,24 @@ def compiled_quickly(environment: Mapping[str, str]) -> dict[str, str]:
         return dict(environment)
     flags = f"{environment.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     return {**environment, "XLA_FLAGS": flags.strip()}
+
+
+def reductions(text: str) -> list[tuple[str | None, str]]:
+    """The all-reduces of a compiled program: `(operator, shape)` each."""
+    operators = {}
+    for name, body in re.findall(r"^%?([\w.\-]+) \([^)]*\) -> [^{]*\{\n(.*?)^\}", text, re.M | re.S):
+        root = re.search(r"ROOT .*? = \S+ (\w+)\(", body)
+        operators[name] = root.group(1) if root else None
+    found = []
+    for line in text.splitlines():
+        match = re.search(r" = (\(.*?\)|\S+) all-reduce(?:-start)?\(.*to_apply=%?([\w.\-]+)", line)
+        if match:
+            found.append((operators[match.group(2)], re.sub(r"\{[^}]*\}", "", match.group(1))))
+    return found
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The code, each block at its line, so that an error names it."""
+    text = page.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return ["\n" * text[: block.start(1)].count("\n") + block[1] for block in found]
