@@ -10,7 +10,7 @@ shardings there are no bound axes and nothing to do: XLA reduces the flag of sha
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.numerics import casting
 
 AxisName = str | Sequence[str] | None
+T = TypeVar("T")
 
 
 def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
@@ -65,13 +66,14 @@ def named_axes(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
-def largest_on_any_device(values: Sequence[Array], axes: tuple[str, ...]) -> list[Float[Array, ""]]:
-    """The largest of each of `values` (flags or counts) over `axes`, as float32: one MAX of float32[len(values)]."""
-    local = [v.astype(jnp.float32) for v in values]  # float32, so that XLA can merge it with other MAXes of float32
-    if not axes or not local:
-        return local
-    found = max_over(jnp.stack(local), axes)
-    return [found[i] for i in range(len(local))]
+def largest_on_any_device(values: T, axes: tuple[str, ...]) -> T:
+    """`values`, a tree of n flags or counts, each the largest of any device over `axes`: one MAX of float32[n]."""
+    # float32, so that XLA can merge it with other MAXes of float32
+    local = [v.astype(jnp.float32) for v in jax.tree.leaves(values)]
+    if axes and local:
+        found = max_over(jnp.stack(local), axes)
+        local = [found[i] for i in range(len(local))]
+    return jax.tree.unflatten(jax.tree.structure(values), local)
 
 
 def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:

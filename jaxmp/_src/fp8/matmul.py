@@ -14,12 +14,9 @@ are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32
 Elsewhere the same fp8 numbers are multiplied in float32: exact products, other order of sums.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import compat, regions
+from jaxmp._src.base import ambient, compat
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
@@ -57,22 +54,9 @@ class FallbackWarning(UserWarning):
     """
 
 
-_USES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("jaxmp_fp8_uses", default=None)
-
-
-@contextlib.contextmanager
-def noted_uses() -> Iterator[list[str]]:
-    """A list that gets an entry for each matmul with scales that is traced in this region."""
-    uses: list[str] = []
-    with regions.region(_USES, uses):
-        yield uses
-
-
 def note_use() -> None:
-    """Says that a matmul with scales is traced here, in fp8 or not."""
-    uses = _USES.get()
-    if uses is not None:
-        uses.append("matmul")
+    """Says that a matmul with scales is traced here, in fp8 or not: `value_and_grad` warns of a loss without one."""
+    ambient.now().notes.fp8_matmuls += 1
 
 
 class Scales(NamedTuple):

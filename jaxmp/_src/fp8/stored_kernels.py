@@ -16,10 +16,7 @@ A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in
 one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,13 +25,12 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import compat, regions, tree_paths
+from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits, quantize
 
 _DTYPE = jnp.float8_e4m3fn
-_WRITING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_writing_fp8_weights", default=False)
 
 
 def is_stored(x: Any) -> bool:
@@ -150,21 +146,14 @@ def write(params: PyTree, masters: PyTree) -> PyTree:
     return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
 
 
-@contextlib.contextmanager
-def writing() -> Iterator[None]:
-    """A region whose caller writes stored kernels from their masters: an update that is added cannot express them."""
-    with regions.region(_WRITING, True):
-        yield
-
-
-def check_written(path: str) -> None:
-    """Raises unless the update of the stored kernel at `path` is one that `writing` surrounds."""
-    if not _WRITING.get():
-        raise ValueError(
-            f"kernels that are stored in fp8 cannot be moved by optax.apply_updates, only written from their masters; "
-            f"got an update of {path}. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), "
-            f"or use jaxmp.linen.TrainState or jaxmp.nnx.Optimizer."
-        )
+def refuse_update(path: str) -> None:
+    """Raises for the stored kernel at `path`, whose new value cannot be expressed by an update that is added."""
+    raise ValueError(
+        f"kernels that are stored in fp8 cannot be moved by optax.apply_updates, only written from their masters; "
+        f"got an update of {path}. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), "
+        f"or use jaxmp.linen.TrainState or jaxmp.nnx.Optimizer. An optax wrapper of your own round "
+        f"jaxmp.mixed_precision must hand its extra arguments on."
+    )
 
 
 def keep(params: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:

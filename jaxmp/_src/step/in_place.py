@@ -4,20 +4,19 @@ optax's contract is an *update* that somebody else adds to the params: for 16-bi
 and to read again, and a skip is a selection over the whole state. A transform made by `in_place` can also do all of it
 at once: it gets the scaled gradients and what was decided about the step, and returns params and state.
 
-`jaxmp.apply_gradients` offers that (`offered`); the outermost transform that can, `unscale_and_skip`, takes it and
-delivers the params. In a chain whose other parts are plain optax everything works as ever.
+`jaxmp.apply_gradients` passes a `Destination` down as the extra argument `destination`; the outermost transform that
+can write, `unscale_and_skip`, puts the params there. A chain of plain optax parts hands the argument on or drops it,
+and works as ever.
 """
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.base import compat, regions
+from jaxmp._src.base import compat
 
 
 class Step(NamedTuple):
@@ -72,50 +71,34 @@ def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
     return in_place(init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams)
 
 
-class Offer:
-    """Where the params go that an optimizer has written.
+@jax.tree_util.register_static  # an optax wrapper may take extra arguments for a tree of arrays
+class Destination:
+    """Where an optimizer that writes puts the params; made by `apply_gradients`, which takes them from there.
 
     Attributes:
-      params: what was written; None until then.
+      written: the new params; None until then.
     """
 
-    def __init__(self, params: PyTree) -> None:
-        self.params: PyTree | None = None
-        self._wanted = params
+    def __init__(self, params: PyTree | None) -> None:
+        self.written: PyTree | None = None
+        self._expected = params
         self._trace_state = compat.trace_state()
 
     def is_for(self, params: PyTree) -> bool:
-        """Whether `params` are all those that the offer is about, at the same level of the trace.
+        """Whether `params` are all the params of the caller, at the same level of the trace.
 
         Inside `optax.multi_transform` an optimizer has a part of them, and inside `optax.MultiSteps` it stands in a
-        branch, whose arrays do not come out by the side.
+        branch, whose arrays cannot leave by the side.
         """
-        wanted, given = jax.tree.leaves(self._wanted), jax.tree.leaves(params)
-        same = len(wanted) == len(given) and all(a is b for a, b in zip(wanted, given, strict=True))
+        if self._expected is None:
+            return False
+        expected, given = jax.tree.leaves(self._expected), jax.tree.leaves(params)
+        same = len(expected) == len(given) and all(a is b for a, b in zip(expected, given, strict=True))
         return same and self._trace_state == compat.trace_state()
 
-
-_OFFER: contextvars.ContextVar[Offer | None] = contextvars.ContextVar("jaxmp_in_place", default=None)
-
-
-@contextlib.contextmanager
-def offered(params: PyTree) -> Iterator[Offer]:
-    """A region whose caller takes the params from the optimizer, if that has written them."""
-    offer = Offer(params)
-    with regions.region(_OFFER, offer):
-        yield offer
-
-
-def current() -> Offer | None:
-    """The offer of the innermost region, or None."""
-    return _OFFER.get()
-
-
-@contextlib.contextmanager
-def withdrawn() -> Iterator[None]:
-    """A region without an offer: a second `unscale_and_skip` inside of one that has taken it."""
-    with regions.region(_OFFER, None):
-        yield
+    def closed(self) -> "Destination":
+        """The same for a transform inside one that writes: the caller still applies the update, nothing is put here."""
+        return Destination(None)
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:

@@ -28,7 +28,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, in_place, probe, write_masters
+from jaxmp._src.step import buffers, in_place, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.states import MasterState
@@ -84,11 +84,17 @@ def keep_master_params(
         return buffers.own_buffers(MasterState(masters, inner_state), foreign=params)
 
     def update_fn(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        destination: in_place.Destination | None = None,
+        as_made: bool = False,
+        **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         if params is None:
             raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
-        if probe.is_probing():
+        if as_made:
             full = casting.cast_floats(params, jnp.float32)
             moves, inner_state = inner.update(updates, state.master_inner, full, **extra_args)
             return moves, MasterState(state.master_params, inner_state)
@@ -100,6 +106,8 @@ def keep_master_params(
             )
         tree_paths.check_same_structure(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
+        if destination is None:
+            _refuse_stored_kernels(policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, None)
         view = _view(params, state.master_params)
         with tree_paths.explained_by_shapes(updates, params):  # which may differ: a gradient for each example
@@ -222,14 +230,21 @@ def _update_to(param: Array, master: Array) -> Array:
     return jnp.where(update == 0, -0.0, update)
 
 
+def _refuse_stored_kernels(policy: Policy, params: PyTree, masters: PyTree) -> None:
+    """Raises if a trained kernel is stored in fp8: an update that is added cannot express its new value."""
+    units, treedef = tree_paths.boxed_leaves(params)
+    dtype_of = _param_dtypes(policy, params)
+    for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
+        if not isinstance(master, optax.MaskedNode) and dtype_of(path) == jnp.float8_e4m3fn:
+            stored_kernels.refuse_update(path)
+
+
 def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -> None:
     units, treedef = tree_paths.boxed_leaves(params)
     suspects = []
     dtype_of = _param_dtypes(policy, params)
     for i, ((path, unit), master) in enumerate(zip(units, treedef.flatten_up_to(masters), strict=True)):
         expected = dtype_of(path)
-        if not isinstance(master, optax.MaskedNode) and expected == jnp.float8_e4m3fn:
-            stored_kernels.check_written(path)
         for x in jax.tree.leaves(unit):
             if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
                 raise ValueError(

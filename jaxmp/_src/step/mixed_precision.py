@@ -136,11 +136,13 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
-    with stored_kernels.writing(), in_place.offered(params) as offer:
-        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
-    if offer.params is not None:
+    destination = in_place.Destination(params)
+    if state.find(opt_state, states.UnscaleState) or state.find(opt_state, states.MasterState):
+        extra_args["destination"] = destination
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):
-            return stored_kernels.write(offer.params, state.masters_of(opt_state, params)), opt_state
+            return stored_kernels.write(destination.written, state.masters_of(opt_state, params)), opt_state
     with jax.named_scope("jaxmp.write_params"):
         units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
         masters = treedef.flatten_up_to(state.masters_of(opt_state, params))

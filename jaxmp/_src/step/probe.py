@@ -10,7 +10,6 @@ on a copy of the params with one element in each leaf, for the gradient 0 and fo
 in float16 and in float32. What is not finite, or more than 32 times as far as for g = 1, is reported.
 """
 
-import contextvars
 import math
 import warnings
 from typing import Any, NamedTuple
@@ -21,17 +20,15 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import regions, tree_paths
+from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, state as states, states as states_lib
+from jaxmp._src.step import buffers, state as state_lib, states
 
 # g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
 _GRADIENTS = np.array([1.0, 0.0, *_SMALL], np.float32)
 _FAR = 32.0
-
-_PROBING: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_probing", default=False)
 
 
 class _Finding(NamedTuple):
@@ -40,11 +37,6 @@ class _Finding(NamedTuple):
     gradient: float
     move: float
     usual: float
-
-
-def is_probing() -> bool:
-    """Whether an optimizer is only tried out, so that nothing it makes may be hidden."""
-    return _PROBING.get()
 
 
 def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | None:
@@ -86,7 +78,7 @@ def warn_of_underflow(
 ) -> bool | None:
     """`check_optimizer` for gradients of a given dtype; None: as autodiff or jaxmp hands them to `tx`."""
     try:
-        with jax.ensure_compile_time_eval(), regions.region(_PROBING, True), warnings.catch_warnings():
+        with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _fault(tx, params, grad_dtype)
     except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
@@ -107,12 +99,13 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
     tx = optax.with_extra_args_support(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx)
     params = jax.tree.map(_one_element, params)
     state = tx.init(params)
-    unscales = bool(states.find(state, states_lib.UnscaleState))
+    unscales = bool(state_lib.find(state, states.UnscaleState))
     extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss, which some ask for
     if unscales:
         extra_args |= {"loss_scale": jnp.ones(()), "grads_finite": jnp.array(True)}
-    if unscales or states.find(state, states_lib.MasterState):
+    if unscales or state_lib.find(state, states.MasterState):
         grad_dtype = jnp.float32
+        extra_args |= {"as_made": True}  # the moves of the optimizer inside: nothing selected, nothing rounded
 
     def moves(gradient: Float[Array, ""]) -> list[Array]:
         def grads(g: Any) -> PyTree:

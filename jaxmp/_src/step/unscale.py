@@ -11,7 +11,6 @@ The inner transform always runs and its result is selected, so that there is no 
 on the host. The scale moves after it was used, never before (DeepSpeed and mpx unscale with the new one).
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,34 +21,59 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-import pallas_kernels
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
-from jaxmp._src.programs import windows
-from jaxmp._src.step import buffers, in_place, probe, state as states, states as states_lib
+from jaxmp._src.step import buffers, in_place, probe, state as state_lib, states, ways_to_write
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
 SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
 
 
-class _Given(NamedTuple):
-    """What an optimizer that writes params itself is handed.
+class Rule(NamedTuple):
+    """What `unscale_and_skip` was asked for.
 
     Attributes:
-      grads: still to be multiplied by `inv_scale`.
-      inv_scale: float32[].
-      norm, bad: float32[], bool[], their global norm once multiplied, and whether one on this device is not finite;
-        None where nobody asks for either.
+      template: the loss-scale object, of which the state holds the arrays.
+      scales: whether there is a loss scale at all.
+      axis_name, skip_nonfinite, skip_if: as given.
     """
 
-    grads: PyTree
-    inv_scale: Array
-    norm: Array | None = None
-    bad: Array | None = None
+    template: Any
+    scales: bool
+    axis_name: collectives.AxisName
+    skip_nonfinite: bool
+    skip_if: SkipIf | None
+
+    def looks(self, known_finite: Any) -> bool:
+        """Whether the gradients have to be looked at: nobody said whether they are finite, and it matters."""
+        return known_finite is None and (self.skip_nonfinite or self.scales)
+
+
+class Decision(NamedTuple):
+    """What is decided about a step: the same on every device.
+
+    Attributes:
+      finite: bool[], whether there was no overflow; it moves the loss scale.
+      taken: bool[], whether the step is taken.
+      saturated: float32[], params at the end of their range.
+    """
+
+    finite: Bool[Array, ""]
+    taken: Bool[Array, ""]
+    saturated: Float[Array, ""]
+
+
+class _Flags(NamedTuple):
+    """What a device finds and all devices agree on by MAX; None: not asked."""
+
+    overflow: Array
+    unwanted: Array
+    clamped: Array | None
+    saturated: Array | None
 
 
 def unscale_and_skip(
@@ -128,14 +152,15 @@ def unscale_and_skip(
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
     largest = None if clamp_inf is None else largest_of(clamp_inf)
+    rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
 
-    def init_fn(params: PyTree) -> states_lib.UnscaleState:
+    def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
         guarded_state = guarded.init(params)
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
-        fresh = states_lib.UnscaleState(
-            scaling=states.scaling_state(template),
+        fresh = states.UnscaleState(
+            scaling=state_lib.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
             consecutive_skips=zero,
@@ -153,158 +178,133 @@ def unscale_and_skip(
         *,
         loss_scale: Float[Array, ""] | None = None,
         grads_finite: Bool[Array, ""] | None = None,
+        destination: in_place.Destination | None = None,
+        as_made: bool = False,
         **extra_args: Any,
-    ) -> tuple[PyTree, states_lib.UnscaleState]:
+    ) -> tuple[PyTree, states.UnscaleState]:
         _check_gradients(updates)
-        states.check_has_scaling(state)
-        scaler = states.scaler_of(template, state.scaling)
+        state_lib.check_has_scaling(state)
+        scaler = state_lib.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
+        # The scale that value_and_grad scaled with: the one given, else the one in the state, which without a scaler is
+        # 1 unless the state comes from a run with one.
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
-        held, updates = updates, host_memory.to_device(updates)
-        clamped = None
-        if largest is not None:
-            with jax.named_scope("jaxmp.clamp_inf"):
-                updates, clamped = clamp_infinite(updates, largest)
-        with jax.named_scope("jaxmp.unscale"):
-            # By the scale that value_and_grad scaled with: the one given, else the one in the state, which without a
-            # scaler is 1 unless the state comes from a run with one. A user's own object has its own `unscale`.
-            grads = scaler.unscale(updates) if own_scale_moves else static.unscale(updates, used_scale)
-            grads = casting.cast_floats(grads, jnp.float32)  # that may keep 16 bits
-            # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
-            grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, updates)
-        offer = in_place.current() if isinstance(guarded, in_place.InPlace) else None
-        given = None
-        if offer is not None and offer.is_for(params):
-            # Gradients in host memory are copied in twice, a few at a time: here, and when params are written.
-            as_came = held if guarded.streams and clamped is None else updates
-            given = measure(as_came, grads, used_scale, grads_finite)
+
+        grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
+        way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
+        measured = way.measure(grads, look=rule.looks(grads_finite))
         with jax.named_scope("jaxmp.check_finite"):
-            finite, taken, saturated = decide(grads, state, params, grads_finite, given, clamped)
-        next_scaler = scaler.adjust(finite) if own_scale_moves else scaler
-        next_scaling = states.scaling_state(next_scaler) if scales else state.scaling
+            decision = decide(rule, grads.unscaled, state, params, measured, clamped, grads_finite)
+
+        next_scaler = scaler.adjust(decision.finite) if own_scale_moves else scaler
+        next_scaling = state_lib.scaling_state(next_scaler) if scales else state.scaling
         extra_args |= {
-            "grads_finite": taken,
+            "grads_finite": decision.taken,
             "loss_scale": used_scale,
             "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
         }
-        if offer is None or given is None:
-            host_memory.check_on_device(state.guarded)
-            new_updates, new_guarded = update_or_keep(grads, state, params, taken, extra_args)
-        else:
-            new_updates, new_guarded, found = write(offer, given, state, params, taken, extra_args)
-            saturated = jnp.where(taken, found, saturated)
+        new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
+
         with jax.named_scope("jaxmp.keep_or_skip"):
-            skipped = ~taken
+            saturated = decision.saturated
+            if new.saturated is not None:
+                saturated = jnp.where(decision.taken, new.saturated, saturated)
+            skipped = ~decision.taken
             pinned = (
-                scaler.is_pinned(finite) if own_scale_moves and hasattr(scaler, "is_pinned") else jnp.zeros((), bool)
+                scaler.is_pinned(decision.finite)
+                if own_scale_moves and hasattr(scaler, "is_pinned")
+                else jnp.zeros((), bool)
             )
-            return new_updates, states_lib.UnscaleState(
+            return new.updates, states.UnscaleState(
                 scaling=jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
-                pinned_overflows=jnp.where(finite, 0, _count(state.pinned_overflows, pinned)),
+                pinned_overflows=jnp.where(decision.finite, 0, _count(state.pinned_overflows, pinned)),
                 unscaled_fp16=state.unscaled_fp16,
                 saturated_params=saturated,
-                guarded=new_guarded,
+                guarded=new.state,
             )
-
-    def looks(known_finite: Any) -> bool:
-        return known_finite is None and (skip_nonfinite or scales)
-
-    def measure(updates: PyTree, grads: PyTree, used_scale: Array, known_finite: Any) -> _Given:
-        """What an optimizer that writes is handed: gradients as they came, if unscaling is all that is left to do."""
-        if states.is_own(template):
-            given = _Given(updates, casting.reciprocal(used_scale))
-        else:
-            given = _Given(grads, jnp.ones((), jnp.float32))
-        if not guarded.measures and not looks(known_finite):
-            return given
-        with jax.named_scope("jaxmp.measure_gradients"):
-            if host_memory.first_on_host(given.grads) is not None:
-                leaves = scale_leaves.partition(given.grads)[1]
-                return given._replace(bad=windows.any_nonfinite(leaves, given.inv_scale))
-            norm, locally_finite = pallas_kernels.gradient_norm(
-                scale_leaves.partition(given.grads)[1], given.inv_scale, backend=guarded.backend
-            )
-            return given._replace(norm=norm, bad=~locally_finite)
-
-    def write(
-        offer: in_place.Offer,
-        given: _Given,
-        state: states_lib.UnscaleState,
-        params: PyTree,
-        taken: Array,
-        extra_args: Any,
-    ) -> tuple[PyTree, Any, Array]:
-        """Params go to the offer; the rest is (updates that nobody adds, state, saturated params)."""
-        norm = jnp.full((), jnp.nan, jnp.float32) if given.norm is None else given.norm
-        with jax.named_scope("jaxmp.optimizer"), in_place.withdrawn():
-            step = in_place.Step(given.inv_scale, norm, taken, guarded.backend)
-            offer.params, new, found = guarded.write(given.grads, state.guarded, params, step, **extra_args)
-            return jax.tree.map(lambda p: jnp.full_like(p, -0.0), params), new, collectives.as_common(found, axis_name)
-
-    def update_or_keep(
-        grads: PyTree, state: states_lib.UnscaleState, params: PyTree, taken: Array, extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        """optax's (updates, state), or where the step is not taken none and the old one."""
-        with jax.named_scope("jaxmp.optimizer"), in_place.withdrawn():
-            updates, new = guarded.update(grads, state.guarded, params, **extra_args)
-        if probe.is_probing():
-            return updates, new
-        with jax.named_scope("jaxmp.keep_or_skip"):
-            updates = jax.tree.map(lambda u: buffers.finite_or(taken, u, -0.0), updates)
-            return updates, jax.tree.map(functools.partial(buffers.finite_or, taken), new, state.guarded)
-
-    def decide(
-        grads: PyTree,
-        state: states_lib.UnscaleState,
-        params: PyTree,
-        known_finite: Any,
-        given: _Given | None,
-        clamped: Any,
-    ) -> tuple[Array, Array, Array]:
-        """(all finite, step is taken, saturated params), the same on every device: at most one MAX.
-
-        given: where an optimizer writes; whether a gradient of this device is not finite is known from it.
-        clamped: whether one was infinite before it was clamped, which moves the scale and skips nothing; or None.
-        """
-        measured_bad = None if given is None else given.bad
-        must_look = looks(known_finite)
-        only_scales, grads = scale_leaves.partition(grads)
-        amaxes = jax.tree.leaves(only_scales)
-        own = [x for x in amaxes if compat.varying_axes(x)]  # of leaves that are split over devices
-        overflows = jnp.zeros((), bool)
-        if must_look:
-            overflows = collectives.any_nonfinite((grads, own) if measured_bad is None else own)
-            overflows = overflows if measured_bad is None else overflows | measured_bad
-        unwanted = jnp.zeros((), bool)
-        if skip_if is not None:
-            unwanted = jnp.asarray(skip_if(grads, states.get_metrics(state)), bool)
-        axes = collectives.bound_axes(axis_name)
-        saturated = state.saturated_params
-        if must_look or skip_if is not None:
-            if params is not None and measured_bad is None:
-                saturated = states.count_saturated(state, params)
-            # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
-            # read all masters once more to have the count in time.
-            differs = bool(compat.varying_axes(saturated))
-            flags = [overflows, unwanted] + ([] if clamped is None else [clamped])
-            found = collectives.largest_on_any_device(flags + [saturated] * differs, axes)
-            overflows, unwanted = found[:2]
-            clamped = None if clamped is None else found[2] != 0
-            saturated = found[-1] if differs else saturated
-        # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Those that
-        # are the same on every device need no MAX, and without one XLA can join theirs with that of the flags.
-        overflows = (overflows != 0) | (collectives.any_nonfinite(amaxes) if must_look else False)
-        usable = ~overflows if known_finite is None else jnp.asarray(known_finite, bool)
-        finite = usable & ~clamped if must_look and clamped is not None else usable
-        taken = (usable | (not skip_nonfinite)) & (unwanted == 0)
-        if given is None:  # kernels read scalars from memory, once
-            finite, taken = casting.computed_once((finite, taken))
-        return finite, taken, saturated
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _unscale(
+    updates: PyTree, scaler: Any, used_scale: Float[Array, ""], rule: Rule, largest: float | None
+) -> tuple[ways_to_write.Gradients, Bool[Array, ""] | None]:
+    """(gradients in all forms, whether one was clamped or None). scaler: None to divide by `used_scale`."""
+    given, scaled, clamped = updates, host_memory.to_device(updates), None
+    if largest is not None:
+        with jax.named_scope("jaxmp.clamp_inf"):
+            scaled, clamped = clamp_infinite(scaled, largest)
+            given = scaled
+    with jax.named_scope("jaxmp.unscale"):
+        # A user's own loss-scale object has an `unscale` of its own, which may keep 16 bits.
+        grads = static.unscale(scaled, used_scale) if scaler is None else scaler.unscale(scaled)
+        grads = casting.cast_floats(grads, jnp.float32)
+        # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
+        grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
+    scale = used_scale if state_lib.is_own(rule.template) else None
+    return ways_to_write.Gradients(given, scaled, grads, scale), clamped
+
+
+def decide(
+    rule: Rule,
+    grads: PyTree,
+    state: states.UnscaleState,
+    params: PyTree,
+    measured: ways_to_write.Measured | None,
+    clamped: Bool[Array, ""] | None,
+    known_finite: Bool[Array, ""] | None,
+) -> Decision:
+    """Whether the step is taken, by at most one MAX over devices.
+
+    Args:
+      rule: what was asked for.
+      grads: unscaled, with the amaxes of fp8 scales.
+      state: before the step.
+      params: before the step, or None.
+      measured: what the way to write knows of the gradients; None: they are looked at here.
+      clamped: whether one was infinite before it was clamped, which moves the scale and skips nothing; or None.
+      known_finite: bool[], in place of a look; or None.
+    """
+    looks = rule.looks(known_finite)
+    measured_nonfinite = None if measured is None else measured.nonfinite
+    only_scales, grads = scale_leaves.partition(grads)
+    amaxes = jax.tree.leaves(only_scales)
+
+    overflow = jnp.zeros((), bool)
+    if looks:
+        own = [x for x in amaxes if compat.varying_axes(x)]  # of leaves that are split over devices
+        overflow = collectives.any_nonfinite((grads, own) if measured_nonfinite is None else own)
+        overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
+    unwanted = jnp.zeros((), bool)
+    if rule.skip_if is not None:
+        unwanted = jnp.asarray(rule.skip_if(grads, state_lib.get_metrics(state)), bool)
+    axes = collectives.bound_axes(rule.axis_name)
+    saturated = state.saturated_params
+    if looks or rule.skip_if is not None:
+        if params is not None and measured_nonfinite is None:
+            saturated = state_lib.count_saturated(state, params)
+        # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
+        # read all masters once more to have the count in time.
+        differs = bool(compat.varying_axes(saturated))
+        found = collectives.largest_on_any_device(
+            _Flags(overflow, unwanted, clamped, saturated if differs else None), axes
+        )
+        overflow, unwanted = found.overflow, found.unwanted
+        clamped = None if found.clamped is None else found.clamped != 0
+        saturated = saturated if found.saturated is None else found.saturated
+    # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Those that are
+    # the same on every device need no MAX, and without one XLA can join theirs with that of the flags.
+    overflow = (overflow != 0) | (collectives.any_nonfinite(amaxes) if looks else False)
+
+    usable = ~overflow if known_finite is None else jnp.asarray(known_finite, bool)
+    finite = usable & ~clamped if looks and clamped is not None else usable
+    taken = (usable | (not rule.skip_nonfinite)) & (unwanted == 0)
+    if measured is None:  # kernels read scalars from memory, once
+        finite, taken = casting.computed_once((finite, taken))
+    return Decision(finite, taken, saturated)
 
 
 def _check_gradients(grads: PyTree) -> None:

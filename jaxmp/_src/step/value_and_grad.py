@@ -29,10 +29,11 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.autocast import rewrite
-from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import cut_params
-from jaxmp._src.fp8 import matmul, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
@@ -111,8 +112,6 @@ def value_and_grad(
     return wrapped
 
 
-@scale_leaves.explained()
-@cut_params.lifted()
 def scaled_value_and_grad(
     loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
     params: PyTree,
@@ -138,29 +137,18 @@ def scaled_value_and_grad(
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
     """
-    if not state.has_loss_scale(opt_state):
-        raise ValueError(
-            "opt_state must hold the loss scale that the update unscales with; "
-            + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")
-            + "the state of jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of "
-            "jaxmp.shared_loss_scale."
-        )
+    _check_has_loss_scale(opt_state)
     _check_differentiable(params)
-    if k > 1 and (path := host_memory.first_on_host(params)) is not None:
-        raise ValueError(
-            f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
-            f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
-        )
+    if k > 1:
+        _check_on_device(params, k)
     loss_fn = rewrite.by_region(loss_fn)
     loss_scale = state.get_loss_scale(opt_state)
-    axes = _axes_to_vary(axis_name)
-    given = params
-    params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
+    axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
+    own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
-    has_scales = scale_leaves.has_scales(params)
-    kernels, amaxes = stored_kernels.keep(params) if keep_fp8_weights else ({}, {})
+    fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
         loss, aux, carry = loss_fn(params, carry, batch)
@@ -168,39 +156,37 @@ def scaled_value_and_grad(
         with jax.named_scope("jaxmp.scale_loss"):
             return loss * step_scale, (loss, aux, carry)
 
-    def differentiate(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
-        if not has_scales:
-            return jax.grad(scaled_loss, has_aux=True)(params, carry, batch)
-        stored = any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
-        params = stored_kernels.enter(scale_leaves.enter(params, gradient_scale), kernels)
-        with matmul.noted_uses() as uses:
-            grads, rest = jax.grad(scaled_loss, has_aux=True, allow_int=True)(params, carry, batch)
-        if not uses:
-            _warn_of_no_fp8(stored or bool(kernels))
-        return stored_kernels.leave(scale_leaves.leave(grads, gradient_scale), amaxes), rest
+    with ambient.noting() as notes:
+        run = _one_batch if k == 1 else _microbatches
+        loss, aux, carry, grads = run(fp8, scaled_loss, own_params, carry, batches)
+    cut_params.lift(notes)
+    return loss, aux, carry, fp8.over_devices(grads, params)
 
-    if k == 1:
-        if has_scales:  # outside of jit, jax cannot combine the amaxes of a leaf that is used twice
-            differentiate = jax.jit(differentiate, inline=True)
-        grads, (loss, aux, carry) = differentiate(params, carry, batches)
-        return loss, aux, carry, scale_leaves.max_of_scales(grads, given, compat.manual_axes())
 
-    def body(accumulated: Any, batch: PyTree) -> Any:
+def _one_batch(
+    fp8: Fp8Gradients, scaled_loss: Callable[..., Any], params: PyTree, carry: PyTree, batch: PyTree
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    grad = fp8.grad(scaled_loss)
+    if fp8.is_used:  # outside jit, jax cannot combine the amaxes of a leaf that is used twice
+        grad = jax.jit(grad, inline=True)
+    grads, (loss, aux, carry) = grad(params, carry, batch)
+    return loss, aux, carry, grads
+
+
+def _microbatches(
+    fp8: Fp8Gradients, scaled_loss: Callable[..., Any], params: PyTree, carry: PyTree, batches: PyTree
+) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
+    grad = fp8.grad(scaled_loss)
+
+    def add_one(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
-        grads, (loss, aux, carry) = differentiate(params, carry, batch)
+        grads, (loss, aux, carry) = grad(params, carry, batch)
         with jax.named_scope("jaxmp.accumulate"):
-            totals = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
-            totals = scale_leaves.map_scales(lambda _, total, so_far, g: jnp.maximum(so_far, g), totals, sums, grads)
-        return (totals, carry), (loss, aux)
+            return (fp8.add(sums, grads), carry), (loss, aux)
 
     zeros = jax.tree.map(_zeros_like_float32, params)
-    (grads, carry), (losses, aux) = lax.scan(body, (zeros, carry), batches)
-    return (
-        jnp.sum(losses) * np.float32(1.0 / k),
-        aux,
-        carry,
-        scale_leaves.max_of_scales(grads, given, compat.manual_axes()),
-    )
+    (grads, carry), (losses, aux) = lax.scan(add_one, (zeros, carry), batches)
+    return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
 
 
 def _zeros_like_float32(x: Array) -> Array:
@@ -208,8 +194,23 @@ def _zeros_like_float32(x: Array) -> Array:
     return compat.as_varying(zeros, tuple(compat.varying_axes(x)))
 
 
-def _axes_to_vary(axis_name: collectives.AxisName) -> tuple[str, ...]:
-    return compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
+def _check_has_loss_scale(opt_state: Any) -> None:
+    if not state.has_loss_scale(opt_state):
+        raise ValueError(
+            "opt_state must hold the loss scale that the update unscales with; "
+            + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")
+            + "the state of jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of "
+            "jaxmp.shared_loss_scale."
+        )
+
+
+def _check_on_device(params: PyTree, k: int) -> None:
+    path = host_memory.first_on_host(params)
+    if path is not None:
+        raise ValueError(
+            f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
+            f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
+        )
 
 
 def _check_differentiable(params: PyTree) -> None:
@@ -224,20 +225,6 @@ def _check_differentiable(params: PyTree) -> None:
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
                 f"argument {tree_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
             )
-
-
-def _warn_of_no_fp8(in_fp8: bool) -> None:
-    wrong = (
-        "so it computes with kernels that are stored in fp8 as if they were the weights"
-        if in_fp8
-        else ("so it trains without fp8")
-    )
-    warnings.warn(
-        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Enter jaxmp.fp8.autocast in the "
-        f"loss, as round model.init, inside of the function that is differentiated or round the call that traces it. "
-        f"(A part of the loss that was jitted and traced before is not seen here.)",
-        stacklevel=2,
-    )
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

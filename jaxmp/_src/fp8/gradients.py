@@ -1,0 +1,83 @@
+"""The fp8 leaves of params while a loss is differentiated: made ready once, and taken back once.
+
+An fp8 layer brings two kinds of leaves into the params that autodiff cannot treat as they are:
+
+- *scale leaves*: their gradient is an amax, so gradients of one leaf combine by MAX and not by addition, and the leaf
+  of a gradient's tensor is shifted by the loss scale (see `scale_leaves`);
+- *kernels in fp8*, stored so or cast once for all microbatches: their gradient needs a wider dtype (see
+  `stored_kernels`).
+
+`Fp8Gradients` is made from the params before the first microbatch. Its methods stand for `jax.grad`, for the sum over
+microbatches and for the reduction over devices. For params without fp8 leaves they are just these.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import ambient, compat
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
+
+
+class Fp8Gradients:
+    """How the gradients of one set of params are taken, added up and reduced; see the module's docstring."""
+
+    def __init__(self, params: PyTree, gradient_scale: Float[Array, ""], *, keep_kernels: bool):
+        """Makes the leaves ready.
+
+        Args:
+          params: what will be differentiated with respect to.
+          gradient_scale: float32[], how many times as large as unscaled ones the gradients will come.
+          keep_kernels: whether kernels are cast to fp8 here, once, and not in each forward pass.
+        """
+        self.is_used = scale_leaves.has_scales(params)
+        self._gradient_scale = gradient_scale
+        self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
+
+    def grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[PyTree, Any]]:
+        """`jax.grad(loss, has_aux=True)` with respect to params as they were given, amaxes of unscaled gradients in it.
+
+        Warns:
+          UserWarning: the params hold fp8 scales, and `loss` multiplied nothing in fp8.
+        """
+        if not self.is_used:
+            return jax.grad(loss, has_aux=True)
+
+        def differentiate(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
+            in_fp8 = bool(self._kernels) or any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
+            params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
+            before = ambient.now().notes.fp8_matmuls
+            with scale_leaves.explained():
+                grads, aux = jax.grad(loss, has_aux=True, allow_int=True)(params, *args)
+            if ambient.now().notes.fp8_matmuls == before:
+                _warn_of_no_fp8(in_fp8)
+            return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
+
+        return differentiate
+
+    def add(self, sums: PyTree, grads: PyTree) -> PyTree:
+        """float32 sums of gradients so far, with those of one more microbatch; of amaxes the larger."""
+        totals = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
+        return scale_leaves.map_scales(lambda _, total, so_far, g: jnp.maximum(so_far, g), totals, sums, grads)
+
+    def over_devices(self, grads: PyTree, params: PyTree) -> PyTree:
+        """`grads` with amaxes at their MAX over all bound axes; gradients stay this device's own."""
+        return scale_leaves.max_of_scales(grads, params, compat.manual_axes())
+
+
+def _warn_of_no_fp8(in_fp8: bool) -> None:
+    wrong = (
+        "so it computes with kernels that are stored in fp8 as if they were the weights"
+        if in_fp8
+        else "so it trains without fp8"
+    )
+    warnings.warn(
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Enter jaxmp.fp8.autocast in the "
+        f"loss, as round model.init, inside the function that is differentiated or round the call that traces it. "
+        f"(A part of the loss that was jitted and traced before is not seen here.)",
+        stacklevel=2,
+    )

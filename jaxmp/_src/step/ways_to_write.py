@@ -1,0 +1,204 @@
+"""Three ways to carry out a step: with an update that somebody adds, in place, and streamed from host memory.
+
+`unscale_and_skip` asks the same two things of each. Before the decision, `measure`: what is known of the gradients
+without a pass over memory of their own. After it, `write`: the new state, and the new params or an update.
+
+    PlainUpdate      any optax transform; its results are selected against the old state
+    InPlaceWrite     a transform with `write`: its kernels read gradients that are still scaled, measure them in the
+                     pass that also computes their norm, and write params and state where these stand
+    StreamedWrite    the same with state and gradients in host memory, a window at a time
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+import pallas_kernels
+from jaxmp._src.devices import collectives, host_memory
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.numerics import casting
+from jaxmp._src.programs import windows
+from jaxmp._src.step import buffers, in_place, state as state_lib, states
+
+
+class Gradients(NamedTuple):
+    """The gradients of a step, as they came and unscaled.
+
+    Attributes:
+      given: still scaled, in host memory where they came so.
+      scaled: the same on the device.
+      unscaled: float32, on the device.
+      scale: float32[], scaled / unscaled; None where a loss-scale object of the user unscales by a rule of its own.
+    """
+
+    given: PyTree
+    scaled: PyTree
+    unscaled: PyTree
+    scale: Float[Array, ""] | None
+
+
+class Measured(NamedTuple):
+    """What a way to write found out about the gradients of this device before the decision.
+
+    Attributes:
+      grads: what it will write from, still to be multiplied by `inv_scale`.
+      inv_scale: float32[].
+      norm: float32[], the global norm of grads * inv_scale; None where nobody asked.
+      nonfinite: bool[], whether one of them is not finite; None where nobody looked.
+    """
+
+    grads: PyTree
+    inv_scale: Float[Array, ""]
+    norm: Float[Array, ""] | None = None
+    nonfinite: Bool[Array, ""] | None = None
+
+
+class Written(NamedTuple):
+    """A step that was carried out.
+
+    Attributes:
+      updates: what the caller adds to the params; -0.0 where they are written already.
+      state: state of the wrapped transform.
+      saturated: float32[], params at the end of their range; None where it was not counted.
+    """
+
+    updates: PyTree
+    state: Any
+    saturated: Float[Array, ""] | None
+
+
+class WayToWrite(Protocol):
+    """What `unscale_and_skip` asks of each way."""
+
+    def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
+        """What is known of the gradients; None: look at them yourself. `look`: whether non-finite ones matter."""
+        ...
+
+    def write(
+        self,
+        measured: Measured | None,
+        grads: PyTree,
+        state: Any,
+        params: PyTree,
+        taken: Bool[Array, ""],
+        extra_args: dict[str, Any],
+    ) -> Written:
+        """Carries out a step from unscaled `grads`, or from what was measured; nothing moves unless it is `taken`."""
+        ...
+
+
+class PlainUpdate:
+    """An optax transform's update, selected: where the step is not taken, -0.0 and the old state."""
+
+    def __init__(self, inner: Any, destination: in_place.Destination | None, *, as_made: bool):
+        self._inner, self._destination, self._as_made = inner, destination, as_made
+
+    def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
+        """None: XLA joins the look at the gradients with their unscaling."""
+        del grads, look
+
+    def write(
+        self,
+        measured: Measured | None,
+        grads: PyTree,
+        state: Any,
+        params: PyTree,
+        taken: Bool[Array, ""],
+        extra_args: dict[str, Any],
+    ) -> Written:
+        """`inner.update`, of which an element that `inner` made non-finite from finite gradients keeps its old value.
+
+        With `as_made`, nothing is selected: the caller wants to see what `inner` made.
+        """
+        del measured
+        host_memory.check_on_device(state)
+        if self._destination is not None:
+            extra_args = extra_args | {"destination": self._destination.closed()}
+        if self._as_made and state_lib.find(state, states.MasterState):
+            extra_args = extra_args | {"as_made": True}
+        with jax.named_scope("jaxmp.optimizer"):
+            updates, new = self._inner.update(grads, state, params, **extra_args)
+        if self._as_made:
+            return Written(updates, new, None)
+        with jax.named_scope("jaxmp.keep_or_skip"):
+            updates = jax.tree.map(lambda u: buffers.finite_or(taken, u, -0.0), updates)
+            return Written(updates, jax.tree.map(functools.partial(buffers.finite_or, taken), new, state), None)
+
+
+class InPlaceWrite:
+    """A transform that writes params and state itself, to the caller's `destination`."""
+
+    def __init__(
+        self, inner: in_place.InPlace, destination: in_place.Destination, axis_name: collectives.AxisName
+    ) -> None:
+        self._inner, self._destination, self._axis_name = inner, destination, axis_name
+
+    def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
+        """Norm and finiteness in one pass over the gradients as they came, if unscaling is one multiplication."""
+        found = self._to_write_from(grads)
+        if not self._inner.measures and not look:
+            return found
+        with jax.named_scope("jaxmp.measure_gradients"):
+            return self._measured(found)
+
+    def write(
+        self,
+        measured: Measured | None,
+        grads: PyTree,
+        state: Any,
+        params: PyTree,
+        taken: Bool[Array, ""],
+        extra_args: dict[str, Any],
+    ) -> Written:
+        """Params go to the destination; the updates are -0.0, which changes nothing where it is added."""
+        del grads
+        assert measured is not None
+        norm = jnp.full((), jnp.nan, jnp.float32) if measured.norm is None else measured.norm
+        step = in_place.Step(measured.inv_scale, norm, taken, self._inner.backend)
+        with jax.named_scope("jaxmp.optimizer"):
+            new_params, new_state, saturated = self._inner.write(measured.grads, state, params, step, **extra_args)
+            self._destination.written = new_params
+            nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
+            return Written(nothing, new_state, collectives.as_common(saturated, self._axis_name))
+
+    def _to_write_from(self, grads: Gradients) -> Measured:
+        if grads.scale is None:
+            return Measured(grads.unscaled, jnp.ones((), jnp.float32))
+        return Measured(grads.scaled, casting.reciprocal(grads.scale))
+
+    def _measured(self, found: Measured) -> Measured:
+        leaves = scale_leaves.partition(found.grads)[1]
+        norm, finite = pallas_kernels.gradient_norm(leaves, found.inv_scale, backend=self._inner.backend)
+        return found._replace(norm=norm, nonfinite=~finite)
+
+
+class StreamedWrite(InPlaceWrite):
+    """The same for gradients in host memory: they are copied in twice, a few at a time, to measure and to write."""
+
+    def _to_write_from(self, grads: Gradients) -> Measured:
+        found = super()._to_write_from(grads)
+        return found if grads.scale is None else found._replace(grads=grads.given)
+
+    def _measured(self, found: Measured) -> Measured:
+        if host_memory.first_on_host(found.grads) is None:
+            return super()._measured(found)
+        leaves = scale_leaves.partition(found.grads)[1]
+        return found._replace(nonfinite=windows.any_nonfinite(leaves, found.inv_scale))
+
+
+def way_for(
+    inner: Any,
+    destination: in_place.Destination | None,
+    params: PyTree,
+    axis_name: collectives.AxisName,
+    *,
+    as_made: bool = False,
+) -> WayToWrite:
+    """The way to carry out a step of `inner`: it writes if it can and the caller takes the params from it."""
+    if not isinstance(inner, in_place.InPlace) or destination is None or not destination.is_for(params):
+        return PlainUpdate(inner, destination, as_made=as_made)
+    kind = StreamedWrite if inner.streams else InPlaceWrite
+    return kind(inner, destination, axis_name)
