@@ -683,7 +683,7 @@ def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
     _, scaler = scaler.unscale({"w": jnp.array([jnp.inf])})
     assert_bitwise(jaxmp.keep_if_skipped(scaler, jnp.ones(2), jnp.zeros(2)), jnp.zeros(2))
     assert_bitwise(jaxmp.get_loss_scale(scaler), 4.0)
-    with pytest.raises(TypeError, match="got a GradScaler. Ask it itself"):
+    with pytest.raises(TypeError, match="got a GradScaler. Use its methods"):
         jaxmp.get_metrics(scaler)
     with pytest.raises(ValueError, match="found_inf is known from unscale or step to update"):
         jaxmp.keep_if_skipped(scaler.update(), jnp.ones(2), jnp.zeros(2))

@@ -565,7 +565,7 @@ def test_an_infinite_amax_of_fp8_is_no_gradient_to_clamp():
 @pytest.mark.parametrize("wrong", [True, 65504.0, jnp.int32, "fp16"], ids=str)
 def test_clamp_inf_wants_a_float_dtype(wrong):
     with pytest.raises(
-        TypeError, match="clamp_inf is the float dtype in which gradients overflow, such as jnp.float16"
+        TypeError, match="clamp_inf must be the float dtype in which gradients overflow, such as jnp.float16"
     ):
         jaxmp.unscale_and_skip(optax.sgd(0.1), 4.0, clamp_inf=wrong)
 

@@ -461,7 +461,7 @@ def test_no_loss_scale_in_the_state(opt_state):
 
 def test_two_loss_scales_in_the_state():
     tx = optax.chain(jaxmp.unscale_and_skip(optax.identity(), 2.0), jaxmp.unscale_and_skip(optax.identity(), 2.0))
-    with pytest.raises(ValueError, match="one loss has one scale, but opt_state holds 2"):
+    with pytest.raises(ValueError, match="one loss has one scale; got an opt_state with 2"):
         jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=tx.init(params16()))
 
 
@@ -538,9 +538,7 @@ def test_params_by_keyword_are_not_found():
 
 def test_the_batch_cannot_be_what_is_differentiated():
     f = jaxmp.value_and_grad(loss_fn, accumulate=2, accumulate_argnums=(0, 1))
-    with pytest.raises(
-        ValueError, match=r"accumulate_argnums \(0, 1\) must not name what is differentiated, argnums \(0,\)"
-    ):
+    with pytest.raises(ValueError, match=r"must not name differentiated arguments; got \(0, 1\) with argnums \(0,\)"):
         f(params16(), X, opt_state=state_with(1.0))
 
 

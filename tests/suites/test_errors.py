@@ -60,17 +60,17 @@ DURING_A_RUN = {
     "int_params-init": BadInput(
         lambda run: run.tx.init(replaced(run.params, *KERNEL, INTS)),
         TypeError,
-        ("moves float params", "int32", "dense/kernel", "optax.set_to_zero"),
+        ("updates float params", "int32", "dense/kernel", "optax.set_to_zero"),
     ),
     "complex_params-init": BadInput(
         lambda run: run.tx.init(replaced(run.params, *KERNEL, INTS.astype(jnp.complex64))),
         TypeError,
-        ("moves float params", "complex64", "dense/kernel"),
+        ("updates float params", "complex64", "dense/kernel"),
     ),
     "int_params-value_and_grad": BadInput(
         lambda run: jaxmp.value_and_grad(loss_fn)(replaced(run.params, *KERNEL, INTS), opt_state=run.state),
         TypeError,
-        ("float params", "int32", "dense/kernel", "outside of argnums"),
+        ("float params", "int32", "dense/kernel", "not in argnums"),
     ),
     "complex_params-value_and_grad": BadInput(
         lambda run: jaxmp.value_and_grad(loss_fn)(
@@ -191,10 +191,10 @@ DURING_A_RUN = {
             ).init(run.params),
         ),
         ValueError,
-        ("one loss has one scale", "holds 2 loss scales", "optax.multi_transform", "jaxmp.shared_loss_scale"),
+        ("one loss has one scale", "with 2 loss scales", "optax.multi_transform", "jaxmp.shared_loss_scale"),
     ),
     "two_loss_scales-get_loss_scale": BadInput(
-        lambda run: jaxmp.get_loss_scale((run.state, run.state)), ValueError, ("holds 2 loss scales",)
+        lambda run: jaxmp.get_loss_scale((run.state, run.state)), ValueError, ("with 2 loss scales",)
     ),
     "wrap_state-missing": BadInput(
         lambda run: jaxmp.wrap_state(mixed(optax.adam(1.0)), optax.sgd(1.0).init(run.params), run.params),

@@ -331,7 +331,7 @@ def test_the_second_step_compiles_nothing_and_donation_copies_nothing():
 def test_split_masters_need_apply_gradients():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"can only be written together with them; got tx.update"):
+    with pytest.raises(ValueError, match=r"must be written together with them; got tx.update"):
         tx.update(params, tx.init(params), params)
 
 

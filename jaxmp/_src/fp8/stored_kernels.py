@@ -147,7 +147,7 @@ def write(params: PyTree, masters: PyTree) -> PyTree:
 
 
 def refuse_update(path: str) -> None:
-    """Raises for the stored kernel at `path`, whose new value cannot be expressed by an update that is added."""
+    """Raises for the stored kernel at `path`: no update that is added gives its new value."""
     raise ValueError(
         f"kernels that are stored in fp8 cannot be moved by optax.apply_updates, only written from their masters; "
         f"got an update of {path}. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), "

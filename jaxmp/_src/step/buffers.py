@@ -1,4 +1,4 @@
-"""Arrays of a state from step to step: their buffers, their dtypes, and the choice between new and old."""
+"""The arrays of a state from step to step: their buffers, their dtypes, and the choice between new and old."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from jaxmp._src.numerics import casting
 
 
 def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
-    """`state` with every array in a buffer of its own, shared neither inside nor with an array of `foreign`.
+    """`state` with each array in its own buffer, which no other array of `state` or `foreign` shares.
 
-    A donated buffer is gone after the step: an array that appears twice in the state cannot be donated, and one that
-    it shares with the caller's params would be taken from them.
+    Donation deletes a buffer after the step. An array that appears twice in the state cannot be donated, and an array
+    that the caller's params share would be deleted under the caller.
     """
     seen = {id(x) for x in jax.tree.leaves(foreign)}
 

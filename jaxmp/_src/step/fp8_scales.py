@@ -1,12 +1,13 @@
-"""The optimizer's side of delayed scaling: amaxes come in as gradients, scales go out as updates.
+"""Delayed scaling in the optimizer: the gradients of scale leaves are amaxes, their updates give the next scales.
 
     h, scale = recipe.update(h, amax)          update = leaf(scale) - leaf          (the leaf holds log2 of the scale)
 
-`split_fp8` sends the scale leaves of params and gradients here and all others to the optimizer, which finds
-`optax.MaskedNode()` in their places: clipping, moments, weight decay, masks and schedules never meet them.
+`split_fp8` sends the scale leaves of params and gradients to `update_amax`, and all other leaves to the optimizer. The
+optimizer sees `optax.MaskedNode()` in place of scale leaves, so clipping, moments, weight decay, masks and schedules
+never touch them.
 
-All histories of a model lie in one array [len, n], not in one for each leaf, so that a step launches a handful of
-kernels for them however many layers there are. The n scales are in the order of the tree.
+All histories of a model lie in one array [len, n], not in one array for each leaf: a step then launches a few kernels
+for any number of layers. The n scales are in the order of the tree.
 """
 
 import warnings
@@ -29,11 +30,11 @@ from jaxmp._src.step.states import Fp8State, SplitFp8State
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
-_LARGEST_STEP = np.float32(2.0**12)  # of a leaf that is no power of two: p + (new - p) then lands near new
+_LARGEST_STEP = np.float32(2.0**12)  # of a leaf that holds no log2: p + (new - p) is then close to new
 
 
 class _Group(NamedTuple):
-    """Leaves that are updated together: those of one recipe, of gradients or of the rest."""
+    """Leaves that are updated together: of one recipe, and either of gradients or of the other tensors."""
 
     recipe: DelayedScaling
     backward: bool
@@ -41,13 +42,13 @@ class _Group(NamedTuple):
 
 
 def update_amax(recipe: Recipe) -> optax.GradientTransformation:
-    """An optax part for scale leaves only: their gradients are amaxes, their updates lead to the next scales.
+    """An optax transform for scale leaves only: their gradients are amaxes, their updates give the next scales.
 
     Args:
       recipe: a `DelayedScaling`, or a dict from path globs to several; the first that matches a leaf's path counts.
 
     Returns:
-      A transform with `Fp8State`. Whatever in the tree is no scale leaf must be `optax.MaskedNode()`.
+      A transform with `Fp8State`. All other leaves of the tree must be `optax.MaskedNode()`.
 
     Raises:
       ValueError: no scale leaves; a leaf whose format is not the recipe's; a history of another length (see
@@ -72,7 +73,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
-            raise ValueError("fp8 scales need the params: call tx.update(grads, opt_state, params)")
+            raise ValueError("fp8 scales need the params; got params=None. Call tx.update(grads, opt_state, params)")
         groups = _groups(recipe, params)
         _check_state(groups, state, params)
         treedef = jax.tree.structure(updates)
@@ -82,7 +83,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         for group, old in zip(groups, state.amax_states, strict=True):
             amax = _flat([amaxes[i] for i in group.indices])  # [n]
             before = _flat([leaves[i] for i in group.indices])
-            # What was used is what the leaf says: it may come from a checkpoint, or from weights that were stored.
+            # Trust the leaf, not the state: the leaf may come from a checkpoint, or from stored weights.
             old = old._replace(scale=power_of_two(before) if group.recipe.power_of_two else before)
             new = group.recipe.update(old, amax, backward=group.backward)
             limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
@@ -92,7 +93,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
                 move = log2_of_power_of_two(new.scale) - before
             else:
                 move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
-                new = new._replace(scale=before + move)  # what the leaf becomes
+                new = new._replace(scale=before + move)  # the new value of the leaf
             move = jnp.where(move == 0, -0.0, move)
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
@@ -106,12 +107,12 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
 def split_fp8(
     scales: optax.GradientTransformation, rest: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Sends scale leaves through one transform and everything else through another.
+    """Applies one transform to scale leaves and another to all other leaves.
 
     Args:
       scales: transform for the scale leaves: `update_amax(recipe)`.
-      rest: transform for all other leaves; it sees `optax.MaskedNode()` in the places of scale leaves, which fits
-        masks and labels made for the whole tree.
+      rest: transform for all other leaves. It sees `optax.MaskedNode()` in place of scale leaves, so masks and labels
+        made for the whole tree still fit.
 
     Returns:
       A transform with `SplitFp8State`.
@@ -171,19 +172,20 @@ def split_fp8(
 
 
 def is_delayed(recipe: Recipe) -> bool:
-    """Whether a recipe keeps scales in the params; all others need nothing of the optimizer."""
+    """Whether a recipe keeps scales in the params. Other recipes need nothing from the optimizer."""
     return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
 
 
 def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
-    """`opt_state` with amax histories of the recipe's length: for a checkpoint made with another. The newest are kept.
+    """`opt_state` with amax histories of the recipe's length, for a checkpoint with another length.
 
     Args:
       opt_state: state of `mixed_precision`, as restored.
-      recipe: the recipe that training goes on with.
+      recipe: the recipe that training continues with.
 
     Returns:
-      The same state, histories float32[recipe.amax_history_len, n]; slots without a past hold 0. Copies of pmap stay.
+      The same state, histories float32[recipe.amax_history_len, n] with the newest amaxes; empty slots hold 0. The
+      replicas of pmap stay.
 
     Warns:
       UserWarning: a history was cut or lengthened.

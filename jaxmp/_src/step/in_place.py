@@ -1,12 +1,12 @@
-"""Optimizers that write params and state themselves, where these stand.
+"""Optimizers that write params and state themselves, in place.
 
-optax's contract is an *update* that somebody else adds to the params: for 16-bit params that is a float32 tree to write
-and to read again, and a skip is a selection over the whole state. A transform made by `in_place` can also do all of it
-at once: it gets the scaled gradients and what was decided about the step, and returns params and state.
+In optax, a transform returns an *update*, and the caller adds it to the params. For 16-bit params the update is a
+float32 tree that is written and read again, and a skip is a selection over the whole state. A transform made by
+`in_place` can do all of this in one pass: it gets the scaled gradients and the decision, and returns params and state.
 
-`jaxmp.apply_gradients` passes a `Destination` down as the extra argument `destination`; the outermost transform that
-can write, `unscale_and_skip`, puts the params there. A chain of plain optax parts hands the argument on or drops it,
-and works as ever.
+`jaxmp.apply_gradients` passes a `Destination` down as the extra argument `destination`. The outermost transform that
+can write, `unscale_and_skip`, puts the new params there. Plain optax parts of a chain pass the argument on or drop it,
+and work as always.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from jaxmp._src.base import compat
 
 
 class Step(NamedTuple):
-    """What is known of a step when it is written.
+    """What a `write` is told about the step.
 
     Attributes:
       inv_scale: float32[], 1 / loss scale.
-      grad_norm: float32[], global norm of the unscaled gradients; NaN if nobody asked for it (`measures`).
+      grad_norm: float32[], global norm of the unscaled gradients; NaN if the transform does not need it (`measures`).
       taken: bool[], whether the step is taken.
-      backend: which kernels serve; see `pallas_kernels.backend`.
+      backend: which kernels to use; see `pallas_kernels.backend`.
     """
 
     inv_scale: Float[Array, ""]
@@ -45,8 +45,8 @@ class InPlace(optax.GradientTransformationExtraArgs):
     Attributes:
       write: params and state after a step.
       measures: whether `write` needs the global norm of the gradients.
-      backend: which kernels are to serve; see `pallas_kernels.backend`.
-      streams: whether `write` takes state and masters that lie in host memory.
+      backend: which kernels to use; see `pallas_kernels.backend`.
+      streams: whether `write` accepts state and masters in host memory.
     """
 
     write: Write
@@ -65,15 +65,15 @@ def in_place(
 
 
 def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
-    """The same round `inner`, which knows what it needs; an `inner` that only knows updates needs nothing."""
+    """The same for a wrapper of `inner`, with the needs of `inner`; an `inner` that only makes updates has none."""
     if not isinstance(inner, InPlace):
         return in_place(init, update, write)
     return in_place(init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams)
 
 
-@jax.tree_util.register_static  # an optax wrapper may take extra arguments for a tree of arrays
+@jax.tree_util.register_static  # some optax wrappers treat extra arguments as a tree of arrays
 class Destination:
-    """Where an optimizer that writes puts the params; made by `apply_gradients`, which takes them from there.
+    """Where an optimizer that writes in place puts the new params. `apply_gradients` makes it and reads it.
 
     Attributes:
       written: the new params; None until then.
@@ -85,10 +85,10 @@ class Destination:
         self._trace_state = compat.trace_state()
 
     def is_for(self, params: PyTree) -> bool:
-        """Whether `params` are all the params of the caller, at the same level of the trace.
+        """Whether `params` are all params of the caller, at the same level of the trace.
 
-        Inside `optax.multi_transform` an optimizer has a part of them, and inside `optax.MultiSteps` it stands in a
-        branch, whose arrays cannot leave by the side.
+        Inside `optax.multi_transform` an optimizer sees only some params. Inside `optax.MultiSteps` it runs in a
+        branch, and an array of a branch may leave it only as a result.
         """
         if self._expected is None:
             return False
@@ -97,12 +97,12 @@ class Destination:
         return same and self._trace_state == compat.trace_state()
 
     def closed(self) -> "Destination":
-        """The same for a transform inside one that writes: the caller still applies the update, nothing is put here."""
+        """For transforms inside `unscale_and_skip`: `apply_gradients` is the caller, but they must not write."""
         return Destination(None)
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """`inner` as an optax transform; `optax.MultiSteps` is an object with a method that makes one."""
+    """`inner` as an optax transform. (`optax.MultiSteps` is an object with a method that makes one.)"""
     if isinstance(inner, optax.GradientTransformation):
         return inner
     if hasattr(inner, "gradient_transformation"):

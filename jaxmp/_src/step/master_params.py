@@ -1,17 +1,17 @@
-"""Master params: the optimizer works on float32, the model holds the rounded copy.
+"""Master params: the optimizer updates float32 params, the model holds rounded copies.
 
-A 16-bit weight of 1.0 cannot move by 1e-4: the next bfloat16 is 1.0078. So the optimizer keeps a float32 *master* of
-each 16-bit param, moves that, and hands the model its rounding:
+A 16-bit weight of 1.0 cannot change by 1e-4: the next bfloat16 is 1.0078. So the optimizer keeps a float32 *master*
+of each 16-bit param, updates the master, and rounds it to the param of the model:
 
     m' = m + inner.update(g, s, m)          p' = round(m')
 
 A float32 param is its own master: no copy, the same inner transform. A frozen param (its update is always zero) has
-none. The inner optimizer is initialized from float32 as well, so its moments are float32 whatever the model holds.
+no master. The inner optimizer is initialized from float32 params too, so its moments are float32 for any model.
 
-optax's interface hands over an *update* that is added to the params. For a 16-bit param that update is
-f32(round(m')) - f32(p), in float32: `optax.apply_updates` adds in float32 and lands on round(m') exactly (unless a
-weight just below a power of two changes sign and shrinks 8000-fold in one step; the next step repairs that).
-`jaxmp.apply_gradients` skips this detour.
+An optax transform returns an *update*, which the caller adds to the params. For a 16-bit param this update is
+f32(round(m')) - f32(p), in float32: `optax.apply_updates` adds in float32, and the sum is round(m') exactly (except
+when a weight just below a power of two changes sign and shrinks 8000-fold in one step; the next step repairs it).
+`jaxmp.apply_gradients` writes round(m') without this detour.
 """
 
 import warnings
@@ -37,24 +37,24 @@ from jaxmp._src.step.states import MasterState
 def keep_master_params(
     inner: optax.GradientTransformation, policy: str | jmp.Policy, *, remainder_bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` so that it updates float32 masters of 16-bit params; see the module's docstring.
+    """Wraps `inner` so that it updates float32 masters of 16-bit params.
 
     Args:
       inner: any optax transform.
-      policy: which params have 16 bits: `param_dtype`, less what `keep_fp32` names.
-      remainder_bits: None: a master is float32. 16: the state keeps only what a bfloat16 param is short of its float32
-        master, two bytes; 8: of a master of 24 bits, one byte (see `pallas_kernels.moments`). Such params can only be
-        written, by `jaxmp.apply_gradients`.
+      policy: which params have 16 bits: `param_dtype`, except those that `keep_fp32` names.
+      remainder_bits: None keeps float32 masters. 16 keeps two bytes for each bfloat16 param: the difference between
+        its float32 master and the param. 8 keeps one byte, for a master of 24 bits (see `pallas_kernels.moments`).
+        Only `jaxmp.apply_gradients` can write such params.
 
     Returns:
-      A transform with `MasterState`. Its `init(params)` takes the params in float32 (best: masters then keep the
-      initial values in full) or as the policy casts them; `update(grads, state, params)` takes float32 gradients and
-      the params as the policy casts them.
+      A transform with `MasterState`. `init(params)` takes the params in float32 (better: the masters then keep the
+      exact initial values) or as the policy casts them. `update(grads, state, params)` takes float32 gradients and the
+      params as the policy casts them.
 
     Raises:
-      TypeError: params that are no floats and not frozen, named by path.
-      ValueError: params whose dtype is not the policy's at `update`; grads and params that do not match; no params;
-        `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
+      TypeError: a param is neither a float array nor frozen (named by path).
+      ValueError: at `update`, a param has another dtype than the policy gives it; grads and params do not match;
+        `params` is missing; `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
 
     Warns:
       UserWarning: at `init`, patterns of `keep_fp32` that match no param.
@@ -93,16 +93,16 @@ def keep_master_params(
         **extra_args: Any,
     ) -> tuple[PyTree, MasterState]:
         if params is None:
-            raise ValueError("master params need the params: call tx.update(grads, opt_state, params)")
+            raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
         if as_made:
             full = casting.cast_floats(params, jnp.float32)
             moves, inner_state = inner.update(updates, state.master_inner, full, **extra_args)
             return moves, MasterState(state.master_params, inner_state)
         if remainder is not None:
             raise ValueError(
-                "params whose masters are split (remainder_bits=) can only be written together with them; got "
-                "tx.update. Call params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put "
-                "mixed_precision round the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
+                "params with split masters (remainder_bits=) must be written together with them; got tx.update. Call "
+                "params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put mixed_precision "
+                "around the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
         tree_paths.check_same_structure(updates, params, "grads", "params")
         _check_dtypes(inner, policy, params, state.master_params)
@@ -110,7 +110,7 @@ def keep_master_params(
             _refuse_stored_kernels(policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, None)
         view = _view(params, state.master_params)
-        with tree_paths.explained_by_shapes(updates, params):  # which may differ: a gradient for each example
+        with tree_paths.explained_by_shapes(updates, params):  # shapes may differ: one gradient for each example
             moves, inner_state = inner.update(updates, state.master_inner, view, **extra_args)
         tree_paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
@@ -142,7 +142,7 @@ def model_param(master: PyTree, dtype: Any) -> PyTree:
 def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
     parts = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if any(isinstance(x, optax.MaskedNode) for x in parts):
-        return  # inside optax.masked or multi_transform: the pattern may be meant for the other params
+        return  # inside optax.masked or multi_transform: the pattern may be for the other params
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
     idle = [pattern for pattern in policy.keep_fp32 if not any(tree_paths.matches(path, [pattern]) for path in paths)]
     if idle and paths:
@@ -174,9 +174,9 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
-                    f"an optimizer moves float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
-                    f"tx.init with float32 params, before they are cast to fp8; keep others "
-                    f"such leaves outside of params, or freeze them with optax.multi_transform and optax.set_to_zero."
+                    f"an optimizer updates float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
+                    f"tx.init with float32 params, before they are cast to fp8; keep such leaves outside params, or "
+                    f"freeze them with optax.multi_transform and optax.set_to_zero."
                 )
         needs_master = dtype_of(path).itemsize <= 2 and not is_frozen
         masters.append(full_unit if needs_master else optax.MaskedNode())
@@ -184,7 +184,7 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
 
 
 def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) -> PyTree:
-    """`masters` with remainders in the place of those whose params are bfloat16."""
+    """`masters` with a remainder in place of each master of a bfloat16 param."""
     units, treedef = tree_paths.boxed_leaves(params)
     dtype_of = _param_dtypes(policy, params)
     short = [
@@ -197,20 +197,20 @@ def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) 
 
 
 def _view(params: PyTree, masters: PyTree) -> PyTree:
-    """The params as the inner optimizer sees them: the master where there is one."""
+    """The params that the inner optimizer sees: the master, if there is one, else the param."""
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     pairs = zip(units, treedef.flatten_up_to(masters), strict=True)
     return treedef.unflatten([p if isinstance(m, optax.MaskedNode) else m for p, m in pairs])
 
 
 def _param_dtypes(policy: Policy, params: PyTree) -> Callable[[str], Any]:
-    """The dtype in which the policy stores the param at a path of this tree."""
+    """Function from a path of this tree to the dtype in which the policy stores the param."""
     stored = stored_kernels.pairs(params) if policy.fp8_weights else {}
     return lambda path: jnp.dtype(jnp.float8_e4m3fn) if path in stored else policy.param_dtype_of(path)
 
 
 def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
-    """(update of the param, new master) of one leaf or box."""
+    """(update of the param, new master) for one leaf or box."""
     if isinstance(master, optax.MaskedNode):
         return jax.tree.map(_kept, param, move), master
     new_master = jax.tree.map(write_masters.moved, master, move)
@@ -218,20 +218,20 @@ def _step(param: PyTree, master: PyTree, move: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _kept(param: Any, move: Array) -> Array:
-    """The move of a float32 param; -0.0 for a frozen 16-bit one, which stays as it is, -0.0 itself included."""
+    """The update of a float32 param; -0.0 for a frozen 16-bit param, which keeps every bit."""
     return jnp.full_like(move, -0.0) if casting.is_low_precision(param.dtype) else move
 
 
 def _update_to(param: Array, master: Array) -> Array:
-    """What to add to `param` in float32 to land on its rounded master; -0.0 where it is there already."""
-    if stored_kernels.is_stored(param):  # written by apply_gradients
+    """The float32 update whose sum with `param` is the rounded master; -0.0 where they are equal."""
+    if stored_kernels.is_stored(param):  # apply_gradients writes it
         return jnp.full_like(master, -0.0)
     update = casting.round_to(master, param.dtype) - param.astype(jnp.float32)
     return jnp.where(update == 0, -0.0, update)
 
 
 def _refuse_stored_kernels(policy: Policy, params: PyTree, masters: PyTree) -> None:
-    """Raises if a trained kernel is stored in fp8: an update that is added cannot express its new value."""
+    """Raises if a trained kernel is stored in fp8: no update that is added gives its new value."""
     units, treedef = tree_paths.boxed_leaves(params)
     dtype_of = _param_dtypes(policy, params)
     for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
@@ -248,9 +248,9 @@ def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -
         for x in jax.tree.leaves(unit):
             if not isinstance(master, optax.MaskedNode) and x.dtype != expected:
                 raise ValueError(
-                    f"params at update must be as the policy stores them; got {x.dtype} at {path}, not {expected}. "
+                    f"params at update must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. "
                     f"After opt_state = tx.init(params32), train params = policy.cast_to_param(params32); with jaxmp's "
-                    f"TrainState.create and nnx.Optimizer, pass policy=, the same that tx was made with."
+                    f"TrainState.create and nnx.Optimizer, pass policy=, the one that tx was made with."
                 )
             if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
                 suspects.append((i, path, x.dtype))
@@ -258,7 +258,7 @@ def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -
     for i, path, dtype in suspects:
         if not frozen[i]:
             raise ValueError(
-                f"16-bit params that are trained need a policy that gives them a master; got {dtype} at {path}, where "
+                f"a 16-bit param that is trained needs a policy that gives it a master; got {dtype} at {path}, where "
                 f"the policy says {policy.param_dtype_of(path)}. Train policy.cast_to_param(params32), choose a 16-bit "
                 f"policy, or freeze the leaf with optax.set_to_zero."
             )

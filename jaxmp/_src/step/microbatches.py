@@ -1,4 +1,4 @@
-"""The arguments of a loss cut into microbatches: which hold the batch, and along which rows."""
+"""Cut the arguments of a loss into microbatches: which arguments hold the batch, and which rows go together."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from jaxmp._src.base import tree_paths
 def split_arguments(
     args: Sequence[Any], diff_argnums: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
 ) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The positional arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
+    """The arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
 
-    With k = 1 nothing is split, and all are among the others.
+    With k = 1 nothing is split, and all arguments are among the others.
     """
     whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
     chosen = tuple(whole)
@@ -26,7 +26,8 @@ def split_arguments(
         chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
     if set(chosen) & set(diff_argnums):
         raise ValueError(
-            f"accumulate_argnums {chosen} must not name what is differentiated, argnums {tuple(diff_argnums)}"
+            f"accumulate_argnums must not name differentiated arguments; got {chosen} with argnums "
+            f"{tuple(diff_argnums)}"
         )
     if k == 1:
         return {}, whole
@@ -36,11 +37,12 @@ def split_arguments(
 def split_microbatches(tree: PyTree, k: int) -> PyTree:
     """`tree` with a new leading axis [k]: arrays cut along their first axis, PRNG keys split, scalars repeated.
 
-    Microbatch i is the i-th block of n/k rows. Only where the batch lies on a mesh under jit it holds the rows i,
-    i + k, i + 2k, ...: so each device has its share of every microbatch. (A block would lie on some devices only, and
-    XLA would have all of them compute all of it: with k = 8 on 8 devices, eight times the work.) The mean is the same.
+    Microbatch i is the i-th block of n/k rows. If the batch lies on a mesh under jit, microbatch i holds the rows i,
+    i + k, i + 2k, ... instead, so that each device has its share of every microbatch. (A block would lie on some
+    devices only, and XLA would let all devices compute all of it: with k = 8 on 8 devices, eight times the work.) The
+    mean is the same.
 
-    Both kinds of key are known: typed ones (`jax.random.key`) and raw ones (`jax.random.PRNGKey`, uint32[2]).
+    Keys may be typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32[2]).
 
     Args:
       tree: pytree of arrays [n, ...], keys and scalars.
@@ -80,13 +82,13 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
 
 
 def _cut(x: Array, k: int) -> Array:
-    """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row where `x` lies on a mesh under jit."""
+    """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row if `x` lies on a mesh under jit."""
     sharding = jax.typeof(x).sharding
     n, rest = x.shape[0], x.shape[1:]
     if not _lies_on_mesh(sharding.mesh):
         return x.reshape(k, n // k, *rest)
     spec = tuple(sharding.spec)
-    if any(axis is not None for axis in spec):  # a mesh with explicit axes wants to be told
+    if any(axis is not None for axis in spec):  # a mesh with explicit axes needs the sharding of the result
         x = lax.reshape(x, (n // k, k, *rest), out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
     else:
         x = x.reshape(n // k, k, *rest)
@@ -94,12 +96,14 @@ def _cut(x: Array, k: int) -> Array:
 
 
 def _lies_on_mesh(mesh: Any) -> bool:
-    """Whether arrays of this mesh may be spread over devices by XLA; under pmap and shard_map they are local."""
+    """Whether XLA may spread arrays of this mesh over devices; under pmap and shard_map arrays are local."""
     types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
     return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types)
 
 
-_HOW_TO_NAME_THE_BATCH = "Name the arguments that hold the batch with accumulate_argnums=; others are passed on whole."
+_HOW_TO_NAME_THE_BATCH = (
+    "Name the arguments that hold the batch with accumulate_argnums=; all others are passed on whole."
+)
 
 
 def is_key(x: Any) -> bool:

@@ -1,11 +1,11 @@
-"""`mixed_precision`: the parts joined into one optax transform, and the step that applies it.
+"""`mixed_precision`: all parts as one optax transform, and `apply_gradients`, the step with it.
 
     mixed_precision(inner, policy)
         == unscale_and_skip(split_fp8(update_amax(recipe), keep_master_params(inner, policy)), loss_scale)
 
-Reading from the outside in: gradients come scaled and in 16 bits; `unscale_and_skip` makes them float32, decides
-whether the step is taken and selects; `keep_master_params` turns 16-bit params into float32 masters; `inner` is any
-optimizer, which never learns of either.
+From the outside to the inside: gradients come scaled and in 16 bits. `unscale_and_skip` unscales them to float32,
+decides whether the step is taken, and selects. `keep_master_params` replaces 16-bit params by float32 masters. `inner`
+is any optimizer; it needs to know nothing of this.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def mixed_precision(
     remainder_bits: int | None = None,
     clamp_inf: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, skipped overflows.
+    """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, overflows skipped.
 
         opt_state = tx.init(params32);  params = policy.cast_to_param(params32)
         loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
@@ -44,24 +44,25 @@ def mixed_precision(
         params = optax.apply_updates(params, updates)       # or both lines as jaxmp.apply_gradients
 
     Args:
-      inner: the optimizer. It sees unscaled float32 gradients and float32 params, and its state is float32.
+      inner: the optimizer. It gets unscaled float32 gradients and float32 params, and its state is float32.
       policy: a name, a jmp string or a policy; see `get_policy`.
       loss_scale: `"auto"` (float16 params: `DynamicLossScale()`; none otherwise), a number (static), None, or an object
         with jmp's protocol.
       axis_name: axes over which devices agree on overflow: `"auto"` for every axis that pmap or shard_map binds, names,
-        or None, which is an error inside of either.
-      recipe: the fp8 recipe of the model's layers; None for the policy's own. With a `DelayedScaling` (or a dict from
-        path globs to several) the scale leaves of the params are moved by it; stateless recipes need nothing here.
-      skip_nonfinite: whether steps with non-finite gradients are skipped, with any policy; see `unscale_and_skip`.
-      skip_if: `(grads, metrics) -> bool[]`, a reason of your own to skip a step.
-      remainder_bits: None for float32 masters; 16 or 8: bfloat16 params are the upper half of their masters, and the
-        state keeps two bytes or one of what they are short of. For `apply_gradients` only; see `keep_master_params`.
-      clamp_inf: None: an infinite gradient skips the step. `jnp.float16`: it counts as 65504 / loss scale, and the step
-        is taken; see `unscale_and_skip`.
+        or None, which is an error inside pmap or shard_map.
+      recipe: the fp8 recipe of the model's layers; None for the policy's own. A `DelayedScaling` (or a dict from path
+        patterns to recipes) updates the scale leaves of the params; stateless recipes need nothing here.
+      skip_nonfinite: whether to skip steps with non-finite gradients, with any policy; see `unscale_and_skip`.
+      skip_if: `(grads, metrics) -> bool[]`, your own reason to skip a step.
+      remainder_bits: None keeps float32 masters. With 16 or 8, bfloat16 params are the upper half of their masters, and
+        the state keeps the rest in two bytes or one. For `apply_gradients` only; see `keep_master_params`.
+      clamp_inf: None skips a step with an infinite gradient. `jnp.float16` replaces it by 65504 / loss scale and takes
+        the step; see `unscale_and_skip`.
 
     Returns:
-      An optax transform. `init` takes params in float32, or as cast by the policy. `update` takes `loss_scale=` and
-      `grads_finite=` as extra arguments in place of its own (see `shared_loss_scale`) and hands all others to `inner`.
+      An optax transform. `init` takes params in float32, or as the policy casts them. `update` takes `loss_scale=` and
+      `grads_finite=` as extra arguments that replace its own (see `shared_loss_scale`), and passes all others to
+      `inner`.
 
     Raises:
       ValueError, TypeError: each names the rule, what it got, the fix and the path of the leaf.
@@ -85,7 +86,7 @@ def mixed_precision(
         if loss_scale != "auto":
             raise ValueError(
                 f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
-                f'"auto" is dynamic where it is needed; another system\'s rule is, for instance, '
+                f'"auto" is dynamic for float16 params; for the rule of another system use, for instance, '
                 f'loss_scale=jaxmp.DynamicLossScale.preset("megatron").'
             )
         loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
@@ -93,7 +94,7 @@ def mixed_precision(
     recipe = policy.recipe if recipe is None else recipe
     if policy.fp8_weights and not fp8_scales.is_delayed(recipe):
         raise ValueError(
-            f"kernels are stored in fp8 with the scales of delayed scaling; got fp8_weights=True and the recipe "
+            f"fp8_weights=True stores kernels with the scales of delayed scaling; got the recipe "
             f'{recipe!r}. Pass recipe=jaxmp.fp8.DelayedScaling(), or use the policy "fp8".'
         )
     if fp8_scales.is_delayed(recipe):
@@ -112,18 +113,18 @@ def mixed_precision(
 def apply_gradients(
     tx: optax.GradientTransformation, grads: PyTree, opt_state: Any, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, Any]:
-    """`tx.update` and `optax.apply_updates` in one: 16-bit params are written as the rounded master itself.
+    """`tx.update` and `optax.apply_updates` in one call: 16-bit params are the rounded masters themselves.
 
-    Exact always, and two bytes per parameter less than the two calls, since the old params are not read. Under
-    `jax.jit`, donate `params` and `opt_state`, and let the step take and return them in the same order: XLA pairs
-    donated buffers with results of the same shape in order, and copies those it pairs wrongly.
+    It is always exact, and moves two bytes per parameter less than the two calls, because it does not read the old
+    params. Under `jax.jit`, donate `params` and `opt_state`, and let the step take and return them in the same order:
+    XLA pairs donated buffers with results of the same shape in order, and copies a buffer that is paired wrongly.
 
     Args:
-      tx: `mixed_precision(...)`, a chain that ends in one (nothing may follow it), or any optax transform.
+      tx: `mixed_precision(...)`, a chain that ends in it (nothing may follow it), or any optax transform.
       grads: as `value_and_grad` returned them, reduced over devices.
       opt_state: state of `tx`.
       params: the model's params.
-      **extra_args: handed to `tx.update`.
+      **extra_args: passed to `tx.update`.
 
     Returns:
       `(params, opt_state)`.
@@ -153,39 +154,39 @@ def apply_gradients(
 
 def _moved(param: Any, master_param: Any, update: Any) -> Any:
     if any(stored_kernels.is_stored(x) for x in jax.tree.leaves(param)):
-        return param  # written last, by the scale that has moved
+        return param  # written last, with the new scale
     if master_param is None:
         return optax.apply_updates(param, update)
-    leaves, treedef = jax.tree.flatten(param)  # either may be boxed, by an nnx.Param
+    leaves, treedef = jax.tree.flatten(param)  # either may be in a box (nnx.Param)
     new = [master_params.model_param(m, p.dtype) for p, m in zip(leaves, jax.tree.leaves(master_param), strict=True)]
     return treedef.unflatten(new)
 
 
 def check_trains_casts(opt_state: Any) -> None:
-    """Raises a ValueError if `opt_state` is of a plain optimizer, which cannot train params that `policy=` casts."""
+    """Raises a ValueError if `opt_state` has no masters: such an optimizer cannot train params that `policy=` casts."""
     if not state.find(opt_state, states.UnscaleState):
         raise ValueError(
-            "policy= casts the params, which only an optimizer with masters can train; got tx without one. "
+            "policy= casts the params, and only an optimizer with masters can train them; got tx without masters. "
             "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
         )
 
 
 def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTree) -> Any:
-    """The state of `tx` that goes on where a plain optimizer stopped: `inner_state` moved in, in float32.
+    """A state of `tx` that continues where a plain optimizer stopped: `inner_state` moved in, in float32.
 
-    For a run that has trained without jaxmp, in whatever dtype: moments of 16 bits become float32, counts stay. Leaves
-    are matched by path, so that dicts may have become FrozenDicts (or nnx States) in between.
+    For a run that was trained without jaxmp, in any dtype: 16-bit moments become float32, counts stay. Leaves are
+    matched by path, so dicts may have become FrozenDicts (or nnx States) since.
 
     Args:
       tx: `mixed_precision(inner, policy)`.
       inner_state: state of `inner`, made for the same params.
-      params: the model's params, from which masters start; float32 if you have them.
+      params: the model's params; masters start from them. In float32 if you have them.
 
     Returns:
       `opt_state` for `tx`.
 
     Raises:
-      ValueError: `tx` keeps no masters; a leaf that is missing, left over or of another shape, named by path.
+      ValueError: `tx` keeps no masters; a leaf is missing, left over or of another shape (named by path).
 
     Example:
       >>> import jax.numpy as jnp
@@ -197,7 +198,9 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
     """
     fresh = tx.init(params)
     if len(state.find(fresh, states.MasterState)) != 1:
-        raise ValueError("wrap_state moves a state into one mixed_precision(inner, policy); tx holds none, or several")
+        raise ValueError(
+            "wrap_state moves a state into one mixed_precision(inner, policy); got a tx that holds none, or several"
+        )
     given = tree_paths.leaves_by_path(inner_state)
 
     def take(path: str, x: Any) -> Any:
@@ -225,7 +228,7 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
     moved = jax.tree.map(move_in, fresh, is_leaf=lambda x: isinstance(x, states.MasterState))
     if given:
         raise ValueError(
-            f"the state to wrap must come from the same optimizer and params; {next(iter(given))} is in it, but "
-            f"mixed_precision's optimizer has no place for it"
+            f"the state to wrap must come from the same optimizer and params; got {next(iter(given))}, for which "
+            f"mixed_precision's optimizer has no place"
         )
     return buffers.own_buffers(moved, foreign=(inner_state, params))

@@ -1,13 +1,13 @@
-"""Whether an optimizer survives tiny gradients, found out by giving it some.
+"""Check that an optimizer survives tiny gradients: run it on some.
 
-Adam divides by sqrt(v) + eps. Where its state is float16, v = 0.001 g^2 is 0 for every |g| below 0.005, and the usual
-eps of 1e-8 is 0 as well: m / 0 = inf, in the first step. That is how large float16 models died; and a gradient of 0
-gives 0 / 0.
+Adam divides by sqrt(v) + eps. If its state is float16, v = 0.001 g^2 is 0 for every |g| below 0.005, and the usual eps
+of 1e-8 is 0 as well: m / 0 = inf in the first step, and 0 / 0 for a gradient of 0. Large float16 models diverged this
+way.
 
-An optax transform is a pair of closures, and its eps is out of sight. Its behaviour is not. An optimizer that is well
-moves a weight about as far for a tiny gradient as for one of 1, or less far. So it is run for two steps, g and then 0,
-on a copy of the params with one element in each leaf, for the gradient 0 and for small ones round the underflow of g^2
-in float16 and in float32. What is not finite, or more than 32 times as far as for g = 1, is reported.
+An optax transform is a pair of closures, so its eps cannot be read. Its results can. A healthy optimizer moves a weight
+about as far for a tiny gradient as for a gradient of 1, or less far. So this file runs two steps, with g and then with
+0, on a copy of the params with one element in each leaf, for g = 0 and for small g around the underflow of g^2 in
+float16 and in float32. It reports a move that is not finite, or more than 32 times as far as for g = 1.
 """
 
 import math
@@ -40,20 +40,20 @@ class _Finding(NamedTuple):
 
 
 def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | None:
-    """Warns if `tx` divides by something that underflows: an eps that is 0, or too small for the dtype of its state.
+    """Warns if `tx` divides by a number that underflows: an eps of 0, or too small for the dtype of its state.
 
-    Called once, before training; it runs two steps of `tx` on one element for each leaf (see the module's docstring),
-    which takes some seconds for a thousand leaves, and leaves nothing behind. `unscale_and_skip` and `mixed_precision`
-    call it at `init` by themselves where the optimizer's state is float16.
+    Call it once, before training. It runs two steps of `tx` on one element for each leaf (see the module's docstring),
+    takes some seconds for a thousand leaves, and changes nothing. `unscale_and_skip` and `mixed_precision` call it at
+    `init` if the optimizer's state is float16.
 
     Args:
       tx: any optax transform.
-      params: as the step passes them to `tx.update`, in the same dtypes; or their `jax.ShapeDtypeStruct`s, or tracers:
-        only shapes and dtypes are read.
+      params: the params of `tx.update`, in the same dtypes; or `jax.ShapeDtypeStruct`s or tracers, because only shapes
+        and dtypes are read.
 
     Returns:
-      True: no fault was found. False: one was, and reported. None: `tx` could not be run like this (it asks for extra
-      arguments such as `value_fn`, for a bound axis, or for params in other dtypes), so that nothing is known.
+      True: no fault was found. False: a fault was found and reported. None: unknown, because `tx` could not be run
+      this way (it needs extra arguments such as `value_fn`, a bound axis, or params in other dtypes).
 
     Warns:
       UserWarning: the leaf, what the optimizer did there, and the fix.
@@ -76,12 +76,12 @@ def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | 
 def warn_of_underflow(
     tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: Any = None, stacklevel: int
 ) -> bool | None:
-    """`check_optimizer` for gradients of a given dtype; None: as autodiff or jaxmp hands them to `tx`."""
+    """`check_optimizer` for gradients of a given dtype; None: the dtype in which autodiff or jaxmp passes them."""
     try:
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _fault(tx, params, grad_dtype)
-    except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
+    except Exception:  # the optimizer raises the same error, with its reason, at the first real update
         return None
     if found is None:
         return True
@@ -100,7 +100,7 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
     params = jax.tree.map(_one_element, params)
     state = tx.init(params)
     unscales = bool(state_lib.find(state, states.UnscaleState))
-    extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss, which some ask for
+    extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss; some optimizers need it
     if unscales:
         extra_args |= {"loss_scale": jnp.ones(()), "grads_finite": jnp.array(True)}
     if unscales or state_lib.find(state, states.MasterState):

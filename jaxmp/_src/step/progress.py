@@ -1,4 +1,4 @@
-"""A run that only skips is stopped, on the host: a compiled step counts and cannot raise."""
+"""Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ from jaxmp._src.step import state as states
 
 
 class TrainingStuck(RuntimeError):
-    """A run that skips every step: raised by `check_progress`.
+    """Raised by `check_progress` for a run that skips every step.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -25,24 +25,26 @@ class TrainingStuck(RuntimeError):
 
 
 def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinned_overflows: int | None = None) -> None:
-    """Stops a run that only skips, and reports a loss scale stuck at its floor. Called on the host, every n steps.
+    """Raises for a run that skips every step, and warns of a loss scale stuck at its floor.
 
-    A compiled step cannot raise, so the step counts and this looks. It waits for the step to end.
+    Call it on the host every n steps: a compiled step cannot raise, so the step counts and this function checks the
+    counts. It waits for the step to end.
 
     Args:
-      opt_state: state after an update; also one replicated by pmap.
-      max_consecutive_skips: k; k skipped steps in a row raise.
-      max_pinned_overflows: overflows in a row at the floor of the scale that raise; None only warns of them (DeepSpeed
+      opt_state: state after an update; a state replicated by pmap works too.
+      max_consecutive_skips: this many skipped steps in a row raise.
+      max_pinned_overflows: this many overflows in a row at the floor of the scale raise; None only warns (DeepSpeed
         raises at the first).
 
     Raises:
-      TrainingStuck: as above. Nothing is lost: params, masters and moments are those before the first skip.
+      TrainingStuck: see above. Nothing is lost: params, masters and moments are those before the first skip.
 
     Warns:
       UserWarning: an overflow found the loss scale at its floor.
 
     Example:
-      >>> check_progress(unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> check_progress(jaxmp.unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
     metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
@@ -65,7 +67,7 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinne
 
 
 _WHAT_TO_DO = (
-    "If gradients are not finite whatever the scale: look for NaN in the data and the loss, lower the learning rate, "
-    'keep norms and softmax in float32 (keep_fp32=), or use the policy "bf16". If they are finite, it is skip_if that '
-    "skips. Params and optimizer state are those of the last step taken."
+    "If gradients are not finite at any scale: look for NaN in the data and the loss, lower the learning rate, keep "
+    'norms and softmax in float32 (keep_fp32=), or use the policy "bf16". If they are finite, skip_if skips the steps. '
+    "Params and optimizer state are those of the last step taken."
 )

@@ -1,7 +1,7 @@
 """One loss scale for several optimizers: torch.amp's rule for GANs, multi-task heads and trunk-and-head training.
 
-All losses of a step are scaled by the same S. Each optimizer skips by its own gradients: an overflow in one head does
-not stop the other. S moves once per step, and backs off if *any* of them overflowed:
+All losses of a step are multiplied by the same S. Each optimizer skips because of its own gradients only: an overflow
+in one head does not stop the other. S is adjusted once per step, and backs off if *any* optimizer overflowed:
 
     taken_i = finite_i                    S' = adjust(S, finite_1 and finite_2 and ...)
 """
@@ -34,7 +34,7 @@ class SharedLossScale(NamedTuple):
 
 
 def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto") -> SharedLossScale:
-    """One loss scale for several optimizers, each of which skips on its own.
+    """One loss scale for several optimizers; each of them decides about its own skip.
 
     Args:
       loss_scale: `"auto"` for `DynamicLossScale()`, or as for `mixed_precision`.
@@ -82,7 +82,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         if not state.find(opt_state, states.UnscaleState):
             raise ValueError(
                 "each optimizer under a shared loss scale must unscale its gradients; got one without "
-                "unscale_and_skip, which would take them as they are. Wrap it: jaxmp.mixed_precision(inner, policy)."
+                "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
         finite = collectives.all_finite(grads, axis_name)
         params, opt_state = mixed_precision.apply_gradients(

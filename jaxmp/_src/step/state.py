@@ -1,9 +1,9 @@
-"""What a chain keeps in `opt_state` (the tuples of _states.py), and how to look at it.
+"""Read `opt_state`: find the tuples of states.py in it, the loss scale, the masters, the metrics.
 
-State is plain arrays in NamedTuples, nothing else: no objects with behaviour, no Python numbers. So checkpoints,
+State is plain arrays in NamedTuples: no objects with behaviour, no Python numbers. So checkpoints,
 `flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
-they do for any optimizer. The look-ups below find their state wherever it lies: inside `optax.chain`, a flax
-TrainState's `opt_state`, or an `nnx.Optimizer`'s.
+for any optimizer. The functions here find a state at any depth: inside `optax.chain`, in the `opt_state` of a flax
+TrainState, or in an `nnx.Optimizer`.
 """
 
 from typing import Any
@@ -52,12 +52,12 @@ def check_has_scaling(state: Any) -> None:
 
 
 def is_own(scaler: Any) -> bool:
-    """Whether a loss-scale object is one of this library, which unscales by 1 / scale and nothing else."""
+    """Whether a loss-scale object belongs to this library; such an object unscales by 1 / scale only."""
     return isinstance(scaler, dynamic.DynamicLossScale | static.StaticLossScale | static.NoOpLossScale)
 
 
 def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
-    """The loss-scale object whose rule is `template`'s and whose arrays are `state`'s."""
+    """The loss-scale object with the rule of `template` and the arrays of `state`."""
     if isinstance(state, CustomLossScaleState):
         leaves: Any = state.scaler_leaves
     elif isinstance(template, dynamic.DynamicLossScale):
@@ -68,7 +68,7 @@ def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> An
 
 
 def find(opt_state: Any, kind: type) -> list[Any]:
-    """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are taken off."""
+    """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are removed."""
     pure = nnx.as_pure(opt_state)
     return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
@@ -83,16 +83,16 @@ def _scalings(opt_state: Any) -> list[Any]:
 
 
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
-    """The scale that the next loss is to be multiplied by.
+    """The scale for the next loss.
 
     Args:
       opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
 
     Returns:
-      float32[]; 1.0 where there is no loss scale.
+      float32[]; 1.0 if there is no loss scale.
 
     Raises:
-      ValueError: several loss scales, as two `mixed_precision` in one `optax.multi_transform` make.
+      ValueError: `opt_state` holds several loss scales, as with two `mixed_precision` in one `optax.multi_transform`.
 
     Example:
       >>> tx = optax.sgd(0.1)
@@ -104,15 +104,15 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale, but opt_state holds {len(found)} loss scales. Put one mixed_precision round the "
-            f"whole optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with "
+            f"one loss has one scale; got an opt_state with {len(found)} loss scales. Put one mixed_precision around "
+            f"the whole optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with "
             f"jaxmp.shared_loss_scale."
         )
     return found[0].loss_scale if found else jnp.ones((), jnp.float32)
 
 
 def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
-    """The params in float32: the master where there is one, the param itself where it is float32 already.
+    """The params in float32: the master of a 16-bit param, a float32 param itself.
 
     Args:
       opt_state: state that `mixed_precision` made for `params`.
@@ -142,14 +142,14 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 def _upper_half(param: Array) -> Array:
     if param.dtype != jnp.bfloat16:
         raise ValueError(
-            f"split masters are whole only together with the bfloat16 params of the same step; got params of "
-            f"{param.dtype}. Pass the params that apply_gradients returned with this opt_state."
+            f"a split master needs the bfloat16 param of the same step; got a param of {param.dtype}. Pass the params "
+            f"that apply_gradients returned with this opt_state."
         )
     return param
 
 
 def masters_of(opt_state: Any, params: PyTree) -> PyTree:
-    """The tree of `params` with each leaf's master, or None where it has none; a box counts as one leaf."""
+    """The tree of `params` with the master of each leaf, or None if it has none; a box is one leaf."""
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     found: list[Any] = [None] * len(units)
     for state in find(opt_state, MasterState):
@@ -160,9 +160,9 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
 
 
 def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
-    """How many masters in `opt_state` lie beyond the range of their float16 param, as this device sees it.
+    """How many masters in `opt_state` lie outside the range of float16 and have a float16 param, on this device.
 
-    It looks at the masters that come into a step, not at those that leave it: that costs no pass over memory.
+    It counts the masters before a step, not after it: this costs no pass over memory.
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     count = jnp.zeros((), jnp.float32)
@@ -175,7 +175,7 @@ def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
 
 
 def get_metrics(opt_state: Any) -> dict[str, Array]:
-    """What a step did, as a flat dict of scalars with the same keys for every chain; NaN where not computed.
+    """What the last step did: a flat dict of scalars, with the same keys for every chain; NaN where not computed.
 
     Args:
       opt_state: state after `update`, of any optimizer.
@@ -185,15 +185,15 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       skipped: bool, whether this step was skipped.
       skipped_steps, consecutive_skips: counts.
       growth_count, hysteresis_left: of the loss scale; see `DynamicLossScale`.
-      pinned_overflows: overflows in a row that found the scale at its floor; see `check_progress`.
+      pinned_overflows: overflows in a row with the scale at its floor; see `check_progress`.
       unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
-      saturated_params: float16 weights that stood at 65504 in this step because their master lies beyond.
+      saturated_params: float16 weights that stood at 65504 in this step because their master is larger.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
-      fp8/unused: fp8 tensors that were not used in it, or all zero.
+      fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
 
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
@@ -202,7 +202,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
     """
     if hasattr(opt_state, "get_scale"):
         raise TypeError(
-            "get_metrics reads the state of an optimizer; got a GradScaler. Ask it itself: scaler.get_scale(), "
+            "get_metrics reads the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
             "scaler.found_inf() between step and update, scaler.state_dict()."
         )
     nan = jnp.full((), jnp.nan, jnp.float32)
@@ -230,7 +230,7 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
-    # The last axis is that of the scales; pmap's copies put one of their own before it, which stays.
+    # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
     scales = jnp.concatenate([group.scale for group in found[0].amax_states], axis=-1)
     newest = jnp.concatenate([group.amax_history[..., -1, :] for group in found[0].amax_states], axis=-1)
     values = (
@@ -245,25 +245,25 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
 
 def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
-    if hasattr(opt_state, "found_inf"):  # a GradScaler, which knows from step to update
+    if hasattr(opt_state, "found_inf"):  # a GradScaler, between step and update
         return opt_state.found_inf()
     states = find(opt_state, UnscaleState)
     return states[0].skipped if states else jnp.zeros((), bool)
 
 
 def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
-    """`old` if the last update was skipped, else `new`: for what lives outside of the optimizer.
+    """`old` if the last update was skipped, else `new`: for state outside the optimizer.
 
-    A forward pass that overflows leaves inf in the statistics of BatchNorm, and counters and averages should not move
-    with a step that did not happen.
+    A forward pass that overflows leaves inf in the statistics of BatchNorm, and a skipped step should not change
+    counters and averages.
 
     Args:
       opt_state: state *after* the update; or a `GradScaler` after its step and before its update.
-      new: tree of arrays, as the step would leave it (batch_stats, an EMA, a step counter).
+      new: tree of arrays after the step (batch_stats, an EMA, a step counter).
       old: the same tree before the step.
 
     Returns:
-      A tree with the structure and dtypes of `old`, bit for bit one of the two.
+      A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Example:
       >>> import jaxmp

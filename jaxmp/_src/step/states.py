@@ -1,7 +1,7 @@
-"""The NamedTuples that a chain keeps in `opt_state`: plain arrays with names of their own, and no behaviour.
+"""The NamedTuples that a chain keeps in `opt_state`: plain arrays with unique names, and no behaviour.
 
-`optax.tree.get(opt_state, "loss_scale")` finds a field wherever its tuple lies, so no two tuples share a name of a
-field but for what is the same thing. How to look at them is in state.py.
+`optax.tree.get(opt_state, "loss_scale")` finds a field at any depth. So two tuples have a field of the same name only
+if it means the same. The functions that read them are in state.py.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jaxmp._src.fp8 import recipes
 
 
 class LossScaleState(NamedTuple):
-    """The moving part of a loss scale of ours.
+    """The changing part of one of jaxmp's loss scales.
 
     Attributes:
       loss_scale: float32[], the scale that the next loss is multiplied by.
@@ -33,7 +33,7 @@ class LossScaleState(NamedTuple):
 
 
 class CustomLossScaleState(NamedTuple):
-    """The moving part of a user's own loss-scale object.
+    """The changing part of a user's own loss-scale object.
 
     Attributes:
       loss_scale: float32[].
@@ -52,11 +52,11 @@ class UnscaleState(NamedTuple):
       skipped: bool[], whether the last step was skipped.
       skipped_steps: int32[], skipped steps so far.
       consecutive_skips: int32[], skipped steps since the last one that was taken.
-      pinned_overflows: int32[], overflows in a row that found the scale at its floor already.
+      pinned_overflows: int32[], overflows in a row with the scale at its floor.
       unscaled_fp16: bool[], whether float16 params are trained without a loss scale.
       saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value
-        because their master lies beyond it. Where params are split over devices: of the device that has most, or, under
-        pmap and shard_map(check_vma=False), of each device itself.
+        because their master is larger. If params are split over devices: the largest count of any device, or, under
+        pmap and shard_map(check_vma=False), the count of each device.
       guarded: state of the wrapped transform.
 
     Example:
@@ -80,9 +80,9 @@ class MasterState(NamedTuple):
     """State of `keep_master_params`.
 
     Attributes:
-      master_params: the tree of the params with a float32 master where the param has 16 bits, and `optax.MaskedNode()`
-        where it needs none (float32 params, frozen params). With `remainder_bits`, int16 or int8: what a bfloat16 param
-        is short of its master.
+      master_params: the tree of the params with a float32 master for each 16-bit param, and `optax.MaskedNode()` for
+        params that need none (float32 params, frozen params). With `remainder_bits`, int16 or int8: the master minus
+        its bfloat16 param, in units of the last place.
       master_inner: state of the wrapped optimizer, made from float32 params.
 
     Example:
@@ -97,13 +97,13 @@ class MasterState(NamedTuple):
 
 
 class Fp8State(NamedTuple):
-    """State of `update_amax`: the scales of a model's fp8 tensors and where they come from.
+    """State of `update_amax`: the scales of a model's fp8 tensors and their amax histories.
 
     Attributes:
       amax_states: one `AmaxState` for each recipe and direction (forward, backward), of n scales: scale float32[n],
         amax_history float32[len, n].
       saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
-      unused_tensors: float32[], tensors that were not used in it, or all zero.
+      unused_tensors: float32[], tensors that were not used in the last step taken, or all zero.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp

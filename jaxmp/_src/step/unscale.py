@@ -1,14 +1,16 @@
-"""Unscale the gradients, look for overflow, and take back a step that must not happen.
+"""Unscale the gradients, look for overflow, decide, and keep the old state where the step is skipped.
 
     g      = f32(scaled grads) / S                      with the S that scaled them
     finite = no inf or NaN in g, on any device          one float32 MAX over the bound axes
     u, s'  = inner.update(g, s, params)
     u      = u  if the step is taken, else -0.0         p + (-0.0) is p, bit for bit; -0.0 + 0.0 is not -0.0
     s'     = s' if the step is taken, else s            selected, never multiplied: 0 * NaN is NaN
-    S'     = adjust(S, finite)                          moves on a skip too; nothing else does
+    S'     = adjust(S, finite)                          the only state that changes in a skipped step
 
-The inner transform always runs and its result is selected, so that there is no branch on the device and no wait for it
-on the host. The scale moves after it was used, never before (DeepSpeed and mpx unscale with the new one).
+The inner transform always runs, and its result is selected: there is no branch on the device, and the host does not
+wait. The scale changes after it was used, never before (DeepSpeed and mpx unscale with the new scale).
+
+Read it in this order: `unscale_and_skip` (the equations), `decide`, then `ways_to_write`.
 """
 
 import warnings
@@ -34,12 +36,12 @@ SkipIf = Callable[[PyTree, dict[str, Array]], Bool[Array, ""]]
 
 
 class Rule(NamedTuple):
-    """What `unscale_and_skip` was asked for.
+    """The arguments of `unscale_and_skip` that a decision needs.
 
     Attributes:
-      template: the loss-scale object, of which the state holds the arrays.
+      template: the loss-scale object; the state holds its arrays.
       scales: whether there is a loss scale at all.
-      axis_name, skip_nonfinite, skip_if: as given.
+      axis_name, skip_nonfinite, skip_if: the arguments themselves.
     """
 
     template: Any
@@ -49,17 +51,17 @@ class Rule(NamedTuple):
     skip_if: SkipIf | None
 
     def looks(self, known_finite: Any) -> bool:
-        """Whether the gradients have to be looked at: nobody said whether they are finite, and it matters."""
+        """Whether to check the gradients: the caller did not say if they are finite, and the answer is used."""
         return known_finite is None and (self.skip_nonfinite or self.scales)
 
 
 class Decision(NamedTuple):
-    """What is decided about a step: the same on every device.
+    """What was decided about a step. `finite` and `taken` are the same on every device.
 
     Attributes:
-      finite: bool[], whether there was no overflow; it moves the loss scale.
-      taken: bool[], whether the step is taken.
-      saturated: float32[], params at the end of their range.
+      finite: bool[], no gradient overflowed; the loss scale is adjusted by it.
+      taken: bool[], the step is taken.
+      saturated: float32[], how many params stand at the largest value of their dtype.
     """
 
     finite: Bool[Array, ""]
@@ -68,7 +70,7 @@ class Decision(NamedTuple):
 
 
 class _Flags(NamedTuple):
-    """What a device finds and all devices agree on by MAX; None: not asked."""
+    """What each device found, to be reduced by MAX. None: not needed in this step."""
 
     overflow: Array
     unwanted: Array
@@ -88,43 +90,41 @@ def unscale_and_skip(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` so that it sees unscaled float32 gradients and no step with a non-finite one is taken.
 
-    See the module's docstring for the equations. A step that is skipped leaves params, the state of `inner` and its
-    counts as they were, bit for bit; the loss scale and the skip counters move.
+    The equations stand in the module's docstring. A skipped step does not change params, the state of `inner` or its
+    counts, bit for bit. It changes the loss scale and the skip counters.
 
-    Beyond that, an element of the state or of the update that `inner` itself makes non-finite from finite gradients
-    (a second moment that overflows float32, say) keeps its old value: non-finite values never enter state.
+    If `inner` makes an element of its state or of the update non-finite from finite gradients (for example a second
+    moment that overflows float32), this element keeps its old value: non-finite values never enter state.
 
     Args:
-      inner: any optax transform. It is handed `grads_finite` (bool[], whether the step is taken), `loss_scale` and
+      inner: any optax transform. It gets `grads_finite` (bool[], whether the step is taken), `loss_scale` and
         `next_loss_scale` (float32[]) as extra arguments.
       loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
-      axis_name: axes over which devices agree; `"auto"`: every axis that pmap or shard_map binds.
-      skip_nonfinite: whether a step with non-finite gradients is skipped. False looks at nothing and takes every step,
-        as Megatron-LM does for bfloat16 without a scaler; elements that come out non-finite keep their old value, all
-        others move.
-      skip_if: a reason of your own: `(grads, metrics) -> bool[]` with the unscaled gradients of this device (without
-        fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all. It does
-        not lower the loss scale, which only overflow does.
-      policy: only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
-      clamp_inf: a float dtype, that in which gradients overflow: jnp.float16. An infinite gradient then counts as the
-        largest finite value of that dtype (divided by the scale, as all are), and the step is taken; the loss scale
-        backs off as for a skip. A NaN, which has neither sign nor size, still skips, and so does an infinite amax of
-        fp8. None skips.
+      axis_name: axes over which devices agree; `"auto"` means every axis that pmap or shard_map binds.
+      skip_nonfinite: whether to skip a step with non-finite gradients. False checks nothing and takes every step, as
+        Megatron-LM does for bfloat16 without a scaler; elements that become non-finite keep their old value.
+      skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
+        (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
+        devices. It does not lower the loss scale; only overflow does.
+      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      clamp_inf: None skips a step with an infinite gradient. A float dtype, the one in which gradients overflow
+        (jnp.float16), replaces an infinite gradient by the largest finite value of that dtype, divided by the scale;
+        the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8 still
+        skip.
 
     Returns:
       A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
-      scaled gradients. `loss_scale` and `grads_finite`, where given, stand in for its own: it then unscales with that
-      scale, trusts that flag without looking or communicating, and leaves its own scale alone (see
-      `shared_loss_scale`).
+      scaled gradients. `loss_scale` and `grads_finite`, if given, replace its own: it unscales with that scale, trusts
+      that flag without a check or a collective, and does not change its own scale (see `shared_loss_scale`).
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
-      TypeError: `loss_scale` is none of the above; gradients that are no floats, named by path; a `clamp_inf` that is
-        no float dtype.
+      TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
+        a float dtype.
 
     Warns:
-      UserWarning: float16 without a loss scale; at `init`, an `inner` whose state is float16 and whose eps underflows
-        there (see `check_optimizer`).
+      UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
+        float16 (see `check_optimizer`).
 
     Example:
       >>> tx = unscale_and_skip(optax.sgd(1.0), 4.0)
@@ -140,14 +140,14 @@ def unscale_and_skip(
     scales = not isinstance(template, static.NoOpLossScale)
     if not skip_nonfinite and not isinstance(template, static.NoOpLossScale | static.StaticLossScale):
         raise ValueError(
-            "a dynamic loss scale finds its value by overflowing, so its overflows must be skipped; got "
+            "a dynamic loss scale finds its value by overflow, so steps that overflow must be skipped; got "
             "skip_nonfinite=False. Use a static loss_scale (a number) or none, or leave skip_nonfinite=True."
         )
     unscaled_fp16 = policy is not None and policy.uses_float16 and not scales
     if unscaled_fp16:
         warnings.warn(
-            'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale at "auto" for a '
-            'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics names this as unscaled_fp16.',
+            'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto" for a '
+            'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics reports this as unscaled_fp16.',
             stacklevel=3,
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
@@ -186,8 +186,8 @@ def unscale_and_skip(
         state_lib.check_has_scaling(state)
         scaler = state_lib.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
-        # The scale that value_and_grad scaled with: the one given, else the one in the state, which without a scaler is
-        # 1 unless the state comes from a run with one.
+        # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
+        # state holds 1, or the scale of an earlier run.
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
@@ -232,17 +232,17 @@ def unscale_and_skip(
 def _unscale(
     updates: PyTree, scaler: Any, used_scale: Float[Array, ""], rule: Rule, largest: float | None
 ) -> tuple[ways_to_write.Gradients, Bool[Array, ""] | None]:
-    """(gradients in all forms, whether one was clamped or None). scaler: None to divide by `used_scale`."""
+    """The gradients, scaled and unscaled, and whether one was clamped. Without `scaler`, divides by `used_scale`."""
     given, scaled, clamped = updates, host_memory.to_device(updates), None
     if largest is not None:
         with jax.named_scope("jaxmp.clamp_inf"):
             scaled, clamped = clamp_infinite(scaled, largest)
             given = scaled
     with jax.named_scope("jaxmp.unscale"):
-        # A user's own loss-scale object has an `unscale` of its own, which may keep 16 bits.
+        # The `unscale` of a user's own loss-scale object may return 16 bits.
         grads = static.unscale(scaled, used_scale) if scaler is None else scaler.unscale(scaled)
         grads = casting.cast_floats(grads, jnp.float32)
-        # The "gradients" of fp8 scales are amaxes, unscaled where the loss was differentiated.
+        # The "gradients" of fp8 scales are amaxes; value_and_grad has unscaled them.
         grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
     scale = used_scale if state_lib.is_own(rule.template) else None
     return ways_to_write.Gradients(given, scaled, grads, scale), clamped
@@ -257,16 +257,16 @@ def decide(
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
 ) -> Decision:
-    """Whether the step is taken, by at most one MAX over devices.
+    """Decides about the step, with at most one MAX over devices.
 
     Args:
-      rule: what was asked for.
-      grads: unscaled, with the amaxes of fp8 scales.
-      state: before the step.
-      params: before the step, or None.
-      measured: what the way to write knows of the gradients; None: they are looked at here.
-      clamped: whether one was infinite before it was clamped, which moves the scale and skips nothing; or None.
-      known_finite: bool[], in place of a look; or None.
+      rule: the arguments of `unscale_and_skip`.
+      grads: unscaled gradients, with the amaxes of fp8 scales.
+      state: the state before the step.
+      params: the params before the step, or None.
+      measured: what the way to write has measured; None: the gradients are checked here.
+      clamped: whether an infinite gradient was clamped; this changes the scale and skips nothing. None: not asked.
+      known_finite: the caller's answer, in place of a check; or None.
     """
     looks = rule.looks(known_finite)
     measured_nonfinite = None if measured is None else measured.nonfinite
@@ -275,7 +275,7 @@ def decide(
 
     overflow = jnp.zeros((), bool)
     if looks:
-        own = [x for x in amaxes if compat.varying_axes(x)]  # of leaves that are split over devices
+        own = [x for x in amaxes if compat.varying_axes(x)]  # these leaves are split over devices
         overflow = collectives.any_nonfinite((grads, own) if measured_nonfinite is None else own)
         overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
     unwanted = jnp.zeros((), bool)
@@ -286,8 +286,8 @@ def decide(
     if looks or rule.skip_if is not None:
         if params is not None and measured_nonfinite is None:
             saturated = state_lib.count_saturated(state, params)
-        # A count that is the same everywhere stays out of the MAX: the optimizer waits for that, and XLA would then
-        # read all masters once more to have the count in time.
+        # A count that is the same on all devices is not reduced. The optimizer waits for the MAX, and XLA would read
+        # all masters once more to have the count before it.
         differs = bool(compat.varying_axes(saturated))
         found = collectives.largest_on_any_device(
             _Flags(overflow, unwanted, clamped, saturated if differs else None), axes
@@ -295,14 +295,14 @@ def decide(
         overflow, unwanted = found.overflow, found.unwanted
         clamped = None if found.clamped is None else found.clamped != 0
         saturated = saturated if found.saturated is None else found.saturated
-    # The cast to fp8 turns inf into a finite number, so an amax may be all that tells of an overflow. Those that are
-    # the same on every device need no MAX, and without one XLA can join theirs with that of the flags.
+    # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that are
+    # the same on every device need no MAX here; XLA can then merge the MAX that made them so with that of the flags.
     overflow = (overflow != 0) | (collectives.any_nonfinite(amaxes) if looks else False)
 
     usable = ~overflow if known_finite is None else jnp.asarray(known_finite, bool)
     finite = usable & ~clamped if looks and clamped is not None else usable
     taken = (usable | (not rule.skip_nonfinite)) & (unwanted == 0)
-    if measured is None:  # kernels read scalars from memory, once
+    if measured is None:  # else XLA copies their computation into the program of every leaf
         finite, taken = casting.computed_once((finite, taken))
     return Decision(finite, taken, saturated)
 
@@ -329,12 +329,12 @@ def largest_of(dtype: Any) -> float:
     except (TypeError, ValueError):
         pass
     raise TypeError(
-        f"clamp_inf is the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
+        f"clamp_inf must be the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
     )
 
 
 def clamp_infinite(grads: PyTree, largest: float) -> tuple[PyTree, Bool[Array, ""]]:
-    """(`grads` with infinities at +- `largest`, whether this device had one). Amaxes of fp8 are left alone."""
+    """`grads` with infinities at +- `largest`, and whether this device had one. Amaxes of fp8 are not changed."""
     amaxes, grads = scale_leaves.partition(grads)
     found = jnp.zeros((), bool)
     for g in jax.tree.leaves(grads):

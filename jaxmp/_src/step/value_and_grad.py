@@ -2,17 +2,17 @@
 
 `value_and_grad` is `jax.value_and_grad` with three differences:
 
-1.  The loss is multiplied by the scale in float32, just inside the function that is differentiated; what comes back is
-    the loss before that multiplication, never one that was scaled and divided again.
-2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh, in
-    float16; so the params are first cast to *varying* over the bound axes. Reduce them yourself (`jax.lax.pmean`, or
-    `jaxmp.reduce_gradients` in the chain).
-3.  With `accumulate=k` the batch is cut into k microbatches, walked by `lax.scan`, and their gradients summed in
-    float32: L = (1/k) sum_i L_i, each scaled by S/k before it is differentiated, as Megatron-LM does. The window has
-    one scale and one decision.
+1.  It multiplies the loss by the scale in float32, inside the differentiated function. It returns the loss from before
+    that multiplication, never a loss that was scaled and divided again.
+2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh in
+    float16, so the params are first cast to *varying* over the bound axes. Reduce the gradients yourself
+    (`jax.lax.pmean`, or `jaxmp.reduce_gradients` in the chain).
+3.  With `accumulate=k` the batch is cut into k microbatches. `lax.scan` runs over them, and their gradients are summed
+    in float32: L = (1/k) sum_i L_i, each L_i scaled by S/k before differentiation, as in Megatron-LM. All k
+    microbatches have one scale and one decision.
 
-The gradients stay scaled: whoever unscales them (`unscale_and_skip`) must do so with the scale that scaled them, which
-is why it reads the very `opt_state` that is passed here.
+The gradients stay scaled. `unscale_and_skip` must unscale them with the scale that scaled them, so it reads the
+`opt_state` that is passed here.
 """
 
 import functools
@@ -49,7 +49,7 @@ def value_and_grad(
     axis_name: collectives.AxisName = "auto",
     keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns the loss and its *scaled* gradients; use it where `jax.value_and_grad` stood.
+    """A function that returns the loss and its *scaled* gradients; use it in place of `jax.value_and_grad`.
 
     Args:
       fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. Return the loss in float32.
@@ -57,25 +57,26 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
-        arrays are cut along the leading axis, which k must divide (see `split_microbatches`); PRNG keys are split into
-        k; scalars are repeated, and so are keyword arguments. Name the batch where other trees are passed, such as
-        batch_stats.
-      axis_name: manual axes over which the gradients should stay this device's own: `"auto"` for all bound ones, or
-        names. (Leave out a tensor-parallel axis over which autodiff should sum.)
-      keep_fp8_weights: whether the kernels of fp8 layers are cast once for all microbatches, not once for each: the
-        same numbers for fewer passes and one byte a weight. The loss must use them in their layers only.
+        arrays are cut along the leading axis, which k must divide; PRNG keys are split into k; scalars and keyword
+        arguments are repeated. Name the batch if you pass other trees too, such as batch_stats.
+      axis_name: manual axes over which the gradients stay this device's own: `"auto"` for all bound axes, or names.
+        (Leave out a tensor-parallel axis over which autodiff should sum.)
+      keep_fp8_weights: whether to cast the kernels of fp8 layers once for all microbatches instead of once for each:
+        the same numbers, fewer passes, one more byte for each weight. The loss must use these kernels only in their
+        layers.
 
     Returns:
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
       `shared_loss_scale`, giving `(loss, grads)` or `((loss, aux), grads)`:
-      loss: float32[], not scaled, this device's; the mean over the microbatches.
-      grads: like the arguments in `argnums`, times the loss scale; in the params' dtypes, or float32 with
+      loss: float32[], unscaled, of this device; the mean over the microbatches.
+      grads: like the arguments in `argnums`, multiplied by the loss scale; in the params' dtypes, or float32 with
         `accumulate` > 1.
       aux: with `accumulate` > 1, stacked along a new leading axis [k].
 
     Raises:
-      TypeError: params that are no floats, named by path; a loss that is no scalar of a float dtype.
-      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; unbound axis names.
+      TypeError: a param is not a float array (named by path); the loss is not a float scalar.
+      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; an axis name is not
+        bound.
 
     Example:
       >>> import jaxmp, optax
@@ -123,12 +124,12 @@ def scaled_value_and_grad(
     axis_name: collectives.AxisName,
     keep_fp8_weights: bool = False,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
-    """The core under `value_and_grad` and its nnx bridge, which threads mutable state through the microbatches.
+    """The core of `value_and_grad` and of its nnx twin, which passes mutable state through the microbatches.
 
     Args:
       loss_fn: `(params, carry, microbatch) -> (loss, aux, new carry)`.
       params: what to differentiate with respect to.
-      carry: state handed from microbatch to microbatch.
+      carry: state passed from microbatch to microbatch.
       batches: tree with leading axis k; with k = 1, the microbatch itself.
       opt_state: holds the loss scale.
       k: number of microbatches.
@@ -146,7 +147,7 @@ def scaled_value_and_grad(
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
-    # The mean over a device's rows has gradients that many times as large as the mean over all devices' rows.
+    # A mean over one device's rows has larger gradients than the mean over all rows, by the number of devices.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
@@ -216,19 +217,20 @@ def _check_on_device(params: PyTree, k: int) -> None:
 def _check_differentiable(params: PyTree) -> None:
     if any(isinstance(x, nnx.Module) for x in (params if isinstance(params, tuple) else ())):
         raise TypeError(
-            "an nnx module holds state beside its params; use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
+            "params must be a pytree of arrays; got an nnx module, which holds other state too. Use "
+            "jaxmp.nnx.value_and_grad(loss_fn)(model, ...)"
         )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         as_array = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
         if not (casting.is_float(as_array) or stored_kernels.is_stored(x)):
             raise TypeError(
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
-                f"argument {tree_paths.path_str(path)}. Pass such leaves as another argument, outside of argnums."
+                f"argument {tree_paths.path_str(path)}. Pass such leaves in another argument, which is not in argnums."
             )
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """`(loss, aux)` of what the function returned; aux is None without `has_aux`."""
+    """`(loss, aux)` from the result of the loss function; aux is None without `has_aux`."""
     if not has_aux:
         return out, None
     if not isinstance(out, (tuple, list)) or len(out) != 2:
@@ -245,14 +247,14 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
             f"the loss must be a float scalar; got {got}. Reduce it with jnp.mean, and return (loss, aux) only with "
             f"has_aux=True."
             + (
-                " Of ((loss, aux), stats), as watch_activations returns it, make (loss, (aux, stats))."
+                " watch_activations returns ((loss, aux), stats): return (loss, (aux, stats))."
                 if isinstance(loss, tuple)
                 else ""
             )
         )
     if jnp.result_type(loss) == jnp.float16:
         warnings.warn(
-            "the loss is float16, so the loss scale has to pass through float16 on the way back: with a scale above "
+            "the loss is float16, so the loss scale must fit into float16 in the backward pass: with a scale above "
             "65504, such as the default 65536, every step overflows. Compute the loss in float32, for instance from "
             "logits.astype(jnp.float32).",
             stacklevel=2,

@@ -1,12 +1,12 @@
-"""Three ways to carry out a step: with an update that somebody adds, in place, and streamed from host memory.
+"""Three ways to carry out a step: an update that the caller adds, a write in place, and a write in host memory.
 
-`unscale_and_skip` asks the same two things of each. Before the decision, `measure`: what is known of the gradients
-without a pass over memory of their own. After it, `write`: the new state, and the new params or an update.
+`unscale_and_skip` calls two methods of each. `measure` runs before the decision: it may find the norm of the gradients
+and whether they are finite. `write` runs after it: it returns the new state, and an update or the new params.
 
     PlainUpdate      any optax transform; its results are selected against the old state
-    InPlaceWrite     a transform with `write`: its kernels read gradients that are still scaled, measure them in the
-                     pass that also computes their norm, and write params and state where these stand
-    StreamedWrite    the same with state and gradients in host memory, a window at a time
+    InPlaceWrite     a transform with `write`: its kernels read gradients that are still scaled, measure them in one
+                     pass, and write params and state in place
+    StreamedWrite    the same for state and gradients in host memory, one window at a time
 """
 
 import functools
@@ -28,10 +28,10 @@ class Gradients(NamedTuple):
     """The gradients of a step, as they came and unscaled.
 
     Attributes:
-      given: still scaled, in host memory where they came so.
+      given: still scaled; in host memory if the caller passed them there.
       scaled: the same on the device.
       unscaled: float32, on the device.
-      scale: float32[], scaled / unscaled; None where a loss-scale object of the user unscales by a rule of its own.
+      scale: float32[], scaled / unscaled; None if a user's loss-scale object unscales by its own rule.
     """
 
     given: PyTree
@@ -41,13 +41,13 @@ class Gradients(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a way to write found out about the gradients of this device before the decision.
+    """What a way to write found out about the gradients of this device, before the decision.
 
     Attributes:
-      grads: what it will write from, still to be multiplied by `inv_scale`.
+      grads: the gradients that it will write from; grads * inv_scale are the unscaled ones.
       inv_scale: float32[].
-      norm: float32[], the global norm of grads * inv_scale; None where nobody asked.
-      nonfinite: bool[], whether one of them is not finite; None where nobody looked.
+      norm: float32[], the global norm of grads * inv_scale; None: not computed.
+      nonfinite: bool[], whether a gradient is not finite; None: not checked.
     """
 
     grads: PyTree
@@ -57,12 +57,12 @@ class Measured(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A step that was carried out.
+    """The result of a step.
 
     Attributes:
-      updates: what the caller adds to the params; -0.0 where they are written already.
+      updates: what the caller adds to the params; -0.0 if the params are written already.
       state: state of the wrapped transform.
-      saturated: float32[], params at the end of their range; None where it was not counted.
+      saturated: float32[], how many params stand at the largest value of their dtype; None: not counted.
     """
 
     updates: PyTree
@@ -71,10 +71,10 @@ class Written(NamedTuple):
 
 
 class WayToWrite(Protocol):
-    """What `unscale_and_skip` asks of each way."""
+    """The two methods that `unscale_and_skip` calls."""
 
     def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
-        """What is known of the gradients; None: look at them yourself. `look`: whether non-finite ones matter."""
+        """Measures the gradients. `look`: the decision needs to know if they are finite. None: nothing measured."""
         ...
 
     def write(
@@ -86,18 +86,18 @@ class WayToWrite(Protocol):
         taken: Bool[Array, ""],
         extra_args: dict[str, Any],
     ) -> Written:
-        """Carries out a step from unscaled `grads`, or from what was measured; nothing moves unless it is `taken`."""
+        """Carries out the step, from `grads` (unscaled) or from `measured`; changes nothing unless `taken`."""
         ...
 
 
 class PlainUpdate:
-    """An optax transform's update, selected: where the step is not taken, -0.0 and the old state."""
+    """The update of any optax transform; in a skipped step -0.0 and the old state."""
 
     def __init__(self, inner: Any, destination: in_place.Destination | None, *, as_made: bool):
         self._inner, self._destination, self._as_made = inner, destination, as_made
 
     def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
-        """None: XLA joins the look at the gradients with their unscaling."""
+        """None: `decide` checks the unscaled gradients, and XLA fuses the check with the unscaling."""
         del grads, look
 
     def write(
@@ -109,9 +109,9 @@ class PlainUpdate:
         taken: Bool[Array, ""],
         extra_args: dict[str, Any],
     ) -> Written:
-        """`inner.update`, of which an element that `inner` made non-finite from finite gradients keeps its old value.
+        """`inner.update`, selected. An element that `inner` made non-finite from finite gradients keeps its old value.
 
-        With `as_made`, nothing is selected: the caller wants to see what `inner` made.
+        With `as_made`, nothing is selected: `check_optimizer` wants to see the results of `inner`.
         """
         del measured
         host_memory.check_on_device(state)
@@ -129,7 +129,7 @@ class PlainUpdate:
 
 
 class InPlaceWrite:
-    """A transform that writes params and state itself, to the caller's `destination`."""
+    """A transform that writes params and state itself, into the caller's `destination`."""
 
     def __init__(
         self, inner: in_place.InPlace, destination: in_place.Destination, axis_name: collectives.AxisName
@@ -137,7 +137,7 @@ class InPlaceWrite:
         self._inner, self._destination, self._axis_name = inner, destination, axis_name
 
     def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
-        """Norm and finiteness in one pass over the gradients as they came, if unscaling is one multiplication."""
+        """Norm and finiteness in one pass over the gradients; over the scaled ones if unscaling is a multiplication."""
         found = self._to_write_from(grads)
         if not self._inner.measures and not look:
             return found
@@ -153,7 +153,7 @@ class InPlaceWrite:
         taken: Bool[Array, ""],
         extra_args: dict[str, Any],
     ) -> Written:
-        """Params go to the destination; the updates are -0.0, which changes nothing where it is added."""
+        """Puts the new params into the destination. The updates are -0.0: adding them changes nothing."""
         del grads
         assert measured is not None
         norm = jnp.full((), jnp.nan, jnp.float32) if measured.norm is None else measured.norm
@@ -176,7 +176,7 @@ class InPlaceWrite:
 
 
 class StreamedWrite(InPlaceWrite):
-    """The same for gradients in host memory: they are copied in twice, a few at a time, to measure and to write."""
+    """The same for gradients in host memory. They are copied in twice, a few at a time: to measure and to write."""
 
     def _to_write_from(self, grads: Gradients) -> Measured:
         found = super()._to_write_from(grads)
@@ -197,7 +197,7 @@ def way_for(
     *,
     as_made: bool = False,
 ) -> WayToWrite:
-    """The way to carry out a step of `inner`: it writes if it can and the caller takes the params from it."""
+    """`inner` writes if it can and if the caller takes the params from `destination`; else it makes an update."""
     if not isinstance(inner, in_place.InPlace) or destination is None or not destination.is_for(params):
         return PlainUpdate(inner, destination, as_made=as_made)
     kind = StreamedWrite if inner.streams else InPlaceWrite

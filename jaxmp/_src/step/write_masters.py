@@ -1,8 +1,8 @@
-"""Masters and params written together: what `keep_master_params` does where it may write.
+"""Masters and params written together: `keep_master_params` under `apply_gradients`.
 
-Every leaf is a pair (param, master): (None, float32 param) where the param is its own master, (16-bit param, float32
-master), or (bfloat16 param, remainder), which are the two halves of one float32. A fused optimizer takes the pairs as
-they are; any other gets float32 weights, and its updates are added here.
+Every leaf is a pair (param, master): (None, float32 param) if the param is its own master, (16-bit param, float32
+master), or (bfloat16 param, remainder), the two halves of one float32. A fused optimizer takes the pairs. Any other
+optimizer gets float32 weights, and this file adds its updates.
 """
 
 from typing import Any, NamedTuple
@@ -24,16 +24,16 @@ from pallas_kernels import moments
 
 
 class Remainder16(NamedTuple):
-    """What a bfloat16 param is short of its float32 master: int16.
+    """The float32 master of a bfloat16 param minus the param, in units of the master's last place: int16.
 
-    A type of its own, so that a checkpoint of another kind of masters does not fit in by conversion.
+    A separate type: a checkpoint with another kind of masters must not load here by dtype conversion.
     """
 
     remainder16: Array
 
 
 class Remainder8(NamedTuple):
-    """What a bfloat16 param is short of its master of 24 bits: int8."""
+    """The same for a master of 24 bits: int8."""
 
     remainder8: Array
 
@@ -44,17 +44,17 @@ Pair = tuple[Any, Array]  # (param or None, master)
 def write(
     inner: Any, grads: PyTree, state: Any, params: PyTree, step: in_place.Step, extra_args: dict[str, Any]
 ) -> tuple[PyTree, MasterState, Float[Array, ""]]:
-    """Params and state after a step of `inner`, from gradients that are still scaled.
+    """Params and state after a step of `inner`, from scaled gradients.
 
     Args:
       inner: an optax transform, fused or not.
       grads, params: trees of the same leaves.
       state: a `MasterState`.
-      step: what was decided.
+      step: the decision.
       extra_args: for an `inner` that takes them.
 
     Returns:
-      (params, state, how many float16 params stand at the end of their range; 0 where `inner` does not count).
+      (params, state, how many float16 params stand at the largest value of float16; 0 if `inner` does not count).
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     masters = treedef.flatten_up_to(state.master_params)
@@ -78,7 +78,7 @@ def _pairs(unit: PyTree, master: PyTree) -> list[Pair]:
     leaves = jax.tree.leaves(unit)
     if isinstance(master, optax.MaskedNode):
         return [(None, p) for p in leaves]
-    # A kernel that is stored in fp8 is written last, by the scale that has moved.
+    # A kernel that is stored in fp8 is written last, with the new scale.
     return [
         (None if stored_kernels.is_stored(p) else p, m) for p, m in zip(leaves, jax.tree.leaves(master), strict=True)
     ]
@@ -124,7 +124,7 @@ def by_updates(
 
 
 def moved(master: Array, move: Array) -> Array:
-    """A float32 master after its update; an element that would become inf or NaN stays."""
+    """A float32 master after its update; an element that would become inf or NaN keeps its value."""
     new = master + move.astype(jnp.float32)
     return jnp.where(jnp.isfinite(new), new, master)
 
@@ -133,7 +133,7 @@ def moved(master: Array, move: Array) -> Array:
 
 
 def remainder_dtype(bits: int | None, policy: Policy) -> Any:
-    """The dtype of remainders of this many bits; None for whole masters.
+    """The dtype of remainders with this many bits; None for float32 masters.
 
     Raises:
       ValueError: neither 16 nor 8; params that are not bfloat16.
@@ -157,29 +157,29 @@ def boxed_remainder(master: Float[Array, "..."], dtype: Any) -> Remainder16 | Re
 
 
 def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
-    """Raises a ValueError if masters in the state are not of the kind that the transform was made for."""
+    """Raises a ValueError if the state holds another kind of masters than the transform was made for."""
     units, treedef = tree_paths.boxed_leaves(params)
     for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
         for x in jax.tree.leaves(master):
             if is_remainder(x) and x.dtype != dtype:
                 made = None if dtype is None else 8 * jnp.dtype(dtype).itemsize
                 raise ValueError(
-                    f"the state's masters must be of the kind that the transform keeps; got {x.dtype} remainders at "
+                    f"the state must hold the kind of masters that the transform keeps; got {x.dtype} remainders at "
                     f"{path}, with remainder_bits={made}. Make tx with remainder_bits={8 * x.dtype.itemsize}; to "
                     f"change it, start from the float32 masters: jaxmp.get_master_params and jaxmp.wrap_state."
                 )
 
 
 def is_remainder(master: Any) -> bool:
-    """Whether a master is only what its bfloat16 param is short of."""
+    """Whether a master is stored as a remainder."""
     return master.dtype in (jnp.int8, jnp.int16)
 
 
 def remainder_of(master: Float[Array, "..."], dtype: Any) -> Array:
-    """What bfloat16(master), rounded as a policy casts params, is short of `master`.
+    """`master` minus bfloat16(master), rounded as a policy casts params, in units of the last place.
 
-    A master that lies midway between two bfloat16 numbers and was rounded down is taken to be the next float32 below:
-    the remainder of the midway point belongs to the upper one.
+    A master midway between two bfloat16 numbers that was rounded down is replaced by the next float32 below: the
+    remainder of the midpoint belongs to the upper bfloat16 number.
     """
     bits = lax.bitcast_convert_type(master, jnp.int32)
     param = lax.bitcast_convert_type(casting.saturating_cast(master, jnp.bfloat16).astype(jnp.float32), jnp.int32)
