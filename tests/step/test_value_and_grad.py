@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
-from jaxmp._src.step import value_and_grad as grads_lib
+from jaxmp._src.step import microbatches
 from regimes import AXIS, mesh_of
 
 F16, F32 = np.float16, np.float32
@@ -550,7 +550,7 @@ def test_an_axis_that_is_not_bound(axis_name):
 
 def test_split_microbatches_keeps_order_and_dtypes():
     tree = {"x": jnp.arange(6, dtype=jnp.int8).reshape(6, 1), "y": (np.ones(6, F16), None)}
-    out = grads_lib.split_microbatches(tree, 3)
+    out = microbatches.split_microbatches(tree, 3)
     assert_bitwise(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
 
 
