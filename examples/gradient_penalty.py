@@ -1,18 +1,19 @@
-"""A gradient penalty in fp16: torch.amp's example of a scaled gradient inside of a scaled loss.
+"""A gradient penalty in fp16: torch.amp's example of a scaled gradient inside a scaled loss.
 
     python examples/gradient_penalty.py
 
-The critic of a WGAN-GP is trained on two clouds of points. Its loss holds a gradient of its own, of the critic D by its
-input, which should have norm 1:
+The critic of a WGAN-GP is trained on two clouds of points. Its loss contains a gradient: the gradient of the critic D
+with respect to its input, which should have norm 1:
 
     loss = mean D(fake) - mean D(real) + penalty * mean (|dD/dx| - 1)^2
 
-In fp16 both gradients need a scale. The inner one is taken of `scaler.scale(D)`, and divided by the scale in float32
-*before* the penalty is formed: the penalty is no linear function of it, so that its scale would not come out again at
-the end. If the inner gradient overflows, so does the loss, and with it every gradient of the step, which is skipped.
+In fp16 both gradients need a scale. The inner one is the gradient of `scaler.scale(D)`, divided by the scale in float32
+*before* the penalty is computed. The penalty is not linear in this gradient, so the scale could not be removed
+afterwards. If the inner gradient overflows, the loss and every gradient of the step overflow too, and the step is
+skipped.
 
-The clouds are Gaussians, one moved by `--distance`, which is their Wasserstein distance: what a critic of slope 1 finds
-as mean D(real) - mean D(fake). (A penalty lets the slope be a little more.) Expected, in some ten seconds:
+The clouds are Gaussians, one shifted by `--distance`. This is their Wasserstein distance, and a critic of slope 1 finds
+it as mean D(real) - mean D(fake). (With a penalty the slope can be a little larger.) Expected, in about ten seconds:
 
      step   fp32 loss   fp16 loss   loss scale
         0      6.2478         nan        65536   skipped
@@ -66,10 +67,10 @@ def critic(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:  # [2] -> f
 
 
 def loss_fn(params: Any, scaler: jaxmp.GradScaler, real: jax.Array, fake: jax.Array, between: jax.Array, weight: float):
-    """(loss, distance): what is minimized, and how far apart the critic finds the clouds."""
+    """(loss to minimize, distance between the clouds that the critic finds)."""
     scores = jax.vmap(critic, in_axes=(None, 0))
     distance = jnp.mean(scores(params, real)) - jnp.mean(scores(params, fake))
-    # In the dtype of the params, so that it is 16-bit gradients which are scaled.
+    # In the dtype of the params, so that the scaled gradients are 16-bit.
     points = between.astype(params["in"].dtype)
     scaled = jax.vmap(jax.grad(lambda x: scaler.scale(critic(params, x))))(points)  # [N, 2]
     slopes = scaled.astype(jnp.float32) / scaler.get_scale()
@@ -78,9 +79,9 @@ def loss_fn(params: Any, scaler: jaxmp.GradScaler, real: jax.Array, fake: jax.Ar
 
 
 def train(cfg: Config, name: str) -> dict[str, list[float]]:
-    """Trains one critic under the policy `name`; a list with one entry per step for each thing measured."""
+    """Trains one critic under the policy `name`; returns one list per measurement, with one entry per step."""
     policy = jaxmp.get_policy(name)
-    tx = jaxmp.keep_master_params(optax.adam(cfg.learning_rate), policy)  # masters where params have 16 bits
+    tx = jaxmp.keep_master_params(optax.adam(cfg.learning_rate), policy)  # masters if params have 16 bits
     params32 = init(cfg)
     scaler = jaxmp.GradScaler(cfg.init_scale, enabled=policy.uses_float16)
 
@@ -111,7 +112,7 @@ def train(cfg: Config, name: str) -> dict[str, list[float]]:
 
 
 def main(cfg: Config) -> dict[str, dict[str, list[float]]]:
-    """Trains both, prints a table, and returns what was measured."""
+    """Trains both, prints a table, and returns the measurements."""
     runs = {name: train(cfg, name) for name in ("fp32", "fp16")}
     fp32, fp16 = runs["fp32"], runs["fp16"]
     print(" step   fp32 loss   fp16 loss   loss scale")

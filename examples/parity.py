@@ -2,16 +2,16 @@
 
     make parity            (or: python examples/parity.py; about 15 minutes on two idle cores)
 
-The question is not whether one fp16 run ends above or below one fp32 run, but whether the gap is larger than what
-another seed does to fp32 itself. So each seed (of the params and of the batches) trains every policy, the gap of a
-policy is taken seed by seed against its baseline, and its mean is held against the baseline's standard deviation over
-the seeds:
+One fp16 run may end above or below one fp32 run by chance. The question is whether the gap is larger than the
+difference that another seed makes in fp32 itself. So each seed (of the params and of the batches) trains every policy.
+The gap of a policy to its baseline is computed for each seed, and its mean is compared with the baseline's standard
+deviation over the seeds:
 
     |mean over seeds of (held_out(policy) - held_out(baseline))|  <=  std over seeds of held_out(baseline)
 
-The baseline of 16 bits is fp32. That of fp8 is bf16, in which it computes whatever it does not multiply.
+The baseline of 16 bits is fp32. The baseline of fp8 is bf16, because fp8 runs everything except its matmuls in bf16.
 
-The run that is committed, with its command, is benchmarks/results/parity.json; that of small optimizer state against
+The stored run, with its command, is benchmarks/results/parity.json. The run that compares small optimizer state with
 whole masters and float32 moments is parity_8bit.json beside it (--policies bf16 bf16+8bit).
 """
 
@@ -37,16 +37,16 @@ from train import Config, start_jax, train
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """Which runs, and where the result goes."""
+    """The runs, and the file for the result."""
 
     seeds: int = 5
-    steps: int = 1500  # half as many again as the example
+    steps: int = 1500  # half as many again as in train.py
     policies: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8", "fp16+fp8")
     json: Path = Path(__file__).parents[1] / "benchmarks" / "results" / "parity.json"
 
 
 def baseline_of(policy: str, policies: tuple[str, ...]) -> str:
-    """What a policy is held against: bf16 for fp8, else the first."""
+    """The policy to compare with: bf16 for fp8, else the first."""
     return "bf16" if "fp8" in policy and "bf16" in policies else policies[0]
 
 

@@ -2,10 +2,10 @@
 
     python examples/port_torch_amp.py                    (or --framework nnx)
 
-A small CNN with BatchNorm learns handwritten digits. The PyTorch lines stand as comments beside the lines that take
-their place, in `scaler_loop` (the closest port: `jaxmp.autocast` and `jaxmp.GradScaler`) and in `native_loop` (fewer
-lines, nothing to forget: the loss scale lives in the optimizer's state). The model names no dtype in any of them. This
-is what is ported, as PyTorch writes it:
+A small CNN with BatchNorm learns handwritten digits. The PyTorch lines are comments beside the lines that replace
+them, in `scaler_loop` (the closest port: `jaxmp.autocast` and `jaxmp.GradScaler`) and in `native_loop` (fewer lines,
+no call to forget: the loss scale is in the optimizer's state). The model has no dtype in any of them. This is the loop
+to port, in PyTorch:
 
     model, scaler = CNN().cuda(), torch.amp.GradScaler("cuda", init_scale, growth_interval=100, enabled=use_amp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
@@ -19,7 +19,7 @@ is what is ported, as PyTorch writes it:
         scaler.step(optimizer)
         scaler.update()
 
-The first scale is too high, so that both loops skip their first steps. Expect about this, in half a minute on two
+The first scale is too high, so both loops skip their first steps. Expect about this, in half a minute on two
 cores:
 
      loop         train  held-out  accuracy  skips  loss scale  params
@@ -70,14 +70,14 @@ class Config:
     width: int = 16
     learning_rate: float = 3e-3
     max_norm: float = 1.0
-    init_scale: float = 2.0**19  # too high, to show skips; torch's default, and ours, is 2**16
+    init_scale: float = 2.0**19  # too high, to show skips; the default of torch and jaxmp is 2**16
     growth_interval: int = 100  # torch's default is 2000, longer than this run
     seed: int = 0
 
 
 @dataclasses.dataclass
 class Run:
-    """What one way of training did; lists have one entry per step."""
+    """The results of one way to train; lists have one entry per step."""
 
     name: str
     losses: list[float]
@@ -144,12 +144,12 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:  # F.cross_entr
 # ---------------------------------------------------------------------------------------------------------------------
 # The model as two functions, so that the loops below are the same for both frameworks.
 
-Stats = Any  # what BatchNorm keeps, and all else that is no param
+Stats = Any  # BatchNorm's statistics, and all other state that is not a param
 Forward = Callable[[Any, Stats, jax.Array], tuple[jax.Array, Stats]]
 
 
 def make_model(cfg: Config) -> tuple[Forward, Forward, Any, Stats]:
-    """`(train, eval, params, stats)`: the model in both modes, and what it starts from, float32."""
+    """`(train, eval, params, stats)`: the model in both modes, and its initial values in float32."""
     if cfg.framework == "nnx":
         model = NnxCNN(cfg.width, nnx.Rngs(cfg.seed))
         model.eval()
@@ -178,7 +178,7 @@ def make_model(cfg: Config) -> tuple[Forward, Forward, Any, Stats]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The closest port. With use_amp=False it is plain float32 training, as in PyTorch.
+# The closest port. With use_amp=False this is plain float32 training, as in PyTorch.
 
 
 def scaler_loop(cfg: Config, forward: Forward, params: Any, stats: Stats, use_amp: bool) -> tuple[Any, Any]:
@@ -205,7 +205,7 @@ def scaler_loop(cfg: Config, forward: Forward, params: Any, stats: Stats, use_am
         grads, _ = clip.update(grads, clip.init(params))  # clip_grad_norm_(model.parameters(), max_norm)
         params, opt_state, scaler = scaler.step(tx, grads, opt_state, params)  # scaler.step(optimizer)
         skipped = scaler.found_inf()
-        # torch has no line for this one: there, BatchNorm keeps the statistics of a step that was skipped.
+        # torch has no such line: its BatchNorm keeps the statistics of a skipped step.
         stats = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), stats, old_stats)
         scaler = scaler.update()  # scaler.update()
         return (params, stats, opt_state, scaler), (loss, skipped, scaler.get_scale())
@@ -214,11 +214,11 @@ def scaler_loop(cfg: Config, forward: Forward, params: Any, stats: Stats, use_am
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The native way. With float16 params, and float32 masters of them in the optimizer.
+# The native way, with float16 params and their float32 masters in the optimizer.
 
 
 def native_loop(cfg: Config, forward: Forward, params: Any, stats: Stats) -> tuple[Any, Any]:
-    """As `scaler_loop`."""
+    """Like `scaler_loop`."""
     policy = jaxmp.get_policy("fp16", keep_fp32=("*[Nn]orm*",))
     inner = optax.chain(jaxmp.clip_by_global_norm(cfg.max_norm), optax.adamw(cfg.learning_rate, weight_decay=1e-2))
     rule = jaxmp.DynamicLossScale.preset(
@@ -262,7 +262,7 @@ def train(cfg: Config, name: str) -> Run:
         history.append(measured)
     losses, skipped, scales = (np.stack(column).tolist() for column in zip(*jax.device_get(history), strict=True))
 
-    # model.eval(), and with torch.no_grad(), torch.autocast(...): no gradients are asked for, so none are made.
+    # model.eval(), and with torch.no_grad(), torch.autocast(...): JAX computes no gradients here.
     predict = evaluate if name == "fp32" else jaxmp.autocast(evaluate, jnp.float16)
     logits, _ = jax.jit(predict)(state[0], state[1], held_out_x)
     loss = float(cross_entropy(logits.astype(jnp.float32), held_out_y))
@@ -291,7 +291,7 @@ def table(runs: list[Run], cfg: Config) -> Table:
 
 
 def main(cfg: Config) -> list[Run]:
-    """Trains in each way, and prints a table."""
+    """Trains each way, and prints a table."""
     console = Console(highlight=False)
     runs = [train(cfg, name) for name in cfg.loops]
     console.print(table(runs, cfg))

@@ -1,4 +1,4 @@
-"""What a training run leaves behind, and how the examples show it: a table, events, curves, a JSON record."""
+"""The results of a training run, and how the examples show them: a table, events, curves, a JSON record."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from rich.table import Table
 
 import jaxmp
 
-matplotlib.use("Agg")  # pictures go to files, also where there is no screen
+matplotlib.use("Agg")  # plots go to files, also without a screen
 import matplotlib.pyplot as plt
 
 OnLog = Callable[[int, float, float], None]  # (steps taken, loss, loss scale)
@@ -27,19 +27,19 @@ OnLog = Callable[[int, float, float], None]  # (steps taken, loss, loss scale)
 
 @dataclasses.dataclass
 class Run:
-    """What one policy did; lists have one entry per step."""
+    """The results of one policy; lists have one entry per step."""
 
     policy: str
     param_bytes: int
     state_bytes: int
     losses: list[Any] = dataclasses.field(default_factory=list)  # nats per byte, of the training batch
     loss_scales: list[Any] = dataclasses.field(default_factory=list)  # after the step
-    skipped: list[Any] = dataclasses.field(default_factory=list)  # whether the step was
+    skipped: list[Any] = dataclasses.field(default_factory=list)  # whether the step was skipped
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss on the held-out text
     seconds: float = 0.0  # compilation included
 
     def log(self, metrics: dict[str, Any], opt_state: Any, cfg: Any, on_log: OnLog) -> None:
-        """Keeps the metrics of a step, on their device; every `log_every` steps they are fetched and looked at."""
+        """Keeps the metrics of a step on the device; every `log_every` steps they are fetched and checked."""
         columns = {"loss": self.losses, "loss_scale": self.loss_scales, "skipped": self.skipped}
         for name, column in columns.items():
             column.append(metrics[name])
@@ -64,7 +64,7 @@ def gap_percent(run: Run, baseline: Run) -> float:
 
 
 def events(run: Run) -> Iterator[str]:
-    """A line for each step that was skipped or moved the loss scale."""
+    """A line for each step that was skipped or changed the loss scale."""
     before = run.loss_scales[0]
     for i, (scale, skipped) in enumerate(zip(run.loss_scales, run.skipped, strict=True)):
         moved = f"loss scale {before:.0f} -> {scale:.0f}" if scale != before else f"loss scale stays {scale:.0f}"
@@ -76,7 +76,7 @@ def events(run: Run) -> Iterator[str]:
 
 
 def table(runs: list[Run]) -> Table:
-    """The closing table."""
+    """The final table."""
     title = "loss in nats per byte; MB of params + optimizer state on a device"
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
     out.add_column("policy")
@@ -96,7 +96,7 @@ def table(runs: list[Run]) -> Table:
     return out
 
 
-# Curves that coincide: each is drawn thinner than the one below it. (color, line, width, marker, its size)
+# The curves coincide, so each is drawn thinner than the one below it. (color, line, width, marker, marker size)
 STYLES = (
     ("0.75", "-", 5.0, "o", 12.0),
     ("#0072b2", "-", 2.5, "s", 8.0),
@@ -106,7 +106,7 @@ STYLES = (
 
 
 def plot(runs: list[Run], cfg: Any, path: Path) -> None:
-    """Loss curves, their distance from the first run's, and the loss scale with skipped steps marked."""
+    """Loss curves, their distance from the first run, and the loss scale with skipped steps marked."""
     window = cfg.log_every
     fig = plt.figure(figsize=(10, 4.4), dpi=100, layout="constrained")
     loss, gap, scale = fig.subplot_mosaic([["loss", "gap"], ["loss", "scale"]], width_ratios=(1.1, 1)).values()
@@ -140,7 +140,7 @@ def plot(runs: list[Run], cfg: Any, path: Path) -> None:
 
 
 def record(runs: list[Run], cfg: Any) -> dict[str, Any]:
-    """The closing table for machines, with what is needed to repeat it."""
+    """The final table as data, with the settings needed to repeat it."""
     settings = dataclasses.asdict(cfg)
     for name in ("out", "figure", "json", "log", "coordinator", "num_processes", "process_id"):
         del settings[name]

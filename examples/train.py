@@ -1,12 +1,12 @@
 """Trains one small transformer in float32, bfloat16, float16 and fp8, and shows that the curves coincide.
 
-    make train                                  (or: python examples/train.py; --help names every knob)
+    make train                                  (or: python examples/train.py; --help lists all options)
 
-The text is Python's own language reference, which every Python brings along; the model reads it byte by byte. Four
-simulated CPU devices share each batch by `jax.pmap`. The runs start from the same params and see the same batches. In
-the float16 run one device is made to overflow at three known steps, so that you can watch what happens to the step and
-to the loss scale. Expect about this, within two minutes on two cores (the reference differs from Python to Python;
-these are of 3.12):
+The text is Python's own language reference, which is part of every Python. The model reads it byte by byte. Four
+simulated CPU devices share each batch with `jax.pmap`. The runs start from the same params and see the same batches. In
+the float16 run one device is forced to overflow at three known steps, so that you can see what happens to the step and
+to the loss scale. Expect about this, within two minutes on two cores (the reference differs between Python versions;
+these numbers are from 3.12):
 
      policy   train  held-out  vs fp32  skips  loss scale       memory
     ───────────────────────────────────────────────────────────────────
@@ -21,14 +21,14 @@ these are of 3.12):
     fp16 step 610: loss scale 32768 -> 65536
     fp16 step 750: a device overflowed, all skip; loss scale stays 65536 (hysteresis)
 
-A gap of some tenths of a percent, to either side, is noise: another seed moves float32 itself as far (parity.py).
+A gap of a few tenths of a percent, in either direction, is noise: another seed changes float32 as much (parity.py).
 
-Three tiers, one script:
+One script for three sizes of machine:
 
     CPU, four simulated devices     python examples/train.py
     all GPUs of this machine        python examples/train.py --width 512 --layers 8 --batch-size 128 --steps 3000
     several processes               python examples/train.py --coordinator HOST:PORT --num-processes 2 --process-id 0
-                                    (and --process-id 1 in the other; on a cluster that jax knows: --coordinator auto)
+                                    (and --process-id 1 in the other; on a cluster that jax detects: --coordinator auto)
 """
 
 import contextlib
@@ -59,13 +59,13 @@ from report import OnLog, Run, events, plot, record, run_with_progress, table
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
-    # Each is one run; gaps are measured from the first. "fp8" has float32 params and bfloat16 activations; "fp16+fp8"
-    # is float16 with its loss scale, and fp8 matmuls; "bf16+8bit" has 24-bit masters and 8-bit moments: 5 bytes a
-    # parameter in all, where bf16 has 14.
+    # Each name is one run; gaps are relative to the first. "fp8" has float32 params and bfloat16 activations.
+    # "fp16+fp8" is float16 with its loss scale, and fp8 matmuls. "bf16+8bit" has 24-bit masters and 8-bit moments: 5
+    # bytes per parameter, where bf16 has 14.
     policies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--policy"])] = ("fp32", "bf16", "fp16", "fp8")
-    steps: int = 1000  # three epochs; the curves have had the time to part
+    steps: int = 1000  # three epochs: enough time for the curves to diverge
     batch_size: int = 16  # sequences a step, over all devices together: 1024 bytes
-    seq_len: int = 64  # bytes of context; a short one is learned sooner
+    seq_len: int = 64  # bytes of context; a short context trains faster
     width: int = 96  # with 2 layers 0.3 M params: half a minute a run
     layers: int = 2
     heads: int = 4
@@ -73,18 +73,18 @@ class Config:
     warmup: float = 0.05  # the part of the steps in which the rate rises to its peak
     weight_decay: float = 0.1  # on matrices only (jaxmp.weight_decay_mask)
     max_norm: float = 1.0  # gradients are clipped to this norm
-    initial_scale: float = 2.0**15  # at the usual 2^16 this model overflows by itself in its first steps, too
+    initial_scale: float = 2.0**15  # at the usual 2^16 this model also overflows in its first steps
     growth_interval: int = 250  # good steps until the loss scale grows; 2000 is usual, too long to see here
-    overflow_steps: tuple[int, ...] = (350, 360, 750)  # of float16: skipped; skipped and scale halved; skipped
+    overflow_steps: tuple[int, ...] = (350, 360, 750)  # in float16: skipped; skipped and scale halved; skipped
     overflow_device: int = 1  # where they happen: every other device must skip as well
-    log_every: int = 10  # steps between looks at the devices; in between nothing waits for them
+    log_every: int = 10  # steps between reads from the devices; between them nothing waits
     eval_every: int = 100  # steps between held-out losses
     seed: int = 0  # of the params and of the batches
     out: Path = Path(__file__).parent / "out"  # where train.png goes
-    figure: Path | None = None  # a second copy of the picture
-    json: Path | None = None  # the closing table for machines
+    figure: Path | None = None  # a second copy of the plot
+    json: Path | None = None  # the final table as JSON
     log: Path | None = (
-        None  # a folder for metrics, one CSV file a policy (TensorBoard and W&B: see jaxmp.monitor.log_metrics)
+        None  # a folder for metrics, one CSV file per policy (TensorBoard and W&B: see jaxmp.monitor.log_metrics)
     )
     cpu_devices: int = 4  # simulated devices, where there is no GPU
     coordinator: str | None = None  # HOST:PORT of process 0, or "auto" on a cluster that jax can detect
@@ -95,7 +95,7 @@ class Config:
 def load_text() -> tuple[np.ndarray, np.ndarray]:
     """The bytes to train on and the bytes held out, about nine to one.
 
-    Entries of the reference repeat one another, so each paragraph is taken once: no held-out paragraph was trained on.
+    Entries of the reference repeat each other, so each paragraph is used once: no held-out paragraph is trained on.
     """
     entries = "\n\n".join(topics[name] for name in sorted(topics))
     paragraphs = list(dict.fromkeys(p.strip("\n") for p in entries.split("\n\n")))
@@ -113,7 +113,7 @@ def sample(text: np.ndarray, cfg: Config, step: int) -> np.ndarray:
 
 
 def walk(text: np.ndarray, cfg: Config) -> Iterator[np.ndarray]:
-    """All of `text` once, in batches like those of `sample`; what is left over at the end is dropped."""
+    """All of `text` once, in batches like those of `sample`; the incomplete rest is dropped."""
     rows = len(text) // (cfg.seq_len + 1) // cfg.batch_size * cfg.batch_size
     return iter(text[: rows * (cfg.seq_len + 1)].reshape(-1, cfg.batch_size, cfg.seq_len + 1))
 
@@ -124,7 +124,7 @@ def next_byte_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def attend(qkv: jax.Array) -> jax.Array:
-    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]; scores and softmax in float32, the rest as it comes."""
+    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]; scores and softmax in float32, the rest in its dtype."""
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
     scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     past = jnp.tril(jnp.ones((1, 1, q.shape[1], q.shape[1]), bool))
@@ -133,7 +133,7 @@ def attend(qkv: jax.Array) -> jax.Array:
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm. Matmuls run in `dtype`; norms and softmax in float32."""
+    """Attention and an MLP, each after a norm. Matmuls run in `dtype`; norms and softmax in float32."""
 
     heads: int
     seq_len: int
@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes to logits of the next byte; the logits are float32 whatever `dtype` is."""
+    """Bytes to logits of the next byte; the logits are float32 for any `dtype`."""
 
     width: int
     layers: int
@@ -177,22 +177,22 @@ def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run
 
 
 class Precision(NamedTuple):
-    """What a run's name stands for."""
+    """The precision that the name of a run means."""
 
     policy: jaxmp.Policy
-    recipe: Any  # of its fp8 matmuls, if it has any
+    recipe: Any  # for its fp8 matmuls, or None
     small_state: bool  # 24-bit masters, 8-bit moments
 
 
 def precision_of(policy_name: str) -> Precision:
-    """The precision of a run: a policy, and what is added to it."""
+    """The precision of a run: a policy, and the parts after `+`."""
     name, *added = policy_name.split("+")
     policy = jaxmp.get_policy(name, keep_fp32=("*norm*",))
     return Precision(policy, jaxmp.fp8.DelayedScaling() if "fp8" in added else policy.recipe, "8bit" in added)
 
 
 def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation:
-    """AdamW, clipped; any optax optimizer would do."""
+    """AdamW with clipping; any optax optimizer would work."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, cfg.learning_rate, round(cfg.warmup * cfg.steps), cfg.steps, 0.1 * cfg.learning_rate
     )
@@ -211,12 +211,12 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
     is_fp16 = policy.param_dtype == jnp.float16
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)  # or leave it at "auto"
 
-    # A Flax loop becomes one in mixed precision in three places, and in fp8 in one more. First, the optimizer:
+    # For mixed precision, a Flax loop changes in three places; for fp8, in one more. First, the optimizer:
     bits = 8 if small_state else None
     tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe, remainder_bits=bits)
     tx = optax.chain(jaxmp.reduce_gradients("devices"), tx)  # in place of jax.lax.pmean(grads): the mean in float32
 
-    def in_fp8() -> contextlib.AbstractContextManager[None]:  # all Dense layers but the last, the logits
+    def in_fp8() -> contextlib.AbstractContextManager[None]:  # all Dense layers except the last, the logits
         return jaxmp.fp8.autocast(recipe) if recipe else contextlib.nullcontext()
 
     def init(key: jax.Array) -> jaxmp.linen.TrainState:
@@ -231,9 +231,11 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
     @functools.partial(jax.pmap, axis_name="devices", donate_argnums=0, out_axes=(0, None))
     def step(state: jaxmp.linen.TrainState, tokens: jax.Array, disturbance: jax.Array) -> tuple[Any, dict[str, Any]]:
         # Third, the gradients (was: jax.value_and_grad(loss_fn)(state.params, tokens)):
-        with in_fp8():  # and not where held-out losses are computed: fp8 is for training
+        with in_fp8():  # not for held-out losses: fp8 is for training
             loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
-        grads = jax.tree.map(lambda g: g * disturbance.astype(g.dtype), grads)  # for the show: 1, or inf to overflow
+        grads = jax.tree.map(
+            lambda g: g * disturbance.astype(g.dtype), grads
+        )  # for the demonstration: 1, or inf to overflow
         state = state.apply_gradients(grads=grads)
         return state, state.metrics | {"loss": jax.lax.pmean(loss, "devices")}
 
@@ -265,7 +267,7 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
             disturbance[cfg.overflow_device % devices] = np.inf
         state, metrics = step(state, mine(sample(train_text, cfg, i)), mine(disturbance)[:, 0])
         if (i + 1) % cfg.eval_every == 0 or i + 1 == cfg.steps:
-            # One batch at a time: simulated devices share few threads, and two batches at once can lock each other out.
+            # One batch at a time: simulated devices share few threads, and two batches at once can deadlock.
             losses = [float(held_out_loss(state.params, mine(batch))) for batch in walk(held_out_text, cfg)]
             run.held_out[i + 1] = float(np.mean(losses))
         run.log(metrics, state.opt_state, cfg, on_log)
@@ -276,7 +278,7 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
 
 
 def start_jax(cfg: Config) -> None:
-    """Chooses devices; must come before anything that uses jax."""
+    """Chooses devices; call it before anything that uses jax."""
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", cfg.cpu_devices)  # does nothing where there is a GPU
     if cfg.coordinator == "auto":

@@ -1,13 +1,13 @@
-"""The transformer of train.py in flax.nnx, under `nnx.jit`, with params and optimizer state spread over a mesh.
+"""The transformer of train.py in flax.nnx, under `nnx.jit`, with params and optimizer state sharded over a mesh.
 
     python examples/train_nnx.py
 
-Four simulated CPU devices form a mesh of 2 x 2. Each batch is cut over all four; each matrix, its master and its
-moments over the two of the axis "fsdp" only, so that a device holds half of them. Nothing is said about communication:
-XLA derives it from where the arrays lie. The model has dropout, whose keys are state that moves in the forward pass,
-and a step adds up the gradients of two microbatches in float32. The loss scale starts far too high, to show how it
-finds its place: it falls with every step that overflows, and those steps change nothing else. Expect about this, in
-a minute on two cores:
+Four simulated CPU devices form a mesh of 2 x 2. Each batch is sharded over all four. Each matrix, its master and its
+moments are sharded over the two devices of the axis "fsdp" only, so a device holds half of them. The code contains no
+communication: XLA derives it from the shardings. The model has dropout, whose keys are state that changes in the
+forward pass. A step sums the gradients of two microbatches in float32. The loss scale starts far too high, to show how
+it adapts: the first overflow costs only its step, each further one halves the scale, and a skipped step changes nothing
+else. Expect about this, in a minute on two cores:
 
      policy   train  held-out  vs bf16  skips  loss scale       memory
     ───────────────────────────────────────────────────────────────────
@@ -47,10 +47,10 @@ import train
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
 
-    policies: tuple[str, ...] = ("bf16", "fp16", "fp8")  # each is one run; gaps are measured from the first
+    policies: tuple[str, ...] = ("bf16", "fp16", "fp8")  # each is one run; gaps are relative to the first
     steps: int = 500
-    batch_size: int = 16  # sequences a step, of all devices and microbatches together
-    accumulate: int = 2  # microbatches a step
+    batch_size: int = 16  # sequences per step, over all devices and microbatches
+    accumulate: int = 2  # microbatches per step
     seq_len: int = 64  # bytes of context
     width: int = 96
     layers: int = 2
@@ -69,7 +69,7 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each behind a norm. Matmuls run in `dtype`; norms and softmax in float32."""
+    """Attention and an MLP, each after a norm. Matmuls run in `dtype`; norms and softmax in float32."""
 
     def __init__(self, cfg: Config, dtype: Any, rngs: nnx.Rngs):
         norm = functools.partial(nnx.LayerNorm, cfg.width, use_bias=False, dtype=jnp.float32, rngs=rngs)
@@ -87,7 +87,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes to logits of the next byte; the logits are float32 whatever `dtype` is."""
+    """Bytes to logits of the next byte; the logits are float32 for any `dtype`."""
 
     def __init__(self, cfg: Config, dtype: Any, rngs: nnx.Rngs):
         self.bytes = nnx.Embed(256, cfg.width, dtype=dtype, rngs=rngs)
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
 
 
 def spread(module: nnx.Module, mesh: Mesh) -> None:
-    """Lays the arrays of `module` over the mesh: matrices cut over "fsdp", all else on every device."""
+    """Shards the arrays of `module` over the mesh: matrices over "fsdp", the rest on every device."""
 
     def place(x: jax.Array) -> NamedSharding:
         return NamedSharding(mesh, P("fsdp") if x.ndim == 2 and x.shape[0] % mesh.shape["fsdp"] == 0 else P())
@@ -115,7 +115,7 @@ def spread(module: nnx.Module, mesh: Mesh) -> None:
 
 
 def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: None) -> report.Run:
-    """One run; as `train.train`."""
+    """One run, like `train.train`."""
     started = time.perf_counter()
     policy, recipe, small_state = train.precision_of(policy_name)
     if small_state:
@@ -134,8 +134,8 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
         optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=jaxmp.weight_decay_mask),
     )
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)
-    # What changes in an nnx loop: the optimizer is wrapped, the params are cast once it is made, and further down the
-    # gradients are those of jaxmp.nnx. For fp8, the model's Linear layers (but the logits) get an fp8 dot_general.
+    # An nnx loop changes in three places: wrap the optimizer, cast the params after creating it, and further down take
+    # the gradients with jaxmp.nnx. For fp8, the model's Linear layers (except the logits) get an fp8 dot_general.
     if recipe:
         jaxmp.nnx.to_fp8(model, recipe)
     is_fp16 = policy.param_dtype == jnp.float16

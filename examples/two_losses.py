@@ -1,12 +1,12 @@
-"""Two losses on one trunk, two optimizers, one loss scale: torch.amp's rule in a hundred lines.
+"""Two losses on one trunk, two optimizers, one loss scale: torch.amp's rule.
 
     python examples/two_losses.py
 
-A trunk feeds two heads. Head A (and the trunk) learns to regress with AdamW, head B to classify with SGD. Both losses
-are scaled by one and the same scale. At step 60 head B overflows: its optimizer skips, the other one does not, and the
-shared scale falls once, since *somebody* overflowed. At step 120 both overflow: both skip, and the scale falls once.
+A trunk feeds two heads. Head A (with the trunk) learns a regression with AdamW, head B a classification with SGD. Both
+losses have the same scale. At step 60 head B overflows: its optimizer skips, the other one does not, and the shared
+scale falls once, because one of them overflowed. At step 120 both overflow: both skip, and the scale falls once.
 
-Expected, on any machine, in some seconds:
+Expected, on any machine, in a few seconds:
 
     step  60: skipped by B       loss scale 65536 -> 32768
     step 120: skipped by A and B loss scale 32768 -> 16384
@@ -52,14 +52,14 @@ class TwoHeads(nn.Module):
 
 
 def main(cfg: Config) -> dict[str, list[Any]]:
-    """Trains, prints what was skipped, and returns it."""
+    """Trains, prints the skipped steps, and returns the history."""
     policy = jaxmp.get_policy(cfg.policy)
     model = TwoHeads(cfg.width, policy.compute_dtype)
     x = jax.random.normal(jax.random.key(cfg.seed), (256, 8))
     target, label = jnp.sin(x[:, 0] + x[:, 1]) + 0.7, (x[:, 2] * x[:, 3] > 0).astype(jnp.float32)
     params32 = model.init(jax.random.key(cfg.seed + 1), x)["params"]
 
-    # Each optimizer has its own params; both run under one scale, so theirs (1.0: none) is not used.
+    # Each optimizer has its own params. Both run under the shared scale, so they have none of their own (1.0).
     is_b = {"head_b"}
     params32_a = {name: leaf for name, leaf in params32.items() if name not in is_b}  # the trunk and head A
     params32_b = {name: leaf for name, leaf in params32.items() if name in is_b}
@@ -77,15 +77,15 @@ def main(cfg: Config) -> dict[str, list[Any]]:
 
     @jax.jit
     def step(a: Any, b: Any, state_a: Any, state_b: Any, scale: Any, disturb_a: jax.Array, disturb_b: jax.Array) -> Any:
-        # A's optimizer moves the trunk and head A by the sum of both losses; B's moves head B by its own.
+        # A's optimizer updates the trunk and head A with the sum of both losses; B's updates head B with its own loss.
         value_a, (grads_a, _) = jaxmp.value_and_grad(loss_a, argnums=(0, 1))(a, b, disturb_a, opt_state=scale)
         value_b, (trunk_grads, grads_b) = jaxmp.value_and_grad(loss_b, argnums=(0, 1))(a, b, disturb_b, opt_state=scale)
-        # What head B sends into the trunk counts only if it is finite, or B's overflow would be A's as well.
+        # Head B's gradient of the trunk counts only if it is finite. Otherwise B's overflow would also skip A.
         usable = jaxmp.all_finite(trunk_grads)
         grads_a = jax.tree.map(lambda g, h: g.astype(jnp.float32) + jnp.where(usable, h, 0), grads_a, trunk_grads)
         a, state_a, scale = shared.apply_gradients(tx_a, grads_a, state_a, a, scale)
         b, state_b, scale = shared.apply_gradients(tx_b, grads_b, state_b, b, scale)
-        scale = shared.update(scale)  # once a step, on the union of the flags
+        scale = shared.update(scale)  # once per step, if any flag was set
         skipped = jaxmp.get_metrics(state_a)["skipped"], jaxmp.get_metrics(state_b)["skipped"]
         return (a, b, state_a, state_b, scale), (value_a, value_b, *skipped)
 

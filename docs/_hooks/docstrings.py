@@ -1,4 +1,4 @@
-"""How docstrings are read for the reference: our `Example:` is what griffe calls `Examples:`, lines of `>>>`."""
+"""Reads docstrings for the reference: jaxmp writes `Example:`, griffe expects `Examples:`."""
 
 import re
 

@@ -1,8 +1,9 @@
-"""What is public, and on which page of the reference it stands. Read from the sources, without importing them.
+"""The public names, and the page of the reference for each. Read from the sources, without importing them.
 
-Public is what `jaxmp/__init__.py` and `pallas_kernels/__init__.py` hand on, and what the modules among it define or
-hand on in turn (`from x import name as name`). Names of `jaxmp` itself are sorted into pages by the file that defines
-them; one from a file that no page names comes on the last page, and a module gets a page of its own.
+The public names are those that the faces import (`from x import name as name`). The faces are `jaxmp/__init__.py`, the
+modules beside it, and `pallas_kernels/__init__.py`. A name of a face such as `jaxmp.fp8` is on the page of this face.
+A name of `jaxmp` itself is on the page of the room that defines it: `jaxmp._src.step.policy` belongs to the room
+`step`. So a new public name, a new room and a new face each get their place without a change here.
 """
 
 import ast
@@ -10,17 +11,20 @@ import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ROOMS = "jaxmp._src."
 
-# Page, title, and the files whose names it has.
-TOPICS = (
-    ("step", "The training step", ("transform", "grads", "policy", "reduce", "sync", "_sharding_of")),
-    ("scaling", "Loss scales", ("scaling", "shared", "grad_scaler")),
-    ("state", "State and metrics", ("state", "_states", "unscale", "master")),
-    ("autocast", "Autocast and policies by measure", ("_autocast", "_explain", "_fp16_methods", "_suggest")),
-    ("optimizers", "Optimizers", ("fused", "clip", "compress", "masterless", "ema", "_convert")),
-    ("numerics", "Numerical safety", ("probe", "_softmax", "_scale_gradient")),
-    ("more", "More", ()),
-)
+# The order of the pages and their titles. A room that is missing here comes after these, under its own name.
+TITLES = {
+    "step": "The training step",
+    "loss_scale": "Loss scales",
+    "autocast": "Autocast",
+    "transforms": "Optimizers, clipping, averages",
+    "distributed": "Gradients over devices",
+    "devices": "Devices",
+    "numerics": "Numerics for models",
+    "precision_search": "Precision search",
+    "porting": "Porting",
+}
 
 
 def source_of(module: str) -> Path:
@@ -52,16 +56,29 @@ def namespaces() -> list[str]:
     return [*sorted(inner), "pallas_kernels"]
 
 
+def room_of(module: str) -> str:
+    """The room of a module: `step` for `jaxmp._src.step.policy`."""
+    return module.removeprefix(ROOMS).partition(".")[0]
+
+
+def summary_of(room: str) -> str:
+    """What the room is for, in one line; empty for a face that has no room of its name."""
+    source = ROOT / "jaxmp" / "_src" / room / "__init__.py"
+    return (ast.get_docstring(ast.parse(source.read_text())) or "") if source.is_file() else ""
+
+
 @functools.cache
 def pages() -> dict[str, tuple[str, list[str]]]:
-    """Each page of the reference: its title, and its names in full."""
-    found = {page: (title, []) for page, title, _ in TOPICS}
-    page_of = {f"jaxmp.{file}": page for page, _, files in TOPICS for file in files}
-    names = {name: origin for name, origin in exports_of("jaxmp").items() if origin != "jaxmp"}
-    for name in sorted(names, key=lambda name: [*page_of, names[name]].index(names[name])):
-        found[page_of.get(names[name], TOPICS[-1][0])][1].append(f"jaxmp.{name}")
-    found = {page: (title, names) for page, (title, names) in found.items() if names}
+    """Each page of the reference: its title, and its names in full.
+
+    A room and a face of the same name (`checkpoint`) share one page.
+    """
+    found = {room: (title, []) for room, title in TITLES.items()}
     for module in namespaces():
         names = [f"{module}.{name}" for name in exports_of(module)]
         found[module.removeprefix("jaxmp.")] = (module, names)
-    return found
+    for name, origin in exports_of("jaxmp").items():
+        if origin.startswith(ROOMS):
+            room = room_of(origin)
+            found.setdefault(room, (room, []))[1].append(f"jaxmp.{name}")
+    return {page: (title, names) for page, (title, names) in found.items() if names}

@@ -1,8 +1,8 @@
-"""Pages from files that stand outside of docs/, with one source each: the changelog, benchmarks, examples.
+"""Makes pages from files outside docs/: the changelog, benchmarks, examples.
 
-benchmarks/README.md becomes a page for each of its sections, beside an overview of benchmarks/results. Scripts and
-notebooks of examples/ are shown as they are, notebooks with the outputs that they were stored with. Links between
-files of the repository are turned into links between pages; a file that is no page is copied.
+benchmarks/README.md becomes one page for each of its sections; another page gives an overview of benchmarks/results.
+Scripts and notebooks of examples/ are shown as they are, notebooks with their stored outputs. Links between files of
+the repository become links between pages. A file that has no page is copied.
 """
 
 import functools
@@ -44,12 +44,12 @@ def sections() -> dict[str, str]:
 
 
 def results() -> str:
-    """The overview: what lies in benchmarks/results, and what it was made by."""
+    """The overview of benchmarks/results: each file, and the command that made it."""
     lines = [
         "# Performance",
         "",
-        "Nothing here is copied by hand: scripts measure or count, store their results as JSON, and write the tables",
-        "from them. Programs that are *compiled for H100* were never run; what was timed on a GPU says so.",
+        "No number here is copied by hand: scripts measure or count, store their results as JSON, and write the tables",
+        "from them. Programs *compiled for H100* were never run. Pages with times measured on a GPU say so.",
         "",
         *(f"- [{text.splitlines()[0][2:]}]({Path(page).name})" for page, text in sections().items()),
         "- [What a step costs between devices](scaling.md)",
@@ -68,7 +68,7 @@ def results() -> str:
 
 
 def losses() -> list[str]:
-    """Held-out losses of the stored runs over seeds, each policy beside the one that it is held against."""
+    """Held-out losses of the stored runs over seeds; each policy is compared with its baseline."""
     lines = []
     for name in ("parity", "parity_8bit"):
         found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
@@ -112,7 +112,7 @@ def notebook(path: Path) -> str:
 
 @functools.cache
 def anchors() -> dict[str, str]:
-    """Where each heading of benchmarks/README.md has gone."""
+    """The page of each heading of benchmarks/README.md."""
     found = {}
     for page, text in sections().items():
         title, *rest = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
@@ -122,7 +122,7 @@ def anchors() -> dict[str, str]:
 
 
 def source_and_text(uri: str) -> tuple[str, str] | None:
-    """For a page from outside of docs/: its file, and its text before links are turned."""
+    """For a page from outside docs/: its file, and its text before links are changed."""
     if uri in sections():
         return BENCHMARKS, sections()[uri]
     if uri == "performance/index.md":
@@ -136,12 +136,12 @@ def source_and_text(uri: str) -> tuple[str, str] | None:
 
 
 def generated() -> list[str]:
-    """All pages from outside of docs/."""
+    """All pages from outside docs/."""
     return [page for source, page in (MOVED | examples()).items() if source != "README.md"] + list(sections())
 
 
 def turned(link: str, source: str, uri: str) -> tuple[str, str | None]:
-    """A link in `source`, as the page `uri` has it; and the file that it needs a copy of."""
+    """A link in `source` as the page `uri` needs it, and the file that must be copied for it."""
     target, _, anchor = link.partition("#")
     if "://" in link or link.startswith(("data:", "mailto:")) or (not target and source != BENCHMARKS):
         return link, None
@@ -160,7 +160,7 @@ def turned(link: str, source: str, uri: str) -> tuple[str, str | None]:
 
 
 def turn_links(text: str, source: str, uri: str) -> tuple[str, set[str]]:
-    """A page with its links turned, and the files that it needs copies of."""
+    """A page with changed links, and the files that must be copied for it."""
     copies = set()
 
     def replace(match):
@@ -185,7 +185,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the pages, and copies of what is linked to."""
+    """Adds the pages, and copies of files that they link to."""
     needed = set()
     for file in files.documentation_pages():
         if not file.src_uri.startswith("reference/"):
@@ -203,7 +203,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turns the links of pages in docs/ that lead out of it."""
+    """Changes the links of pages in docs/ that lead out of it."""
     if source_and_text(page.file.src_uri) or page.file.src_uri.startswith("reference/"):
         return markdown
     return turn_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)[0]

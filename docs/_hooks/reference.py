@@ -4,10 +4,10 @@ import re
 
 from mkdocs.structure.files import File
 
-from names import namespaces, pages
+from names import namespaces, pages, summary_of
 
 
-def page_text(title: str, names: list[str]) -> str:
+def page_text(page: str, title: str, names: list[str]) -> str:
     """A page as mkdocstrings reads it."""
     lines = [f"# {title}", ""]
     if title in namespaces():
@@ -16,6 +16,8 @@ def page_text(title: str, names: list[str]) -> str:
             "    options: {members: false, show_root_heading: false, show_root_toc_entry: false}",
             "",
         ]
+    else:
+        lines += [summary_of(page), ""]
     for name in names:
         lines += [f"::: {name}", ""]
     return "\n".join(lines)
@@ -26,7 +28,7 @@ def index_text() -> str:
     lines = [
         "# Reference",
         "",
-        "Every public name, with an example that runs in the tests. They are written by their docstrings.",
+        "Every public name, with an example that runs in the tests. These pages are made from the docstrings.",
         "",
     ]
     for page, (title, names) in pages().items():
@@ -44,7 +46,7 @@ def on_config(config):
 
 def on_files(files, config):
     """Adds the pages."""
-    texts = {"index": index_text()} | {page: page_text(*content) for page, content in pages().items()}
+    texts = {"index": index_text()} | {page: page_text(page, *content) for page, content in pages().items()}
     for page, text in texts.items():
         files.append(File.generated(config, f"reference/{page}.md", content=text))
     return files

@@ -527,7 +527,7 @@ def test_explain_names_nnx_modules() -> None:
         ({"allow": ("dot_generall",)}, ValueError, "allow holds 'dot_generall'.*Close to it: dot_general"),
         ({"force_fp32": "exp"}, TypeError, "collection of names, got the string 'exp'"),
         ({"allow": ("exp",), "widest": ("exp",)}, ValueError, "'exp' stands in allow and in widest"),
-        ({"dtype": jnp.float8_e4m3fn}, ValueError, r"float8_e4m3fn: fp8 needs scales.*docs/fp8.md"),
+        ({"dtype": jnp.float8_e4m3fn}, ValueError, r"float8_e4m3fn: fp8 needs scales.*docs/how-to/precision/fp8.md"),
         ({"dtype": "float64"}, ValueError, "got float64: it is wider than float32"),
         ({"dtype": jnp.int32}, ValueError, "must be float16, bfloat16 or float32 .off., got int32"),
         ({"dtype": "half"}, ValueError, "got float16|got 'half'"),

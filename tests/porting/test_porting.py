@@ -1,4 +1,4 @@
-"""The recipes of docs/porting.md beside the loops that they are ported from, written out in NumPy."""
+"""The recipe of docs/how-to/job/from_mmcv.md beside the loop that it is ported from, written out in NumPy."""
 
 import functools
 
@@ -16,20 +16,14 @@ F16, F32 = np.float16, np.float32
 
 
 @functools.cache
-def recipe(heading):
-    """What the code under a heading of docs/porting.md defines."""
-    page = ROOT / "docs" / "porting.md"
-    start = page.read_text().index(f"\n## {heading}")
+def recipe():
+    """What the code of docs/how-to/job/from_mmcv.md defines."""
+    page = ROOT / "docs" / "how-to" / "job" / "from_mmcv.md"
     namespace = {}
     for block in python_blocks(page):
-        position = page.read_text().index(block.lstrip("\n"))
-        if start < position and "\n## " not in page.read_text()[start + 4 : position]:
-            exec(compile(block, str(page), "exec"), namespace)
+        exec(compile(block, str(page), "exec"), namespace)
     return namespace
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# mmcv
 
 PARAMS32 = {"w": np.linspace(-1.0, 1.3, 12, dtype=F32).reshape(4, 3), "norm": np.linspace(0.5, 1.5, 3, dtype=F32)[None]}
 LEARNING_RATE, MOMENTUM, DECAY, MAX_NORM, STEPS = 0.02, 0.9, 1e-4, 3.0, 8
@@ -69,7 +63,7 @@ def mmcv_loop(scale):
 
 
 def start_mmcv(loss_scale):
-    parts = recipe("mmcv's Fp16OptimizerHook")
+    parts = recipe()
     tx = parts["make_tx"](loss_scale=loss_scale, max_norm=MAX_NORM, learning_rate=LEARNING_RATE)
     params32 = jax.tree.map(jnp.asarray, PARAMS32)
     step = parts["make_step"](loss_fn, tx, mesh_of())
@@ -79,7 +73,7 @@ def start_mmcv(loss_scale):
 @pytest.mark.parametrize("scale", [512.0, 1000.0], ids=["reciprocal-512", "dividing-1000"])
 def test_mmcvs_hook(scale):
     """On four devices, for a scale of which the reciprocal is exact, and for one that has to divide."""
-    dividing = recipe("mmcv's Fp16OptimizerHook")["DividingScale"]
+    dividing = recipe()["DividingScale"]
     step, params, opt_state = start_mmcv(scale if scale == 512.0 else dividing(jnp.float32(scale)))
     clipped = []
     for i, (model, copies, norm) in enumerate(mmcv_loop(scale)):
@@ -97,7 +91,7 @@ def test_mmcvs_hook(scale):
 
 def test_dividing_is_not_multiplying_by_the_reciprocal():
     """Also where XLA sees that it is one number: over 1000, most float16 gradients end in another bit."""
-    dividing = recipe("mmcv's Fp16OptimizerHook")["DividingScale"](jnp.float32(1000.0))
+    dividing = recipe()["DividingScale"](jnp.float32(1000.0))
     scaled = np.linspace(1.0, 2.0, 100, dtype=F16)
     unscaled = jax.jit(lambda s, g: s.unscale(g))(dividing, {"g": scaled})
     assert_bitwise(unscaled, {"g": scaled.astype(F32) / F32(1000.0)})

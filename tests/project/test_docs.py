@@ -1,4 +1,4 @@
-"""The documentation: code runs page by page from top to bottom, links resolve, and nothing public is left out."""
+"""The documentation: the code of each page runs from top to bottom, links resolve, and every public name is listed."""
 
 import importlib
 import inspect
@@ -10,7 +10,7 @@ import pytest
 import names
 from helpers import ROOT, python_blocks
 
-pytestmark = pytest.mark.in_haste
+pytestmark = [pytest.mark.in_haste, pytest.mark.newest]
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 LINKING = [
@@ -18,9 +18,9 @@ LINKING = [
     *DOCS,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
 ]
-# The two halves of a diff: they show a change and do not stand alone.
+# The two halves of a diff: they show a change and do not run alone.
 FRAGMENTS = ("tx = optax.adamw(1e-3)\nstate", 'tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp16")\nstate')
-# Pages that show no code: what they say is proved by the tests and results that they name.
+# Pages without code: the tests and results that they name prove what they say.
 WITHOUT_CODE = {"comparison.md"}
 
 
@@ -28,7 +28,6 @@ def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
 def test_code_of_page_runs(page):
     blocks = [block for block in python_blocks(page) if not block.lstrip("\n").startswith(FRAGMENTS)]
@@ -38,95 +37,103 @@ def test_code_of_page_runs(page):
         exec(compile(block, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_links_of_page_resolve(page):
-    """Files, and headings where a link names one; `make docs` looks at the built pages."""
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        path, _, anchor = link.partition("#")
-        if "://" in link:
-            continue
-        target = page.parent / path if path else page
-        assert target.exists(), link
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert anchor in slugs, link
+def slugs_of(page):
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def resolves(page, link):
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return "://" in link or (target.exists() and (not anchor or anchor in slugs_of(target)))
+
+
+def test_links_resolve():
+    """Files, and headings if a link names one. `make docs` checks the built pages."""
+    links = [(page, link) for page in LINKING for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert len(links) > 100
+    assert [f"{name_of(page)}: {link}" for page, link in links if not resolves(page, link)] == []
 
 
 PUBLIC = [name for _, found in names.pages().values() for name in found]
+MODULES = ["jaxmp", *names.namespaces()]
 
 
-def resolved(name):
+def has_example(name):
+    """True for a constant: its docstring would be that of its type."""
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    value = getattr(importlib.import_module(module), attribute)
+    return not callable(value) or ">>>" in (value.__doc__ or "")
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_an_example(name):
-    """But for constants, whose docstring would be their type's."""
-    if callable(resolved(name)):
-        assert ">>>" in (resolved(name).__doc__ or "")
+def test_every_public_name_has_an_example():
+    assert [name for name in PUBLIC if not has_example(name)] == []
 
 
-@pytest.mark.parametrize("module", ["jaxmp", *names.namespaces()])
-def test_no_public_name_is_missing_in_the_reference(module):
-    """The reference reads sources; this asks the imported module for what it holds of its own."""
-    found = importlib.import_module(module)
-    handed_on = module + "." if hasattr(found, "__path__") else "no module at all"  # a package hands on what it has
-    own = {
-        f"{module}.{name}"
-        for name, value in vars(found).items()
-        if not name.startswith("_")
-        and (inspect.isfunction(value) or inspect.isclass(value))
-        and (value.__module__ == module or value.__module__.startswith(handed_on))
-    }
-    assert own or module != "jaxmp"
-    assert own <= set(PUBLIC)
-    assert module == "jaxmp" or any(name.startswith(module + ".") for name in PUBLIC)
+def test_the_reference_lists_every_public_name_once():
+    """The reference reads sources. This test asks the imported modules."""
     assert len(PUBLIC) == len(set(PUBLIC))
+    for module in MODULES:
+        found = importlib.import_module(module)
+        handed_on = module + "." if hasattr(found, "__path__") else "no module at all"  # a package exports its modules
+        own = {
+            f"{module}.{name}"
+            for name, value in vars(found).items()
+            if not name.startswith("_")
+            and (inspect.isfunction(value) or inspect.isclass(value))
+            and (value.__module__ == module or value.__module__.startswith(handed_on))
+        }
+        assert own or module != "jaxmp"
+        assert own <= set(PUBLIC)
+        assert module == "jaxmp" or any(name.startswith(module + ".") for name in PUBLIC)
 
 
-@pytest.mark.parametrize("module", names.namespaces())
-def test_namespaces_say_what_they_are(module):
-    assert len(importlib.import_module(module).__doc__.splitlines()) > 1
+def test_namespaces_say_what_they_are():
+    short = [module for module in names.namespaces() if len(importlib.import_module(module).__doc__.splitlines()) < 2]
+    assert short == []
 
 
-def test_files_that_pages_of_the_reference_name_exist():
-    """A file that was moved would leave its names on the last page."""
-    for _, _, files in names.TOPICS:
-        for file in files:
-            assert (ROOT / "jaxmp" / f"{file}.py").is_file(), file
+def test_titles_of_the_reference_name_rooms_that_exist():
+    """A room that was renamed would leave its old title behind."""
+    assert set(names.TITLES) <= {path.name for path in (ROOT / "jaxmp" / "_src").iterdir()}
+    assert set(names.TITLES) <= set(names.pages())
 
 
-COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
+def rooms_of_the_table():
+    text = (ROOT / "docs" / "explanation" / "step.md").read_text()
+    return re.findall(r"^\| `(\w+)` \| ", text, flags=re.MULTILINE)
 
 
-def rows_and_proofs():
-    rows = re.findall(r"^\| (\d+)\. ", COMPARISON, flags=re.MULTILINE)
-    proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", COMPARISON, flags=re.MULTILINE))
-    return rows, proofs
+def test_the_table_of_rooms_has_every_room():
+    rooms = {path.parent.name for path in (ROOT / "jaxmp" / "_src").glob("*/__init__.py")}
+    assert sorted(rooms_of_the_table()) == sorted(rooms)
 
 
-def test_each_row_of_the_comparison_names_its_tests():
-    rows, proofs = rows_and_proofs()
+def test_the_comparison_names_existing_tests_for_each_row():
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    rows = re.findall(r"^\| (\d+)\. ", text, flags=re.MULTILINE)
+    proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", text, flags=re.MULTILINE))
     assert rows == [str(i + 1) for i in range(len(rows))] == list(proofs)
+    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for row, proof in proofs.items():
+        named = re.findall(r"`(test_\w+)::(test_\w+)`", proof)
+        assert named, row
+        missing = [(file, test) for file, test in named if f"\ndef {test}(" not in files.get(file, "")]
+        assert missing == [], row
 
 
-@pytest.mark.parametrize("row", rows_and_proofs()[1])
-def test_tests_that_the_comparison_names_exist(row):
-    named = re.findall(r"`(test_\w+)::(test_\w+)`", rows_and_proofs()[1][row])
-    assert named
-    for file, test in named:
-        (found,) = (ROOT / "tests").rglob(f"{file}.py")
-        assert f"\ndef {test}(" in found.read_text(), (file, test)
+ITEM = re.compile(r"([-*]|\d+\.) ")
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
-def test_lists_are_lists_for_the_site_too(page):
-    """Python-Markdown wants an empty line before a list, and four spaces before a paragraph that belongs to an item."""
+def faults_of_lists(page):
+    """Python-Markdown needs an empty line before a list, and four spaces before a second paragraph of an item."""
     text = re.sub(r"^```.*?^```$|\A---\n.*?^---$", "\n", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    item = re.compile(r"([-*]|\d+\.) ")
     for before, line in itertools.pairwise(text.splitlines()):
-        starts = item.match(line) and before.strip() and not item.match(before) and not before.startswith(" ")
-        assert not starts, f"a list without an empty line before it: {line}"
-        assert before.strip() or not re.match(r" {1,3}\S", line), f"less than four spaces: {line}"
+        if ITEM.match(line) and before.strip() and not ITEM.match(before) and not before.startswith(" "):
+            yield f"{name_of(page)}: a list without an empty line before it: {line}"
+        if not before.strip() and re.match(r" {1,3}\S", line):
+            yield f"{name_of(page)}: less than four spaces: {line}"
+
+
+def test_lists_are_lists_for_the_site_too():
+    assert [fault for page in LINKING for fault in faults_of_lists(page)] == []

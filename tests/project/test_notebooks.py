@@ -1,5 +1,4 @@
-"""The notebooks as they are stored: executed, small, ending in a picture, and telling of no machine. That they run is
-`make notebooks`."""
+"""The stored notebooks are executed and small, end in a picture, and contain no paths. `make notebooks` runs them."""
 
 import json
 import re

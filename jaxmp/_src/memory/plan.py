@@ -8,7 +8,7 @@ Adam, in bytes:
     16-bit, masters     params 2P, masters 4P  gradients 2P   moments 8P   activations 2N      16P + 2N
 
 So mixed precision saves nothing on the first three, and half of the fourth, which is the most of it: N grows with the
-batch, P does not. Split masters and moments in few bits then take the 16P down (`docs/optimizers.md`).
+batch, P does not. Split masters and moments in few bits then take the 16P down (`docs/how-to/precision/optimizers.md`).
 
 `plan` counts all this for a model, an optimizer and a batch that are given as shapes. Nothing in it is a table: params
 are what the policy stores, masters and moments are what `optimizer.init` would return, gradients what
