@@ -41,11 +41,11 @@ def convert(
 ) -> tuple[PyTree, Any]:
     """Converts params and state of a job for `to`, to continue in another precision or with other masters.
 
-    float32 masters do not change by a bit (where the params become float32, the params get these values). Moments,
-    counts and schedules do not change either. The loss scale is kept if it is dynamic in both jobs; a static one is
-    that of `to`. fp8 scales and histories are kept if both jobs have them; otherwise they start again. A param whose
-    dtype stays the same does not change by a bit, except with split masters (`remainder_bits`): these round ties of the
-    params away from zero.
+    float32 masters stay equal bit for bit (where the params become float32, the params get these values), and so do
+    moments, counts and schedules. The loss scale is kept if it is dynamic in both jobs; a static one is that of `to`.
+    fp8 scales and histories are kept if both jobs have them; otherwise they start again. A param whose dtype stays the
+    same stays equal bit for bit, except with split masters (`remainder_bits`): these round ties of the params away from
+    zero.
 
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`, or of the plain inner optimizer.
