@@ -1,16 +1,16 @@
 """Checkpoints: params and optimizer state, saved with Orbax and restored on another mesh or in another precision.
 
-All state of this library is plain arrays, so Orbax alone saves and restores it, and what is saved here is an ordinary
+All state of this library is plain arrays, so Orbax can save and restore it without help. `save` writes an ordinary
 Orbax checkpoint: a step has the item `state`, a tree {"params", "opt_state", ...}, and the item `jaxmp`, a small JSON
-that says what it was made with. This file adds what Orbax cannot know:
+record of the policy, the loss scale and the versions. This module adds what Orbax cannot know:
 
--   A checkpoint of a run with other dtypes, other masters, fp8 or none, is converted as it is read (`convert`).
--   Everything is compared with the model and the optimizer before an array is read; the first leaf that does not fit is
-    named. A job goes on with all of its state or not at all.
+-   `restore` converts a checkpoint from other dtypes, other masters, with or without fp8 (see `convert`).
+-   `restore` compares the checkpoint with the model and the optimizer before it reads an array, and names the first
+    leaf that does not fit. All-or-nothing restore: a job continues with all of its state, or raises.
 
-Saving is atomic and, by default, in the background: Orbax writes into a folder with another name and renames it when
-all is there. A process that dies while it saves leaves the last finished checkpoint behind as the newest. What is
-saved is the state of the moment: the arrays are copied before `save` returns, and may be donated then.
+Saving is atomic and, by default, runs in the background: Orbax writes into a folder with another name and renames the
+folder when it is complete. If a process dies during a save, the newest checkpoint is the last complete one. `save`
+copies the arrays before it returns, so the next step may donate them.
 """
 
 from jaxmp._src.checkpoint.convert import convert as convert, reload_master_params as reload_master_params

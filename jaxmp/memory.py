@@ -1,20 +1,20 @@
-"""What a training step keeps in memory, planned before anything is allocated.
+"""Plans the memory of a training step before anything is allocated.
 
-A step holds four things: what the model is (params), what the optimizer keeps (masters, moments), what comes back
-(gradients), and what the forward pass leaves for the backward pass (activations). With P params, N activations and
-Adam, in bytes:
+A step has four kinds of arrays: params of the model, state of the optimizer (masters, moments), gradients, and the
+activations that the forward pass stores for the backward pass. With P params, N activations and Adam, in bytes:
 
     float32             params 4P              gradients 4P   moments 8P   activations 4N      16P + 4N
     16-bit, masters     params 2P, masters 4P  gradients 2P   moments 8P   activations 2N      16P + 2N
 
-So mixed precision saves nothing on the first three, and half of the fourth, which is the most of it: N grows with the
-batch, P does not. Split masters and moments in few bits then take the 16P down (`docs/how-to/precision/optimizers.md`).
+So mixed precision saves nothing on the first three and half of the activations. These are usually the largest part: N
+grows with the batch, P does not. Split masters and moments in fewer bits reduce the 16P (`remainder_bits=` and
+`state_dtype=`).
 
-`plan` counts all this for a model, an optimizer and a batch that are given as shapes. Nothing in it is a table: params
-are what the policy stores, masters and moments are what `optimizer.init` would return, gradients what
-`jaxmp.value_and_grad` would. Activations are read off the traced program of the loss and its gradient: which values XLA
-has to store between the passes, and what is alive at the worst moment (`_buffers`). On a mesh, each leaf counts as the
-part that one device holds.
+`plan` counts the bytes for a model, an optimizer and a batch, from shapes alone. It has no tables of constants: params
+are counted as the policy stores them, masters and moments as `optimizer.init` would return them, and gradients as
+`jaxmp.value_and_grad` would. `plan` traces the loss and its gradient to find the activations: the values that XLA must
+store between the passes, and the values that are alive at the moment of the largest use. On a mesh, each leaf counts
+with the part that one device has.
 """
 
 from jaxmp._src.memory.measured import Measured as Measured, measured as measured

@@ -1,21 +1,22 @@
-"""Optimizer state, and layers, in the memory of the host.
+"""Optimizer state and layers in host memory.
 
-With Adam a 16-bit parameter has 12 bytes of float32 beside it, master and moments, that nobody reads between two
-updates. They can lie in the host's memory (pinned, so that the device copies from it on its own), and pass through the
-device a few leaves at a time while they are updated:
+With Adam, a 16-bit parameter has a master and two moments in float32: 12 bytes that are used only in the update. They
+can be stored in host memory, and go through the device a few leaves at a time during the update. The host memory is
+pinned, so that the device can copy from it directly:
 
     host:     master, moments ──copy in──> device: inner update, cast to the model's params ──copy out──> host
 
-Where an array lies is part of its type in JAX, so nothing has to be told what is offloaded. `put` places the state,
-`stream_updates` round the optimizer makes the update bring each leaf to the device and put it back where it came from,
-and the state stays the plain arrays it was: the same tree, dtypes and shardings, one memory kind further away.
+In JAX the memory is part of an array's type, so no list of offloaded arrays is needed. `put` places the state.
+`stream_updates` wraps the optimizer: its update copies each leaf to the device and back to the memory that it came
+from. The state is still a tree of plain arrays, with the same structure, dtypes and shardings; only the memory kind
+differs.
 
-The update is a loop of no turn or one: a step that is skipped copies nothing, and leaves the host's arrays alone. In
-the loop the leaves go in windows (see `_windows`), so that the device never holds more than a few of them. The
-arithmetic is that of the optimizer on the device, which does it: FairScale and DeepSpeed's ZeRO-Offload run Adam on the
-CPU instead, moving gradients and 16-bit params (4 bytes per parameter) rather than the state (24).
+A skipped step copies nothing, and the arrays in host memory do not change. In other steps the leaves are updated in
+windows, so that the device never has more than a few of them. The device does the arithmetic. FairScale and DeepSpeed's
+ZeRO-Offload run Adam on the CPU instead: they move gradients and 16-bit params (4 bytes per parameter), and we move the
+state (24 bytes per parameter).
 
-`stream_layers` does the same to the layers of a model, forward and backward.
+`stream_layers` does the same with the layers of a model, forward and backward.
 """
 
 from jaxmp._src.memory.offload import (

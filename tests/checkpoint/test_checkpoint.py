@@ -173,31 +173,31 @@ def test_another_model_is_named_by_its_first_leaf(steps):
         checkpoint.restore(steps, TX, params=PARAMS | {"norm": jnp.ones(5)})
     with pytest.raises(ValueError, match="same inner optimizer.*; 0/trace/dense/kernel is missing"):
         checkpoint.restore(steps, jaxmp.mixed_precision(optax.sgd(0.1, momentum=0.9), "fp32"), params=PARAMS)
-    with pytest.raises(ValueError, match="what is asked for; 'ema' is not among batch_stats, key"):
+    with pytest.raises(ValueError, match="every tree of extra=; 'ema' is not among batch_stats, key"):
         checkpoint.restore(steps, TX, params=JOB[0], extra={"ema": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"batch_stats/mean is float32\[3\], expected float32\[4\]"):
         checkpoint.restore(steps, TX, params=JOB[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
 
 
 def test_nothing_there(tmp_path, steps):
-    with pytest.raises(ValueError, match="a folder that Orbax wrote; there is none at .*nowhere"):
+    with pytest.raises(ValueError, match="must be a folder that Orbax wrote; there is no folder at .*nowhere"):
         checkpoint.restore(tmp_path / "nowhere", TX, params=PARAMS)
-    with pytest.raises(ValueError, match="no finished checkpoint of step 9 in .*; finished steps: 5"):
+    with pytest.raises(ValueError, match="no complete checkpoint of step 9 in .*; complete steps: 5"):
         checkpoint.restore(steps, TX, params=PARAMS, step=9)
-    with checkpoint.manager(tmp_path / "empty") as empty, pytest.raises(ValueError, match="no finished .*: none"):
+    with checkpoint.manager(tmp_path / "empty") as empty, pytest.raises(ValueError, match="no complete .*: none"):
         checkpoint.restore(empty, TX, params=PARAMS)
 
 
 def test_files_of_something_else(tmp_path):
     (tmp_path / "notes.txt").write_text("no checkpoint")
-    with pytest.raises(ValueError, match="must be what Orbax wrote, whole; .* cannot be read"):
+    with pytest.raises(ValueError, match="must be complete and written by Orbax; .* cannot be read"):
         checkpoint.restore(tmp_path, TX, params=PARAMS)
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "other", {"weights": jnp.ones(2)})
         saver.save(tmp_path / "model", {"params": JOB[0]})
-    with pytest.raises(ValueError, match="holds a dict with weights. Restore it with Orbax"):
+    with pytest.raises(ValueError, match="has a dict with weights. Restore it with Orbax"):
         checkpoint.restore(tmp_path / "other", TX, params=PARAMS)
-    with pytest.raises(ValueError, match="has only params. .* pass tx=None, and call tx.init"):
+    with pytest.raises(ValueError, match="has only params. .* pass tx=None and call tx.init"):
         checkpoint.restore(tmp_path / "model", TX, params=PARAMS)
 
 
@@ -210,7 +210,7 @@ def test_damaged_files_are_an_error_that_names_the_other_steps(damage, tmp_path)
         manager.wait_until_finished()
         for file in (tmp_path / "2" / "state").glob("**/d/*"):
             os.truncate(file, file.stat().st_size // 2) if damage == "cut" else file.unlink()
-        with pytest.raises(ValueError, match=r"damaged, cut off or something else. Other steps there: 1 \(step=\)"):
+        with pytest.raises(ValueError, match=r"damaged, incomplete, or no checkpoint. Other steps there: 1 \(step=\)"):
             checkpoint.restore(manager, None, params=params)
         assert_bitwise(checkpoint.restore(manager, None, params=params, step=1).params, params)
 
@@ -227,7 +227,7 @@ def test_a_damaged_record_is_an_error_that_names_the_other_steps(damage, tmp_pat
         file.unlink()
         if damage != "missing":
             file.write_text({"cut": text[: len(text) // 2], "empty": "", "no object": "[]"}[damage])
-        told = r"2/jaxmp cannot be read: it is damaged, cut off or something else. Other steps there: 1 \(step=\)"
+        told = r"2/jaxmp cannot be read: it is damaged, incomplete, or no checkpoint. Other steps there: 1 \(step=\)"
         with pytest.raises(ValueError, match=told):
             checkpoint.restore(manager, None, params=params)
         with pytest.raises(ValueError, match=told):
@@ -267,7 +267,7 @@ def test_modules_of_nnx_go_on(tmp_path):
 
 
 def test_names_that_are_taken(steps):
-    with pytest.raises(ValueError, match="got one called 'params'. Rename it"):
+    with pytest.raises(ValueError, match="got a tree called 'params'. Rename it"):
         checkpoint.save(steps, 6, params=JOB[0], opt_state=JOB[1], extra={"params": 1})
 
 
@@ -280,7 +280,7 @@ def test_steps_only_go_up_and_a_roll_back_deletes_the_later_ones(tmp_path):
 
         assert [save(step, 1.0) for step in (2, 3, 4, 6)] == [True, False, True, True]
         for step, force in ((6, False), (6, True), (4, False), (3, False), (3, True)):
-            with pytest.raises(ValueError, match=rf"rising order; got {step}, and the newest of .* is 6") as e:
+            with pytest.raises(ValueError, match=rf"rising order; got {step}, and the newest step in .* is 6") as e:
                 save(step, 2.0, force=force)
             later = ", ".join(f"manager.delete({n})" for n in (4, 6) if n >= step)
             assert f"first ({later}), or save into a new directory." in str(e.value)

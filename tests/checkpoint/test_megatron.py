@@ -69,7 +69,7 @@ def regrouped(state, *numbers):
 CASES = {
     "current": (lambda s: s, None, None),
     "old optimizer key 'optimizer_state_dict'": (
-        lambda s: renamed(s, "optimizer", "optimizer_state_dict"), "optimizer_state_dict is taken for optimizer", None
+        lambda s: renamed(s, "optimizer", "optimizer_state_dict"), "optimizer_state_dict is read as optimizer", None
     ),
     "no grad_scaler": (
         lambda s: {k: x for k, x in s.items() if k != "grad_scaler"}, "no grad_scaler: the loss scale stays 65536", None
@@ -85,12 +85,12 @@ CASES = {
     ),
     "fewer saved groups (zip truncates silently)": (
         lambda s: s | {"fp32_from_fp16_params": s["fp32_from_fp16_params"][:1]}, None,
-        r"groups of \[2, 1\] params with a master are wanted; .* has groups of \[2\]",
+        r"groups= has \[2, 1\] params with a master; .* has groups of \[2\]",
     ),
     # Ours are matched by position: groups that look alike are no trouble.
     "group identifiers collide (both groups lack wd_mult)": (lambda s: regrouped(s, [0, 1], [2]), None, None),
     "groups saved in swapped order (HEAD re-matches by identifier; params list keeps saved order)": (
-        lambda s: regrouped(s, [2], [0, 1]), None, r"groups of \[2, 1\] params are wanted; .* has groups of \[1, 2\]"
+        lambda s: regrouped(s, [2], [0, 1]), None, r"groups= has \[2, 1\] params; .* has groups of \[1, 2\]"
     ),
 }  # fmt: skip
 
@@ -123,7 +123,9 @@ def test_load_cases(case):
 
 def test_grad_scaler_present_but_class_has_none():
     params, opt_state = started("bf16")
-    with pytest.warns(UserWarning, match="has a grad_scaler, and this optimizer has no loss scale: it is passed over"):
+    with pytest.warns(
+        UserWarning, match="has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is"
+    ):
         params, opt_state = import_megatron(saved(), opt_state, params, groups=GROUPS)
     assert_bitwise(jaxmp.get_master_params(opt_state, params), arrays(1))
     assert float(jaxmp.get_loss_scale(opt_state)) == 1.0  # as recorded: [1.0, null]
@@ -174,15 +176,19 @@ def test_a_step_of_the_group_and_momentum():
         (
             lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq"),
             GROUPS,
-            "has nothing like it in Megatron's state of a",
+            "needs exp_avg_sq, which is missing in Megatron's state of a",
         ),
         (lambda s: s["optimizer"]["state"][0].update(exp_avg=np.ones(2)), GROUPS, "exp_avg of a has shape"),
-        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"that of c \(2\) is missing"),
-        (lambda s: s["optimizer"]["state"][0].update(step=8), GROUPS, r"one count of steps; .* has \[7, 8\]"),
+        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"the state of c \(2\) is missing"),
+        (lambda s: s["optimizer"]["state"][0].update(step=8), GROUPS, r"have the same step; .* has \[7, 8\]"),
         (lambda s: s["optimizer"].pop("param_groups"), GROUPS, "param_groups is missing"),
-        (lambda s: None, [["a", "d"], ["c"]], "names params by path, each once; d is none. There are a, b, c"),
-        (lambda s: None, [["a", "a"], ["c"]], "a is there twice"),
-        (lambda s: None, [["a"], ["c"]], "must name every param that has a master; b is in none"),
+        (
+            lambda s: None,
+            [["a", "d"], ["c"]],
+            "must name each param once, by path; d is not a param. There are a, b, c",
+        ),
+        (lambda s: None, [["a", "a"], ["c"]], "a is given twice"),
+        (lambda s: None, [["a"], ["c"]], "must name every param that has a master; b is in no group"),
     ],
     ids=["master", "moment", "shape", "state", "steps", "groups", "unknown", "twice", "few"],
 )

@@ -98,9 +98,9 @@ WRONG = {
     ),
     "length": (
         SHARDINGS | {"kernel": NamedSharding(MESH, P(None, ("data", "fsdp")))},
-        r"\(8, 4\) at kernel, whose dimension 1 is cut over 8. Pad it",
+        r"\(8, 4\) at kernel, whose dimension 1 is cut over 8 devices. Pad it",
     ),
-    "mixed": (SHARDINGS | {"kernel": P()}, "all of them PartitionSpecs; got .* at kernel"),
+    "mixed": (SHARDINGS | {"kernel": P()}, "or all PartitionSpecs; got .* at kernel"),
     "kind": (SHARDINGS | {"kernel": "fsdp"}, "got str at kernel"),
 }
 

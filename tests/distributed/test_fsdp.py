@@ -110,7 +110,7 @@ WRONG = {
     "never": (lambda: fsdp.trim(PARAMS, LAYOUT), r"a padded leaf must have length 8 in dimension 1.*\(5, 7\) at odd"),
     "tree": (
         lambda: fsdp.pad({"in": PARAMS["in"]}, LAYOUT),
-        "bias is in the layout only. A layout is for one tree of params",
+        "bias is in the layout only. A layout belongs to one tree of params",
     ),
     "jit": (
         lambda: fsdp.gather(fsdp.pad(PARAMS, LAYOUT), LAYOUT, reduce_dtype=jnp.float32),
@@ -321,7 +321,7 @@ def test_a_pmean_before_is_seen_where_jax_keeps_track():
         _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
         return fsdp.reduce_gradients(jax.lax.pmean(grads, "fsdp"), PAIR)
 
-    with pytest.raises(ValueError, match="got a common one at in. Leave out jax.lax.pmean over 'fsdp'"):
+    with pytest.raises(ValueError, match="equal on all devices at in. Remove jax.lax.pmean over 'fsdp'"):
         jax.eval_shape(spread(step), POLICY.cast_to_param(MATRICES), X)
 
 
@@ -342,13 +342,13 @@ def test_one_step_takes_one_layout():
         _, grads = jaxmp.value_and_grad(lambda p: pair_loss(fsdp.gather(p, PAIR), x))(params, opt_state=STATE)
         return fsdp.reduce_gradients(grads, other)
 
-    with pytest.raises(ValueError, match=r"not cut must have shape \(24, 5\).*got \(3, 5\) at out.*one layout"):
+    with pytest.raises(ValueError, match=r"not cut must have shape \(24, 5\).*got \(3, 5\) at out.*Use one layout"):
         jax.eval_shape(spread(step), POLICY.cast_to_param(MATRICES), X)
 
 
 def test_the_axis_of_the_layout_must_be_the_one_that_is_bound():
     layout = fsdp.layout_of(MATRICES, mesh_of(names=("shards",)), "shards", min_size=1)
-    with pytest.raises(ValueError, match="got 'shards' inside of a shard_map over fsdp"):
+    with pytest.raises(ValueError, match="got 'shards' inside a shard_map over fsdp"):
         jax.eval_shape(spread(lambda p, x: fsdp.gather(p, layout)), MATRICES, X)
 
 

@@ -224,7 +224,7 @@ def test_what_is_no_batch_is_not_cut():
     plan = memory.plan(params, "fp32", **given, batch=batch, accumulate=3, batch_argnums=1)
     assert plan.batch == (1 + 24) * 32 * 4
     assert plan.activations == 24 // 3 * (32 + 16) * 4
-    with pytest.raises(ValueError, match=r"got \(32,\) at batch/0/mean. Name .* with batch_argnums="):
+    with pytest.raises(ValueError, match=r"got \(32,\) at batch/0/mean. Name the entries to cut with batch_argnums="):
         memory.plan(params, "fp32", **given, batch=batch, accumulate=3)
     with pytest.raises(ValueError, match="batch_argnums must name positional arguments; got 2"):
         memory.plan(params, "fp32", **given, batch=batch, batch_argnums=2)
@@ -531,15 +531,15 @@ def test_good_input_is_good():
         ({"optimizer": optax.sgd}, TypeError, "must be an optax.GradientTransformation.*got function"),
         ({"params": {"w": "kernel"}}, TypeError, "params must be arrays or .*; got str at w"),
         ({"mesh": "data"}, TypeError, "mesh must be a jax.sharding.Mesh or AbstractMesh; got str"),
-        ({"specs": {"w0": P("model")}}, ValueError, r"which here are \('data',\); got 'model' at w0"),
-        ({"specs": {"w0": P("data", "data")}}, ValueError, "at most once .* got 'data' twice at w0"),
+        ({"specs": {"w0": P("model")}}, ValueError, r"which are \('data',\); got 'model' at w0"),
+        ({"specs": {"w0": P("data", "data")}}, ValueError, "each axis of the mesh once; got 'data' twice at w0"),
         ({"specs": {"w0": P(None, None, "data")}}, ValueError, r"got P.* at w0, which has shape \(16, 8\)"),
         ({"specs": {"w0": P(), "w1": P()}}, ValueError, "structure of the params.*w1 is in specs only"),
         ({"specs": {}}, ValueError, "structure of the params.*w0 is in the params only"),
         ({"specs": {"w0": "data"}}, TypeError, "a PartitionSpec or a NamedSharding; got str at w0"),
         ({"specs": {"w0": P("data")}, "mesh": None, "data_axes": None}, ValueError, "got P.* at w0 and no mesh"),
-        ({"mesh": None}, ValueError, "data_axes are axes of a mesh; got 'data' and no mesh"),
-        ({"data_axes": None}, ValueError, r"say over which of its axes \('data',\) the batch is split"),
+        ({"mesh": None}, ValueError, "data_axes must be axes of a mesh; got 'data' and no mesh"),
+        ({"data_axes": None}, ValueError, r"must name the axes of \('data',\) that the batch is split"),
         ({"data_axes": "rows"}, ValueError, "got 'rows' at the batch"),
         ({"batch": (S((6, 16), F32),)}, ValueError, r"multiple of .*data_axes, 4, .* got \(6, 16\) at batch/0"),
         ({"accumulate": 3}, ValueError, r"times accumulate, 3; got \(8, 16\) at batch/0"),

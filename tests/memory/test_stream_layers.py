@@ -174,11 +174,11 @@ def test_params_and_activations_that_do_not_fit():
         apply({"w": jnp.ones((2, 3)), "b": 1.0}, make_batch())
     with pytest.raises(ValueError, match="the same number of layers; got 3 at b, 2 at w"):
         apply({"w": jnp.ones((2, 3)), "b": jnp.ones((3, 3))}, make_batch())
-    with pytest.raises(ValueError, match="activations come in on the device; got host memory at <root> of x"):
+    with pytest.raises(ValueError, match="x must be in device memory; got host memory at <root> of x"):
         apply(make_params(), offload.to_host(make_batch()))
-    with pytest.raises(TypeError, match=r"layer_fn took float16\[12, 8\] and returned float32\[12, 8\] at <root> of x"):
+    with pytest.raises(TypeError, match=r"it took float16\[12, 8\] and returned float32\[12, 8\] at <root> of x"):
         apply(make_params(), make_batch().astype(jnp.float16))
-    with pytest.raises(TypeError, match="must return what the next one takes; layer_fn took x of structure"):
+    with pytest.raises(TypeError, match="must return a value like its x; it took x of structure"):
         offload.stream_layers(lambda p, x: (x, x))(make_params(), make_batch())
 
 

@@ -98,7 +98,7 @@ def test_norm_of_nothing():
 
 @pytest.mark.parametrize("max_norm", [-1.0, math.nan])
 def test_a_bad_norm_is_named(max_norm):
-    with pytest.raises(ValueError, match=rf"max_norm must be >= 0 \(0 is off\); got {max_norm}"):
+    with pytest.raises(ValueError, match=rf"max_norm must be >= 0 \(0 means no clipping\); got {max_norm}"):
         jaxmp.clip_by_global_norm(max_norm)
 
 

@@ -206,6 +206,6 @@ def test_an_unknown_dtype(dtype):
 def test_nothing_to_compress(inner):
     tx = compress.compress_moments(inner, jnp.int8)
     with pytest.raises(
-        ValueError, match=r"finds moments by name \(mu, trace, .*sum_of_squares\); .* has none: \w+. Put"
+        ValueError, match=r"finds moments by name \(mu, trace, .*sum_of_squares\); .* has none: \w+. Wrap"
     ):
         tx.init(params_of())

@@ -347,7 +347,7 @@ def test_split_masters_need_apply_gradients():
             "only learning_rate may be a schedule",
         ),
         (lambda: jaxmp.fused_adamw(1e-3, max_norm=jnp.ones(())), "max_norm must be a Python number or None"),
-        (lambda: jaxmp.fused_sgd(1e-3, momentum=None), "fused_sgd keeps momentum, a number; got None"),
+        (lambda: jaxmp.fused_sgd(1e-3, momentum=None), "momentum must be a number; got None"),
         (lambda: jaxmp.fused_adamw(1e-3, backend="triton"), "backend must be one of .* got 'triton'"),
         (lambda: jaxmp.compress_moments(optax.sgd(1.0), jnp.int8).init(jnp.ones(2)), "finds moments by name"),
     ],
@@ -416,7 +416,7 @@ def test_mosaic_says_why_it_cannot_serve():
         pytest.skip("kernels can serve on this machine's GPU")
     tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5, backend="mosaic"), "bf16")
     params = jnp.ones(2, jnp.bfloat16)
-    with pytest.raises(ValueError, match='backend="mosaic" cannot serve here: '):
+    with pytest.raises(ValueError, match='backend="mosaic" cannot run here: '):
         jaxmp.apply_gradients(tx, params, tx.init(params), params)
 
 

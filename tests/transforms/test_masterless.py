@@ -320,7 +320,7 @@ def test_it_is_the_masters_that_are_float32_inside_of_mixed_precision():
 def test_errors_say_the_rule_and_the_fix():
     tx = jaxmp.stochastic_round_updates(0)
     params = {"w": jnp.ones(2, BF16)}
-    with pytest.raises(ValueError, match=r"needs the params: call tx.update\(grads, opt_state, params\)"):
+    with pytest.raises(ValueError, match=r"needs the params; got none. Call tx.update\(grads, opt_state, params\)"):
         tx.update(params, tx.init(params))
     with pytest.raises(ValueError, match="updates and params must have the same tree structure; b is in updates only"):
         tx.update({"b": jnp.ones(2)}, tx.init(params), params)

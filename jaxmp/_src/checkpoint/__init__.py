@@ -1,1 +1,1 @@
-"""The state of a job: saved, restored, converted, taken from other systems."""
+"""Saves, restores and converts the state of a job, and imports it from other systems."""

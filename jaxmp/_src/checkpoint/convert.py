@@ -1,13 +1,13 @@
-"""Params and state of one optimizer as another one keeps them: other dtypes, other masters, with fp8 or without.
+"""Converts params and state of one optimizer for another one: other dtypes, other masters, with or without fp8.
 
-What a job has learned does not hang on how it is stored. Whatever the policy, there is
+The values that a job has learned do not depend on how they are stored. Under every policy a job has
 
     a float32 value for each param      its master, or param and remainder joined, or the param itself
-    the state of the inner optimizer    made from float32 params, so always of the same shapes and dtypes
+    the state of the inner optimizer    made from float32 params, so its shapes and dtypes are always the same
     histories of fp8 amaxes             by layer and operand
     a loss scale and counters
 
-and everything else is made of these. They are found by path (see `_saved`), in states and in what Orbax returns alike.
+and all other leaves follow from these. `job_leaves` finds them by path, in a state and in the tree that Orbax returns.
 """
 
 import math
@@ -39,30 +39,30 @@ def convert(
     policy: str | jmp.Policy,
     like: PyTree | None = None,
 ) -> tuple[PyTree, Any]:
-    """Params and state of a job as `to` keeps them: to go on in another precision, or with masters of another kind.
+    """Converts params and state of a job for `to`, to continue in another precision or with other masters.
 
-    float32 masters stay bit for bit (as the params, where those become float32), and so do moments, counts and
-    schedules. A loss scale is kept where both jobs have one that moves; a static one is that of `to`. fp8 scales and
-    histories are kept where both have them and start anew where there were none. A param whose dtype does not change
-    stays bit for bit, but where split masters (`remainder_bits`) say otherwise: their params are rounded half up.
+    float32 masters stay equal bit for bit (where the params become float32, the params get these values), and so do
+    moments, counts and schedules. The loss scale is kept if it is dynamic in both jobs; a static one is that of `to`.
+    fp8 scales and histories are kept if both jobs have them; otherwise they start again. A param whose dtype stays the
+    same stays equal bit for bit, except with split masters (`remainder_bits`): these round ties of the params away from
+    zero.
 
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`, or of the plain inner optimizer.
-      params: the model's params that go with it.
-      to: the transform to go on with, over the same inner optimizer, at the same place of its chain.
-      policy: the policy that `to` was made with: the dtypes of the new params.
-      like: params of the new model, arrays or `jax.ShapeDtypeStruct`, where their tree is another one: with fp8 scales
-        or without. Shardings that they have are those of the new params, masters and moments. Only their structure,
-        shapes and shardings count.
+      params: the model's params that belong to it.
+      to: the transform to continue with: the same inner optimizer at the same place in the chain.
+      policy: the policy of `to`; gives the dtypes of the new params.
+      like: params of the new model, arrays or `jax.ShapeDtypeStruct`, if their tree differs (with or without fp8
+        scales). Only their structure, shapes and shardings are used; new params, masters and moments get the shardings.
 
     Returns:
-      `(params, opt_state)`, in buffers of their own.
+      `(params, opt_state)`; no buffer is shared with the arguments.
 
     Raises:
       ValueError: a leaf that is missing, left over, of another shape or in another format, named by path.
 
     Warns:
-      UserWarning: `to` scales the loss and there is no loss scale to go on with; histories of fp8 that start anew.
+      UserWarning: `to` scales the loss but the job has no loss scale to continue with; fp8 histories that start again.
 
     Example:
       >>> import jaxmp
@@ -84,16 +84,17 @@ def convert(
 
 
 def reload_master_params(opt_state: Any, params: PyTree) -> Any:
-    """Masters made anew from the model's params, after only these were loaded; all else of the state stays.
+    """Makes the masters again from the model's params, after only the params were loaded; the rest of the state stays.
 
-    Megatron-LM's `reload_model_params`. Without it the next step would write the old masters over what was loaded.
+    Megatron-LM's `reload_model_params`. Without it, the next step would overwrite the loaded params with the old
+    masters.
 
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`.
-      params: the params as they were loaded: float32 (masters then have them in full) or as the policy casts them.
+      params: the loaded params, in float32 (the masters then have full precision) or in the policy's dtypes.
 
     Returns:
-      `opt_state` with new masters, each in a buffer of its own.
+      `opt_state` with new masters, each in its own buffer.
 
     Raises:
       ValueError: a param that is missing or of another shape, named by path; no masters in `opt_state`.
@@ -110,14 +111,17 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
     if not state.find(opt_state, states.MasterState):
-        raise ValueError("masters are reloaded into a state that keeps them; got one without a MasterState.")
+        raise ValueError(
+            "opt_state must keep masters; got a state without a MasterState. Make it with jaxmp.mixed_precision or "
+            "jaxmp.keep_master_params."
+        )
     full = job_leaves.full_params(job_leaves.Saved(job_leaves.plain_leaves(params), {}, "params"))
 
     def reload(path: str, master: Array) -> Array:
         path, kind = job_leaves.param_of(path)
         if path not in full:
             raise ValueError(
-                f"each master is reloaded from its param; {path} is not in the params. {job_leaves.has(full)}"
+                f"each master is made from its param; {path} is not in the params. {job_leaves.first_paths(full)}"
             )
         if full[path].shape != master.shape:
             raise ValueError(
@@ -137,7 +141,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
 
 
 def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:
-    """The structure of the state of `tx` for params like these; a ValueError if what is there does not fit."""
+    """The structure of `tx.init` for params like these; a ValueError if `saved` does not fit."""
     job_leaves.check_params(saved, like)
     with warnings.catch_warnings(action="ignore"):
         structure = jax.eval_shape(tx.init, jax.tree.map(_in_float32, like))
@@ -146,13 +150,13 @@ def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTre
 
 
 def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> tuple[PyTree, Any]:
-    """Params as `like` has them (structure, dtypes, shardings) and the state of `tx` for them, from what is there."""
+    """Params with the structure, dtypes and shardings of `like`, and the state of `tx` for them, made from `saved`."""
     structure = check(saved, tx, like)
     in_full, new_params = assemble_params(saved, like)
     parts = job_leaves.special_parts(list(job_leaves.essential_leaves(structure)))
     fresh = _fresh(tx, in_full, {path for path, part in parts.items() if part != "master"})
     scales = _loss_scales(saved, fresh, [path for path, part in parts.items() if part == "scale"])
-    groups = fp8_history.moved(saved, job_leaves.plain_leaves(new_params), fresh)
+    groups = fp8_history.amax_leaves(saved, job_leaves.plain_leaves(new_params), fresh)
     full = job_leaves.plain_leaves(in_full)
     split: dict[str, Any] = {}
 
@@ -167,7 +171,7 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
             keep = path in saved.state and not path.endswith("unscaled_fp16")
             return jnp.asarray(saved.state[path], x.dtype) if keep else fresh[path]
         if part != "master":
-            return _of_inner(saved.state[path], x)
+            return _as_dtype(saved.state[path], x)
         param, kind = job_leaves.param_of(f"/{path}".partition("/master_params/")[2])
         if kind is None:
             return full[param]
@@ -183,20 +187,20 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
 
 
 def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTree]:
-    """(float32 params, params in the dtypes of `like`), from what is there."""
+    """(float32 params, params in the dtypes of `like`), made from `saved`."""
     histories = fp8_history.of(saved)
     full = job_leaves.full_params(saved)
 
     def whole(path: str, x: Any) -> Any:
         path = job_leaves.plain(path)
-        return full[path] if path in full else fp8_history.start(path, x, histories)
+        return full[path] if path in full else fp8_history.scale_leaf(path, x, histories)
 
     in_full: Any = tree_paths.map_with_path(whole, like)
     return in_full, _cast(saved.params, in_full, like)
 
 
 def _fresh(tx: optax.GradientTransformation, params: PyTree, wanted: set[str]) -> dict[str, Any]:
-    """Some leaves of the state that `tx` starts from; the rest is not computed."""
+    """The `wanted` leaves of `tx.init(params)`; the rest is not computed."""
 
     def init(params: PyTree) -> dict[str, Any]:
         return {path: x for path, x in job_leaves.essential_leaves(tx.init(params)).items() if path in wanted}
@@ -210,13 +214,13 @@ def _in_float32(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
-def _of_inner(x: Any, like: Any) -> Any:
+def _as_dtype(x: Any, like: Any) -> Any:
     x = jnp.asarray(x)
     return casting.cast_float(x, like.dtype) if casting.is_float(like) else x.astype(like.dtype)
 
 
 def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
-    """`full` in the dtypes of `like`; what is stored in its dtype already is taken as it is."""
+    """`full` in the dtypes of `like`; a saved leaf that has its dtype already is taken unchanged."""
     stored = (
         job_leaves.plain_leaves(stored_kernels.store(full))
         if any(map(stored_kernels.is_stored, jax.tree.leaves(like)))
@@ -240,7 +244,7 @@ def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
 
 
 def _loss_scales(saved: job_leaves.Saved, start: dict[str, Any], paths: list[str]) -> dict[str, Any]:
-    """The loss scales of the new state: what was there where both move, else what they start from."""
+    """The loss scales of the new state: the saved ones if both are dynamic, else their initial values."""
     scales = {}
     for group in {path.rpartition("scaling/")[0] for path in paths}:
         mine = [path for path in paths if path.rpartition("scaling/")[0] == group]
@@ -252,35 +256,35 @@ def _loss_scales(saved: job_leaves.Saved, start: dict[str, Any], paths: list[str
 def _kept_scale(start: dict[str, Any], group: str, saved: job_leaves.Saved) -> dict[str, Any]:
     head = f"{group}scaling/"
     old = {path.removeprefix(head): x for path, x in saved.state.items() if path.startswith(head)}
-    if "hysteresis_left" not in start:  # a class of the user's own
+    if "hysteresis_left" not in start:  # the user's own class
         if {k: x.shape for k, x in old.items()} == {k: x.shape for k, x in start.items()}:
             return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
-    elif not _moves(start):
-        return start  # no scale, or a static one, which is what tx says
-    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _moves(old) or _at_floor(group, saved)):
+    elif not _is_dynamic(start):
+        return start  # no scale, or a static one: trust tx
+    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _is_dynamic(old) or _at_floor(group, saved)):
         if 0.0 < float(old["loss_scale"]) < math.inf:
             return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
         warnings.warn(
-            f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts anew "
+            f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts again "
             f"from {float(start['loss_scale'])}.",
             stacklevel=4,
         )
         return start
     warnings.warn(
-        f"{saved.what} has no loss scale of the kind that the new optimizer keeps: it starts from "
-        f"{float(start['loss_scale'])}, as a new run does, and may skip its first steps.",
+        f"{saved.what} has no loss scale of the kind that the new optimizer keeps. The scale starts from "
+        f"{float(start['loss_scale'])} as in a new run, so the first steps may be skipped.",
         stacklevel=4,
     )
     return start
 
 
-def _moves(scale: dict[str, Any]) -> bool:
-    """Whether a scale has counts; without a scaler, and with a static one, they are 0."""
+def _is_dynamic(scale: dict[str, Any]) -> bool:
+    """Whether a scale has counts; they are 0 without a loss scale, and for a static one."""
     return bool(int(scale["growth_count"]) or int(scale["hysteresis_left"]))
 
 
 def _at_floor(group: str, saved: job_leaves.Saved) -> bool:
-    """Whether a scale of 1 with counts of 0 is one that has just fallen to its floor, and not that of no scaler."""
+    """Whether a scale of 1 with counts of 0 has just fallen to its floor; else the job has no loss scale."""
     skipped, unscaled, pinned = (
         saved.state.get(f"{group}{n}") for n in ("skipped", "unscaled_fp16", "pinned_overflows")
     )

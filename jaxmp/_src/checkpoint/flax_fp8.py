@@ -1,12 +1,14 @@
-"""fp8 state of flax's own layers, `_overwrite_with_gradient`, as scale leaves and amax histories.
+"""Imports the fp8 state of flax's own layers, `_overwrite_with_gradient`, as scale leaves and amax histories.
 
-flax keeps, beside the params and for each of a layer's three tensors, a scale s (of the last step; it divides before
-the cast) and a history of amaxes. The scale of the next step is computed in that step, from the history:
+For each of the three tensors of a layer, flax keeps a scale s and a history of amaxes in a collection beside the
+params. s is the scale of the last step, and flax divides by it before the cast. Each step computes its own scale from
+the history:
 
-    flax   h = [newest, oldest, ..., second newest]     s' = max(h) / fp8_max         q = x / s'
-    ours   h = [free, oldest, ..., newest]              leaf = log2 of 1 / s', down   q = x * 2^leaf
+    flax   h = [newest, oldest, ..., second newest]     s' = max(h) / fp8_max                     q = x / s'
+    ours   h = [free, oldest, ..., newest]              leaf = log2(1 / s'), rounded down         q = x * 2^leaf
 
-so the leaf is made of the history here. With a scaled loss flax's amaxes are those of scaled gradients; ours are not.
+So this file computes the leaf from the history. With a scaled loss, flax's amaxes are those of scaled gradients, and
+ours are those of unscaled gradients.
 """
 
 from typing import Any
@@ -28,19 +30,19 @@ _OPERANDS = {"input": "lhs", "kernel": "rhs", "output_grad": "grad"}
 def import_flax_fp8(
     collection: PyTree, params: PyTree, opt_state: Any, *, loss_scale: float = 1.0
 ) -> tuple[PyTree, Any]:
-    """Params and state that go on with the scales and histories of flax's fp8 layers (`flax.linen.fp8_ops`).
+    """Imports scales and histories of flax's fp8 layers (`flax.linen.fp8_ops`) into params and state.
 
     Args:
       collection: `variables["_overwrite_with_gradient"]` of the flax model.
-      params: the params of the same model with our layers: its weights beside new scale leaves.
-      opt_state: state of `mixed_precision` with a `DelayedScaling` recipe for them.
-      loss_scale: what the loss was multiplied by when the amaxes of gradients were taken; 1 without loss scaling.
+      params: the params of the same model with our layers: the weights, and new scale leaves.
+      opt_state: state of `mixed_precision` for these params, with a `DelayedScaling` recipe.
+      loss_scale: the loss scale of the flax job when it recorded the amaxes of gradients; 1 without loss scaling.
 
     Returns:
-      `(params, opt_state)`. Histories are cut to the recipe's length; the newest are kept.
+      `(params, opt_state)`. Histories are cut to the recipe's length and keep the newest amaxes.
 
     Raises:
-      ValueError: a layer that is in one of the two only, named by path; a state without fp8 scales, or of several
+      ValueError: a layer that only one of the two has, named by path; a state without fp8 scales, or with several
         recipes.
 
     Example:
@@ -59,7 +61,7 @@ def import_flax_fp8(
     columns = fp8_history.columns(leaves, [x.scale.shape[-1] for x in found[0].amax_states]) if found else None
     if columns is None or len(found) != 1:
         raise ValueError(
-            f"scales are imported into the state of one delayed-scaling recipe; got {len(found)} fp8 states in "
+            f"opt_state must have the fp8 state of one delayed-scaling recipe; got {len(found)} fp8 states in "
             f"opt_state{', of several recipes' if found else ''}. Make it with "
             f"jaxmp.mixed_precision(inner, policy, recipe=jaxmp.fp8.DelayedScaling()).init(params)."
         )
@@ -68,8 +70,8 @@ def import_flax_fp8(
     for path, key in ours.items():
         if key not in theirs:
             raise ValueError(
-                f"both models must have the same layers in fp8; {path} has nothing like it in the collection, which "
-                f"has {', '.join(dict.fromkeys(layer for layer, _ in theirs))}. Choose layers with filter=."
+                f"both models must have the same layers in fp8; {path} is not in the collection, which has "
+                f"{', '.join(dict.fromkeys(layer for layer, _ in theirs))}. Choose layers with filter=."
             )
     for layer, operand in theirs:
         if (layer, operand) not in ours.values():
@@ -83,7 +85,7 @@ def import_flax_fp8(
         history = history / np.float32(loss_scale) if is_gradient else history
         last = 1.0 / scale * (np.float32(loss_scale) if is_gradient else np.float32(1.0))
         if holds_log2:
-            last = recipes.scale_from_amax(1.0 / last, 1.0, fallback=1.0)  # down to a power of two
+            last = recipes.scale_from_amax(1.0 / last, 1.0, fallback=1.0)  # rounded down to a power of two
         new = recipes.scale_from_amax(
             jnp.max(history, axis=0), float(jnp.finfo(dtype).max), fallback=last, power_of_two=holds_log2
         )
@@ -121,18 +123,17 @@ def _operands(collection: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
         name = name.removesuffix("_scale")
         history = leaves.get(f"{op}/{name}_amax_history".lstrip("/"))
         if history is None:
-            raise ValueError(f"flax keeps a history beside each scale; {op}/{name}_amax_history is missing.")
+            raise ValueError(f"each scale must have a history beside it; {op}/{name}_amax_history is missing.")
         if jnp.size(scale) != 1 or history.ndim != 1:
             raise ValueError(
-                f"the state of a layer is imported, not of a stack (nn.scan); got a history of shape {history.shape} "
-                f"at {op}/{name}_amax_history. Unstack it."
+                f"the state must be that of single layers, not of a stack (nn.scan); got a history of shape "
+                f"{history.shape} at {op}/{name}_amax_history. Unstack it."
             )
         scale, history = (compat.max_dtype_to_float32(jnp.asarray(x)) for x in (scale, history))
         found[op.rpartition("/")[0], _OPERANDS[name]] = scale.reshape(()), history
     if not found:
         raise ValueError(
-            f"flax keeps fp8 state as <layer>/<op>/input_scale and the like; got none among "
-            f"{', '.join(leaves) or '{}'}. "
-            f'Pass variables["_overwrite_with_gradient"].'
+            f"the collection must have leaves such as <layer>/<op>/input_scale; got none among "
+            f'{", ".join(leaves) or "{}"}. Pass variables["_overwrite_with_gradient"].'
         )
     return found

@@ -1,8 +1,8 @@
-"""Histories of fp8 amaxes by layer and operand, to move them from one job's state into another's.
+"""Histories of fp8 amaxes by layer and operand, to move them from the state of one job into that of another.
 
-A state keeps the histories of all its scales in one array for each direction, in the order of the tree (see `delayed`).
-Another model has other layers in fp8, or other formats, so here each is looked up by what it belongs to,
-`Dense_0/Fp8DotGeneral_0/lhs`. An amax is a magnitude: it does not hang on the format of the scale that is made of it.
+A state keeps the histories of all scales of one direction in one array, in the order of the tree (see `fp8_scales`).
+Another model may have other layers in fp8, or other formats. So each history is looked up by layer and operand,
+`Dense_0/Fp8DotGeneral_0/lhs`. An amax is a magnitude: it does not depend on the format of the scale made from it.
 """
 
 import math
@@ -24,15 +24,15 @@ Histories = dict[str, Float[Array, "len size"]]
 
 
 def key_of(path: str) -> str:
-    """What the scale at `path` belongs to, whatever its format."""
+    """Layer and operand of the scale at `path`; the format is left out."""
     head, _, name = path.rpartition("/")
     return f"{head}/{name.split('_')[1]}".lstrip("/")
 
 
 def of(saved: Saved) -> Histories | None:
-    """The histories in a state of `update_amax` of one recipe; {} if it has none, None if it is of several."""
+    """The histories in a state of `update_amax` with one recipe; {} if there are none, None for several recipes."""
     params = saved.params
-    histories = [x for path, x in saved.state.items() if _is(path, "amax_history")]
+    histories = [x for path, x in saved.state.items() if _is_field(path, "amax_history")]
     in_columns = columns(params, [x.shape[-1] for x in histories])
     if in_columns is None:
         return None
@@ -46,13 +46,13 @@ def of(saved: Saved) -> Histories | None:
     return found
 
 
-def _is(path: str, name: str) -> bool:
+def _is_field(path: str, name: str) -> bool:
     found = _GROUP.fullmatch(path)
     return found is not None and found.group(3) == name
 
 
 def columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | None:
-    """The paths of the scales of each group if a single recipe made groups of these sizes, else None."""
+    """The paths of the scales of each group, if one recipe makes groups of these sizes; else None."""
     groups: dict[bool, list[str]] = {}
     if sizes:
         for path in filter(scale_leaves.is_scale, params):
@@ -61,8 +61,8 @@ def columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | No
     return found if [sum(math.prod(params[p].shape) for p in paths) for paths in found] == sizes else None
 
 
-def start(path: str, like: Any, histories: Histories | None) -> Float[Array, "*shape"]:
-    """The scale leaf at `path` that a job goes on with, made of the amaxes of its tensor where these are known."""
+def scale_leaf(path: str, like: Any, histories: Histories | None) -> Float[Array, "*shape"]:
+    """A new scale leaf for `path`, from the amaxes of its tensor if they are known, else a scale of 1."""
     _, dtype, holds_log2 = scale_leaves.format_of(path)
     history = (histories or {}).get(key_of(path), jnp.zeros((1, 1), jnp.float32))
     largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=0)
@@ -72,31 +72,26 @@ def start(path: str, like: Any, histories: Histories | None) -> Float[Array, "*s
 
 
 def of_length(history: Float[Array, "old n"], length: int) -> Float[Array, "length n"]:
-    """A history with the newest amaxes in the last of `length` slots, and slot 0 free."""
+    """The newest amaxes of a history in the last of `length` slots; slot 0 is free."""
     newest = history[max(1, history.shape[0] - length + 1) :]
     return jnp.pad(newest, [(length - newest.shape[0], 0), (0, 0)])
 
 
 def group(histories: Histories, params: Mapping[str, Any], members: list[str], length: int) -> recipes.AmaxState:
-    """The state of the scales at the paths `members`, with the histories that there are."""
+    """The state of the scales at the paths `members`; a scale without a history gets one of zeros."""
     found = [_column(histories, path, params[path], length) for path in members]
     scales = [scale_leaves.scale_of(params[path], holds_log2=scale_leaves.format_of(path)[2])[0] for path in members]
     return recipes.AmaxState(jnp.concatenate([jnp.ravel(x) for x in scales]), jnp.concatenate(found, axis=1))
 
 
-def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a new state's `amax_states`, by path, with the histories that there are.
-
-    Args:
-      saved: what there is of the old job.
-      params: the new params by path.
-      fresh: the new state as a new run starts, by path.
+def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of `amax_states` of the new state, by path, with the saved histories; `fresh` is `tx.init`, by path.
 
     Warns:
-      UserWarning: histories that start anew, as nobody knows what they belong to.
+      UserWarning: histories of several recipes that start again, because nothing says which layer they belong to.
     """
     histories, state = of(saved), saved.state
-    names = [path for path in fresh if _is(path, "amax_history")]
+    names = [path for path in fresh if _is_field(path, "amax_history")]
     groups = {path: x for path, x in fresh.items() if _GROUP.fullmatch(path)}
     in_columns = columns(params, [fresh[path].shape[-1] for path in names])
     leaves, old_leaves = (
@@ -116,8 +111,8 @@ def moved(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> 
             groups[name], groups[_scale_beside(name)] = made.amax_history, made.scale
     else:
         warnings.warn(
-            "histories of fp8 amaxes that several recipes (a dict of them) keep are moved between jobs with the same "
-            "recipes and fp8 layers only: they start anew. The scales themselves are kept.",
+            "histories of fp8 amaxes of several recipes (a dict of recipes) can only be moved between jobs with the "
+            "same recipes and the same fp8 layers; these jobs differ. The histories start again; the scales are kept.",
             stacklevel=5,
         )
     return groups

@@ -1,8 +1,8 @@
-"""What there is of a job, by path: the leaves of its params and of its optimizer's state.
+"""Leaves of params and optimizer state by path, wrappers removed.
 
-Trees differ by what they are wrapped in: a chain round an optimizer, boxes round arrays, and the nested dicts that
-Orbax makes of all of it. Their paths do so in a few known levels only, which are left out here. So Adam's `0/mu/w` is
-the same leaf in a plain optax state, under `mixed_precision(..., "fp16")` and with fp8 round it.
+The same leaf has different paths in different trees: transforms wrap an optimizer, boxes wrap arrays, and Orbax turns
+all of it into nested dicts. The paths differ only in a few known levels, and this file removes these levels. So Adam's
+`0/mu/w` is the same leaf in a plain optax state, under `mixed_precision(..., "fp16")` and with fp8.
 """
 
 from collections.abc import Mapping
@@ -28,26 +28,20 @@ _join = jax.jit(moments.join)  # one pass, not one for each operation
 
 
 class Saved(NamedTuple):
-    """What is there of a job.
+    """The leaves of a saved job (or of the job to convert)."""
 
-    Attributes:
-      params: leaves of the model's params by path.
-      state: leaves of the optimizer's state by path, wrappers left out.
-      what: what it is called in errors ("the checkpoint").
-    """
-
-    params: dict[str, Any]
-    state: dict[str, Any]
-    what: str
+    params: dict[str, Any]  # leaves of the model's params by path
+    state: dict[str, Any]  # leaves of the optimizer's state by path, wrappers removed
+    what: str  # the name of the job in errors ("the checkpoint")
 
 
 def plain_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, boxes taken off, also where Orbax has made a dict of a box."""
+    """The leaves of a tree by path, boxes removed (also a box that Orbax turned into a dict)."""
     return _shortened(tree, _BOX)
 
 
 def essential_leaves(opt_state: Any) -> dict[str, Any]:
-    """The leaves of an optimizer's state by path, the wrappers of a chain left out."""
+    """The leaves of an optimizer's state by path, wrappers of transforms removed."""
     return _shortened(nnx.as_pure(opt_state), _WRAPPERS)
 
 
@@ -58,29 +52,29 @@ def _shortened(tree: Any, without: frozenset[str]) -> dict[str, Any]:
 
 
 def essential(path: str, without: frozenset[str] = _WRAPPERS) -> str:
-    """A path without the levels that say how a chain is wrapped."""
+    """A path without the levels of wrappers."""
     return "/".join(part for part in path.split("/") if part not in without)
 
 
 def plain(path: str) -> str:
-    """A path without the boxes."""
+    """A path without the levels of boxes."""
     return essential(path, _BOX)
 
 
 def param_of(path: str) -> tuple[str, str | None]:
-    """(path of the param, None or the kind of remainder) of a master's path in its tree."""
+    """(path of the param, kind of remainder or None), from the path of a master in its tree."""
     path = plain(path)
     head, _, last = path.rpartition("/")
     return (head, last) if last in REMAINDERS else (path, None)
 
 
-def has(leaves: Mapping[str, Any]) -> str:
-    """What is there, for the end of a message."""
+def first_paths(leaves: Mapping[str, Any]) -> str:
+    """The first paths of `leaves` as a sentence, for the end of an error."""
     return f"There are {', '.join(list(leaves)[:4])}{', ...' if len(leaves) > 4 else ''}."
 
 
 def full_params(saved: Saved) -> dict[str, Any]:
-    """What the params stand for, by path: floats in float32 (masters where there are any), all else as it is."""
+    """The params in full precision by path: floats in float32, from the masters if there are any; others unchanged."""
     leaves = saved.params
     stored = stored_kernels.pairs(leaves) if any(map(stored_kernels.is_stored, leaves.values())) else {}
     masters = {}
@@ -95,8 +89,8 @@ def full_params(saved: Saved) -> dict[str, Any]:
         if kind is not None:
             if x.dtype != jnp.bfloat16:
                 raise ValueError(
-                    f"split masters are whole only together with their bfloat16 params; got {x.dtype} at {path}. Pass "
-                    f"the params of the same step."
+                    f"a split master is a bfloat16 param and a remainder, so the params must be bfloat16; got "
+                    f"{x.dtype} at {path}. Pass the params of the same step."
                 )
             return _join(x, jnp.asarray(master))
         if master is not None:
@@ -109,7 +103,7 @@ def full_params(saved: Saved) -> dict[str, Any]:
 
 
 def check_params(saved: Saved, like: PyTree) -> None:
-    """Raises a ValueError that names the first param that the two do not share, or share in another shape."""
+    """Raises a ValueError for the first param that only one of the two has, or that has another shape."""
     wanted = plain_leaves(like)
     for path, x in wanted.items():
         if path not in saved.params:
@@ -117,7 +111,7 @@ def check_params(saved: Saved, like: PyTree) -> None:
                 continue
             raise ValueError(
                 f"{saved.what} must be of this model; {path} is in the model and not in {saved.what}. "
-                f"{has(saved.params)}"
+                f"{first_paths(saved.params)}"
             )
         if tuple(saved.params[path].shape) != tuple(x.shape):
             raise ValueError(
@@ -127,12 +121,13 @@ def check_params(saved: Saved, like: PyTree) -> None:
     for path in saved.params:
         if path not in wanted and not scale_leaves.is_scale(path):
             raise ValueError(
-                f"{saved.what} must be of this model; {path} is in {saved.what} and not in the model. {has(wanted)}"
+                f"{saved.what} must be of this model; {path} is in {saved.what} and not in the model. "
+                f"{first_paths(wanted)}"
             )
 
 
 def special_parts(paths: list[str]) -> dict[str, str]:
-    """The parts of a state that are not the inner optimizer's: by path, what they belong to."""
+    """{path: part} of the leaves that are not the inner optimizer's: master, fp8, fp8_counter, scale or counter."""
     known, parts = set(paths), {}
     for path in paths:
         if "/master_params/" in f"/{path}":
@@ -148,27 +143,27 @@ def special_parts(paths: list[str]) -> dict[str, str]:
     return {path: part for path, part in parts.items() if path in known}
 
 
-def _of_inner(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     special = special_parts(list(leaves))
     return {path: x for path, x in leaves.items() if path not in special}
 
 
 def check_state(saved: Saved, structure: Any) -> None:
-    """Raises a ValueError that names the first leaf of the inner optimizer's state that is not that of `structure`."""
-    given, wanted = (_of_inner(leaves) for leaves in (saved.state, essential_leaves(structure)))
-    rule = f"{saved.what} must be of the same inner optimizer, at the same place of its chain, and of the same params"
+    """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `structure`."""
+    given, wanted = (_inner_leaves(leaves) for leaves in (saved.state, essential_leaves(structure)))
+    rule = f"{saved.what} must have the same inner optimizer, at the same place in the chain, and the same params"
     for path, x in wanted.items():
         if path not in given:
-            raise ValueError(f"{rule}; {path} is missing from its optimizer state. {has(given)}")
+            raise ValueError(f"{rule}; {path} is missing from its optimizer state. {first_paths(given)}")
         got = given[path]
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}.")
         floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (got, x)]
         if got.dtype != x.dtype and not all(floats):
             raise ValueError(
-                f"{rule}; {path} has dtype {got.dtype} there, expected {x.dtype}. Moments of another state_dtype are "
-                f"restored into an optimizer with that state_dtype."
+                f"{rule}; {path} has dtype {got.dtype} there, expected {x.dtype}. Make the optimizer with the "
+                f"state_dtype of the saved moments."
             )
     for path in given:
         if path not in wanted:
-            raise ValueError(f"{rule}; {path} is in its optimizer state and has no place in the new one. {has(wanted)}")
+            raise ValueError(f"{rule}; {path} is in its optimizer state and not in the new one. {first_paths(wanted)}")

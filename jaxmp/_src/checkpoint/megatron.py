@@ -1,12 +1,12 @@
-"""The state of Megatron-LM's mixed-precision optimizer, in and out: masters, Adam's moments, the loss scale.
+"""Imports and exports the state of Megatron-LM's mixed-precision optimizer: masters, Adam's moments, the loss scale.
 
     {"optimizer": {"state": {0: {"step", "exp_avg", "exp_avg_sq"}, 1: ...}, "param_groups": [{"params": [0, 1]}, ...]},
      "fp32_from_fp16_params": [[master, master], [master]],          one list for each group
      "grad_scaler": {"scale": [s], "growth_tracker", "hysteresis_tracker"}}
 
-Megatron matches leaves by their position: groups in order, in each the params in order. Here the user says which paths
-these are, and everything is compared before anything is made. Where Megatron itself loads a part and then fails, or
-passes over what is missing (fewer groups), this raises and has loaded nothing.
+Megatron matches leaves by position: the groups in order, and the params of each group in order. Here the user gives the
+paths of these params. All checks come before any change: where Megatron loads one part and then fails, or ignores
+missing entries (fewer groups), these functions raise and have loaded nothing.
 """
 
 import warnings
@@ -30,20 +30,20 @@ Groups = Sequence[Sequence[str]]
 def export_megatron(
     opt_state: Any, params: PyTree, *, groups: Groups, loss_scale: dynamic.DynamicLossScale | None = None
 ) -> dict[str, Any]:
-    """What Megatron-LM's `Float16OptimizerWithFloat16Params.state_dict()` holds, as NumPy arrays and Python numbers.
+    """Exports what Megatron-LM's `Float16OptimizerWithFloat16Params.state_dict()` holds: NumPy arrays, Python numbers.
 
     Args:
       opt_state: state of `mixed_precision` with float32 or split masters, over Adam or momentum SGD.
-      params: the params that go with it.
-      groups: paths of the params by Megatron's groups, in its order.
-      loss_scale: the loss scale that the optimizer was made with; None: `grad_scaler` is left out.
+      params: the params that belong to it.
+      groups: paths of the params by Megatron's groups, in Megatron's order.
+      loss_scale: the loss scale that the optimizer was made with; None: the dict has no `grad_scaler`.
 
     Returns:
-      The dict. Tensors have our layout (`kernel` [in, out]) and shapes. Options of `param_groups` (lr, weight decay)
-      are Megatron's to add.
+      The dict. Tensors have our layout (`kernel` [in, out]) and shapes. `param_groups` has no options (lr, weight
+      decay): set them in Megatron.
 
     Raises:
-      ValueError: a path that is not in the params, or is there twice.
+      ValueError: a path that is not in the params, or is given twice.
 
     Example:
       >>> import jaxmp, optax
@@ -76,26 +76,26 @@ def export_megatron(
 def import_megatron(
     state_dict: Mapping[str, Any], opt_state: Any, params: PyTree, *, groups: Groups
 ) -> tuple[PyTree, Any]:
-    """Params and state that go on where Megatron-LM's optimizer stopped.
+    """Imports the state of Megatron-LM's optimizer, to continue a Megatron job.
 
     Args:
       state_dict: as Megatron saves it, tensors as arrays (`tensor.numpy()`), in our layout and shapes. The older keys
-        `optimizer_state_dict` and `fp32_from_fp16` are read, too.
+        `optimizer_state_dict` and `fp32_from_fp16` are also read.
       opt_state: state of `mixed_precision` over Adam or momentum SGD, as `tx.init` makes it.
       params: the model's params, for their dtypes.
-      groups: paths of the params by Megatron's groups, in its order.
+      groups: paths of the params by Megatron's groups, in Megatron's order.
 
     Returns:
-      `(params, opt_state)`: masters, moments, counts and the loss scale of the state dict, and the params rounded from
-      the masters, which Megatron leaves to the model's checkpoint.
+      `(params, opt_state)`: masters, moments, counts and the loss scale of the state dict, and params rounded from the
+      masters. (Megatron itself takes the params from the model's checkpoint.)
 
     Raises:
-      ValueError: an entry, a group or a param that is missing or left over; a shape that differs; steps that are not
-        the same for all params. Named by key or path, and nothing is changed.
+      ValueError: an entry, a group or a param that is missing or left over; a shape that differs; params with different
+        step counts. The error names the key or the path, and nothing was changed.
 
     Warns:
-      UserWarning: an old key; no `grad_scaler` where the optimizer scales the loss (its own scale stays), or one where
-        it does not (it is passed over).
+      UserWarning: an old key; no `grad_scaler` although the optimizer scales the loss (its own scale stays); a
+        `grad_scaler` although it does not (ignored).
 
     Example:
       >>> import jaxmp, optax
@@ -118,7 +118,7 @@ def import_megatron(
     new_scale = _scale(state_dict, opt_state)
     steps = {int(np.asarray(x["step"]).reshape(())) for x in per_param.values() if "step" in x}
     if len(steps) > 1 or (_counts(opt_state) and not steps):
-        raise ValueError(f"all params share one count of steps; Megatron's state has {sorted(steps) or 'none'}.")
+        raise ValueError(f"all params must have the same step; Megatron's state has {sorted(steps) or 'none'}.")
 
     new: dict[str, Any] = {}
     for path, x in job_leaves.essential_leaves(opt_state).items():
@@ -129,8 +129,8 @@ def import_megatron(
         name, param = found
         if name not in per_param[param]:
             raise ValueError(
-                f"the optimizers must be of one kind; {path} has nothing like it in Megatron's state of {param}, which "
-                f"has {', '.join(per_param[param]) or 'nothing'}."
+                f"both optimizers must have the same moments; {path} needs {name}, which is missing in Megatron's "
+                f"state of {param}: it has {', '.join(per_param[param]) or 'nothing'}."
             )
         _check_shape(per_param[param][name], x, f"{name} of {param}")
         new[path] = jnp.asarray(per_param[param][name], x.dtype)
@@ -159,8 +159,10 @@ def _order(groups: Groups, params: PyTree) -> list[str]:
     order, leaves = [path for group in groups for path in group], job_leaves.plain_leaves(params)
     for i, path in enumerate(order):
         if path not in leaves or path in order[:i]:
-            why = "is there twice" if path in order[:i] else "is none"
-            raise ValueError(f"groups names params by path, each once; {path} {why}. {job_leaves.has(leaves)}")
+            why = "is given twice" if path in order[:i] else "is not a param"
+            raise ValueError(
+                f"groups must name each param once, by path; {path} {why}. {job_leaves.first_paths(leaves)}"
+            )
     return order
 
 
@@ -174,7 +176,7 @@ def _counts(opt_state: Any) -> list[Any]:
 
 
 def _moment_of(path: str, order: list[str]) -> tuple[str, str] | None:
-    """(Megatron's name, path of the param) of a moment in our state."""
+    """(Megatron's name, path of the param) of the moment at `path` in our state; None for another leaf."""
     for theirs, ours in _MOMENTS.items():
         _, found, param = f"/{path}".partition(f"/{ours}/")
         if found and param in order:
@@ -187,10 +189,10 @@ def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, warn: bool) ->
         return state_dict[name]
     if old not in state_dict:
         raise ValueError(
-            f"Megatron's state must have {name} (or {old}, as it was called); got {', '.join(state_dict) or 'nothing'}."
+            f"Megatron's state must have {name} (or {old}, the old name); got {', '.join(state_dict) or 'nothing'}."
         )
     if warn:
-        warnings.warn(f"the state of an old Megatron checkpoint: {old} is taken for {name}.", stacklevel=3)
+        warnings.warn(f"this is the state of an old Megatron checkpoint: {old} is read as {name}.", stacklevel=3)
     return state_dict[old]
 
 
@@ -198,11 +200,11 @@ def _masters(given: Sequence[Sequence[Any]], groups: Groups, opt_state: Any) -> 
     with_master = _with_master(opt_state)
     wanted = [[path for path in group if path in with_master] for group in groups]
     for path in sorted(with_master - {path for group in wanted for path in group}):
-        raise ValueError(f"groups must name every param that has a master; {path} is in none.")
+        raise ValueError(f"groups must name every param that has a master; {path} is in no group.")
     if len(given) != len(wanted) or any(len(g) != len(w) for g, w in zip(given, wanted, strict=False)):
         raise ValueError(
-            f"masters are matched by position: groups of {[len(w) for w in wanted]} params with a master are wanted; "
-            f"Megatron's fp32_from_fp16_params has groups of {[len(g) for g in given]}."
+            f"masters are matched by position: groups= has {[len(w) for w in wanted]} params with a master; Megatron's "
+            f"fp32_from_fp16_params has groups of {[len(g) for g in given]}."
         )
     return {path: x for group, paths in zip(given, wanted, strict=True) for path, x in zip(paths, group, strict=True)}
 
@@ -214,15 +216,15 @@ def _per_param(optimizer: Mapping[str, Any], groups: Groups, order: list[str]) -
     theirs = optimizer["param_groups"]
     if [len(g["params"]) for g in theirs] != [len(g) for g in groups]:
         raise ValueError(
-            f"params are matched by position: groups of {[len(g) for g in groups]} params are wanted; Megatron's "
-            f"param_groups has groups of {[len(g['params']) for g in theirs]}."
+            f"params are matched by position: groups= has {[len(g) for g in groups]} params; Megatron's param_groups "
+            f"has groups of {[len(g['params']) for g in theirs]}."
         )
     found = {}
-    shared = [{"step": g["step"]} if "step" in g else {} for g in theirs for _ in g["params"]]  # apex: of the group
+    shared = [{"step": g["step"]} if "step" in g else {} for g in theirs for _ in g["params"]]  # apex: one per group
     for path, number, more in zip(order, (i for g in theirs for i in g["params"]), shared, strict=True):
         if number not in optimizer["state"]:
             raise ValueError(
-                f"Megatron's optimizer must have a state for each param; that of {path} ({number}) is missing."
+                f"Megatron's optimizer must have a state for each param; the state of {path} ({number}) is missing."
             )
         found[path] = {**more, **optimizer["state"][number]}
     return found
@@ -230,18 +232,19 @@ def _per_param(optimizer: Mapping[str, Any], groups: Groups, order: list[str]) -
 
 def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLossScale | None:
     found = state.find(opt_state, states.LossScaleState)
-    moves = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
+    is_dynamic = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
     if "grad_scaler" not in state_dict:
-        if moves:
+        if is_dynamic:
             warnings.warn(
                 f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}.", stacklevel=3
             )
         return None
     new = loss_scales.import_loss_scale(state_dict["grad_scaler"])
-    if moves:
+    if is_dynamic:
         return new
     warnings.warn(
-        "Megatron's state has a grad_scaler, and this optimizer has no loss scale: it is passed over.", stacklevel=3
+        "Megatron's state has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is ignored.",
+        stacklevel=3,
     )
     return None
 

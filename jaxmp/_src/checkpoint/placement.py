@@ -1,4 +1,4 @@
-"""Where the leaves of a job go: what is made for a param lies where the param does."""
+"""Shardings of restored leaves: masters and moments are placed like their params."""
 
 from typing import Any
 
@@ -9,27 +9,30 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import job_leaves
 
 
-def sharding_of(x: Any) -> Any:
-    """Where an array lies or an abstract one is to lie; None if nobody has said so."""
+def chosen_sharding(x: Any) -> Any:
+    """The sharding of an array or of a `jax.ShapeDtypeStruct`; None if the user chose none (an uncommitted array)."""
     if isinstance(x, jax.Array) and not x.committed:
         return None
     return getattr(x, "sharding", None)
 
 
 def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
-    """An abstract `x` that is to lie where `other` does."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(other))
+    """The shape and dtype of `x` with the sharding of `other`."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chosen_sharding(other))
 
 
 class Shardings:
-    """Where leaves go: params where `like` has them, what is made for one (same end of path, same shape) beside it.
+    """Where each leaf goes: params as in `like`; a master or a moment (same end of path, same shape) like its param.
 
-    All else goes to every device of their mesh. Where nobody has said so, it stays where it is.
+    All other leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
     """
+
+    # `shardings.sharding_of` needs the tree of `tx.init`. Here the tree may be what Orbax describes, nested dicts, so
+    # leaves are found by their shortened paths.
 
     def __init__(self, like: PyTree) -> None:
         leaves = job_leaves.plain_leaves(like)
-        self._by_path = {path: (tuple(x.shape), sharding_of(x)) for path, x in leaves.items()}
+        self._by_path = {path: (tuple(x.shape), chosen_sharding(x)) for path, x in leaves.items()}
         known = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.NamedSharding)]
         empty = jax.sharding.PartitionSpec()
         self.replicated = jax.sharding.NamedSharding(known[0].mesh, empty) if known else None
@@ -38,7 +41,7 @@ class Shardings:
             self.replicated = single[0]
 
     def of(self, path: str, shape: tuple[int, ...]) -> Any:
-        """The sharding of the leaf at `path` of params or of a state; None: wherever it is."""
+        """The sharding of the leaf at `path` of params or of a state; None: leave it where it is."""
         parts = job_leaves.essential(path).split("/")
         if parts[-1] in job_leaves.REMAINDERS:
             parts.pop()
@@ -49,7 +52,7 @@ class Shardings:
         return self.replicated
 
     def place(self, tree: PyTree) -> PyTree:
-        """The leaves of params or of a state, each moved to where it belongs."""
+        """`tree` (params or a state) with each leaf moved to its sharding."""
 
         def moved(path: str, x: Any) -> Any:
             sharding = self.of(path, x.shape)

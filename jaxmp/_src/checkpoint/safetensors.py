@@ -1,12 +1,12 @@
-"""Weights in safetensors files: out for inference engines, in from wherever they were trained.
+"""Weights in safetensors files: export for inference engines, import from any training system.
 
-A file holds named tensors and nothing that could be run. Names and layouts are those of two worlds:
+A file has named tensors and no code. Names and layouts follow one of two conventions:
 
-    flax    the path with dots, `decoder.Dense_0.kernel`, arrays as they are
+    flax    the path with dots, `decoder.Dense_0.kernel`, arrays unchanged
     torch   `decoder.Dense_0.weight`: kernels [in, out] are stored as [out, in], convolutions [*k, in, out] as
-            [out, in, *k], embeddings and the gains of norms are called weight as well
+            [out, in, *k]; embeddings and the scales of norms are also called weight
 
-A kernel in fp8 stands beside its scale, as vLLM, TensorRT-LLM and compressed-tensors read it:
+A kernel in fp8 is stored with its scale, in the format that vLLM, TensorRT-LLM and compressed-tensors read:
 
     weight        float8_e4m3fn      round(w / weight_scale)
     weight_scale  float32, shape ()  max |w| / 448           w = weight * weight_scale
@@ -49,24 +49,30 @@ def save_safetensors(
     input_scales: bool = False,
     rename: Callable[[str], str] | None = None,
 ) -> None:
-    """Writes the weights into one safetensors file: from the masters where there are any, each rounded once.
+    """Writes the weights into one safetensors file, from the masters if there are any, each rounded once.
+
+    Names and layouts: `"flax"` writes the path with dots, `decoder.Dense_0.kernel`, and arrays unchanged. `"torch"`
+    writes `decoder.Dense_0.weight`, kernels [in, out] as [out, in], and convolutions [*k, in, out] as [out, in, *k]. A
+    kernel in fp8 is two tensors, `weight` (float8_e4m3fn) and `weight_scale` (float32[], max |w| / 448), with
+    w = weight * weight_scale.
 
     Args:
-      path: the file. It is replaced in one go, when all of it is written.
+      path: the file. It is replaced in one atomic step, after everything is written.
       params: the model's params, or any tree of weights such as `get_ema_params(...)`.
       opt_state: state with the masters of `params`.
-      dtype: float32, bfloat16, float16 or float8_e4m3fn. In fp8 only kernels are stored so, each with its scale;
-        all else is bfloat16. Kernels are leaves called `kernel` with two axes or more.
-      layout: `"flax"` or `"torch"`; see the module's docstring.
+      dtype: float32, bfloat16, float16 or float8_e4m3fn. With float8_e4m3fn only kernels are stored in fp8, each with
+        its scale; other leaves are stored in bfloat16. Kernels are leaves called `kernel` with two axes or more.
+      layout: `"flax"` or `"torch"`.
       keep: globs over paths of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
-      input_scales: for fp8: whether `input_scale`, 1 / scale of a layer's input as trained, is written beside
+      input_scales: for fp8: whether to write `input_scale`, 1 / scale of the layer's input from training, beside
         `weight_scale`, for engines with static scales of activations.
-      rename: the name of a tensor from what `layout` makes of its path, such as `lambda n: "model." + n`.
+      rename: takes the name that `layout` gives a tensor and returns the name to write, such as
+        `lambda n: "model." + n`.
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
-      ValueError: another dtype; two tensors of one name; masters of other shapes than `params` (`jaxmp.fsdp.trim` takes
-        both), or a kernel that has no torch layout, named by path.
+      ValueError: another dtype; two tensors with one name; masters of other shapes than `params` (`jaxmp.fsdp.trim`
+        takes both); a kernel that has no torch layout, named by path.
 
     Example:
       >>> import tempfile
@@ -80,14 +86,14 @@ def save_safetensors(
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in _DTYPES:
-        raise ValueError(f"weights are written as {', '.join(_DTYPES)}; got {dtype}")
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype}")
     _check_layout(layout)
     tensors: dict[str, np.ndarray] = {}
 
     def add(name: str, x: Any, path: str) -> None:
         name = name if rename is None else rename(name)
         if name in tensors:
-            raise ValueError(f"each tensor needs a name of its own; got {name!r} for {path} and for another leaf.")
+            raise ValueError(f"each tensor needs its own name; got {name!r} for {path} and for another leaf.")
         tensors[name] = _on_host(x, path)
 
     given = job_leaves.plain_leaves(params)
@@ -96,21 +102,21 @@ def save_safetensors(
     for at, x in full.items():
         if scale_leaves.is_scale(at):
             continue
-        x, name = _laid_out(x, at, layout), _name(at, layout)
+        x, name = _to_layout(x, at, layout), _name(at, layout)
         narrow = casting.is_float(x) and dtype == _FP8 and _is_kernel(at, x) and not tree_paths.matches(at, keep)
         if not narrow:
             wanted = jnp.bfloat16 if dtype == _FP8 else dtype
             add(name, casting.cast_float(jnp.asarray(x), wanted, saturate=True), at)
             continue
-        if opt_state is None and stored_kernels.is_stored(given[at]):  # as it was trained
-            weight, weight_scale = _laid_out(given[at], at, layout), _inverse_scale(given, layers[at])
+        if opt_state is None and stored_kernels.is_stored(given[at]):  # the fp8 values of training
+            weight, weight_scale = _to_layout(given[at], at, layout), _inverse_scale(given, layers[at])
         else:
-            weight, weight_scale = quantized(x)
+            weight, weight_scale = _quantize(x)
         add(name, weight, at)
         add(f"{name}_scale", weight_scale, at)
         of_input = layers.get(at, "").replace("fp8_rhs", "fp8_lhs")
         if input_scales and of_input in given:
-            add(_beside(name, "input_scale"), _inverse_scale(given, of_input), of_input)
+            add(_sibling(name, "input_scale"), _inverse_scale(given, of_input), of_input)
     _write(pathlib.Path(path), tensors, {"format": "pt" if layout == "torch" else "flax"})
 
 
@@ -122,21 +128,21 @@ def load_safetensors(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> PyTree:
-    """Params from safetensors files, in the tree, dtypes and shardings of `like`.
+    """Loads params from safetensors files, with the tree, dtypes and shardings of `like`.
 
     Args:
       path: a file, or several (shards of one model).
-      like: the model's params, arrays or `jax.ShapeDtypeStruct`: float32 for masters to start from in full. fp8 scales
-        in it are kept if they are arrays, and start anew (scale 1) if they are not.
-      layout, rename: as for `save_safetensors`: how the names and the axes of `like` become those of the file.
-      strict: whether a tensor of the file that has no place in `like` is an error. One that is missing always is.
+      like: the model's params, arrays or `jax.ShapeDtypeStruct`; float32 if masters are made from them in full
+        precision. fp8 scales in it are kept if they are arrays; otherwise they start at scale 1.
+      layout, rename: as for `save_safetensors`; they give the names and axes in the file for each leaf of `like`.
+      strict: whether a tensor of the file that is not in `like` is an error. A missing tensor always is.
 
     Returns:
       A tree like `like`. Tensors in fp8 are multiplied by their scale.
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
-      ValueError: a file that is damaged or is something else; a tensor that is missing, left over or of another shape.
+      ValueError: a damaged file, or one of another format; a tensor that is missing, left over or of another shape.
 
     Example:
       >>> import tempfile
@@ -161,13 +167,15 @@ def load_safetensors(
         name = _name(path, layout)
         name = name if rename is None else rename(name)
         if name not in tensors:
-            raise ValueError(f"{what} must have a tensor for each param; {name} ({path}) is missing. {_has(tensors)}")
-        left.difference_update({name, f"{name}_scale", _beside(name, "input_scale")})
+            raise ValueError(
+                f"{what} must have a tensor for each param; {name} ({path}) is missing. {_first_names(tensors)}"
+            )
+        left.difference_update({name, f"{name}_scale", _sibling(name, "input_scale")})
         tensor = _dequantized(tensors, name)
-        tensor = _laid_in(tensor, path, layout)
+        tensor = _from_layout(tensor, path, layout)
         if tensor.shape != tuple(x.shape):
             raise ValueError(
-                f"{what} must fit the model; {name} has shape {tensor.shape} as {path}, expected {tuple(x.shape)}."
+                f"{what} must fit the model; {name} has shape {tensor.shape} for {path}, expected {tuple(x.shape)}."
             )
         value = casting.cast_float(jnp.asarray(tensor), x.dtype, saturate=True)
         if value.dtype != x.dtype:
@@ -177,17 +185,18 @@ def load_safetensors(
     loaded = tree_paths.map_with_path(take, like)
     if strict and left:
         raise ValueError(
-            f"{what} must be of this model; the tensor {min(left)} has no place in it. Pass strict=False to pass over "
-            f"what is left."
+            f"{what} must be of this model; the tensor {min(left)} is not in the model. Pass strict=False to ignore "
+            f"such tensors."
         )
     return placement.Shardings(like).place(loaded)
 
 
 def read_safetensors(path: Any) -> dict[str, np.ndarray]:
-    """The tensors of one file by name, as they are stored.
+    """Reads the tensors of one file by name, in the dtypes and layouts of the file.
 
     Raises:
-      ValueError: a file that is damaged, cut off, or something else.
+      ImportError: safetensors is not installed; names the extra.
+      ValueError: no such file; a file that is damaged, incomplete, or of another format.
 
     Example:
       >>> import tempfile
@@ -198,18 +207,18 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
     """
     library = optional.load("safetensors", extra="checkpoint")
     if not pathlib.Path(path).is_file():
-        raise ValueError(f"weights are read from a file; there is none at {path}.")
+        raise ValueError(f"path must be a file; there is no file at {path}.")
     try:
         found = library.deserialize(pathlib.Path(path).read_bytes())
         return {name: _array(spec) for name, spec in sorted(found)}
     except (library.SafetensorError, KeyError, ValueError) as e:
         raise ValueError(
-            f"{path} must be a whole safetensors file; it is damaged, cut off or something else ({e})."
+            f"{path} must be a complete safetensors file; it is damaged, incomplete, or of another format ({e})."
         ) from e
 
 
-def quantized(weight: Any) -> tuple[Any, Any]:
-    """(fp8 weight, weight_scale) with weight ≈ fp8 * weight_scale: one scale for the tensor, as engines read it."""
+def _quantize(weight: Any) -> tuple[Any, Any]:
+    """(fp8 weight, weight_scale) with weight ≈ fp8 * weight_scale; one scale for the whole tensor."""
     weight = jnp.asarray(weight, jnp.float32)
     limit = float(jnp.finfo(_FP8).max)
     largest = jnp.max(jnp.abs(weight), initial=0.0)
@@ -230,16 +239,16 @@ def _in_full(params: PyTree, opt_state: Any) -> PyTree:
 
 
 def _check_masters(opt_state: Any, params: PyTree) -> None:
-    """Raises a ValueError that names the first param whose master has another shape."""
+    """Raises a ValueError for the first param whose master has another shape."""
     units, treedef = tree_paths.boxed_leaves(params)
     for (path, unit), master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
         shapes = [[tuple(x.shape) for x in jax.tree.leaves(part)] for part in (unit, master)]
         if master is not None and shapes[0] != shapes[1]:
             got = [", ".join(map(str, found)) for found in shapes]
             raise ValueError(
-                f"weights are written from the masters, which must have the shapes of params; {path} is {got[0]} in "
-                f"params and {got[1]} in the masters. Pass the opt_state of these params: if they were trimmed, trim "
-                f"both, with jaxmp.fsdp.trim(opt_state, layout)."
+                f"the masters in opt_state must have the shapes of params; {path} is {got[0]} in params and {got[1]} "
+                f"in the masters. Pass the opt_state of these params. If the params were trimmed, also call "
+                f"jaxmp.fsdp.trim(opt_state, layout)."
             )
 
 
@@ -251,7 +260,7 @@ def _inverse_scale(leaves: Mapping[str, Any], path: str) -> Any:
     return scale_leaves.scale_of(leaves[path], holds_log2=scale_leaves.format_of(path)[2])[1]
 
 
-def _beside(name: str, other: str) -> str:
+def _sibling(name: str, other: str) -> str:
     return f"{name.rpartition('.')[0]}.{other}".lstrip(".")
 
 
@@ -262,18 +271,19 @@ def _name(path: str, layout: Layout) -> str:
     return f"{head}/{last}".strip("/").replace("/", ".")
 
 
-def _laid_out(x: Any, path: str, layout: Layout) -> Any:
+def _to_layout(x: Any, path: str, layout: Layout) -> Any:
     if layout == "flax" or not _is_kernel(path, x):
         return x
     if x.ndim == 3:
         raise ValueError(
-            f"a kernel of 3 axes may be a convolution or a projection to heads, which torch stores in different ways; "
-            f'got {tuple(x.shape)} at {path}. Reshape it to the two axes that the engine wants, or use layout="flax".'
+            f"a kernel of 3 axes has no single torch layout: torch stores convolutions and projections to heads in "
+            f"different ways; got {tuple(x.shape)} at {path}. Reshape it to the two axes that the engine wants, or use "
+            f'layout="flax".'
         )
     return jnp.transpose(x, (x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)))
 
 
-def _laid_in(x: np.ndarray, path: str, layout: Layout) -> np.ndarray:
+def _from_layout(x: np.ndarray, path: str, layout: Layout) -> np.ndarray:
     if layout == "flax" or not _is_kernel(path, x):
         return x
     return np.transpose(x, (*range(2, x.ndim), 1, 0))
@@ -284,22 +294,24 @@ def _dequantized(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if x.dtype not in (_FP8, jnp.dtype(jnp.float8_e5m2)):
         return x
     if f"{name}_scale" not in tensors:
-        raise ValueError(f"a tensor in fp8 means nothing without its scale; {name}_scale is missing.")
+        raise ValueError(f"a tensor in fp8 needs its scale; {name}_scale is missing.")
     scale = np.asarray(tensors[f"{name}_scale"], np.float32)
     if scale.ndim and scale.shape[0] == x.shape[0] and scale.size == scale.shape[0]:  # one for each output
         scale = scale.reshape((-1,) + (1,) * (x.ndim - 1))
     elif scale.size == 1:
         scale = scale.reshape(())
     else:
-        raise ValueError(f"one scale for a tensor or for each of its rows; {name}_scale has shape {scale.shape}.")
+        raise ValueError(
+            f"a tensor in fp8 must have one scale, or one scale for each row; {name}_scale has shape {scale.shape}."
+        )
     return x.astype(np.float32) * scale
 
 
 def _on_host(x: Any, path: str) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
-            f"one process writes the file and needs all of each weight; {path} is spread over processes. Gather it "
-            f"first: jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
+            f"the process that writes the file needs each weight as a whole; {path} is split over processes. Gather "
+            f"the params first: jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
         )
     return np.ascontiguousarray(np.asarray(x)).reshape(x.shape)
 
@@ -324,5 +336,5 @@ def _check_layout(layout: str) -> None:
         raise ValueError(f'layout must be "flax" or "torch"; got {layout!r}')
 
 
-def _has(tensors: Mapping[str, Any]) -> str:
+def _first_names(tensors: Mapping[str, Any]) -> str:
     return f"It has {', '.join(list(tensors)[:4])}{', ...' if len(tensors) > 4 else ''}."

@@ -1,16 +1,7 @@
-"""Checkpoints: params and optimizer state, saved with Orbax and restored on another mesh or in another precision.
+"""Saves a job as an Orbax checkpoint with a JSON record, and restores it into this model and this optimizer.
 
-All state of this library is plain arrays, so Orbax alone saves and restores it, and what is saved here is an ordinary
-Orbax checkpoint: a step has the item `state`, a tree {"params", "opt_state", ...}, and the item `jaxmp`, a small JSON
-that says what it was made with. This file adds what Orbax cannot know:
-
--   A checkpoint of a run with other dtypes, other masters, fp8 or none, is converted as it is read (`convert`).
--   Everything is compared with the model and the optimizer before an array is read; the first leaf that does not fit is
-    named. A job goes on with all of its state or not at all.
-
-Saving is atomic and, by default, in the background: Orbax writes into a folder with another name and renames it when
-all is there. A process that dies while it saves leaves the last finished checkpoint behind as the newest. What is
-saved is the state of the moment: the arrays are copied before `save` returns, and may be donated then.
+`restore` reads Orbax's description of the tree first, compares it with the job, then reads the arrays and calls
+`convert.assemble`. The face `jaxmp.checkpoint` explains the format.
 """
 
 import dataclasses
@@ -35,10 +26,10 @@ class Restored(NamedTuple):
     """What `restore` returns.
 
     Attributes:
-      step: the step that was saved; None if a single tree was restored from its path.
+      step: the saved step; None if a single tree was restored from its path.
       params: the model's params.
-      opt_state: the optimizer's state; None where no `tx` was given.
-      extra: the other trees that were asked for, by name.
+      opt_state: the optimizer's state; None if no `tx` was given.
+      extra: the other requested trees, by name.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax
@@ -58,17 +49,17 @@ class Restored(NamedTuple):
 
 
 def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps: int = 1, **options: Any) -> Any:
-    """An `orbax.checkpoint.CheckpointManager` for a directory of steps: for `save`, `restore`, and all that Orbax does.
+    """Makes an `orbax.checkpoint.CheckpointManager` for a directory of steps, for `save`, `restore` and Orbax itself.
 
     Args:
-      directory: where the steps lie; made if it is not there. Relative paths are taken from the working directory.
-      max_to_keep: how many of the newest to keep; None: all.
-      save_interval_steps: `save` saves steps that are multiples of it and passes over others.
-      **options: of `orbax.checkpoint.CheckpointManagerOptions`, such as `keep_period=`, `read_only=`, or
+      directory: the directory of the steps; created if missing. Relative paths start at the working directory.
+      max_to_keep: how many of the newest steps to keep; None: all.
+      save_interval_steps: `save` saves steps that are multiples of it, and skips the others.
+      **options: options of `orbax.checkpoint.CheckpointManagerOptions`, such as `keep_period=`, `read_only=`, or
         `enable_async_checkpointing=False`.
 
     Returns:
-      The manager. Call its `close()` (or leave its `with`) at the end: it waits for what is still being written.
+      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running.
 
     Raises:
       ImportError: Orbax is not installed; names the extra.
@@ -100,24 +91,24 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> bool:
-    """Saves a step. With a manager of `manager()` it returns when the arrays are copied, and writes in the background.
+    """Saves a step. With a manager of `manager()` it returns after it copied the arrays, and writes in the background.
 
     Args:
       manager: an Orbax `CheckpointManager`.
-      step: the number of the step, larger than all that are there.
-      params: the model's params. Copies for pmap are taken off before (`flax.jax_utils.unreplicate`).
+      step: the number of the step, larger than all saved steps.
+      params: the model's params. Remove the replicas of pmap before (`flax.jax_utils.unreplicate`).
       opt_state: state of the optimizer.
       extra: other trees of arrays by name, such as `{"batch_stats": ..., "key": ...}`.
-      policy, loss_scale, recipe: what the optimizer was made with, for the record; see `read_metadata`.
-      metadata: more for the record, whatever JSON holds.
-      force: save whatever the manager's interval says.
+      policy, loss_scale, recipe: those of the optimizer, for the record; see `read_metadata`.
+      metadata: more for the record: any values that JSON can store.
+      force: save the step even if the manager's interval would skip it.
 
     Returns:
-      Whether the step is being saved; False where the manager's interval passes over it.
+      True if the step is saved; False if the manager's interval skips it.
 
     Raises:
-      ValueError: `extra` with a name that is taken; a step that is there, or older than the newest. To go on from an
-        earlier step delete the later ones first, with `manager.delete(step)`.
+      ValueError: a name in `extra` that is already used; a step that is not newer than all saved steps. To continue
+        from an earlier step, delete the later ones first, with `manager.delete(step)`.
 
     Example:
       >>> import jaxmp, tempfile
@@ -132,18 +123,23 @@ def save(
     ocp = orbax.package()
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
-        raise ValueError(f"extra holds trees beside params and opt_state; got one called {taken[0]!r}. Rename it.")
+        raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
     orbax.check_newer(manager, step)
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
-    # The order of the histories in opt_state: of keys that are no strings Orbax makes strings, which sort in another.
+    # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
     about["fp8_scales"] = [path for path in job_leaves.plain_leaves(params) if scale_leaves.is_scale(path)]
     items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
 
 def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, recipe: Any = None) -> dict[str, Any]:
-    """What a checkpoint says about how it was made: values that JSON holds.
+    """The record that `save` writes about policy, loss scale, recipe and versions: a dict of values for JSON.
+
+    Args:
+      policy: the policy of the optimizer, its name or a `jmp.Policy`; adds `policy`, `keep_fp32` and `fp8_weights`.
+      loss_scale: the loss scale of the optimizer; adds its `repr`.
+      recipe: the fp8 recipe; None: the policy's.
 
     Example:
       >>> describe(policy="fp16")["policy"]
@@ -173,14 +169,15 @@ def _as_json(recipe: Any) -> Any:
 
 
 def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
-    """What a checkpoint that `save` wrote says about itself: `policy`, `keep_fp32`, `recipe`, versions and the like.
+    """Reads the record of a checkpoint that `save` wrote: `policy`, `keep_fp32`, `recipe`, `versions`, `metadata`.
 
     Args:
       source: an Orbax `CheckpointManager`, or the path of one step.
-      step: which step; the newest by default.
+      step: which step; default: the newest.
 
     Returns:
-      A dict; {} where Orbax was used directly. `jaxmp.get_policy(d["policy"], keep_fp32=d["keep_fp32"])` is the policy.
+      A dict; {} if the checkpoint was written by Orbax alone. `jaxmp.get_policy(d["policy"], keep_fp32=d["keep_fp32"])`
+      gives the policy.
 
     Raises:
       ValueError: no such step; a damaged record.
@@ -206,30 +203,31 @@ def restore(
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
 ) -> Restored:
-    """Params and optimizer state of a checkpoint, as *this* model and *this* optimizer keep them.
+    """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
-    What was saved may come from another mesh, another policy, with other masters, with fp8 or without, from the plain
-    inner optimizer; it is converted as `convert` says. What was saved by the same optimizer comes back bit for bit.
+    The checkpoint may come from another mesh, another policy, other masters, with or without fp8, or from the plain
+    inner optimizer: `restore` converts it by the rules of `convert`. A checkpoint of the same optimizer is restored bit
+    for bit.
 
     Args:
       source: an Orbax `CheckpointManager`, or the path of one step or of one tree that Orbax saved: a dict with
-        `params` and `opt_state` (a TrainState is one, too), or a pair of them.
-      tx: the optimizer to go on with; None: only the params (from the masters, where there are any).
-      params: the model's params, arrays or `jax.ShapeDtypeStruct`, in the dtypes and with the shardings that they are
-        to have. Masters and moments get the sharding of their param. Without shardings all is restored as
-        uncommitted arrays on the default device.
-      extra: what else to restore, trees like those that were saved, by name.
-      step: which step; the newest finished one by default.
+        `params` and `opt_state` (also a TrainState), or a pair of these.
+      tx: the optimizer to continue with; None: only the params (from the masters if there are any).
+      params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
+        and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
+        default device.
+      extra: other trees to restore, by name: trees like the saved ones.
+      step: which step; default: the newest complete one.
 
     Returns:
       A `Restored`.
 
     Raises:
-      ValueError: nothing there, or something else; files cut off or missing; a leaf that is missing, left over, of
-        another shape or in another format, named by path. Nothing is read before all is compared.
+      ValueError: no checkpoint, or files of another format; incomplete or missing files; a leaf that is missing, left
+        over, of another shape or in another format, named by path. All leaves are compared before any array is read.
 
     Warns:
-      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start anew.
+      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again.
 
     Example:
       >>> import jaxmp, tempfile
@@ -256,8 +254,8 @@ def restore(
         else:
             if "opt_state" not in parts:
                 raise ValueError(
-                    f"a job goes on from params and opt_state; the checkpoint at {folder} has only "
-                    f"{', '.join(parts)}. For a start with loaded weights pass tx=None, and call tx.init(params)."
+                    f"a job continues from params and opt_state; the checkpoint at {folder} has only "
+                    f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
                 )
             convert_lib.check(saved, tx, params)
         for name, like in wanted.items():
@@ -269,12 +267,12 @@ def restore(
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
     else:
         params, opt_state = convert_lib.assemble(saved, tx, params)
-    found = {name: _like(like, job_leaves.plain_leaves(parts[name])) for name, like in wanted.items()}
+    found = {name: _fill(like, job_leaves.plain_leaves(parts[name])) for name, like in wanted.items()}
     return Restored(step, params, opt_state, found)
 
 
 def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
-    """What was saved; its fp8 scales in the order in which its histories stand: as recorded, or as in `like`."""
+    """The saved leaves, with the fp8 scales in the order of their histories: as recorded, else as in `like`."""
     leaves = job_leaves.plain_leaves(parts["params"])
     scales = [
         path for path in (order or job_leaves.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
@@ -285,23 +283,27 @@ def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | Non
 
 def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
     if name not in parts:
-        raise ValueError(f"the checkpoint must have what is asked for; {name!r} is not among {', '.join(parts)}.")
+        raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
     there = job_leaves.plain_leaves(parts[name])
     for path, x in job_leaves.plain_leaves(like).items():
         at = name if path == "<root>" else f"{name}/{path}"
         if path not in there:
-            raise ValueError(f"the checkpoint must have what is asked for; {at} is missing. {job_leaves.has(there)}")
+            raise ValueError(
+                f"the checkpoint must have every leaf of extra=; {at} is missing. {job_leaves.first_paths(there)}"
+            )
         shape, dtype = there[path].shape, there[path].dtype
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its bits
             continue
         if tuple(shape) != tuple(x.shape) or dtype != x.dtype:
             raise ValueError(
-                f"the checkpoint must have what is asked for; {at} is {dtype}{list(shape)}, expected "
+                f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
                 f"{x.dtype}{list(x.shape)}."
             )
 
 
-def _like(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    """The tree `like` with the saved leaves; PRNG keys are made from their saved bits."""
+
     def take(path: str, x: Any) -> Any:
         found = leaves[job_leaves.plain(path)]
         raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)

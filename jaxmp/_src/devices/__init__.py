@@ -1,1 +1,1 @@
-"""Where arrays lie, and what devices tell each other."""
+"""Where arrays are stored, and what devices send each other."""

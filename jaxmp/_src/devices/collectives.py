@@ -1,12 +1,12 @@
-"""What devices tell each other: finite flags, norms and sums. The only file with collectives.
+"""Collectives: finite flags, norms, sums and gathered params. No other file calls a collective.
 
-Every device must take the same decision, so a decision is made in two steps: each device looks at its own part and
-makes a small float32 number of it (1.0 where it found a non-finite value), then one MAX over the bound axes makes it
-common. Values are never reduced to find out: MAX drops NaN on CPU and with NCCL, and so does `jnp.max` of a sharded
-array under jit; sums of float16 overflow on finite values.
+All devices must take the same decision. So a decision has two steps. First, each device reduces its own part to one
+small float32 number (1.0 where it found a non-finite value). Then one MAX over the bound axes gives every device the
+same number. The values themselves are never reduced to find inf or NaN: MAX drops NaN on CPU and with NCCL, and so does
+`jnp.max` of a sharded array under jit; and a sum of float16 overflows on finite values.
 
-Under `jax.pmap` and `jax.shard_map` the axes are found by themselves (`axis_name="auto"`). Under plain `jax.jit` with
-shardings there are no bound axes and nothing to do: XLA reduces the flag of sharded arrays itself.
+Under `jax.pmap` and `jax.shard_map`, `axis_name="auto"` finds the axes. Under plain `jax.jit` with shardings no axes
+are bound and there is nothing to do: XLA itself reduces the flag of a sharded array.
 """
 
 from collections.abc import Sequence
@@ -25,33 +25,18 @@ T = TypeVar("T")
 
 
 def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """The axes over which a decision has to be common.
-
-    Args:
-      axis_name: `"auto"` for every axis bound by pmap or shard_map where this is called; a name or names; or None for
-        none, which is an error where axes are bound: each device would then decide for itself.
-
-    Returns:
-      Names, perhaps none.
-
-    Raises:
-      ValueError: a name that is not bound, or None where axes are bound.
-    """
+    """The axes over which all devices must take the same decision; a ValueError for None where axes are bound."""
     manual = compat.manual_axes()
     if axis_name is None and manual:
         raise ValueError(
             f"axis_name=None means that devices do not agree on overflow, but the axes {manual} are bound here (pmap "
-            f'or shard_map): they would skip apart and diverge. Use axis_name="auto", or name the axes.'
+            f'or shard_map): devices would skip different steps and diverge. Use axis_name="auto", or name the axes.'
         )
     return manual if axis_name == "auto" else named_axes(axis_name)
 
 
 def named_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """`axis_name` as a tuple, each name checked to be bound; None is ().
-
-    Raises:
-      ValueError: a name that is not bound.
-    """
+    """`axis_name` as a tuple (None gives an empty one); a ValueError for a name that is not bound."""
     names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     for name in names:
         try:
@@ -77,7 +62,7 @@ def largest_on_any_device(values: T, axes: tuple[str, ...]) -> T:
 
 
 def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether a float or complex leaf of `tree` holds inf or NaN, as this device sees it."""
+    """Whether a float or complex leaf of `tree` holds inf or NaN on this device."""
     found = jnp.zeros((), bool)
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -88,18 +73,18 @@ def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
 def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
     """Whether every float leaf of `tree` is finite on every device.
 
-    Each device looks at its own leaves with `isfinite`; then one MAX of a float32 flag over the bound axes. A device
-    that holds no leaves takes part.
+    Each device calls `isfinite` on its own leaves. Then the devices take one MAX of a float32 flag over the bound axes.
+    A device without leaves takes part.
 
     Args:
-      tree: pytree of arrays; leaves that are not floats are passed over.
+      tree: pytree of arrays; leaves that are not floats are ignored.
       axis_name: `"auto"` (every axis bound by pmap or shard_map), names, or None where no axis is bound.
 
     Returns:
       bool[], the same on every device.
 
     Raises:
-      ValueError: see `bound_axes`.
+      ValueError: a name that is not bound, or None where axes are bound.
 
     Example:
       >>> all_finite({"a": jnp.ones(3), "b": jnp.array([1.0, jnp.inf])})
@@ -110,30 +95,23 @@ def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
 
 
 def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
-    """The largest `count` of any device, where devices are known to differ in it; else `count`."""
+    """The maximum of `count` over the axes over which it varies; `count` itself where it varies over none."""
     return max_over(count, tuple(a for a in bound_axes(axis_name) if a in compat.varying_axes(count)))
 
 
 def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
-    """The sum of `x` over `axes`, or `x` where there are none."""
+    """The sum of `x` over `axes`; `x` if there are no axes."""
     return lax.psum(compat.as_varying(x, axes), axes) if axes else x
 
 
 def max_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
-    """The maximum of `x` over `axes`, or `x` where there are none."""
-    # jax wants a value that varies over all of the axes, or over none of them
+    """The maximum of `x` over `axes`; `x` if there are no axes."""
+    # jax requires a value that varies over all of the axes, or over none of them
     return lax.pmax(compat.as_varying(x, axes), axes) if axes else x
 
 
 def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, predivide: float = 1.0) -> PyTree:
-    """The mean of float leaves over `axes`: (sum over devices of f(x) / predivide) * (predivide / devices).
-
-    Args:
-      tree: pytree of arrays.
-      axes: bound axes; without any, `tree` comes back (in `dtype`).
-      dtype: dtype in which the sum runs and comes back; None for each leaf's own.
-      predivide: what each value is divided by before the sum.
-    """
+    """The mean of float leaves over `axes`, in `dtype` (None: the leaf's own): sum(x / predivide) * (predivide / n)."""
     size = 1
     for axis in axes:
         size *= lax.axis_size(axis)
@@ -150,19 +128,19 @@ def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, 
 
 
 def gather_over(x: Array, axis: str, dim: int) -> Array:
-    """The parts of `x` that devices hold along `axis`, put together along dimension `dim`."""
+    """The parts of `x` of all devices along `axis`, concatenated along dimension `dim`."""
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def mean_part_over(x: Array, axis: str, dim: int, *, dtype: Any, predivide: float) -> Array:
-    """This device's part, along dimension `dim`, of what `mean_over` gives of `x` over one axis."""
+    """This device's part of the mean of `x` over one axis (see `mean_over`); the mean is cut along dimension `dim`."""
     x = _divided(x, dtype, predivide)
     part = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return part * jnp.asarray(predivide / lax.axis_size(axis), x.dtype)
 
 
 def _divided(x: Array, dtype: Any, predivide: float) -> Array:
-    """`x` in `dtype` (None: its own), divided."""
+    """`x` in `dtype` (None: its own), divided by `predivide`."""
     x = x.astype(dtype or x.dtype)
     if isinstance(predivide, (int, float)) and predivide == 1:
         return x

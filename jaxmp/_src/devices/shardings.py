@@ -1,9 +1,9 @@
-"""How optimizer state lies on a mesh: each part as the param that it belongs to.
+"""Shardings of optimizer state: masters and moments are sharded like their params.
 
-Masters and moments are trees of the params, so what is known of a param's place is known of theirs. Found by path: a
-leaf of the state belongs to the param in whose path its own ends (`.guarded.master_inner[0].mu['dense']['kernel']` to
-`['dense']['kernel']`), but for fields behind it (the `.codes` of a quantized moment). Everything else is small and lies
-on every device: counts, the loss scale, amax histories.
+Masters and moments are trees like the params, so each of their leaves gets the sharding of its param. The path says
+which one: the path of a leaf of the state ends with the path of its param
+(`.guarded.master_inner[0].mu['dense']['kernel']` with `['dense']['kernel']`); only fields may follow, such as `.codes`
+of a quantized moment. All other leaves are small and replicated: counts, the loss scale, amax histories.
 """
 
 import math
@@ -20,22 +20,22 @@ from jaxmp._src.base import tree_paths
 
 
 def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyTree) -> PyTree:
-    """The shardings of `tx.init(params)`, from those of the params; nothing is computed or allocated.
+    """The shardings of `tx.init(params)`, from those of the params; computes and allocates nothing.
 
         opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
 
-    A leaf of the param's shape lies as the param does (ZeRO: each device has the state of its part). One of the same
-    rank and another shape (the codes and scales of 8-bit moments) is cut along those dimensions that divide; one of
-    another rank (Adafactor's rows and columns) lies on every device.
+    A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). A leaf of the
+    same rank and another shape (codes and scales of 8-bit moments) is cut along the dimensions that the number of
+    devices divides. A leaf of another rank (Adafactor's rows and columns) is replicated.
 
     Args:
       tx: any optax transform.
       params: the params, arrays or `jax.ShapeDtypeStruct`s, as `tx.init` takes them.
-      shardings: tree of `NamedSharding`s like the params, or a prefix of it: for `jax.jit` and `jax.device_put`. Or of
-        `PartitionSpec`s: for the specs of `jax.shard_map`, where nothing of another shape than its param is cut.
+      shardings: tree of `NamedSharding`s like the params, or a prefix of it, for `jax.jit` and `jax.device_put`. Or of
+        `PartitionSpec`s, for the specs of `jax.shard_map`; then a leaf of another shape than its param is replicated.
 
     Returns:
-      The tree of `tx.init(params)` with a sharding (or spec) for each array.
+      The tree of `tx.init(params)` with a sharding (or spec) in place of each array.
 
     Raises:
       ValueError: shardings that do not match the params, named by path.
@@ -70,12 +70,8 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
 
 
 def owner_of(path: str, params: Iterable[str]) -> str | None:
-    """The param that a leaf of an optimizer's state belongs to: that with which its path ends, but for fields.
-
-    Args:
-      path: of the leaf, as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
-      params: paths of params, likewise.
-    """
+    """The param that a leaf of an optimizer's state belongs to: the path of the leaf ends with it, fields aside."""
+    # Paths as `jax.tree_util.keystr` writes them: so a field `.mu` of a state differs from a param `['mu']`.
     best, found = (-1, -1), None
     for name in params:
         end = path.rfind(name) + len(name)
@@ -85,25 +81,19 @@ def owner_of(path: str, params: Iterable[str]) -> str | None:
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
-    """The mesh axes over which an array that lies as `spec` says is cut."""
+    """The mesh axes that `spec` cuts an array over."""
     cut = (part for part in spec if part is not None and part is not PartitionSpec.UNCONSTRAINED)
     return tuple(name for part in cut for name in (part if isinstance(part, tuple) else (part,)))
 
 
-def ways(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Over how many devices each of an array's dimensions is cut.
-
-    Args:
-      spec: of the array.
-      ndim: how many dimensions it has, not fewer than `spec` speaks of.
-      sizes: of the mesh's axes (`mesh.shape`).
-    """
+def devices_per_dim(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """How many devices each of the `ndim` dimensions of an array is cut over; `sizes` are those of the mesh's axes."""
     cut = [math.prod(sizes[name] for name in axes_of((part,))) for part in spec]
     return (*cut, *[1] * (ndim - len(cut)))
 
 
 def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
-    """The sharding of each param by path; each checked to be one that its shape can have."""
+    """The sharding of each param by path; a ValueError if it does not fit the param's shape."""
     is_sharding = lambda x: isinstance(x, (NamedSharding, PartitionSpec))  # noqa: E731
     prefix = [
         (tree_paths.path_str(p), s) for p, s in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
@@ -112,7 +102,7 @@ def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
     for path, s in prefix:
         if not isinstance(s, kind):
             raise ValueError(
-                f"shardings must be NamedShardings, or all of them PartitionSpecs; got {type(s).__name__} at {path}"
+                f"shardings must be all NamedShardings or all PartitionSpecs; got {type(s).__name__} at {path}"
             )
     by_path = dict(prefix)
     found: dict[str, Any] = {}
@@ -123,9 +113,9 @@ def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
             raise ValueError(f"shardings must match the params; got none for {path}, of shape {x.shape}")
         _check_fits(path, x.shape, sharding)
         found[path] = sharding
-    known = [path for path in by_path if path != "<root>" and not any(f"{p}/".startswith(f"{path}/") for p in found)]
-    if known:
-        raise ValueError(f"shardings must match the params; {known[0]} is in shardings only")
+    unused = [path for path in by_path if path != "<root>" and not any(f"{p}/".startswith(f"{path}/") for p in found)]
+    if unused:
+        raise ValueError(f"shardings must match the params; {unused[0]} is in shardings only")
     return found
 
 
@@ -136,11 +126,13 @@ def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
             f"shardings must match the params; got {spec} for shape {shape} at {path}, which has fewer dimensions"
         )
     if isinstance(sharding, NamedSharding):
-        for dim, (length, devices) in enumerate(zip(shape, ways(spec, len(shape), sharding.mesh.shape), strict=True)):
+        for dim, (length, devices) in enumerate(
+            zip(shape, devices_per_dim(spec, len(shape), sharding.mesh.shape), strict=True)
+        ):
             if length % devices:
                 raise ValueError(
-                    f"a dimension must be a multiple of the devices that it is cut over; got shape {shape} at {path}, "
-                    f"whose dimension {dim} is cut over {devices}. Pad it (jaxmp.fsdp.pad), or cut another."
+                    f"the number of devices must divide the dimension that is cut; got shape {shape} at {path}, whose "
+                    f"dimension {dim} is cut over {devices} devices. Pad it (jaxmp.fsdp.pad), or cut another dimension."
                 )
 
 
@@ -150,10 +142,10 @@ def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: An
         return spec
     if len(shape) != len(param_shape) or isinstance(sharding, PartitionSpec):
         return PartitionSpec()
-    devices = ways(spec, len(shape), sharding.mesh.shape)
+    devices = devices_per_dim(spec, len(shape), sharding.mesh.shape)
     return PartitionSpec(*(part if n % k == 0 else None for n, part, k in zip(shape, spec, devices, strict=False)))
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether `x` lies on a mesh with explicit axes, where each operation on a split dimension must say what to do."""
+    """Whether `x` is on a mesh with explicit axes: there, some operations must name the sharding of their result."""
     return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -1,1 +1,1 @@
-"""Params cut over devices, and gradients reduced."""
+"""Cuts params over devices and reduces gradients."""

@@ -1,26 +1,7 @@
-"""Params cut over devices, gathered where a layer needs them: FSDP, by sharding.
+"""Gathers cut params inside the loss, and reduces their gradients, by the layout of `param_layout`.
 
-Each device of a mesh axis keeps one part of every large param, of its master and of its moments, and its own rows of
-the batch. A step then moves two things:
-
-    forward, backward   part --all-gather--> param          in the dtype that the model computes in, never the master
-    backward            gradient --reduce-scatter--> part   the mean over devices, in a dtype of your choice
-
-    def loss_fn(params, batch):
-        params = jaxmp.fsdp.gather(params, layout)
-        ...
-    loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
-    grads = jaxmp.fsdp.reduce_gradients(grads, layout)      # in shard_map: of what is not cut, the mean; all in float32
-
-What was gathered is freed after the layer, and gathered again in the backward pass if the loss is wrapped in
-`jax.checkpoint(loss_fn, policy=jaxmp.fsdp.save_all_but_gathered())`.
-
-`gather` serves both ways of writing such a step. Inside of `jax.shard_map` it is the two collectives above. Under plain
-`jax.jit` with `NamedSharding` it says how arrays lie, and XLA inserts the same collectives; the gradients are then
-summed in the dtype in which the backward pass makes them.
-
-A sum of float16 gradients overflows where their mean does not. FSDP's rule is to divide by about the square root of the
-number of devices before the sum and by the rest after it: `predivide`.
+Each leaf is gathered by a function with its own gradient (`jax.custom_vjp`): collectives in shard_map, sharding
+constraints under plain jit.
 """
 
 from typing import Any
@@ -47,45 +28,46 @@ _GATHERS = ("all_gather", "all_gather_invariant", "sharding_constraint", "reshar
 def gather(
     params: PyTree, layout: Layout, *, dtype: Any = None, reduce_dtype: Any = None, predivide: float | None = None
 ) -> PyTree:
-    """The whole params, from the part that each device holds; differentiable. Call it inside of the loss.
+    """Gathers the whole params from the parts on the devices; differentiable. Call it inside the loss.
 
-    Forward: cast, then all-gather, then trim. Backward: the mean of the gradients over the axis,
+    Forward: cast, all-gather, trim. Backward: each device gets its part of the mean of the gradients over the axis,
 
-        (sum over devices of g_d / predivide) * (predivide / devices),
+        (sum over devices of g_d / predivide) * (predivide / devices).
 
-    of which each device gets its part. Under plain jit both are XLA's, and the mean is that of the loss.
+    Under plain jit XLA does both; there, gradients are the mean over devices if the loss is.
 
-    Leaves that are not cut are only cast. In shard_map their gradients are this device's own, and `reduce_gradients`
-    is to be called after `value_and_grad` in any case.
+    Leaves that are not cut are only cast. In shard_map their gradients are this device's own, so always call
+    `reduce_gradients` after `value_and_grad`.
 
-    With `jaxmp.value_and_grad(..., accumulate=k)` the gradients are reduced in every microbatch, and a device holds its
-    part of their sum only. To reduce once for a window, gather before `value_and_grad`: a k-th of the bytes, for the
-    memory of whole gradients in float32.
+    With `jaxmp.value_and_grad(..., accumulate=k)` the gradients are reduced in every microbatch, and a device stores
+    only its part of their sum. To reduce once for all microbatches, gather before `value_and_grad`: this moves 1 / k of
+    the bytes, but each device then stores whole gradients in float32.
 
     Args:
-      params: what this device holds (in shard_map), or arrays that lie as `layout.shardings` says (under jit). Masters
-        (`jaxmp.get_master_params`) give the full precision, for evaluation.
-      layout: of these params.
-      dtype: dtype to which floats are cast *before* they move; None: as they are. Kernels that stand in fp8 move as
+      params: this device's part (in shard_map), or arrays with `layout.shardings` (under jit). For evaluation in full
+        precision, pass the masters (`jaxmp.get_master_params`).
+      layout: the layout of these params.
+      dtype: dtype that floats are cast to *before* the all-gather; None: no cast. Kernels stored in fp8 are gathered in
         fp8. Integers and fp8 scales are not cast.
-      reduce_dtype: dtype in which gradients are summed; None for the gradient's own. The result is rounded to the
-        dtype of the param: `reduce_gradients` leaves it in float32. In shard_map only.
-      predivide: what gradients are divided by before the sum; None for 1 in float32, and otherwise FSDP's rule, a power
-        of two near the square root of the number of devices. In shard_map only.
+      reduce_dtype: dtype of the sum of gradients; None: the gradient's own. The result is rounded to the dtype of the
+        param (`reduce_gradients` keeps float32). Only in shard_map.
+      predivide: divisor of the gradients before the sum; None: 1 in float32, otherwise FSDP's rule, a power of two near
+        the square root of the number of devices. Only in shard_map.
 
     Returns:
       The tree with whole leaves, the same on every device of the axis.
 
     Raises:
-      ValueError: params that are no tree of the layout, or lie otherwise, by path; `reduce_dtype` or `predivide` under
-        jit.
+      ValueError: params that do not have the tree or the lengths of the layout, by path; `reduce_dtype` or `predivide`
+        under jit.
 
     Example:
+      >>> import jaxmp
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((4,), ("fsdp",))
       >>> params = {"w": jnp.arange(8.0)}
-      >>> layout = layout_of(params, mesh, min_size=1)
-      >>> params = jax.device_put(pad(params, layout), layout.shardings)
+      >>> layout = jaxmp.fsdp.layout_of(params, mesh, min_size=1)
+      >>> params = jax.device_put(jaxmp.fsdp.pad(params, layout), layout.shardings)
       >>> def loss_fn(params, x):
       ...     return jnp.sum(gather(params, layout)["w"] * x)
       >>> step = jax.shard_map(jax.grad(loss_fn), mesh=mesh, in_specs=(layout.specs, P()), out_specs=layout.specs)
@@ -100,33 +82,33 @@ def gather(
     if not manual and compat.manual_axes() and layout.axis_name not in _auto_axes():
         raise ValueError(
             f"the axis that params are cut over must be bound where they are gathered; got {layout.axis_name!r} inside "
-            f"of a shard_map over {', '.join(compat.manual_axes())}. Make the layout with a mesh of these names."
+            f"a shard_map over {', '.join(compat.manual_axes())}. Make the layout with a mesh that has these axes."
         )
     if not manual and (reduce_dtype is not None or predivide is not None):
         raise ValueError(
-            f"under plain jit XLA reduces the gradients, in their own dtype; got reduce_dtype={reduce_dtype}, "
-            f"predivide={predivide} where {layout.axis_name!r} is not bound. Use jax.shard_map over the mesh, or leave "
-            f"them out."
+            f"under plain jit XLA reduces the gradients in their own dtype; got reduce_dtype={reduce_dtype}, "
+            f"predivide={predivide} where {layout.axis_name!r} is not bound. Use jax.shard_map over the mesh, or "
+            f"remove these arguments."
         )
     if manual:
         cut_params.note(params, layout.axis_name)
-    carriers = stored_kernels.marked_kernels(params)
+    fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
         param_layout.check_length(path, x, cut, cut.padded // parts, what)
         if scale_leaves.is_scale(path):
             return x
-        if dtype is not None and casting.is_float(x) and path not in carriers:
+        if dtype is not None and casting.is_float(x) and path not in fp8_kernels:
             x = x.astype(dtype)
         if cut.dim is None:
             return x
         if manual:
             forward, backward = _collectives(x, layout, cut, reduce_dtype, predivide)
         else:
-            forward, backward = _placements(layout, cut)
-        moved = _moved(x, forward, backward, jnp.float8_e4m3fn if path in carriers else x.dtype)
-        return checkpoint_name(param_layout.trimmed(moved, cut), _GATHERED)
+            forward, backward = _constraints(layout, cut)
+        gathered = _with_gradient(x, forward, backward, jnp.float8_e4m3fn if path in fp8_kernels else x.dtype)
+        return checkpoint_name(param_layout.trimmed(gathered, cut), _GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
         return param_layout.map_leaves(whole, params, layout)
@@ -137,30 +119,34 @@ def reduce_gradients(
 ) -> PyTree:
     """This device's part of the mean of the gradients over the axis; in shard_map, after `value_and_grad`.
 
-    Every leaf is brought to the same end, told apart by its shape: one that the backward pass of `gather` has reduced
-    is only cast; a whole one, of params that were gathered before `value_and_grad`, is reduced and scattered; that of a
-    param that is not cut is averaged. So it stands where `jax.lax.pmean` stands in a data-parallel step. It reduces
-    over this axis only: other data axes are `jaxmp.reduce_gradients`'s, by name (not `"auto"`, which would average the
-    parts of different devices).
+    It does in this step what `jax.lax.pmean` does in a data-parallel step. The shape of each leaf says what to do:
+
+    -   the backward pass of `gather` has reduced it already: cast it;
+    -   it is whole, because the param was gathered before `value_and_grad`: reduce-scatter it;
+    -   the param is not cut: take the mean.
+
+    It reduces only over the layout's axis. For other data axes use `jaxmp.reduce_gradients` with their names (not with
+    `"auto"`, which would average the parts of different devices).
 
     Args:
-      grads: as `jaxmp.value_and_grad` returns them. The amaxes of fp8 scales are common already and pass through.
-      layout: of the params.
+      grads: the gradients from `jaxmp.value_and_grad`. Amaxes of fp8 scales are reduced already and do not change.
+      layout: the layout of the params.
       dtype: dtype of the sum and of the result: float32 (cannot overflow), float16, bfloat16, or None for the
         gradients' own.
       predivide: as for `gather`.
 
     Returns:
-      The tree of the params as devices hold them, padded, in `dtype`: gradients for `tx.update`.
+      Gradients for `tx.update`: the tree of the params as on this device, padded, in `dtype`.
 
     Raises:
       ValueError: the layout's axis is not bound; gradients that do not fit the layout, by path.
 
     Example:
+      >>> import jaxmp
       >>> from jax.sharding import PartitionSpec as P
       >>> mesh = jax.make_mesh((4,), ("fsdp",))
-      >>> layout = layout_of({"w": jnp.arange(8.0)}, mesh, min_size=1)
-      >>> def step(x):  # the same on every device: its mean is itself
+      >>> layout = jaxmp.fsdp.layout_of({"w": jnp.arange(8.0)}, mesh, min_size=1)
+      >>> def step(x):  # x is the same on every device, so the mean is x
       ...     return reduce_gradients({"w": jax.lax.pcast(x, "fsdp", to="varying")}, layout)
       >>> jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=layout.specs)(jnp.arange(8.0))["w"].tolist()
       [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
@@ -176,7 +162,7 @@ def reduce_gradients(
             factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
             return collectives.mean_over(g, (layout.axis_name,), dtype=dtype, predivide=factor)
         if g.shape[cut.dim] == cut.padded // devices:
-            _check_own(path, g, layout)
+            _check_not_averaged(path, g, layout)
             return g.astype(dtype or g.dtype)
         param_layout.check_length(path, g, cut, cut.size, "a whole")
         return _mean_part(param_layout.padded(g, cut), layout, cut.dim, dtype, predivide)
@@ -186,10 +172,10 @@ def reduce_gradients(
 
 
 def save_all_but_gathered(policy: Any = None) -> Any:
-    """A policy for `jax.checkpoint`: gathered params are freed, and gathered again in the backward pass.
+    """A policy for `jax.checkpoint` that frees gathered params and gathers them again in the backward pass.
 
     Args:
-      policy: what is said of everything else, one of `jax.checkpoint_policies`; None saves it.
+      policy: the policy for all other values, one of `jax.checkpoint_policies`; None: save them.
 
     Returns:
       A policy.
@@ -209,48 +195,50 @@ def save_all_but_gathered(policy: Any = None) -> Any:
 
 
 def _auto_axes() -> tuple[str, ...]:
-    """Axes of the mesh at hand over which XLA spreads arrays, also inside of a shard_map over others."""
+    """Axes of the current mesh that XLA splits arrays over: those that are not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
-    """Raises a ValueError for a part of a leaf that the layout does not cut."""
+    """Raises a ValueError if `g` is a part of a leaf that the layout does not cut."""
     bound = compat.manual_axes()
     sizes = {name: size if name in bound else 1 for name, size in layout.mesh.shape.items()}
-    devices = shardings.ways(cut.spec, len(cut.shape), sizes)
+    devices = shardings.devices_per_dim(cut.spec, len(cut.shape), sizes)
     expected = tuple(n // k for n, k in zip(cut.shape, devices, strict=True))
     if g.shape != expected:
         raise ValueError(
-            f"a leaf that is not cut must have shape {expected} with this layout; got {g.shape} at {path}. All calls "
-            f"of a step take one layout, with the same min_size."
+            f"a leaf that is not cut must have shape {expected} with this layout; got {g.shape} at {path}. Use one "
+            f"layout, with one min_size, in all calls of a step."
         )
 
 
-def _check_own(path: str, g: Array, layout: Layout) -> None:
-    """Raises a ValueError for a part that was averaged over devices, where jax keeps track of it."""
+def _check_not_averaged(path: str, g: Array, layout: Layout) -> None:
+    """Raises a ValueError if `g` was averaged over devices; only where jax tracks over which axes values vary."""
     axis = layout.axis_name
     if compat.is_tracked(axis) and axis not in compat.varying_axes(g):
         raise ValueError(
             f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
-            f"devices are different params; got a common one at {path}. Leave out jax.lax.pmean over {axis!r}."
+            f"devices are different params; got one that is equal on all devices at {path}. Remove jax.lax.pmean over "
+            f"{axis!r}."
         )
 
 
-def _moved(x: Array, forward: Any, backward: Any, dtype: Any) -> Array:
-    """`forward(x)`, which moves `x` in `dtype` (which holds its values exactly), with `backward` for its gradient."""
+def _with_gradient(x: Array, forward: Any, backward: Any, dtype: Any) -> Array:
+    """`forward` of `x` in `dtype` (which represents its values exactly), with `backward` as its gradient."""
     if not casting.is_float(x):
         return forward(x)
 
-    def there(x: Array) -> Array:
+    def run(x: Array) -> Array:
         return forward(x.astype(dtype)).astype(x.dtype)
 
-    move = jax.custom_vjp(there)
-    move.defvjp(lambda x: (there(x), None), lambda _, g: (backward(g),))
-    return move(x)
+    gathered = jax.custom_vjp(run)
+    gathered.defvjp(lambda x: (run(x), None), lambda _, g: (backward(g),))
+    return gathered(x)
 
 
 def _collectives(x: Array, layout: Layout, cut: Cut, reduce_dtype: Any, predivide: float | None) -> tuple[Any, Any]:
+    """(all-gather, reduce-scatter of the mean), for shard_map."""
     dtype, dim = x.dtype, cut.dim
     assert dim is not None
 
@@ -260,7 +248,8 @@ def _collectives(x: Array, layout: Layout, cut: Cut, reduce_dtype: Any, predivid
     return lambda x: collectives.gather_over(x, layout.axis_name, dim), backward
 
 
-def _placements(layout: Layout, cut: Cut) -> tuple[Any, Any]:
+def _constraints(layout: Layout, cut: Cut) -> tuple[Any, Any]:
+    """(whole along the layout's axis, cut again), as sharding constraints, for plain jit."""
     assert cut.dim is not None
     whole = PartitionSpec(*cut.spec[: cut.dim], None, *cut.spec[cut.dim + 1 :])
     is_explicit = AxisType.Explicit in getattr(layout.mesh, "axis_types", ())
@@ -272,6 +261,6 @@ def _placements(layout: Layout, cut: Cut) -> tuple[Any, Any]:
 
 
 def _mean_part(g: Array, layout: Layout, dim: int, dtype: Any, predivide: float | None) -> Array:
-    """This device's part of the mean of `g`, whole and padded, over the layout's axis."""
+    """This device's part of the mean over the layout's axis of `g`, which is whole and padded."""
     factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
     return collectives.mean_part_over(g, layout.axis_name, dim, dtype=dtype, predivide=factor)

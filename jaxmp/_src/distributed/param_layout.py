@@ -1,7 +1,7 @@
-"""How params are cut over an axis of a mesh: one dimension of every large leaf, padded where it does not divide.
+"""How params are cut over an axis of a mesh: one dimension of every large leaf, with padding if necessary.
 
-A `Layout` is decided once, before training, from shapes alone. From it come the specs of `jax.shard_map`, the shardings
-of `jax.jit`, and which leaves every device holds in full.
+A `Layout` is made once, before training, from shapes alone. It gives the specs for `jax.shard_map`, the shardings for
+`jax.jit`, and the leaves that every device has as a whole.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import shardings as shardings_lib
 from jaxmp._src.fp8 import scale_leaves
 
-_OF_THESE_PARAMS = "A layout is for one tree of params: make it of these with jaxmp.fsdp.layout_of(params, mesh)."
+_HOW_TO_MAKE_ONE = "A layout belongs to one tree of params: make it with jaxmp.fsdp.layout_of(params, mesh)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Cut:
     """How one leaf is cut: along `dim`, padded to a multiple of the number of devices; or not at all.
 
     Attributes:
-      spec: how the leaf lies on the mesh, other axes included.
-      shape: of the whole leaf, without padding.
+      spec: the spec of the leaf on the mesh, also for other axes.
+      shape: shape of the whole leaf, without padding.
       dim: the dimension that is cut; None: the leaf is whole on every device of the axis.
-      padded: its length with padding.
+      padded: length of that dimension with padding.
 
     Example:
       >>> Cut(PartitionSpec("fsdp"), shape=(6, 3), dim=0, padded=8).padded
@@ -50,17 +50,17 @@ class Cut:
 
     @property
     def padding(self) -> int:
-        """Elements of the whole leaf that are padding."""
+        """How many elements of the whole padded leaf are padding."""
         return 0 if self.dim is None else (self.padded - self.size) * math.prod(self.shape) // self.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a tree of params is cut over one axis of a mesh; made by `layout_of`.
+    """How a tree of params is cut over one axis of a mesh; `layout_of` makes it.
 
     Attributes:
       mesh: the mesh.
-      axis_name: the axis over which leaves are cut.
+      axis_name: the axis that leaves are cut over.
       cuts: the tree of the params, a `Cut` for each leaf.
 
     Example:
@@ -85,31 +85,31 @@ class Layout:
 
     @property
     def whole(self) -> PyTree:
-        """The tree of bools that says what every device of the axis holds in full: `replicated=` of the norms."""
+        """The tree of bools: True for leaves that every device of the axis has as a whole. For `replicated=`."""
         return jax.tree.map(lambda cut: cut.dim is None, self.cuts)
 
     @property
     def padding(self) -> int:
-        """How many elements of the padded params are padding: `padding=` of `jaxmp.count_zeros`."""
+        """How many elements of the padded params are padding. For `padding=` of `jaxmp.count_zeros`."""
         return sum(cut.padding for cut in jax.tree.leaves(self.cuts))
 
 
 def layout_of(
     params: PyTree, mesh: Any, axis_name: str = "fsdp", *, specs: PyTree | None = None, min_size: int = 2**14
 ) -> Layout:
-    """Chooses for every param along which dimension it is cut over a mesh axis.
+    """Chooses for every param the dimension that is cut over a mesh axis.
 
-    The longest dimension that the number of devices divides; where none is divided, the longest, padded with zeros up
-    to the next multiple (`pad`). Small leaves and fp8 scales stay whole.
+    It takes the longest dimension that the number of devices divides. If there is none, it takes the longest dimension,
+    to be padded with zeros up to the next multiple (`pad`). Small leaves and fp8 scales stay whole.
 
     Args:
       params: the params, arrays or `jax.ShapeDtypeStruct`s.
       mesh: a mesh with the axis `axis_name`.
       axis_name: the axis to cut over.
-      specs: tree of `PartitionSpec`s over *other* axes of the mesh (tensor parallelism), or a prefix of it. A dimension
-        that one of these cuts is left to it.
-      min_size: leaves of fewer elements stay whole, as norms and biases do: to gather them takes longer than the
-        memory is worth.
+      specs: tree of `PartitionSpec`s over *other* axes of the mesh (tensor parallelism), or a prefix of it. `layout_of`
+        does not cut a dimension that these specs cut.
+      min_size: leaves with fewer elements stay whole, such as norms and biases: the time to gather them costs more than
+        the memory saves.
 
     Returns:
       A `Layout`.
@@ -133,7 +133,7 @@ def layout_of(
         if axis_name in shardings_lib.axes_of(spec) or len(spec) > len(shape):
             raise ValueError(
                 f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
-                f"shape {shape} at {path}. Leave {axis_name!r} out: layout_of chooses where it goes."
+                f"shape {shape} at {path}. Remove {axis_name!r}: layout_of chooses its dimension."
             )
         taken = tuple(spec) + (None,) * (len(shape) - len(spec))
         free = [i for i, name in enumerate(taken) if name is None]
@@ -148,22 +148,22 @@ def layout_of(
 
 
 def pad(tree: PyTree, layout: Layout) -> PyTree:
-    """`tree` with zeros appended where a dimension has to be padded; as params are kept, from `tx.init` on.
+    """Appends zeros to the leaves that the layout pads. Pad the params once, before `tx.init`.
 
-    Zeros with zero gradients stay zero under every optax optimizer that treats elements apart. (See `Layout.padding`
-    for what counts zeros.)
+    Elements that are zero and have zero gradients stay zero under every elementwise optax optimizer.
+    (`jaxmp.count_zeros` must not count them: see `Layout.padding`.)
 
     Args:
-      tree: params (or gradients, or masters), unpadded; or a tree that holds such trees: an optimizer's state, a
-        TrainState, `(params, opt_state)`. There, what belongs to a param is found by path, and the rest stays.
-      layout: of these params.
+      tree: unpadded params (or gradients, or masters); or a tree that contains such trees: an optimizer's state, a
+        TrainState, `(params, opt_state)`. In such a tree, leaves that belong to a param are found by path, and other
+        leaves do not change.
+      layout: the layout of these params.
 
     Returns:
-      The tree, padded.
+      The padded tree.
 
     Raises:
-      ValueError: a leaf that has not the length that the layout says, by path; moments in 8 bits, which have no zero
-        that could be appended.
+      ValueError: a leaf with a length that does not fit the layout, by path; moments in 8 bits, which cannot be padded.
 
     Example:
       >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
@@ -179,13 +179,19 @@ def pad(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def trim(tree: PyTree, layout: Layout) -> PyTree:
-    """`tree` without its padding: `pad` undone, for export, for checkpoints and for evaluation under plain jit.
+    """Removes the padding of `pad`, for export, for checkpoints and for evaluation under plain jit.
 
-    To go on with another number of devices, trim params and state by the old layout and pad them by the new one.
+    To continue with another number of devices, trim params and state with the old layout and pad them with the new one.
 
     Args:
       tree: as for `pad`, padded.
-      layout: by which it was padded.
+      layout: the layout that it was padded with.
+
+    Returns:
+      The tree without padding.
+
+    Raises:
+      ValueError: a leaf with a length that does not fit the layout, by path.
 
     Example:
       >>> layout = layout_of({"w": jnp.ones((3, 3))}, jax.make_mesh((4,), ("fsdp",)), min_size=1)
@@ -201,7 +207,7 @@ def trim(tree: PyTree, layout: Layout) -> PyTree:
 
 
 def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
-    """`map_leaves` of a tree like the params, or of all that lies like a param inside of another tree."""
+    """`map_leaves` on a tree like the params; in any other tree, `f` on the leaves that belong to a cut param."""
     cuts = {keystr(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(layout.cuts)}
     if all(keystr(path) in cuts for path, _ in jax.tree_util.tree_leaves_with_path(tree)):
         return map_leaves(f, tree, layout)
@@ -218,13 +224,13 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         if cut.padding and keystr(path).endswith((".codes", ".scales")):  # moments.Quantized
             raise ValueError(
                 f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
-                f"pads no leaf, or moments of 16 or 32 bits."
+                f"pads no leaf, or moments in 16 or 32 bits."
             )
         return f(tree_paths.path_str(path), x, cut)
 
     mapped = jax.tree_util.tree_map_with_path(visit, tree)
     if not found:
-        tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
+        tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
     return mapped
 
 
@@ -241,26 +247,26 @@ def trimmed(x: Any, cut: Cut) -> Any:
 
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
-    """`f(path, leaf, cut)` of each leaf of a tree that is like the layout's params."""
-    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _OF_THESE_PARAMS)
+    """`f(path, leaf, cut)` for each leaf of a tree like the layout's params."""
+    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
     return tree_paths.map_with_path(f, tree, layout.cuts)
 
 
 def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
-    """Raises a ValueError unless `x` is of the leaf that was laid out, and of the expected length where it is cut."""
+    """Raises a ValueError unless `x` has the rank of the leaf and, if the leaf is cut, the expected length."""
     got = jnp.shape(x)
     if len(got) != len(cut.shape) or (cut.dim is not None and got[cut.dim] != expected):
         of = f"{len(cut.shape)} dimensions" if cut.dim is None else f"length {expected} in dimension {cut.dim}"
         raise ValueError(
-            f"{what} leaf must have {of} with this layout; got shape {got} at {path}. Params are padded once, before "
-            f"tx.init (jaxmp.fsdp.pad), lie as layout.specs says, and all calls of a step take one layout."
+            f"{what} leaf must have {of} with this layout; got shape {got} at {path}. Pad params once, before tx.init "
+            f"(jaxmp.fsdp.pad), place them by layout.specs, and use one layout in all calls of a step."
         )
 
 
 def _check_axis(mesh: Any, name: str, where: str = "") -> None:
     if name not in mesh.shape:
         raise ValueError(
-            f"the mesh must have the axis that leaves are cut over; got {name!r}{where} and a mesh with the axes "
+            f"the axis that leaves are cut over must be in the mesh; got {name!r}{where} and a mesh with the axes "
             f"{', '.join(map(repr, mesh.shape))}"
         )
 

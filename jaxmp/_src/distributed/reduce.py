@@ -1,8 +1,9 @@
-"""Reducing gradients over devices, as a part of the chain.
+"""Reduces gradients over devices, as an optax transform.
 
-A data-parallel step sums the gradients of its devices. Summed in float16, finite values overflow (four times 32768 is
-inf); summed in float32 they do not, at twice the bytes. The third way is FairScale's and FSDP's: divide by about the
-square root of the number of devices before the sum and by the rest after it, so that neither end of float16 is hit.
+A data-parallel step sums the gradients of its devices. In float16 the sum of finite values can overflow (four times
+32768 is inf). In float32 it does not overflow, but moves twice the bytes. FairScale and FSDP divide by about the square
+root of the number of devices before the sum and by the rest after it, which avoids both overflow and underflow in
+float16.
 """
 
 from typing import Any
@@ -20,25 +21,25 @@ from jaxmp._src.fp8 import scale_leaves
 def reduce_gradients(
     axis_name: collectives.AxisName = "auto", dtype: Any = jnp.float32, *, predivide: float | None = None
 ) -> optax.GradientTransformation:
-    """An optax part that replaces gradients by their mean over `axis_name`; chain it *before* `mixed_precision`.
+    """A transform that replaces gradients by their mean over `axis_name`; chain it *before* `mixed_precision`.
 
         g <- (sum over devices of g_d / predivide) * (predivide / devices)
 
     Args:
-      axis_name: `"auto"` (every axis bound by pmap or shard_map; nothing happens under plain jit, where XLA reduces),
-        or names.
+      axis_name: `"auto"` (every axis bound by pmap or shard_map; under plain jit XLA reduces, and this only casts), or
+        names.
       dtype: dtype of the sum and of the result: float32 (default, cannot overflow), float16, bfloat16, or None for the
-        gradients' own, which moves half the bytes.
-      predivide: what gradients are divided by before the sum; None for 1 in float32, and otherwise the power of two
-        next to the square root of the number of devices (FSDP's rule). In float16 that doubles the range of the sum on
-        4 devices, not more: 4 * 32768 / 2 still overflows. The number of devices itself never overflows, but loses
-        small gradients.
+        gradients' own, which moves half the bytes if they are in 16 bits.
+      predivide: divisor of the gradients before the sum; None: 1 in float32, otherwise the power of two next to the
+        square root of the number of devices (FSDP's rule). On 4 devices this doubles the range of a float16 sum, no
+        more: 4 * 32768 / 2 still overflows. With the number of devices as the divisor the sum never overflows, but
+        small gradients underflow.
 
     Returns:
       An `optax.GradientTransformation` without state.
 
     Raises:
-      ValueError: an axis that is not bound; gradients of params that `jaxmp.fsdp` has cut over one of the axes.
+      ValueError: an axis that is not bound; gradients of params that `jaxmp.fsdp` cuts over one of the axes.
 
     Example:
       >>> tx = reduce_gradients(dtype=jnp.float32)
@@ -55,7 +56,7 @@ def reduce_gradients(
         axes = collectives.bound_axes(axis_name)
         cut_params.check_mean(updates, axes)
         factor = predivide_or_rule(predivide, dtype, axes)
-        # The amaxes of fp8 scales are at their MAX already: value_and_grad sees to that.
+        # value_and_grad has already reduced the amaxes of fp8 scales, with MAX.
         amaxes, grads = scale_leaves.partition(updates)
         return scale_leaves.merge(amaxes, collectives.mean_over(grads, axes, dtype=dtype, predivide=factor)), state
 
@@ -63,7 +64,7 @@ def reduce_gradients(
 
 
 def predivide_factor(axes: tuple[str, ...]) -> float:
-    """The power of two by which FSDP divides before a sum over `axes`: near the square root of the device count."""
+    """The divisor of FSDP before a sum over `axes`: a power of two near the square root of the device count."""
     devices = 1
     for axis in axes:
         devices *= lax.axis_size(axis)
@@ -74,7 +75,7 @@ def predivide_factor(axes: tuple[str, ...]) -> float:
 
 
 def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:
-    """`predivide`, or where it is None 1 for sums in float32 and FSDP's rule in 16 bits (or `dtype=None`)."""
+    """`predivide`; if it is None, 1 for sums in float32 and FSDP's rule in 16 bits (or for `dtype=None`)."""
     if predivide is not None:
         return predivide
     in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4

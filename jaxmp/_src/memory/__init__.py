@@ -1,1 +1,1 @@
-"""What a step keeps in memory: the plan, and what can lie in host memory."""
+"""Plans the memory of a step, and keeps state and layers in host memory."""

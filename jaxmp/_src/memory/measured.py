@@ -1,4 +1,4 @@
-"""What a device has handed out, as its allocator counts it."""
+"""The memory use of a device, from the counters of its allocator."""
 
 from typing import Any, NamedTuple
 
@@ -6,14 +6,14 @@ import jax
 
 
 class Measured(NamedTuple):
-    """What the allocator of a device says, in bytes; None where it does not say it.
+    """Memory use of a device in bytes; None for a counter that the allocator does not have.
 
     Attributes:
-      in_use: now.
-      peak: the most so far in this process.
-      limit: what it may take.
-      pool: what it has taken from the device.
-      fragmentation: of what is free in the pool, the part that is not in its largest block: 0 is best.
+      in_use: bytes in use now.
+      peak: the largest use in this process so far.
+      limit: the most that the allocator may reserve.
+      pool: bytes that the allocator has reserved on the device.
+      fragmentation: the fraction of the free bytes in the pool outside its largest free block; 0 is best.
 
     Example:
       >>> found = Measured(in_use=2**20, peak=2**21, limit=2**30, pool=2**22, fragmentation=0.0)
@@ -29,9 +29,9 @@ class Measured(NamedTuple):
 
 
 def measured(device: Any = None) -> Measured | None:
-    """What a device's allocator has handed out, or None where it keeps no account, as on CPU.
+    """Reads the memory use of a device; None if its allocator does not count, as on CPU.
 
-    The peak is that of the process: to hold a step against its plan, look in a process that has run nothing larger.
+    The peak is that of the process. To compare a step with its plan, measure in a process that ran nothing larger.
 
     Args:
       device: default: the first of `jax.local_devices()`.

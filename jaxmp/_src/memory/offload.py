@@ -1,21 +1,7 @@
-"""Optimizer state, and layers, in the memory of the host.
+"""Puts optimizer state into host memory, and wraps an optimizer so that its update streams this state.
 
-With Adam a 16-bit parameter has 12 bytes of float32 beside it, master and moments, that nobody reads between two
-updates. They can lie in the host's memory (pinned, so that the device copies from it on its own), and pass through the
-device a few leaves at a time while they are updated:
-
-    host:     master, moments ──copy in──> device: inner update, cast to the model's params ──copy out──> host
-
-Where an array lies is part of its type in JAX, so nothing has to be told what is offloaded. `put` places the state,
-`stream_updates` round the optimizer makes the update bring each leaf to the device and put it back where it came from,
-and the state stays the plain arrays it was: the same tree, dtypes and shardings, one memory kind further away.
-
-The update is a loop of no turn or one: a step that is skipped copies nothing, and leaves the host's arrays alone. In
-the loop the leaves go in windows (see `_windows`), so that the device never holds more than a few of them. The
-arithmetic is that of the optimizer on the device, which does it: FairScale and DeepSpeed's ZeRO-Offload run Adam on the
-CPU instead, moving gradients and 16-bit params (4 bytes per parameter) rather than the state (24).
-
-`stream_layers` does the same to the layers of a model, forward and backward.
+The update runs in `programs.windows`, which copies a few leaves at a time to the device and back. It is inside a
+`while_loop` that runs once, or not at all if the step is skipped.
 """
 
 from collections.abc import Collection
@@ -39,24 +25,25 @@ _PARTS = ("masters", "moments")
 
 
 def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0) -> PyTree:
-    """The state of an optimizer, with its large parts in pinned host memory.
+    """Moves the large arrays of an optimizer's state to pinned host memory.
 
-    Scalars stay on the device (counts, the loss scale), and so does all that stands round the optimizer: amax
-    histories of fp8, the state of `unscale_and_skip`. It is idempotent: after a checkpoint was restored, call it again.
+    Scalars (counts, the loss scale) stay on the device, and so do the states around the optimizer: amax histories of
+    fp8, the state of `unscale_and_skip`. `put` is idempotent: call it again after you restored a checkpoint.
 
     Args:
-      opt_state: as `tx.init` made it, or a tree that has it inside: `(params, opt_state)`, a TrainState. Such a tree
-        is better: arrays in host memory are always committed to their device, and on a single device `put` commits all
-        others of the tree with them. Those that are left uncommitted make jit compile the second step once more.
-        Inside jit (`jax.jit(lambda p: put(tx.init(p)))`) the state need never be on the device as a whole.
-      what: "masters": of 16-bit params, or what these are short of them. "moments": the arrays of the inner optimizer.
-      min_bytes: smaller arrays stay on the device. A copy takes some microseconds, whatever its size.
+      opt_state: the state from `tx.init`, or a tree that contains it: `(params, opt_state)`, a TrainState. Prefer such
+        a tree: arrays in host memory are always committed to their device, and on a single device `put` also commits
+        the other arrays of the tree. Uncommitted arrays would make jit compile the second step again.
+        Inside jit (`jax.jit(lambda p: put(tx.init(p)))`) the whole state is never on the device at once.
+      what: "masters": the float32 masters of 16-bit params, or their remainders. "moments": the arrays of the inner
+        optimizer.
+      min_bytes: smaller arrays stay on the device. A copy takes some microseconds even if it is small.
 
     Returns:
-      The same tree, with the same shardings. Arrays that are not moved keep their buffers.
+      The same tree, with the same shardings. Arrays that do not move keep their buffers.
 
     Raises:
-      ValueError: `what` names something else; a device without pinned host memory.
+      ValueError: another name in `what`; a device without pinned host memory.
 
     Example:
       >>> import jaxmp
@@ -71,8 +58,8 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
     unknown = sorted(set([what] if isinstance(what, str) else what) - set(_PARTS))
     if isinstance(what, str) or unknown:
         raise ValueError(
-            f'what must be a collection of "masters" and "moments"; got {what!r}. Gradients and params are no part of '
-            f"the state: move them with jaxmp.offload.to_host."
+            f'what must be a collection of "masters" and "moments"; got {what!r}. Gradients and params are not in the '
+            f"state: move them with jaxmp.offload.to_host."
         )
 
     def move(tree: PyTree) -> PyTree:
@@ -94,10 +81,13 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Every array of a tree in pinned host memory, sharded as it was; inside of jit too.
+    """Moves every array of a tree to pinned host memory, with the same sharding; also works inside jit.
 
-    Gradients that lie there are streamed by `stream_updates` as the state is (and copied in once more before, where
-    the step looks whether they are finite). Gradients that wait for other microbatches take no device memory so.
+    `stream_updates` streams gradients in host memory like the state. (The step also copies them in once before that, to
+    check whether they are finite.) So gradients that wait for other microbatches need no device memory.
+
+    Args:
+      tree: pytree of arrays.
 
     Raises:
       ValueError: a device without pinned host memory.
@@ -110,7 +100,10 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Every array of a tree in device memory; inside of jit too.
+    """Moves every array of a tree to device memory; also works inside jit.
+
+    Args:
+      tree: pytree of arrays.
 
     Example:
       >>> to_device(to_host({"w": jnp.ones(2)}))["w"].sharding.memory_kind
@@ -122,32 +115,33 @@ def to_device(tree: PyTree) -> PyTree:
 def stream_updates(
     inner: optax.GradientTransformation, *, window_bytes: int = 2**28, split_leaves: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` so that state and masters in host memory pass through the device while they are updated.
+    """Wraps `inner` so that its update copies state and masters from host memory to the device and back.
 
-    The update of `inner` runs on the device as ever, a window of leaves after the other; each array that lies in host
-    memory is copied in once and out once, and nothing at all if the step is skipped. What lies on the device stays
-    there, so that without `put` this changes nothing.
+    The update of `inner` runs on the device, one window of leaves after the other. Each array in host memory is copied
+    in once and out once, or not at all if the step is skipped. Arrays on the device stay there, so without `put` this
+    wrapper changes nothing.
 
     Args:
-      inner: any optax transform. Leaves that it updates apart (adam, lion, sgd, with clipping of the gradients before)
-        are on the device apart; see `_windows` for what couples them.
-      window_bytes: how much is copied in for one window, in bytes of whole arrays, however they are sharded. Two
-        windows are under way at a time, each with what comes in and what goes out: about 4 x `window_bytes` of device
-        memory. Below some tens of MiB copies get slow.
-      split_leaves: whether leaves that are larger than a window go through it a piece of their leading axis at a time,
-        as the stacked params of `stream_layers` need it. Only where the update is elementwise in them (adam, lion, sgd;
-        not lamb, whose norm is over the leaf), and only under `apply_gradients`. False, as a leading axis that is
-        sharded over a mesh must not be cut: XLA would gather it.
+      inner: any optax transform. If it updates each leaf independently (adam, lion, sgd, also after clipping of the
+        gradients), the device has a few leaves at a time. A result that needs all leaves (a norm over all updates)
+        brings all of them to the device.
+      window_bytes: bytes to copy in for one window, counted in whole arrays, sharded or not. Two windows run at a time,
+        each with its inputs and its results: about 4 x `window_bytes` of device memory. Copies are slow if this is
+        below some tens of MiB.
+      split_leaves: whether a leaf larger than a window is cut along its leading axis and streamed piece by piece; the
+        stacked params of `stream_layers` need it. Only for updates that are elementwise (adam, lion, sgd; not lamb,
+        which takes the norm of each leaf), and only under `apply_gradients`. The default is False, because a leading
+        axis that is sharded over a mesh must not be cut: XLA would gather it.
 
     Returns:
       A transform with the state of `inner`. Inside `jaxmp.mixed_precision` (or `unscale_and_skip`) it works with
       `jaxmp.apply_gradients`; alone, or in an `optax.chain`, with `update`.
 
     Raises:
-      TypeError: `inner` is no optax transform.
-      ValueError: `window_bytes` that is no positive int; `inner` is one of jaxmp's fused optimizers, whose kernels
-        read and write the device's memory. At the step: `tx.update` under `mixed_precision` with state in host memory;
-        masters in host memory of kernels that are stored in fp8.
+      TypeError: `inner` is not an optax transform.
+      ValueError: `window_bytes` is not a positive int; `inner` is one of jaxmp's fused optimizers, whose kernels can
+        only use device memory. At the step: `tx.update` under `mixed_precision` with state in host memory; masters in
+        host memory for kernels that are stored in fp8.
 
     Example:
       >>> import jaxmp
@@ -162,13 +156,13 @@ def stream_updates(
       Ren et al. 2021, "ZeRO-Offload" (arXiv 2101.06840).
     """
     if isinstance(window_bytes, bool) or not isinstance(window_bytes, int | np.integer) or window_bytes <= 0:
-        raise ValueError(f"window_bytes must be a positive int, the bytes of a window; got {window_bytes!r}")
+        raise ValueError(f"window_bytes must be a positive int, the bytes of one window; got {window_bytes!r}")
     plain: Any = optax.with_extra_args_support(as_transformation(inner))
     if isinstance(plain, in_place.InPlace):
         raise ValueError(
-            "a state in host memory needs an optimizer made of JAX operations; got one that writes params and state in "
-            "place, by kernels that see the device's memory only. Use optax's own (optax.adamw for jaxmp.fused_adamw), "
-            "and put stream_updates inside of mixed_precision, not round it."
+            "inner must be an optimizer made of JAX operations; got one that writes params and state in place, with "
+            "kernels that can only use device memory. Use optax's optimizer (optax.adamw for jaxmp.fused_adamw), and "
+            "put stream_updates inside mixed_precision, not around it."
         )
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
@@ -178,8 +172,8 @@ def stream_updates(
             host_memory.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
-            moves, new = plain.update(*host_memory.to_device((updates, state, params)), **extra_args)
-            leaves, treedef = jax.tree.flatten(moves)
+            new_updates, new = plain.update(*host_memory.to_device((updates, state, params)), **extra_args)
+            leaves, treedef = jax.tree.flatten(new_updates)
             return leaves, (jax.tree.map(host_memory.as_before, new, state), _Static(treedef))
 
         leaves, (new, static) = windows.run(update, updates, state, params, window_bytes=int(window_bytes))
@@ -193,7 +187,7 @@ def stream_updates(
         step: in_place.Step,
         **extra_args: Any,
     ) -> tuple[list[write_masters.Pair], Any, Float[Array, ""]]:
-        # Of the params that come in, not of masters on the host; so the sum over a mesh joins that of the norm.
+        # Counted in the params, not in the masters on the host; then XLA can merge the sum over a mesh with the norm's.
         saturated = sum((_saturated(p) for p, _ in pairs), start=jnp.zeros((), jnp.float32))
         taken_step = step._replace(taken=jnp.ones((), bool))
 
@@ -203,16 +197,16 @@ def stream_updates(
             new = [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
             return new, jax.tree.map(host_memory.as_before, new_state, state)
 
-        def turn(carry: Any) -> Any:
+        def run_once(carry: Any) -> Any:
             _, pairs, state = carry
             into = (pairs, state) if split_leaves else None
             new = windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
             return jnp.zeros((), bool), *new
 
-        # A loop of one turn or none, where a cond would do as well: XLA keeps the sharding of what a loop carries, and
-        # updates it where it stands. The results of a cond it lays on every device, unless they are told otherwise.
+        # A loop that runs once or never, instead of a cond: XLA keeps the sharding of a loop's carry and updates it in
+        # place. It replicates the results of a cond, unless each has a sharding constraint.
         with jax.named_scope("jaxmp.stream"):
-            _, pairs, state = lax.while_loop(lambda carry: carry[0], turn, (step.taken, pairs, state))
+            _, pairs, state = lax.while_loop(lambda carry: carry[0], run_once, (step.taken, pairs, state))
         return pairs, state, saturated
 
     return in_place.in_place(plain.init, update_fn, write_fn, streams=True)
@@ -220,7 +214,7 @@ def stream_updates(
 
 @jax.tree_util.register_static
 class _Static:
-    """A value that is no array, in a tree of arrays."""
+    """A static value inside a tree of arrays."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -233,7 +227,7 @@ class _Static:
 
 
 def _committed(tree: PyTree) -> PyTree:
-    """`tree`, committed to its device where that is only one."""
+    """`tree` with all arrays committed to their device, if all are on one device; else `tree`."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     if any(isinstance(x, Tracer) for x in leaves):
         return tree
@@ -249,7 +243,7 @@ def _is_large(x: Any, min_bytes: int) -> bool:
 
 
 def _saturated(param: Any) -> Float[Array, ""]:
-    """How many numbers of a float16 param stand at the end of its range, where masters that lie beyond leave them."""
+    """The number of elements of a float16 param at the largest magnitude: their masters may be beyond the range."""
     if param is None or param.dtype != jnp.float16:  # bfloat16 has the range of float32
         return jnp.zeros((), jnp.float32)
     param = host_memory.to_device(param)

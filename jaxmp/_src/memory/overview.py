@@ -1,4 +1,4 @@
-"""The ways of storing a model that this library has, each round Adam: what an overview of their bytes shows."""
+"""The recipes of this library with Adam, for `jaxmp.memory.overview`."""
 
 from typing import Any
 

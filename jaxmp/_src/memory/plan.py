@@ -1,20 +1,7 @@
-"""What a training step keeps in memory, planned before anything is allocated.
+"""Counts the bytes of a training step from shapes, and prints them.
 
-A step holds four things: what the model is (params), what the optimizer keeps (masters, moments), what comes back
-(gradients), and what the forward pass leaves for the backward pass (activations). With P params, N activations and
-Adam, in bytes:
-
-    float32             params 4P              gradients 4P   moments 8P   activations 4N      16P + 4N
-    16-bit, masters     params 2P, masters 4P  gradients 2P   moments 8P   activations 2N      16P + 2N
-
-So mixed precision saves nothing on the first three, and half of the fourth, which is the most of it: N grows with the
-batch, P does not. Split masters and moments in few bits then take the 16P down (`docs/how-to/precision/optimizers.md`).
-
-`plan` counts all this for a model, an optimizer and a batch that are given as shapes. Nothing in it is a table: params
-are what the policy stores, masters and moments are what `optimizer.init` would return, gradients what
-`jaxmp.value_and_grad` would. Activations are read off the traced program of the loss and its gradient: which values XLA
-has to store between the passes, and what is alive at the worst moment (`_buffers`). On a mesh, each leaf counts as the
-part that one device holds.
+`plan` evaluates `cast_to_param` and `optimizer.init` on shapes, traces the loss and its gradient, and reads the
+activations from that program (`buffers`). `shards` gives the part of each leaf that one device has.
 """
 
 import dataclasses
@@ -42,21 +29,22 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes on one device. `print(plan)` shows it as a table.
+    """Bytes on one device. `print(plan)` shows them as a table.
 
     Attributes:
-      params: as the policy stores them, the scales of fp8 layers included.
-      masters: float32 copies of 16-bit params, or with `remainder_bits=` what these are short of them.
-      optimizer: all else that the optimizer keeps: moments, counts, the loss scale, fp8 histories.
-      batch: the arguments of the loss beside the params.
-      gradients: of all params; with `accumulate` > 1 the float32 sums and those of one microbatch.
-      activations: what the forward pass stores for the backward pass; None without a loss.
-      temporaries: what the worst moment of the two passes takes beside activations and gradients; None without a loss.
-      saved: activations as JAX saves them, before XLA recomputes the cheap ones in the kernels that read them: what a
-        compiler that does not fuse would store; None without a loss.
-      peak: of the step, gradients being written while activations go; without a loss, all but activations.
-      num_params: P, parameters of the whole model, fp8 scales left out.
-      num_devices: of the mesh.
+      params: params as the policy stores them, with the scales of fp8 layers.
+      masters: float32 copies of 16-bit params; with `remainder_bits=`, the remainders.
+      optimizer: the rest of the optimizer's state: moments, counts, the loss scale, fp8 histories.
+      batch: the arguments of the loss other than the params.
+      gradients: gradients of all params; with `accumulate` > 1, the float32 sums and those of one microbatch.
+      activations: values that the forward pass stores for the backward pass; None without a loss.
+      temporaries: other values (no activations, no gradients) at the moment of the largest use; None without a loss.
+      saved: activations as JAX saves them. XLA stores fewer, because it computes the cheap ones again in the kernels
+        that read them; a compiler without fusion would store all of them. None without a loss.
+      peak: the largest use of the step: gradients are written while activations are freed. Without a loss, all parts
+        except activations.
+      num_params: P, the parameters of the whole model, without fp8 scales.
+      num_devices: devices of the mesh.
 
     Example:
       >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
@@ -79,12 +67,12 @@ class Plan:
 
     @property
     def stored(self) -> int:
-        """What stays between two steps: params, masters and the rest of the optimizer's state."""
+        """Bytes between two steps: params, masters and the rest of the optimizer's state."""
         return self.params + self.masters + self.optimizer
 
     @property
     def total(self) -> int:
-        """All parts together: what a step takes that first makes all gradients and then hands them out."""
+        """The sum of all parts: the use of a step that returns all gradients before it frees activations."""
         return self.stored + self.batch + self.gradients + (self.activations or 0) + (self.temporaries or 0)
 
     def __str__(self) -> str:
@@ -105,33 +93,33 @@ def plan(
     specs: PyTree | None = None,
     data_axes: str | Sequence[str] | None = None,
 ) -> Plan:
-    """The bytes that a training step takes on one device, from shapes alone.
+    """Counts the bytes that a training step uses on one device, from shapes alone.
 
     Args:
-      params: the model's float32 params as `optimizer.init` gets them: arrays or `jax.ShapeDtypeStruct`s
+      params: the model's float32 params that `optimizer.init` gets: arrays or `jax.ShapeDtypeStruct`s
         (`jax.eval_shape` of the model's `init`).
-      policy: as for `jaxmp.mixed_precision`: params are stored as it says.
-      optimizer: what the loop uses, `jaxmp.mixed_precision(...)` or any other optax transform. It is asked for its
-        state; one that keeps no masters is started from the params as stored.
-      loss_fn: `loss_fn(params, *batch)`, a float scalar, as `jaxmp.value_and_grad` takes it: the model computes in
-        the dtypes that its modules or autocast say. What is under `jax.checkpoint` counts as what it saves. None:
-        activations are left out.
-      batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, of all devices and all microbatches
-        together: leading axes are those of the batch. Scalars and PRNG keys are as they are.
+      policy: as for `jaxmp.mixed_precision`; gives the stored dtypes of the params.
+      optimizer: the optimizer of the loop, `jaxmp.mixed_precision(...)` or any other optax transform. Its `init` is
+        evaluated on shapes: on the float32 params if it keeps masters, else on the stored params.
+      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad`; the model computes in the
+        dtypes of its modules or of autocast. Under `jax.checkpoint` only the values that it saves count. None: no
+        activations are counted.
+      batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, for all devices and all microbatches
+        together; leading axes are batch axes. Scalars and PRNG keys are not cut.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      accumulate: microbatches, as in `jaxmp.value_and_grad`: activations are those of one.
-      batch_argnums: which entries of `batch` have the batch for their leading axes, where others, such as batch_stats,
-        are not to be cut for devices and microbatches; default: all.
+      accumulate: number of microbatches, as in `jaxmp.value_and_grad`; activations are those of one microbatch.
+      batch_argnums: the entries of `batch` whose leading axis is the batch and is cut for devices and microbatches;
+        name them if there are others, such as batch_stats. Default: all.
       mesh: devices, real or not (`jax.sharding.AbstractMesh`); None: one device.
-      specs: tree of `PartitionSpec`s (`NamedSharding`s, None) like the params. None: as the params' own shardings say.
-        Masters, moments and gradients are split as their params are.
+      specs: tree of `PartitionSpec`s (`NamedSharding`s, None) like the params. None: the params' own shardings.
+        Masters, moments and gradients are split like their params.
       data_axes: axes of `mesh` over which the batch's leading axis is split; `()` for none.
 
     Returns:
       A `Plan`.
 
     Raises:
-      TypeError: a policy, optimizer, mesh or batch of the wrong type; params that are no arrays, named by path.
+      TypeError: a policy, optimizer, mesh or batch of the wrong type; params that are not arrays, named by path.
       ValueError: specs that do not match the params or name an axis that the mesh does not have, by path; a batch that
         the data axes or `accumulate` do not divide, by path; a mesh and a batch without `data_axes`.
 
@@ -197,7 +185,10 @@ def plan(
 
 
 def table(plans: Mapping[str, Plan]) -> str:
-    """Plans side by side, as text: a line for each part, a column for each plan.
+    """Formats plans as a text table: one line per part, one column per plan.
+
+    Args:
+      plans: plans by the heading of their column.
 
     Example:
       >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
@@ -225,7 +216,14 @@ def table(plans: Mapping[str, Plan]) -> str:
 
 
 def beside_measured(planned: Plan, device: Any = None) -> str | None:
-    """The plan's peak and what lies between steps, beside what the device measured; None where it measures nothing.
+    """Formats the planned peak and the planned use between steps beside the measured ones, as a text table.
+
+    Args:
+      planned: the plan of the step that this process has run.
+      device: default: the first of `jax.local_devices()`.
+
+    Returns:
+      The table; None if the device does not measure its memory (CPU).
 
     Example:
       >>> found = plan({"w": jnp.ones(4)}, "fp32", optimizer=optax.sgd(0.1))
@@ -247,10 +245,13 @@ def beside_measured(planned: Plan, device: Any = None) -> str | None:
 
 
 def overview(num_params: float) -> dict[str, Plan]:
-    """Plans for a number of parameters under the recipes of this library, with Adam, without activations.
+    """Plans a model of P parameters under each recipe of this library, with Adam, without activations.
 
     Args:
-      num_params: P; rounded to a matrix of 1024 columns.
+      num_params: P; rounded so that the params are a matrix of 1024 columns.
+
+    Returns:
+      `Plan`s by the name of the recipe.
 
     Example:
       >>> {name: round((p.stored + p.gradients) / p.num_params, 2) for name, p in overview(2**24).items()}
@@ -265,7 +266,7 @@ def overview(num_params: float) -> dict[str, Plan]:
 def _trace(
     loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]
 ) -> tuple[Any, PyTree, int]:
-    """(program of the loss and its gradients, the gradients' shapes, how many outputs come before them)."""
+    """(program of the loss and its gradients, the gradients' shapes, the number of outputs before the gradients)."""
 
     def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
         if state.has_loss_scale(opt_state):
@@ -290,11 +291,11 @@ def _shapes_of_params(params: PyTree) -> PyTree:
 
 
 def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) -> tuple[Any, ...]:
-    """What one device has of a batch, or of a microbatch, as shapes."""
+    """The shapes of one device's part of a batch (or of a microbatch): cut over `ways` devices and `k` microbatches."""
     if not isinstance(batch, tuple):
         raise TypeError(
-            f"batch must be the tuple of what loss_fn takes after the params; got {type(batch).__name__}. Write (x,) "
-            f"for a single argument."
+            f"batch must be the tuple of the arguments of loss_fn after the params; got {type(batch).__name__}. Write "
+            f"(x,) for a single argument."
         )
 
     places = (
@@ -308,7 +309,7 @@ def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) ->
             if shape[0] % (ways * k):
                 raise ValueError(
                     f"the batch's leading axis must be a multiple of the devices of data_axes, {ways}, times "
-                    f"accumulate, {k}; got {shape} at batch/{path}. Name the entries that are cut with batch_argnums=."
+                    f"accumulate, {k}; got {shape} at batch/{path}. Name the entries to cut with batch_argnums=."
                 )
             shape = (shape[0] // (ways * k), *shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype)

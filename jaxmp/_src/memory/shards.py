@@ -1,9 +1,9 @@
-"""What one device of a mesh holds of a tree: sizes from `PartitionSpec`s, without placing anything.
+"""The part of a tree that one device of a mesh has: sizes from `PartitionSpec`s, without placing anything.
 
-An axis of n elements that is split over k devices takes ceil(n / k) of each: where k does not divide n, XLA pads. The
-optimizer's state has no specs of its own. As everywhere, a moment or a master lies as its param does (`_sharding_of`),
-if it has as many axes. What belongs to no param (counts, the loss scale, the factors of Adafactor) lies on every
-device.
+If an axis of n elements is split over k devices, each device has ceil(n / k) elements; where k does not divide n, XLA
+pads. The optimizer's state has no specs of its own. A moment or a master is split like its param (`shardings.owner_of`)
+if it has as many axes. Leaves that belong to no param (counts, the loss scale, the factors of Adafactor) are
+replicated.
 """
 
 import math
@@ -22,12 +22,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict[str, PartitionSpec]:
-    """How each param is split, by path: as `specs` says, else as its own sharding does, else not at all.
-
-    Raises:
-      TypeError: a `mesh` that is none, or an entry of `specs` that is no spec.
-      ValueError: specs that do not match the params, or split what they cannot, named by path; specs without a mesh.
-    """
+    """The spec of each param by path: from `specs`, else from the param's own sharding, else not split."""
     if mesh is not None and not isinstance(mesh, AnyMesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh or AbstractMesh; got {type(mesh).__name__}. Make one with jax.make_mesh."
@@ -45,22 +40,17 @@ def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict
 
 
 def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
-    """The bytes that one device holds of `x`, padding included."""
+    """The bytes of `x` on one device, with padding."""
     if mesh is None:
         return buffers.nbytes(x)
-    devices = shardings.ways(spec, len(x.shape), mesh.shape)
+    devices = shardings.devices_per_dim(spec, len(x.shape), mesh.shape)
     here = tuple(-(-n // k) for n, k in zip(x.shape, devices, strict=True))
     return buffers.nbytes(jax.ShapeDtypeStruct(here, x.dtype))
 
 
 def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]]) -> PartitionSpec:
-    """How a leaf of the optimizer's state is split: as the param whose path its own ends in, if it has its axes.
-
-    Args:
-      path: as `jax.tree_util.keystr` writes it: a field `.mu` of a state is told from a param `['mu']`.
-      x: the leaf.
-      params: (param, its spec) by such paths.
-    """
+    """The spec of a leaf of the optimizer's state: that of its param if both have as many axes, else not split."""
+    # Paths are those of `jax.tree_util.keystr`, as for `owner_of`; `params` has (param, its spec) by path.
     owner = shardings.owner_of(path, params)
     if owner is None or len(params[owner][0].shape) != len(x.shape):
         return PartitionSpec()
@@ -68,15 +58,15 @@ def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSp
 
 
 def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:
-    """Over how many devices the leading axis of a batch is split."""
+    """The number of devices that the leading axis of a batch is split over."""
     if mesh is None:
         if axes:
-            raise ValueError(f"data_axes are axes of a mesh; got {axes!r} and no mesh. Pass mesh=.")
+            raise ValueError(f"data_axes must be axes of a mesh; got {axes!r} and no mesh. Pass mesh=.")
         return 1
     if axes is None:
         raise ValueError(
-            f"with a mesh, say over which of its axes {tuple(mesh.axis_names)} the batch is split; got data_axes=None. "
-            f"Pass data_axes=({mesh.axis_names[0]!r},), or () where every device has the whole batch."
+            f"with a mesh, data_axes must name the axes of {tuple(mesh.axis_names)} that the batch is split over; got "
+            f"data_axes=None. Pass data_axes=({mesh.axis_names[0]!r},), or () if every device has the whole batch."
         )
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     _check_axes("the batch", names, mesh)
@@ -91,8 +81,8 @@ def _check_paths(found: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
     for where, only in (("specs", found.keys() - leaves.keys()), ("the params", leaves.keys() - found.keys())):
         if only:
             raise ValueError(
-                f"specs must have the structure of the params, with a PartitionSpec or None in the place of each "
-                f"array; {min(only)} is in {where} only."
+                f"specs must have the structure of the params, with a PartitionSpec or None in place of each array; "
+                f"{min(only)} is in {where} only."
             )
 
 
@@ -102,14 +92,16 @@ def _checked(path: str, spec: Any, x: Any, mesh: AnyMesh | None, *, is_given: bo
     if isinstance(spec, NamedSharding):
         spec = spec.spec
     if not isinstance(spec, PartitionSpec):
-        raise TypeError(f"a param is split by a PartitionSpec or a NamedSharding; got {type(spec).__name__} at {path}")
+        raise TypeError(
+            f"the spec of a param must be a PartitionSpec or a NamedSharding; got {type(spec).__name__} at {path}"
+        )
     if mesh is None:
         if any(entry is not None for entry in spec):
-            raise ValueError(f"params that are split need the mesh; got {spec} at {path} and no mesh. Pass mesh=.")
+            raise ValueError(f"specs that split params need a mesh; got {spec} at {path} and no mesh. Pass mesh=.")
         return spec
     if len(spec) > len(x.shape):
         raise ValueError(
-            f"a spec has at most one entry for each axis; got {spec} at {path}, which has shape {tuple(x.shape)}."
+            f"a spec can have at most one entry for each axis; got {spec} at {path}, which has shape {tuple(x.shape)}."
         )
     _check_axes(path, shardings.axes_of(spec), mesh)
     return spec
@@ -119,7 +111,7 @@ def _check_axes(path: str, names: Sequence[str], mesh: AnyMesh) -> None:
     for i, name in enumerate(names):
         if name not in mesh.axis_names:
             raise ValueError(
-                f"specs name axes of the mesh, which here are {tuple(mesh.axis_names)}; got {name!r} at {path}."
+                f"specs must name axes of the mesh, which are {tuple(mesh.axis_names)}; got {name!r} at {path}."
             )
         if name in names[:i]:
-            raise ValueError(f"an array is split at most once over an axis of the mesh; got {name!r} twice at {path}.")
+            raise ValueError(f"a spec can name each axis of the mesh once; got {name!r} twice at {path}.")

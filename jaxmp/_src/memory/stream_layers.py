@@ -1,15 +1,16 @@
-"""The layers of a model, in host memory, a slice at a time on the device.
+"""Layers of a model in host memory, with one slice of layers at a time on the device.
 
-A deep model is one function repeated, `x = layer(params[i], x)`, and at any time only one layer's params are needed. So
-they are stacked, `[layers, ...]`, stay in the host's memory, and a `lax.scan` over slices copies each to the device
-when its turn comes:
+A deep model repeats one function, `x = layer(params[i], x)`, and needs the params of only one layer at a time. So the
+params are stacked, `[layers, ...]`, and stay in host memory. A `lax.scan` over slices copies each slice to the device
+when it is needed:
 
     forward:   for each slice:            copy in its params -> x = slice(params, x), for each microbatch
     backward:  for each slice, reversed:  copy in its params again -> compute forward again from the x saved at its
                                           input -> gradients -> copy out the gradients of its params
 
-`jax.checkpoint` round a slice says the second line: kept is the input of each slice, on the device or in host memory,
-and neither its params nor what it computed. What is in host memory has its gradient in host memory, by JAX's types.
+`jax.checkpoint` around each slice makes the backward pass run so: it saves the input of the slice (on the device or in
+host memory), but not the params and not the values inside the slice. By JAX's types, the gradient of an array in host
+memory is in host memory.
 """
 
 from collections.abc import Callable
@@ -36,29 +37,29 @@ def stream_layers(
     offload_activations: bool = False,
     num_microbatches: int = 1,
 ) -> Callable[..., PyTree]:
-    """A model of equal layers whose params may lie in host memory, as FairScale's `OffloadModel`.
+    """Makes a model of equal layers whose params may be in host memory, like FairScale's `OffloadModel`.
 
     Args:
-      layer_fn: `(params of one layer, x, *args) -> x`, of the same structure, shapes and dtypes.
-      num_slices: into how many slices the layers are cut, which are copied in one by one; it divides their number.
-        None: one layer each. A slice is on the device while it computes and XLA may copy in the next one beside it.
-      checkpoint_activations: True: the backward pass computes each slice again from its input. False: results of
-        matmuls are kept from the forward pass, on the device; params are copied in again all the same.
-      offload_activations: the inputs of the slices wait for the backward pass in host memory.
-      num_microbatches: k; each slice computes the batch (the leading axis of `x`, which k divides) in k parts one after
-        the other, for one copy of its params. Part i has the rows i, i + k, i + 2k, ..., so that each device of a
-        mesh has its share of every part. Only a part's activations are on the device at a time, and gradients of the
-        params are sums over parts, in their dtype.
+      layer_fn: `(params of one layer, x, *args) -> x`; the result has the structure, shapes and dtypes of x.
+      num_slices: the number of slices that the layers are cut into; it divides the number of layers. Slices are copied
+        to the device one by one. None: one layer per slice. While one slice computes, XLA may copy the next one.
+      checkpoint_activations: True: the backward pass computes each slice again from its input. False: the forward pass
+        stores the results of matmuls on the device; the backward pass still copies the params again.
+      offload_activations: whether the inputs of the slices are stored in host memory for the backward pass.
+      num_microbatches: k; each slice computes the batch (the leading axis of `x`, which k divides) in k parts, one
+        after the other, with one copy of its params. Part i has the rows i, i + k, i + 2k, ..., so that each device of
+        a mesh has rows of every part. Only the activations of one part are on the device at a time. Gradients of the
+        params are sums over the parts, in the params' dtype.
 
     Returns:
       `apply(params, x, *args) -> x`: params with leading axis [layers], in host memory (`jaxmp.offload.to_host`) or on
-      the device; x a pytree of arrays on the device; args are handed to each layer whole. Differentiable; gradients
-      of the params lie where the params do. Without microbatches it computes what a scan over the layers does.
+      the device; x a pytree of arrays on the device; each layer gets all of args. Differentiable; gradients of the
+      params are in the memory of the params. Without microbatches it computes the same as a scan over the layers.
 
     Raises:
-      ValueError: numbers that are no positive ints; params without a common leading axis, or one that `num_slices`
-        does not divide; a batch that `num_microbatches` does not divide; `x` in host memory: named by path.
-      TypeError: `layer_fn` returns something unlike x.
+      ValueError: counts that are not positive ints; params without a common leading axis, or with one that `num_slices`
+        does not divide; a batch that `num_microbatches` does not divide; `x` in host memory. Leaves are named by path.
+      TypeError: `layer_fn` returns a result unlike x.
 
     Example:
       >>> layer = lambda w, x: jnp.tanh(x @ w)
@@ -83,8 +84,8 @@ def stream_layers(
         slices = layers if num_slices is None else num_slices
         if layers % slices:
             raise ValueError(
-                f"num_slices must divide the number of layers, so that each slice has as many; got "
-                f"num_slices={slices} for {layers} layers. Divisors are {_divisors(layers)}."
+                f"num_slices must divide the number of layers; got num_slices={slices} for {layers} layers. Divisors "
+                f"are {_divisors(layers)}."
             )
         _check_activations(x, num_microbatches)
 
@@ -108,7 +109,7 @@ def stream_layers(
 
         def body(x: PyTree, host_layers: PyTree) -> tuple[PyTree, None]:
             if offload_activations:
-                x = jax.tree.map(_park, x)
+                x = jax.tree.map(_wait_on_host, x)
             return kept(host_layers, x), None
 
         cut = jax.tree.map(lambda p: p.reshape(slices, layers // slices, *p.shape[1:]), params)
@@ -120,17 +121,17 @@ def stream_layers(
     return apply
 
 
-def _park(x: Array) -> Array:
+def _wait_on_host(x: Array) -> Array:
     """`x` in host memory; its gradient on the device."""
-    return _parked(x) if casting.is_float(x) else host_memory.to_host(x)
+    return _float_to_host(x) if casting.is_float(x) else host_memory.to_host(x)
 
 
 @jax.custom_vjp
-def _parked(x: Array) -> Array:
+def _float_to_host(x: Array) -> Array:
     return host_memory.to_host(x)
 
 
-_parked.defvjp(lambda x: (host_memory.to_host(x), None), lambda _, ct: (host_memory.to_device(ct),))
+_float_to_host.defvjp(lambda x: (host_memory.to_host(x), None), lambda _, ct: (host_memory.to_device(ct),))
 
 
 def _split(x: Array, k: int) -> Array:
@@ -139,7 +140,7 @@ def _split(x: Array, k: int) -> Array:
 
 
 def _join(x: Array) -> Array:
-    """What `_split` has cut, put together."""
+    """The inverse of `_split`: [k, n/k, ...] -> [n, ...]."""
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
@@ -154,7 +155,7 @@ def _count_layers(params: PyTree) -> int:
         if jnp.ndim(p) == 0:
             raise ValueError(
                 f"params of layers must be stacked, [layers, ...]; got a scalar at {path}. Stack them with "
-                f"jax.tree.map(lambda *ps: jnp.stack(ps), *layers), or pass it behind x, whole."
+                f"jax.tree.map(lambda *ps: jnp.stack(ps), *layers), or pass it as an argument after x."
             )
         sizes[path] = p.shape[0]
     if len(set(sizes.values())) != 1:
@@ -173,24 +174,24 @@ def _check_activations(x: PyTree, num_microbatches: int) -> None:
     for path, leaf in tree_paths.leaves_by_path(x).items():
         if host_memory.is_on_host(leaf):
             raise ValueError(
-                f"activations come in on the device; got host memory at {path} of x. Use jaxmp.offload.to_device."
+                f"x must be in device memory; got host memory at {path} of x. Use jaxmp.offload.to_device."
             )
         if num_microbatches > 1 and (jnp.ndim(leaf) == 0 or leaf.shape[0] % num_microbatches):
             raise ValueError(
                 f"num_microbatches must divide the leading axis of x; got {num_microbatches} for shape "
-                f"{jnp.shape(leaf)} at {path}. Pass what is no batch behind x, whole."
+                f"{jnp.shape(leaf)} at {path}. Pass arrays without a batch axis as arguments after x."
             )
 
 
 def _check_alike(new: PyTree, old: PyTree) -> None:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(
-            f"a layer must return what the next one takes; layer_fn took x of structure {jax.tree.structure(old)} and "
-            f"returned {jax.tree.structure(new)}"
+            f"layer_fn must return a value like its x; it took x of structure {jax.tree.structure(old)} and returned "
+            f"{jax.tree.structure(new)}"
         )
     for (path, n), o in zip(tree_paths.leaves_by_path(new).items(), jax.tree.leaves(old), strict=True):
         if jnp.shape(n) != jnp.shape(o) or jnp.result_type(n) != jnp.result_type(o):
             raise TypeError(
-                f"a layer must return what the next one takes; layer_fn took {jnp.result_type(o)}{list(jnp.shape(o))} "
-                f"and returned {jnp.result_type(n)}{list(jnp.shape(n))} at {path} of x. Cast the result to x.dtype."
+                f"layer_fn must return a value like its x; it took {jnp.result_type(o)}{list(jnp.shape(o))} and "
+                f"returned {jnp.result_type(n)}{list(jnp.shape(n))} at {path} of x. Cast the result to x.dtype."
             )

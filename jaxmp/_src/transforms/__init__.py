@@ -1,1 +1,1 @@
-"""Optax transforms to put inside or around: clipping, averages, fused optimizers."""
+"""Optax transforms to use inside `mixed_precision` or around it: clipping, averages, fused optimizers."""

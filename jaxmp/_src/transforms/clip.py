@@ -1,17 +1,19 @@
-"""Norms of gradients: clip by them, count zeros, as Megatron-LM does.
+"""Clips gradients by their global norm, and counts zeros among them, by the rules of Megatron-LM.
 
 Put these inside `mixed_precision`, where gradients are unscaled and float32:
 
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adamw(1e-3))
     tx = jaxmp.mixed_precision(inner, "fp16")
 
-Megatron's rule differs from optax's in three ways that show in traces: the coefficient is max_norm / (norm + 1e-6), so
-that a norm of exactly max_norm is still scaled by 0.999999; it is applied only where it is strictly below 1; and a
-norm that overflows float32 on finite gradients gives a step of zeros, not a skip.
+Megatron's rule differs from optax's in three ways, which change the values of a run:
 
-With model parallelism each device holds a part of the params. The norm is then combined over those axes, and a leaf
-that every shard holds (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is one leaf, and
-counts once by itself.
+-   The coefficient is max_norm / (norm + 1e-6). A norm of exactly max_norm is still multiplied by 0.999999.
+-   The coefficient is applied only if it is strictly below 1.
+-   If the norm overflows float32 on finite gradients, the step is a step of zeros and is not skipped.
+
+With model parallelism each device has a part of the params. The norm is then combined over those axes, and a leaf that
+every shard has as a whole (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is one leaf and
+counts once.
 """
 
 import math
@@ -40,22 +42,23 @@ def clip_by_global_norm(
     replicated: PyTree | None = None,
     ord: float = 2,
 ) -> optax.GradientTransformation:
-    """An optax part that scales all gradients down if their global norm is too large; Megatron-LM's rule.
+    """A transform that scales all gradients down if their global norm is too large; Megatron-LM's rule.
 
         g <- g * c  if c < 1,  c = max_norm / (norm + 1e-6)
 
     Args:
-      max_norm: >= 0, in the units of the gradients. 0 is off; the Python number 0 computes nothing at all.
-      axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: there,
-        reduce gradients first. Not needed under plain jit.
-      replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every shard
-        along `axis_name` holds in full. With several axes, the tree of the params' `PartitionSpec`s: a leaf counts once
-        along each axis over which it is not cut. None: under `jax.shard_map(check_vma=True)` what jax knows to be the
-        same along an axis; elsewhere none, so that such leaves count once for every shard.
+      max_norm: >= 0, in the units of the gradients. 0 means no clipping; for the Python number 0 the norm is not
+        computed.
+      axis_name: model-parallel axes (bound by shard_map) over which params are split. Not the data axis: reduce
+        gradients over it first. Not needed under plain jit.
+      replicated: tree of bools like the params (or a prefix of it, or a function of them): True for leaves that every
+        shard along `axis_name` has as a whole. With several axes, the tree of the params' `PartitionSpec`s: a leaf
+        counts once along each axis that does not cut it. None: under `jax.shard_map(check_vma=True)`, the leaves that
+        jax knows to be equal along an axis; elsewhere no leaves, so that replicated leaves count once for each shard.
       ord: order of the norm: 2, any number > 0, or `math.inf`.
 
     Returns:
-      A transform with `GlobalNormState(grad_norm)`, which `get_metrics` shows: the norm before clipping.
+      A transform with `GlobalNormState(grad_norm)`, the norm before clipping; `get_metrics` returns it.
 
     Raises:
       ValueError: a negative `max_norm`, an axis that is not bound.
@@ -71,7 +74,7 @@ def clip_by_global_norm(
     """
     is_number = isinstance(max_norm, (int, float))
     if is_number and not max_norm >= 0:
-        raise ValueError(f"max_norm must be >= 0 (0 is off); got {max_norm}")
+        raise ValueError(f"max_norm must be >= 0 (0 means no clipping); got {max_norm}")
     if is_number and max_norm == 0:
         return optax.identity()
 
@@ -84,14 +87,14 @@ def clip_by_global_norm(
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
         factor = casting.computed_once(factor_of(norm, max_norm))
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
-        clipped = scale_leaves.map_scales(lambda _, g, amax: amax, clipped, updates)  # no gradients
+        clipped = scale_leaves.map_scales(lambda _, g, amax: amax, clipped, updates)  # amaxes are not gradients
         return clipped, GlobalNormState(norm)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
 def factor_of(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
-    """What gradients of this norm are multiplied by so that it is at most `max_norm`; 1.0 for `max_norm` 0."""
+    """The factor that reduces gradients of this norm to at most `max_norm`; 1.0 for `max_norm` 0."""
     coefficient = jnp.asarray(max_norm, jnp.float32) / (norm + _EPSILON)
     return jnp.where((coefficient < 1.0) & (jnp.asarray(max_norm) > 0), coefficient, 1.0)
 
@@ -104,11 +107,14 @@ def global_norm(
     Args:
       tree: pytree of arrays; fp8 scales (`jaxmp.fp8.is_scale`) do not count.
       axis_name: model-parallel axes over which leaves are split.
-      replicated: which leaves every shard holds in full, as for `clip_by_global_norm`.
-      ord: order of the norm; `math.inf` is the largest magnitude.
+      replicated: the leaves that every shard has as a whole, as for `clip_by_global_norm`.
+      ord: order of the norm; `math.inf` gives the largest magnitude.
 
     Returns:
       float32[].
+
+    Raises:
+      ValueError: `ord` is not > 0; an axis that is not bound.
 
     Example:
       >>> float(global_norm({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.float16)}))
@@ -118,7 +124,7 @@ def global_norm(
         raise ValueError(f"the order of a norm must be > 0; got {ord}")
     is_max = isinstance(ord, float) and ord == math.inf
     power = _largest if is_max else lambda x: _power_sum(x, ord)
-    merge = max_of if is_max else sum
+    merge = _max_of if is_max else sum
     axes = collectives.named_axes(axis_name)
     split, whole = _by_shard(tree, replicated, axes, power)
     total = merge(split, start=jnp.zeros((), jnp.float32))
@@ -132,17 +138,18 @@ def global_norm(
 def count_zeros(
     *, axis_name: collectives.AxisName = None, replicated: PyTree | None = None, padding: int = 0
 ) -> optax.GradientTransformation:
-    """An optax part that counts exact zeros among the gradients and passes them on; Megatron-LM counts after clipping.
+    """A transform that counts exact zeros among the gradients, and does not change the gradients.
 
-    Many zeros in float16 mean gradients below its range: raise the loss scale.
+    Put it after the clipping, as Megatron-LM does. Many zeros in float16 mean that gradients underflow: raise the loss
+    scale.
 
     Args:
       axis_name: model-parallel axes, as for `clip_by_global_norm`.
-      replicated: leaves that every shard holds in full, or the params' `PartitionSpec`s, likewise.
-      padding: elements that are no params and always zero, which do not count (`jaxmp.fsdp.Layout.padding`).
+      replicated: leaves that every shard has as a whole, or the params' `PartitionSpec`s, as for `clip_by_global_norm`.
+      padding: number of padding elements, which are always zero; they are subtracted (`jaxmp.fsdp.Layout.padding`).
 
     Returns:
-      A transform with `ZeroCountState(zero_grads)`, which `get_metrics` shows; float32, exact up to 2^24.
+      A transform with `ZeroCountState(zero_grads)`, float32, exact up to 2^24; `get_metrics` returns it.
 
     Example:
       >>> tx = count_zeros()
@@ -165,8 +172,8 @@ def count_zeros(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[Array, ""]:
-    """The largest of `values` and `start`; NaN wins."""
+def _max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[Array, ""]:
+    """The largest of `values` and `start`; NaN if any is NaN."""
     for value in values:
         start = jnp.maximum(start, value)
     return start
@@ -186,7 +193,7 @@ def _largest(x: Array) -> Float[Array, ""]:
 
 
 def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> tuple[list[Any], list[Any]]:
-    """`f` of each float leaf: of those that are split over shards, and of those that every shard holds."""
+    """(`f` of the float leaves that are split over shards, `f` of those that every shard has as a whole)."""
     _, tree = scale_leaves.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -201,12 +208,12 @@ def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> t
                 copied = tuple(axis for axis in axes if axis not in shardings.axes_of(held))
             else:
                 copied = axes if held else ()
-            parts[copied == axes].append(f(x) if copied == axes else _of_the_first(f(x), copied))
+            parts[copied == axes].append(f(x) if copied == axes else _on_first_device(f(x), copied))
     return parts
 
 
-def _of_the_first(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
-    """`x` on the devices that are first along `axes`, 0 on those that hold copies."""
+def _on_first_device(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
+    """`x` on the first device along each of `axes`, 0 on the other devices, which have copies."""
     for axis in axes:
         x = jnp.where(lax.axis_index(axis) == 0, x, 0.0)
     return x

@@ -1,12 +1,12 @@
-"""Moments in few bits round any optax optimizer.
+"""Stores the moments of any optax optimizer in 16 or 8 bits.
 
-Between two steps the moments lie in bfloat16 or in 8 bits; for the step they are float32:
+Between two steps the moments are in bfloat16 or in 8 bits; during the step they are float32:
 
     moments -> float32 -> inner.update -> float32 -> rounded stochastically -> moments
 
-See `pallas_kernels.moments` for the formats and for why the rounding is stochastic. Adam's two moments cost 8 bytes a
-parameter in float32, 4 in bfloat16, 2.03 in 8 bits. In the 8-bit formats small leaves, and those whose last axis is no
-multiple of 32, stay in float32.
+`pallas_kernels.moments` explains the formats and why the rounding is stochastic. Adam's two moments take 8 bytes per
+parameter in float32, 4 in bfloat16, and 2.03 in 8 bits. With 8 bits, small leaves and leaves whose last axis is not a
+multiple of 32 stay in float32.
 """
 
 import itertools
@@ -27,8 +27,8 @@ class CompressedState(NamedTuple):
     """State of `compress_moments`.
 
     Attributes:
-      compress_count: int32[], updates so far: what the noise of the rounding hangs on.
-      compressed: state of the wrapped transform; each moment in `state_dtype`, or `Quantized(codes, scales)`.
+      compress_count: int32[], updates so far; the noise of the rounding depends on it.
+      compressed: state of the wrapped transform; each moment in `state_dtype`, or as `Quantized(codes, scales)`.
     """
 
     compress_count: Int[Array, ""]
@@ -36,11 +36,11 @@ class CompressedState(NamedTuple):
 
 
 def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optax optimizer so that its moments are stored in few bits.
+    """Wraps an optax optimizer so that its moments are stored in 16 or 8 bits.
 
     Args:
-      inner: any transform. Its moments are found by the names of its state's fields: `mu`, `trace`, `momentum`
-        (signed), `nu`, `sum_of_squares` (not negative); all else of its state stays as it is.
+      inner: any transform. Its moments are the fields `mu`, `trace`, `momentum` (signed), `nu` and `sum_of_squares`
+        (not negative) of its states; other fields do not change.
       state_dtype: float32 (nothing changes), bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2.
 
     Returns:
@@ -63,9 +63,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     inner = optax.with_extra_args_support(inner)
 
     def store(x: Any, signed: bool, number: int, count: Array, before: Any = 0.0) -> Any:
-        x = jnp.asarray(x, jnp.float32)  # an inner transform may have its own idea (`mu_dtype`)
+        x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)
         like = moments.like(x.shape, state_dtype, signed=signed)
-        if moments.is_quantized(like):  # one inf or NaN would be the scale of its whole group
+        if moments.is_quantized(like):  # an inf or NaN would become the scale of its whole group
             x = jnp.where(jnp.isfinite(x), x, before)
         return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
 
@@ -74,7 +74,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         if not any(map(_holds_moments, jax.tree.leaves(state, is_leaf=_holds_moments))):
             raise ValueError(
                 f"compress_moments finds moments by name ({', '.join((*_SIGNED, *_NOT_NEGATIVE))}); the state of "
-                f"this optimizer has none: {type(state).__name__}. Put it round the part that holds them."
+                f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
             )
 
         count = jnp.zeros((), jnp.int32)
@@ -107,7 +107,7 @@ def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> 
 
 
 def map_moments(f: Any, state: Any) -> Any:
-    """`state` with `f(moment, signed, number)` in the place of each moment, those of one sign numbered through."""
+    """`state` with `f(moment, signed, number)` in place of each moment; signed and unsigned ones have own numbers."""
 
     numbers = {True: itertools.count(), False: itertools.count()}
 

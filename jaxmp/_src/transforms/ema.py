@@ -1,15 +1,15 @@
-"""An exponential moving average of the weights, as a part of an optax chain.
+"""An exponential moving average of the weights, as an optax transform.
 
     e' = e + (1 - d) (w' - e)        w' = w + u, the weight after this step
 
-Averaging 16-bit params would not work: with d = 0.9999 a difference enters by a ten-thousandth, and the next bfloat16
-is a hundredth away. So it is done where the weights are float32, inside of `mixed_precision`, behind the optimizer.
-There a skipped step moves nothing, the average included, and checkpoints, shardings and other policies have it as they
-have moments.
+An average of 16-bit params would not work: with d = 0.9999 a step adds 1/10,000 of a difference, and neighbouring
+bfloat16 values differ by about 1/100. So the average is computed where the weights are float32: inside
+`mixed_precision`, after the optimizer. There, a skipped step does not change the average, and checkpoints, shardings
+and other policies treat it like moments.
 
-With `debias` the average starts at zero, and its weights are made to sum up to one when it is read, as Adam does with
-its moments: after one step it is w_1, not a tenth of a thousandth of it. Without it the average starts at the initial
-weights, which a large d remembers for long.
+With `debias` the average starts at zero and is divided by the sum of its weights when it is read, as Adam does with its
+moments: after one step it is w_1, not w_1 / 10,000. Without `debias` the average starts at the initial weights, and a
+large d keeps a part of them for many steps.
 """
 
 from collections.abc import Callable
@@ -42,22 +42,22 @@ class EmaParamsState(NamedTuple):
 def ema_params(
     decay: float | Callable[[Int[Array, ""]], Any], *, debias: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax part that averages the weights as they will be after the step; updates pass through as they are.
+    """A transform that averages the weights after each step, and does not change the updates.
 
-    Put it last in the chain that `mixed_precision` wraps, where updates are final and params are the masters:
+    Put it last in the chain that `mixed_precision` wraps; there the updates are final and the params are the masters:
     `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`.
 
     Args:
-      decay: d, from 0 (the newest weights) to below 1, or a function of the count of steps (int32[]) to it, such as
-        `lambda n: jnp.minimum(0.999, (1 + n) / (10 + n))`.
-      debias: whether the average starts at zero and is divided by the sum of its weights where it is read; otherwise
-        it starts at the initial params.
+      decay: d, with 0 <= d < 1 (0: the newest weights only); or a function from the count of steps (int32[]) to d, such
+        as `lambda n: jnp.minimum(0.999, (1 + n) / (10 + n))`.
+      debias: whether the average starts at zero and is divided by the sum of its weights when it is read. False: it
+        starts at the initial params.
 
     Returns:
-      A transform with `EmaParamsState`: four bytes a parameter.
+      A transform with `EmaParamsState`: four bytes per parameter.
 
     Raises:
-      ValueError: `decay` outside of its range; at `update`, no params.
+      ValueError: `decay` outside its range; `update` without params.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1.0), ema_params(0.5))
@@ -73,7 +73,7 @@ def ema_params(
       Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
     """
     if isinstance(decay, int | float) and not 0 <= decay < 1:
-        raise ValueError(f"the decay of an average must be from 0 to below 1; got {decay}. A usual one is 0.999.")
+        raise ValueError(f"decay must be >= 0 and < 1; got {decay}. A usual value is 0.999.")
 
     def init_fn(params: PyTree) -> EmaParamsState:
         full = casting.cast_floats(params, jnp.float32)
@@ -86,7 +86,7 @@ def ema_params(
     ) -> tuple[PyTree, EmaParamsState]:
         del extra_args
         if params is None:
-            raise ValueError("an average of params needs the params: call tx.update(grads, opt_state, params)")
+            raise ValueError("ema_params needs the params; got none. Call tx.update(grads, opt_state, params)")
         keep = jnp.asarray(decay(state.ema_count) if callable(decay) else decay, jnp.float32)
 
         def average(old: Array, param: Array, update: Array) -> Array:
@@ -105,18 +105,18 @@ def ema_params(
 
 
 def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
-    """The average of the weights, in float32: for evaluation, and for export.
+    """The average of the weights in float32, for evaluation and export.
 
     Args:
       opt_state: state of a chain with one `ema_params`.
-      params: the model's params of the same step. Leaves that are not averaged (fp8 scales) are taken from them, and
-        all are before the first step.
+      params: the model's params of the same step. Leaves without an average (fp8 scales) are taken from them; before
+        the first step, all leaves are.
 
     Returns:
       The tree of `params`, float leaves in float32; `policy.cast_to_param` casts it for the model.
 
     Raises:
-      ValueError: there is no average in `opt_state`, or several.
+      ValueError: `opt_state` has no average, or several.
 
     Example:
       >>> import jaxmp
@@ -129,12 +129,12 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     found = state.find(opt_state, EmaParamsState)
     if len(found) != 1:
         raise ValueError(
-            f"an average is read from the state of a chain with one ema_params; got {len(found)} of them. Put it "
-            f"inside of mixed_precision, behind the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
+            f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "
+            f"inside mixed_precision, after the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
         )
     weight = found[0].ema_weight
 
-    def read(param: Any, average: Any) -> Any:  # float32; each may be boxed
+    def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
             return param
         return jax.tree.map(

@@ -1,14 +1,14 @@
-"""Optimizers as one pass over memory: optax's AdamW, Lion and SGD, for use inside `mixed_precision`.
+"""Fused optimizers, one pass over memory: optax's AdamW, Lion and SGD, for use inside `mixed_precision`.
 
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "fp16")
     params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-Through `apply_gradients` the gradients are unscaled, clipped and used, masters and moments moved and the model's
-params written in one pass, a few launches for any number of leaves (`pallas_kernels.update`): on NVIDIA GPUs from
-Hopper on, with jax >= 0.11.2. Everything stands where it stood, and a step that is skipped touches nothing.
+With `apply_gradients`, one pass unscales and clips the gradients, updates masters and moments, and writes the model's
+params. It takes a few kernel launches for any number of leaves (`pallas_kernels.update`), on NVIDIA GPUs from Hopper
+on, with jax >= 0.11.2. All arrays are updated in place. In a skipped step this pass reads and writes nothing.
 
-Elsewhere, and through `tx.update`, the same optimizer runs as optax's own. The state is optax's own as well: a run may
-go from one to the other, and back.
+On other devices, and with `tx.update`, optax's own optimizer runs. Both have the same state, so a run may switch
+between them.
 """
 
 from collections.abc import Callable
@@ -42,28 +42,31 @@ def fused_adamw(
     state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.adamw`, with clipping, as a multi-tensor update; see the module's docstring.
+    """`optax.adamw` with clipping, as a fused multi-tensor update.
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
         w <- w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps) + weight_decay w)
 
+    With `jaxmp.apply_gradients`, on NVIDIA GPUs from Hopper on, one pass over memory (a few kernel launches) unscales
+    and clips the gradients, updates masters and moments, and writes the model's params. On other devices, and with
+    `tx.update`, optax's own optimizer runs. Both have the same state.
+
     Args:
       learning_rate: a number, a scalar, or a schedule.
       b1, b2, eps, eps_root: as for `optax.adamw`.
-      weight_decay: decoupled.
-      mask: tree of bools like the params (or a function of them): which leaves decay.
-      max_norm: what the global norm of the gradients is clipped to, by `jaxmp.clip_by_global_norm`; None or 0
-        for no clipping.
-      state_dtype: how moments are stored: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2; see
-        `compress_moments`.
-      backend: "auto" (kernels where they can serve, else XLA), "xla", "mosaic" or "interpret"; a named one that cannot
-        serve raises and says why, at `apply_gradients`.
+      weight_decay: the decoupled weight decay.
+      mask: tree of bools like the params (or a function of them): True for leaves with weight decay.
+      max_norm: the largest global norm of the gradients, as for `jaxmp.clip_by_global_norm`; None or 0: no clipping.
+      state_dtype: the stored dtype of moments: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2;
+        see `compress_moments`.
+      backend: "auto" (kernels if they can run, else XLA), "xla", "mosaic" or "interpret". A named backend that cannot
+        run raises at `apply_gradients` and says why.
 
     Returns:
-      An optax transform whose results equal `optax.adamw`'s within rounding of float32.
+      An optax transform. Its results equal those of `optax.adamw` within the rounding of float32.
 
     Raises:
-      ValueError: another `state_dtype`, a negative `max_norm`.
+      ValueError: another `state_dtype`; a negative `max_norm`; a schedule for `weight_decay`.
 
     Example:
       >>> import jaxmp
@@ -99,7 +102,15 @@ def fused_lion(
     state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.lion`, with clipping, as a multi-tensor update; arguments as for `fused_adamw`.
+    """`optax.lion` with clipping, as a fused multi-tensor update; arguments as for `fused_adamw`.
+
+        w <- w - lr (sign(b1 m + (1 - b1) g) + weight_decay w),   m <- b2 m + (1 - b2) g
+
+    Returns:
+      An optax transform. Its results equal those of `optax.lion` within the rounding of float32.
+
+    Raises:
+      ValueError: as for `fused_adamw`.
 
     Example:
       >>> import jaxmp
@@ -113,7 +124,7 @@ def fused_lion(
     """
     plain = optax.lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask)
     rule, fields = kernels.Lion(b1, b2), {optax.ScaleByLionState: ("mu",)}
-    return _fused(plain, rule, fields, learning_rate, _none, weight_decay, mask, max_norm, state_dtype, backend)
+    return _fused(plain, rule, fields, learning_rate, _no_scalars, weight_decay, mask, max_norm, state_dtype, backend)
 
 
 def fused_sgd(
@@ -125,7 +136,15 @@ def fused_sgd(
     state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.sgd` with momentum, and clipping, as a multi-tensor update; arguments as for `fused_adamw`.
+    """`optax.sgd` with momentum and clipping, as a fused multi-tensor update; arguments as for `fused_adamw`.
+
+        m <- momentum m + g,   w <- w - lr m        (nesterov: w <- w - lr (momentum m + g))
+
+    Returns:
+      An optax transform. Its results equal those of `optax.sgd` within the rounding of float32.
+
+    Raises:
+      ValueError: as for `fused_adamw`; `momentum` is None.
 
     Example:
       >>> import jaxmp
@@ -135,19 +154,19 @@ def fused_sgd(
       Array([0.5, 1.5], dtype=bfloat16)
     """
     if momentum is None:
-        raise ValueError("fused_sgd keeps momentum, a number; got None. Without momentum use optax.sgd(learning_rate).")
+        raise ValueError("momentum must be a number; got None. Without momentum use optax.sgd(learning_rate).")
     plain = optax.sgd(learning_rate, momentum, nesterov)
     fields = {optax.TraceState: ("trace",)}
     rule = kernels.Momentum(momentum, nesterov)
-    return _fused(plain, rule, fields, learning_rate, _none, 0.0, None, max_norm, state_dtype, backend)
+    return _fused(plain, rule, fields, learning_rate, _no_scalars, 0.0, None, max_norm, state_dtype, backend)
 
 
 def _check_numbers(**arguments: Any) -> None:
     for name, value in arguments.items():
         if callable(value):
             raise ValueError(
-                f"of a fused optimizer only learning_rate may be a schedule; got one for {name}. Use a number, or "
-                f"optax's own optimizer."
+                f"in a fused optimizer only learning_rate may be a schedule; got a schedule for {name}. Use a number, "
+                f"or optax's optimizer."
             )
         if name == "max_norm" and value is not None and not isinstance(value, (int, float)):
             raise ValueError(
@@ -156,8 +175,8 @@ def _check_numbers(**arguments: Any) -> None:
             )
 
 
-def _none(state: Any) -> tuple[Any, ...]:
-    """The scalars of a rule that has none."""
+def _no_scalars(state: Any) -> tuple[Any, ...]:
+    """For rules without scalars."""
     del state
     return ()
 
@@ -174,17 +193,9 @@ def _fused(
     state_dtype: Any,
     backend: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """`plain` with `write`: its state, read and written by a kernel.
-
-    Args:
-      plain: the optimizer in optax.
-      rule: the same as arithmetic.
-      fields: the type of the state that holds its moments, and their names in the rule's order.
-      learning_rate: of `plain`.
-      scalars: the rule's scalars, from the state before the step.
-      weight_decay, mask: of `plain`.
-      max_norm, state_dtype, backend: as for `fused_adamw`.
-    """
+    """`plain` with a `write` function: a kernel that computes `rule`, and reads and writes the state of `plain`."""
+    # fields: the type of the state with the moments, and the names of the moments in the rule's order.
+    # scalars: gives the rule's scalars from the state before the step.
     kernel_backend.check(backend)
     _check_numbers(weight_decay=weight_decay, max_norm=max_norm)
     is_wide = jnp.dtype(state_dtype) == jnp.float32
@@ -251,7 +262,7 @@ def _fused(
 
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:
-    """`state` with `f` of each of its NamedTuples, those of chains looked into."""
+    """`state` with `f(node)` in place of each outermost NamedTuple, also inside the tuples of a chain."""
     return jax.tree.map(lambda x: f(x) if _is_state(x) else x, state, is_leaf=_is_state)
 
 

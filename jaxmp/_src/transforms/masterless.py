@@ -1,21 +1,23 @@
-"""Training 16-bit params without float32 masters: two optax parts.
+"""Trains 16-bit params without float32 masters: two optax transforms.
 
-A bfloat16 weight of 1.0 does not move by 1e-3: the next one below is 0.996, and rounding to nearest takes every step
-back. A master remembers the small steps, for four bytes a parameter. The other way is to round *stochastically*,
+A step of 1e-3 cannot change a bfloat16 weight of 1.0: the next value below is 0.996, and rounding to nearest undoes
+every step. A master keeps the small steps, for four bytes per parameter. The other solution is *stochastic* rounding,
 
-    new = f32(p) + u,      p' = the neighbour above new with the odds of how near it is, else the one below
+    new = f32(p) + u,      p' = the value above new, with a probability that grows as new gets nearer to it; else the
+                                value below
 
-so that p' is right on average: of a thousand steps of a tenth of a spacing, about a hundred move the weight by one. It
-costs nothing to store. What it costs is noise of up to one spacing, 2^-8 of a weight in bfloat16, at every step that
-moves it: a weight wanders as far as the root of the number of steps, where a master does not.
+so that p' is correct on average: of a thousand steps of 1/10 of a spacing, about a hundred change the weight by one
+spacing. Stochastic rounding needs no memory. Its price is noise: in every step that changes a weight, an error of up to
+one spacing, which in bfloat16 is 2^-8 of the weight. These errors add up like a random walk, with the square root of
+the number of steps; with a master they do not.
 
-The other trap of plain optax is that its moments have the dtype of the params: a second moment in float16 underflows.
-`float32_moments` keeps them in float32. With both:
+Plain optax has another problem: its moments have the dtype of the params, and a second moment in float16 underflows.
+`float32_moments` keeps moments in float32. Together:
 
     inner = optax.chain(jaxmp.float32_moments(optax.adamw(1e-3)), jaxmp.stochastic_round_updates(seed=0))
     tx = jaxmp.unscale_and_skip(inner, jaxmp.DynamicLossScale())     # or None, in bfloat16
 
-Adam then stores 10 bytes a parameter, where masters make it 14.
+Adam then stores 10 bytes per parameter, instead of 14 with masters.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ from pallas_kernels import moments
 
 
 class StochasticRoundState(NamedTuple):
-    """State of `stochastic_round_updates`: round_count is int32[], the steps so far, which the noise hangs on."""
+    """State of `stochastic_round_updates`: round_count, int32[], is the steps so far; the noise depends on it."""
 
     round_count: Int[Array, ""]
 
@@ -42,33 +44,33 @@ class StochasticRoundState(NamedTuple):
 def stochastic_round_updates(
     seed: int | Int[Array, ""], *, axis_name: collectives.AxisName = None, replicated: PyTree | None = None
 ) -> optax.GradientTransformation:
-    """An optax part, the last of a chain, that lets 16-bit params move by less than their spacing.
+    """A transform, the last in a chain, that rounds the updates of 16-bit params stochastically.
 
         u <- f32(stochastic_round(f32(p) + f32(u))) - f32(p)
 
-    in float32, so that `optax.apply_updates` lands on the rounded value exactly (unless the weight shrinks 8000-fold in
-    the step). p' is unbiased, E[p'] = f32(p) + f32(u), and |p' - (p + u)| is below one spacing of the dtype; float32
-    params pass through untouched.
+    in float32, so that `optax.apply_updates` gives exactly the rounded value (unless the weight becomes 8000 times
+    smaller in the step). p' is unbiased, E[p'] = f32(p) + f32(u), and |p' - (p + u)| is below one spacing of the dtype.
+    Updates of float32 params do not change.
 
-    The noise is a hash of the seed, the step, the number of the leaf and that of the element in it: every device that
-    holds a replica draws the same, and under plain jit so it is for split params, however they are split. A step that
-    `unscale_and_skip` skips does not count.
+    The noise is a hash of the seed, the step, the number of the leaf and the number of the element in the leaf. So all
+    replicas of a param get the same noise, and under plain jit the noise does not depend on how params are split.
+    Skipped steps (`unscale_and_skip`) are not counted.
 
     Args:
-      seed: a number; runs with the same one draw the same noise.
-      axis_name: inside shard_map, the axes over which params are *split*: each part then draws noise of its own. Not
-        the data axis: replicas must draw alike. Without it the parts of a split leaf share their noise, which is still
-        unbiased.
-      replicated: tree of bools like the params (or a prefix of it, or a function of them): leaves that every device
-        along `axis_name` holds in full. `shard_map(check_vma=True)` knows them by itself.
+      seed: a number; runs with the same seed have the same noise.
+      axis_name: inside shard_map, the axes over which params are *split*; each part then gets its own noise. Not the
+        data axis: replicas must get the same noise. Without it the parts of a split leaf have the same noise; the
+        rounding is then still unbiased.
+      replicated: tree of bools like the params (or a prefix of it, or a function of them): True for leaves that every
+        device along `axis_name` has as a whole. Not needed under `shard_map(check_vma=True)`.
 
     Returns:
       A transform with `StochasticRoundState`. Its `update(updates, state, params)` takes updates of any float dtype and
-      returns float32 ones for 16-bit params. A sum beyond the range lands on the largest finite value; an update that
-      is not finite stays so.
+      returns float32 updates for 16-bit params. A sum beyond the range becomes the largest finite value; a non-finite
+      update stays non-finite.
 
     Raises:
-      ValueError: no params at `update`; updates that do not match them; an axis that is not bound.
+      ValueError: `update` without params; updates that do not match them; an axis that is not bound.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1e-3), stochastic_round_updates(seed=0))
@@ -91,7 +93,9 @@ def stochastic_round_updates(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, StochasticRoundState]:
         if params is None:
-            raise ValueError("stochastic rounding needs the params: call tx.update(grads, opt_state, params)")
+            raise ValueError(
+                "stochastic_round_updates needs the params; got none. Call tx.update(grads, opt_state, params)"
+            )
         tree_paths.check_same_structure(updates, params, "updates", "params")
         count: Any = optax.safe_increment(state.round_count)
         axes = collectives.named_axes(axis_name)
@@ -101,17 +105,17 @@ def stochastic_round_updates(
             new = []
             for number, (p, u, whole) in enumerate(zip(leaves, treedef.flatten_up_to(updates), held, strict=True)):
                 key = moments.noise(jnp.asarray(seed, jnp.int32), float(number), count)
-                new.append(_landing(p, u, _key_of_part(key, p, () if whole else axes)))
+                new.append(_rounded_update(p, u, _key_of_part(key, p, () if whole else axes)))
         return treedef.unflatten(new), StochasticRoundState(count)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
 def float32_moments(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` so that its state is float32 whatever the params are, without masters.
+    """Wraps `inner` so that its state is float32 for params of every dtype, without masters.
 
-    `inner` is initialized with, and at each step sees, float32 views of 16-bit params and gradients, and its updates
-    come out in float32. `mixed_precision` and `keep_master_params` do this by themselves.
+    `inner` gets params and gradients cast to float32, in `init` and in `update`, and its updates are float32.
+    `mixed_precision` and `keep_master_params` do this already.
 
     Args:
       inner: any optax transform.
@@ -149,8 +153,8 @@ def _wide(tree: PyTree) -> PyTree:
     return jax.tree.map(widened, tree)
 
 
-def _landing(param: Any, update: Any, key: UInt[Array, ""]) -> Any:
-    """What to add to `param` in float32 to land on a rounded value; -0.0 where it is there already."""
+def _rounded_update(param: Any, update: Any, key: UInt[Array, ""]) -> Any:
+    """The float32 update that takes `param` to the rounded value; -0.0 where the param does not change."""
     if not (casting.is_float(param) and casting.is_low_precision(param.dtype)):
         return update
     full = param.astype(jnp.float32)
@@ -162,10 +166,10 @@ def _landing(param: Any, update: Any, key: UInt[Array, ""]) -> Any:
 
 
 def _key_of_part(key: UInt[Array, ""], param: Any, axes: tuple[str, ...]) -> UInt[Array, ""]:
-    """`key`, another one for each part of a param that is split over `axes`."""
+    """`key`, made different for each part of a param that is split over `axes`."""
     for axis in axes:
         if compat.is_tracked(axis) and axis not in compat.varying_axes(param):
-            continue  # jax keeps track, and knows of no split
+            continue  # jax tracks this axis, and the param is not split over it
         key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ lax.axis_index(axis), 1.0, 0.0)
     return key
 
