@@ -566,14 +566,14 @@ def test_a_static_scale_stays_and_skips():
     assert_bitwise(scaler.get_scale(), 512.0)
     param, _, _ = scaled(scaler).step(SGD, jnp.float32(np.inf), SGD.init(jnp.ones(())), jnp.ones(()))
     assert_bitwise(param, 1.0)
-    with pytest.raises(TypeError, match=r"a scale that moves; got a scaler with StaticLossScale\(512.0\)"):
+    with pytest.raises(TypeError, match=r"needs a dynamic scale; got a scaler with StaticLossScale\(512.0\)"):
         scaler.state_dict()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (None, "got an empty dict, as one with enabled=False saves"),
+        (None, "got an empty dict, which a scaler with enabled=False saves"),
         ({"scale": None}, "got growth_factor, .*, without scale"),
         ({"growth_factor": 0.5}, "growth_factor must be > 1"),
     ],
