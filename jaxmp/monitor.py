@@ -1,4 +1,4 @@
-"""See what the numbers do: statistics of tensors, what is wrong with a run, pictures, one step again.
+"""Statistics of tensors, warnings about a run, plots, and a replay of single steps.
 
     def train_step(state, batch, step):
         loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, batch, opt_state=state.opt_state)
@@ -9,13 +9,17 @@
     monitor = jaxmp.monitor.Monitor()
     for step, batch in enumerate(batches):
         state, loss, stats = train_step(state, batch, step)
-        monitor.update(step, state.metrics, loss=loss, stats=stats)       # warns: which layer, and what to try
+        monitor.update(step, state.metrics, loss=loss, stats=stats)       # warns: names the layer and what to try
 
-All of it is read-only: it changes no result, and what is switched off (`when=False`) is not in the program.
+Nothing here changes a result. With `when=False`, the compiled program does not contain the statistics at all.
 
-In this order: `tensor_stats`, `watch_activations`, `step_stats` (in jit) -> `Monitor`, `Finding` (on the host) ->
-`log_metrics` (elsewhere) -> `plot_*` (pictures) -> `first_nonfinite`, `first_bad_op` (which leaf, which operation) ->
-`capture`, `replay` (one step again: the numbers or the machine).
+| question | functions |
+|---|---|
+| How large are the values of each tensor? (inside jit) | `tensor_stats`, `watch_activations`, `step_stats` |
+| What is wrong with this run? (on the host) | `Monitor`, `Finding`, `MonitorWarning` |
+| How do I log or draw it? | `log_metrics`, `plot_loss_and_scale`, `plot_exponents`, `plot_fp8`, `plot_layers` |
+| Which leaf, which operation is not finite? | `first_nonfinite`, `first_bad_op` |
+| Does the same step fail again? | `capture`, `replay` |
 """
 
 from jaxmp._src.monitor.activations import watch_activations as watch_activations

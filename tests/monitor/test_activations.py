@@ -75,7 +75,7 @@ def test_the_module_that_overflows_is_named_first():
     monitor.update(0, {"skipped": 1.0}, loss=loss, stats=stats)
     (finding,) = monitor.finish()
     assert (finding.kind, finding.path) == ("overflow", "activations/middle")
-    assert "No loss scale mends a forward pass" in finding.message
+    assert "A loss scale cannot fix a forward pass" in finding.message
 
 
 def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_overflows():
@@ -195,11 +195,11 @@ def test_parts_of_a_batch_give_the_whole(how):
 
 
 def test_a_filter_that_matches_nothing_warns():
-    with pytest.warns(UserWarning, match="matches no module; leave it out to see all"):
+    with pytest.warns(UserWarning, match="matches no module. To see all modules leave filter out"):
         _, stats = watch_activations(loss_fn, filter=("*dense_of_another_name*",))(PARAMS, X)
     assert stats is not None and stats.names == ()
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="takes the function itself, loss_fn, not what it returns"):
+    with pytest.raises(TypeError, match="takes the function itself, loss_fn, not its result"):
         watch_activations(jnp.ones(()))  # pyright: ignore[reportArgumentType]

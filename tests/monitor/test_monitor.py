@@ -219,7 +219,7 @@ def test_a_scale_stuck_at_its_floor():
     tx, state = start("fp16", loss_scale=jaxmp.DynamicLossScale(2.0, hysteresis=1))
     monitor = run(tx, state, steps=6, disturb=disturb)
     (finding,) = (f for f in monitor.findings if f.kind == "stuck_scale")
-    assert "the loss scale is at its floor, 1, and 3 steps in a row" in finding.message
+    assert "the loss scale is at its lower bound, 1, and 3 steps in a row" in finding.message
 
 
 def test_bfloat16_params_that_do_not_move():
@@ -330,7 +330,7 @@ def test_a_loss_that_jumps_after_a_skip():
     monitor.finish()
     (finding,) = monitor.findings
     assert (finding.kind, finding.step) == ("loss_jump", 23)
-    assert "5, 3 steps after a skip; before it was 2.0" in finding.message
+    assert "5, 3 steps after a skip; before the skip it was 2.0" in finding.message
 
 
 @pytest.mark.parametrize("after", [1.9, 2.2], ids=["lower", "a_little_higher"])
@@ -361,7 +361,7 @@ def test_it_reads_late_and_warns_once():
         warnings.simplefilter("error")
         assert monitor.finish() == []
     assert len(monitor.steps) == 3
-    assert "3 steps, 0 skipped, 0 looked at, 1 findings" in str(monitor)
+    assert "3 steps, 0 skipped, 0 sampled, 1 findings" in str(monitor)
 
 
 def test_what_it_keeps_is_bounded():
@@ -432,7 +432,7 @@ def test_metrics_go_to_a_csv_file(tmp_path):
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [float(row["loss"]) for row in rows] == [0.0, 0.5, 1.0]
     assert rows[0]["grad_norm"] == "nan" and rows[2]["step"] == "2"
-    with pytest.raises(ValueError, match="has other columns than this row; they differ in accuracy"):
+    with pytest.raises(ValueError, match="got other columns than those of .*: they differ in accuracy"):
         jaxmp.monitor.log_metrics(path, 3, {"loss_scale": 8.0, "grad_norm": 1.0}, loss=1.0, accuracy=0.5)
 
 
@@ -449,11 +449,11 @@ OPT_STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2)
     [
         (
             lambda: {"metrics": OPT_STATE},
-            r"metrics a dict of scalars: jaxmp.get_metrics\(opt_state\).*got UnscaleState",
+            r"metrics is a dict of scalars: jaxmp.get_metrics\(opt_state\).*got UnscaleState",
         ),
         (
             lambda: {"stats": jaxmp.monitor.tensor_stats({"w": jnp.ones(2)})},
-            "stats= takes what step_stats returned; got TensorStats",
+            "stats= takes the result of step_stats; got TensorStats",
         ),
         (lambda: {"loss": (jnp.ones(()), jnp.ones(3))}, "loss= takes the loss alone; got tuple of 2 values"),
     ],
@@ -503,4 +503,4 @@ def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
     monitor.finish()
     (found,) = monitor.findings
     assert (found.kind, found.path) == ("dead_update", "params/w")
-    assert ("those of jaxmp.value_and_grad" in found.message) == (scale > 1)
+    assert ("do the gradients come from jaxmp.value_and_grad" in found.message) == (scale > 1)

@@ -205,7 +205,7 @@ def test_a_condition_that_differs_between_devices_is_an_error():
         return jaxmp.monitor.tensor_stats({"x": x}, when=x[0, 0] > 0)
 
     spread = jax.shard_map(look, mesh=mesh_of(), in_specs=P(AXIS), out_specs=P())
-    with pytest.raises(ValueError, match="when= must be the same on all devices, but it varies over .'data'."):
+    with pytest.raises(ValueError, match="when= must be the same on all devices; got one that varies over .'data'."):
         jax.eval_shape(spread, VALUES)
 
 

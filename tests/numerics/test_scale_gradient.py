@@ -124,7 +124,7 @@ def test_it_works_where_axes_are_bound(how):
 
 
 def test_errors_say_the_rule_and_the_fix():
-    with pytest.raises(ValueError, match="by a finite number; got s=inf. To stop them use jax.lax.stop_gradient"):
+    with pytest.raises(ValueError, match="by a finite number; got s=inf. To stop a gradient use jax.lax.stop_gradient"):
         jaxmp.scale_gradient(jnp.ones(1), float("inf"))
     with pytest.raises(ValueError, match=r"by one number; got s of shape \(2,\)."):
         jaxmp.scale_gradient(jnp.ones(2), jnp.ones(2))

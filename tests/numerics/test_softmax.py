@@ -168,7 +168,7 @@ def test_errors_say_the_rule_and_the_fix():
     x = jnp.zeros((2, 3), jnp.float16)
     with pytest.raises(TypeError, match="logits must be a float array; got int32. Cast them"):
         jaxmp.softmax(jnp.arange(3))
-    with pytest.raises(TypeError, match="in bools; got int32. Write where=mask != 0."):
+    with pytest.raises(TypeError, match="True where an element counts; got int32. Write where=mask != 0."):
         jaxmp.logsumexp(x, where=jnp.ones(3, jnp.int32))
     with pytest.raises(ValueError, match=r"integer labels for logits of shape \(2, 3\) .* shape \(2,\); got \(2, 1\)"):
         jaxmp.softmax_cross_entropy(x, jnp.zeros((2, 1), jnp.int32))

@@ -1,7 +1,7 @@
 """torch.amp's scaler as an object: recorded traces of the real one, its order of calls, and devices that agree.
 
-Where a test compares with torch and does not ask for equality, the docstring of jaxmp/grad_scaler.py names the
-difference.
+Where a test compares with torch and does not ask for equality, the docstring of jaxmp/_src/porting/grad_scaler.py
+names the difference.
 """
 
 import functools
@@ -217,10 +217,10 @@ def test_fused_adam():
 
 MESSAGES = {
     "_scale is None": "whose scale was never called. Differentiate lambda p: scaler.scale",
-    "unscale_() has already been called": "got unscale for 'optimizer', which was unscaled since the last update",
-    "unscale_() is being called after step()": "got unscale for 'optimizer', which has stepped since the last update",
-    "step() has already been called": "got step for 'optimizer', which has stepped since the last update",
-    "No inf checks were recorded": "got update() where none were looked at since the last one",
+    "unscale_() has already been called": "got unscale for 'optimizer', which was already unscaled since the last",
+    "unscale_() is being called after step()": "got unscale for 'optimizer', which has already stepped since",
+    "step() has already been called": "got step for 'optimizer', which has already stepped since",
+    "No inf checks were recorded": "got update() where none were checked since the last one",
 }
 
 
@@ -234,7 +234,7 @@ def play(ops):
             elif op == "unscale":
                 grad, scaler = scaler.unscale(grad)
             elif op == "step":
-                if scaler._static.stages.is_ready("optimizer"):  # torch leaves the gradient unscaled in place
+                if scaler._structure.stage_of("optimizer") == "READY":  # torch leaves the gradient unscaled in place
                     grad, _ = scaler.unscale(grad)
                     given = grad * scaler.get_scale()
                 else:
@@ -244,7 +244,7 @@ def play(ops):
                 scaler = scaler.update(8.0 if op == "update8" else None)
         except ValueError as e:
             return i, str(e)
-    stage = dict(scaler._static.stages.known).get("optimizer", "READY")
+    stage = scaler._structure.stage_of("optimizer")
     return None, stage, *(x.item() for x in jax.tree.leaves(scaler)[:2]), param.item(), grad.item()
 
 
@@ -266,10 +266,10 @@ def test_every_order_of_calls(first):
 @pytest.mark.parametrize(
     ("ops", "message"),
     [
-        (["unscale", "unscale"], "which was unscaled since"),
-        (["step", "unscale"], "which has stepped since"),
-        (["step", "step"], "which has stepped since"),
-        (["update"], "where none were looked at"),
+        (["unscale", "unscale"], "which was already unscaled since"),
+        (["step", "unscale"], "which has already stepped since"),
+        (["step", "step"], "which has already stepped since"),
+        (["update"], "where none were checked"),
     ],
     ids="-".join,
 )
@@ -291,7 +291,7 @@ def test_a_wrong_order_raises_while_it_is_traced(ops, message):
 def test_a_stage_goes_through_jit():
     """Unscaled in one function, stepped in another: the structure carries the stage."""
     grads, scaler = unscaled(jaxmp.GradScaler(4.0), jnp.float32(8.0))
-    with pytest.raises(ValueError, match="which was unscaled"):
+    with pytest.raises(ValueError, match="which was already unscaled"):
         unscaled(scaler, grads)
     param, _, scaler = sgd_step(scaler, grads, jnp.zeros(()))
     assert_bitwise(param, -2.0)
@@ -310,7 +310,7 @@ def test_a_scaler_that_a_jitted_function_scaled_with_is_taken_at_its_word():
 def test_found_inf_is_known_from_unscale_to_update():
     scaler = scaled(jaxmp.GradScaler())
     with pytest.raises(
-        ValueError, match="got 'optimizer', known are: none. Ask the scaler that unscale or step returned"
+        ValueError, match="got 'optimizer', known are: none. Call it on the scaler that unscale or step returned"
     ):
         scaler.found_inf()
     _, scaler = scaler.unscale(jnp.array([1.0, np.nan]), optimizer="a")
@@ -445,7 +445,7 @@ def test_an_optimizer_that_unscales_itself_is_refused():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16")
     params = jnp.ones(2, jnp.float16)
     for scaler in (jaxmp.GradScaler(), jaxmp.GradScaler(enabled=False)):
-        with pytest.raises(ValueError, match=r"got a tx that does it, too .* Pass inner or jaxmp.keep_master_params"):
+        with pytest.raises(ValueError, match=r"got a tx that also unscales .* Pass inner or jaxmp.keep_master_params"):
             scaled(scaler).step(tx, params, tx.init(params), params)
 
 
@@ -471,7 +471,7 @@ def test_losses_of_16_bits_are_scaled_in_float32():
     """torch gives 131072 for a scalar and inf for a float16 array."""
     scaler = jaxmp.GradScaler()
     two = {"scalar": jnp.float16(2.0), "array": jnp.full(1, 2.0, jnp.float16), "bf16": jnp.bfloat16(2.0)}
-    with pytest.warns(UserWarning, match="the loss to be scaled is b?float16: it was rounded.*jaxmp.autocast"):
+    with pytest.warns(UserWarning, match="the loss to scale is b?float16: it was rounded.*jaxmp.autocast"):
         scaled = scaler.scale(two)
     assert_bitwise(scaled, {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
 
@@ -480,7 +480,7 @@ def test_losses_of_16_bits_are_scaled_in_float32():
     ("loss", "message"),
     [
         ((jnp.float32(1.0), {"n": jnp.int32(3)}), "got int32 at 1/n"),
-        (2.0, "got float at <root>. Leave other outputs out: return scaler.scale"),
+        (2.0, "got float at <root>. Scale the loss alone: return scaler.scale"),
     ],
     ids=["int_leaf", "python_float"],
 )
@@ -502,7 +502,7 @@ def test_what_is_no_loss_is_not_scaled(loss, message):
         ({"growth_interval": 0}, "growth_interval must be >= 1"),
         (
             {"loss_scale": 8.0, "growth_interval": 5},
-            "loss_scale= brings its own; got .* Pass those to what it is made by",
+            "loss_scale= has its own scale and factors; got .* Pass these numbers to the loss scale itself",
         ),
     ],
     ids=str,
@@ -566,14 +566,14 @@ def test_a_static_scale_stays_and_skips():
     assert_bitwise(scaler.get_scale(), 512.0)
     param, _, _ = scaled(scaler).step(SGD, jnp.float32(np.inf), SGD.init(jnp.ones(())), jnp.ones(()))
     assert_bitwise(param, 1.0)
-    with pytest.raises(TypeError, match=r"a scale that moves; got a scaler with StaticLossScale\(512.0\)"):
+    with pytest.raises(TypeError, match=r"needs a dynamic scale; got a scaler with StaticLossScale\(512.0\)"):
         scaler.state_dict()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (None, "got an empty dict, as one with enabled=False saves"),
+        (None, "got an empty dict, which a scaler with enabled=False saves"),
         ({"scale": None}, "got growth_factor, .*, without scale"),
         ({"growth_factor": 0.5}, "growth_factor must be > 1"),
     ],

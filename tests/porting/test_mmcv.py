@@ -98,10 +98,12 @@ def test_nnx_methods() -> None:
 
 def test_bad_names() -> None:
     with pytest.raises(
-        ValueError, match=r"auto_fp16: apply_to names \['img'\], which .* does not take; it takes \['x'\]"
+        ValueError, match=r"auto_fp16: apply_to must name arguments of .*; got \['img'\], and its arguments are \['x'\]"
     ):
         jaxmp.auto_fp16(apply_to=("img",))(lambda x: x)
-    with pytest.raises(ValueError, match="force_fp32: apply_to is a collection of names, got the string 'x'"):
+    with pytest.raises(
+        ValueError, match=r"force_fp32: apply_to takes several names; got the string 'x'. Write \('x',\)"
+    ):
         jaxmp.force_fp32(apply_to="x")(lambda x: x)
     with pytest.raises(ValueError, match="must be float16, bfloat16"):
         jaxmp.auto_fp16(dtype=jnp.int8)

@@ -337,7 +337,7 @@ AT_THE_START = {
     "scale_is_a_class": (
         lambda: mixed(loss_scale=jaxmp.DynamicLossScale),
         TypeError,
-        ("a number or an object", "a class: call it"),
+        ("a number or an object", "a class: pass an instance of it"),
     ),
     "scale_is_a_bool": (lambda: mixed(loss_scale=True), TypeError, ("a number or an object", "got True")),
     "dynamic_without_skipping": (

@@ -1,4 +1,4 @@
-"""The dynamic loss scale: a rule that moves it, with hysteresis, and the rules of other systems as presets."""
+"""The dynamic loss scale: the rule that moves it, with hysteresis, and the rules of other systems as presets."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """The static part of a dynamic scale: how it moves."""
+    """The constants of the rule: static in the pytree."""
 
     growth_factor: float
     backoff_factor: float
@@ -26,40 +26,42 @@ class _Rule:
     min_scale: float | None
     max_scale: float | None
     refill: str
-    hysteresis_floor: int = 0  # below this `hysteresis_left` does not count on: Megatron and apex count without end
-    count_after_overflow: int = 0  # DeepSpeed: -1, one more good step before the first growth
+    hysteresis_floor: int = 0  # `hysteresis_left` stops here; Megatron and apex count down without end
+    count_after_overflow: int = 0  # DeepSpeed: -1, so the first growth takes one more good step
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class DynamicLossScale(Scaling):
     """A scale that grows while gradients stay finite and backs off when they do not, with hysteresis.
 
-    One `adjust(grads_finite)`, with c = growth_count, h = hysteresis_left:
+    `adjust(grads_finite)` does, with S = loss_scale, c = growth_count, h = hysteresis_left:
 
-        overflow:   h <- max(h - 1, 0);  if h is used up:  S <- max(S * backoff_factor, min_scale);  c <- 0
+        overflow:   h <- max(h - 1, 0);  if h is 0:  S <- max(S * backoff_factor, min_scale);  c <- 0
         otherwise:  c <- c + 1;          if c reaches growth_interval:
                                              S <- min(S * growth_factor, max_scale);  c <- 0;  h <- hysteresis
 
-    With `refill="step"`, h <- hysteresis at every step that does not overflow.
+    With `refill="step"`, every step without overflow also sets h <- hysteresis.
 
     Args:
-      initial_scale: the first scale. 2^16 finds its place within some skipped steps on most models.
-      growth_factor: > 1. Powers of two keep the scale, and so the gradients, exact.
+      initial_scale: the first scale, > 0. On most models, 2^16 needs only a few skipped steps to find its level.
+      growth_factor: > 1. Powers of two keep the scale exact, and with it the gradients.
       backoff_factor: between 0 and 1, both excluded.
-      growth_interval: good steps, counted since the last overflow or growth, after which the scale grows.
-      hysteresis: overflows it takes to lower the scale the first time, >= 1; 1 is no hysteresis.
-      min_scale: floor of the scale, > 0; None for no floor (the scale may then reach 0, as torch's may).
-      max_scale: ceiling of the scale; None for no ceiling (it may then reach inf and stay there, as Megatron's may).
-      refill: `"growth"` (Megatron-LM) or `"step"` (apex): when `hysteresis_left` is refilled.
+      growth_interval: steps without overflow after which the scale grows, counted since the last overflow or growth.
+      hysteresis: the scale falls at this many overflows the first time, >= 1; 1 means no hysteresis.
+      min_scale: lower bound of the scale, > 0; None for no bound (the scale can then reach 0, as in torch).
+      max_scale: upper bound of the scale; None for no bound (the scale can then reach inf and stay there, as in
+        Megatron-LM).
+      refill: when `hysteresis_left` is set back: `"growth"`, when the scale grows (Megatron-LM), or `"step"`, at every
+        step without overflow (apex).
 
     Attributes:
       loss_scale: float32[].
-      growth_count: int32[], good steps since the last overflow or growth.
+      growth_count: int32[], steps without overflow since the last overflow or growth.
       hysteresis_left: int32[], overflows until the scale falls.
 
     Raises:
-      ValueError: a number outside of its range, named in the message. Only Python numbers are checked, so that
-        traced values pass; and only here, never when a pytree is rebuilt.
+      ValueError: a number is outside its range; the message names it. Only Python numbers are checked, so that traced
+        values pass. The check runs here, not when jax rebuilds the pytree.
 
     Example:
       >>> scaler = DynamicLossScale(4.0, growth_interval=2, hysteresis=1)
@@ -93,21 +95,25 @@ class DynamicLossScale(Scaling):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "DynamicLossScale":
-        """The rule and the defaults of another system, equal to it step by step.
+        """The rule and the defaults of another system. The scale equals that system's scale at every step.
 
         Args:
-          name: `"megatron"` (no ceiling; counts hysteresis below zero), `"torch"` (torch.amp: no hysteresis, no
-            floor; a growth past float32 is not taken), `"deepspeed"` (ZeRO: the first growth after an overflow takes
-            one step more), `"deepspeed_fused"` (FP16_Optimizer: the same without hysteresis), `"apex"` (the
-            update_scale_hysteresis kernel: refilled at every good step), `"apex_amp"` (ceiling 2^24, to which the
-            initial scale is cut as well), `"mmcv"` (its LossScaler).
+          name: one of these.
+
+            - `"megatron"`: no upper bound; the hysteresis counter goes below zero.
+            - `"torch"`: torch.amp. No hysteresis, no lower bound; the scale does not grow past float32.
+            - `"deepspeed"`: ZeRO. The first growth after an overflow needs one step more.
+            - `"deepspeed_fused"`: FP16_Optimizer. As `"deepspeed"`, without hysteresis.
+            - `"apex"`: the update_scale_hysteresis kernel. Every step without overflow refills the hysteresis.
+            - `"apex_amp"`: upper bound 2^24, which also limits the initial scale.
+            - `"mmcv"`: mmcv's LossScaler.
           **overrides: arguments of the constructor that replace the defaults of that system.
 
         Returns:
           A `DynamicLossScale`.
 
         Raises:
-          ValueError: an unknown name, or a number outside of its range.
+          ValueError: the name is unknown, or a number is outside its range.
 
         Example:
           >>> float(DynamicLossScale.preset("megatron").loss_scale) == 2.0**32
@@ -115,12 +121,12 @@ class DynamicLossScale(Scaling):
         """
         if name not in _PRESETS:
             raise ValueError(f"a preset is one of {', '.join(map(repr, _PRESETS))}; got {name!r}")
-        defaults, hidden = _PRESETS[name]
+        defaults, preset_only = _PRESETS[name]
         arguments = defaults | overrides
         if name == "apex_amp" and is_number(arguments["initial_scale"]) and is_number(arguments["max_scale"]):
             arguments["initial_scale"] = min(arguments["initial_scale"], arguments["max_scale"])
         new = cls(**arguments)
-        new._rule = dataclasses.replace(new._rule, **hidden)
+        new._rule = dataclasses.replace(new._rule, **preset_only)
         new.growth_count = jnp.asarray(new._rule.count_after_overflow, jnp.int32)
         return new
 
@@ -128,7 +134,7 @@ class DynamicLossScale(Scaling):
         """The scale for the next step.
 
         Args:
-          grads_finite: bool[], the same on every device; False where this step overflowed.
+          grads_finite: bool[], the same on every device; False if this step overflowed.
 
         Returns:
           A new `DynamicLossScale` with the same rule, dtypes and structure.
@@ -151,7 +157,9 @@ class DynamicLossScale(Scaling):
         )
 
     def is_pinned(self, grads_finite: Bool[Array, ""] | bool) -> Bool[Array, ""]:
-        """Whether this overflow should lower the scale but the floor forbids it: more of them mean a broken run.
+        """Whether this step overflowed and the scale would fall, but is already at `min_scale`.
+
+        Several such steps in a row mean that no loss scale can help this run.
 
         Args:
           grads_finite: bool[], as for `adjust`.
@@ -214,13 +222,13 @@ def _check_rule(rule: _Rule, initial_scale: Any) -> None:
     if is_number(initial_scale) and is_number(floor) and is_number(ceiling) and not floor <= initial_scale <= ceiling:
         raise ValueError(
             f"min_scale <= initial_scale <= max_scale must hold; got {rule.min_scale}, {initial_scale} and "
-            f"{rule.max_scale}. Move initial_scale into the range, or pass None for the end that should not bind."
+            f"{rule.max_scale}. Move initial_scale into the range, or pass None for a bound that you do not want."
         )
     if rule.refill not in ("growth", "step"):
         raise ValueError(f'refill must be "growth" (Megatron-LM) or "step" (apex); got {rule.refill!r}')
 
 
-# defaults of the constructor, and the parts of the rule that only a preset sets
+# For each preset: its arguments of the constructor, and the fields of the rule that only a preset sets.
 _PRESETS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "megatron": (
         dict(initial_scale=2.0**32, growth_interval=1000, hysteresis=2, min_scale=1.0, max_scale=None),

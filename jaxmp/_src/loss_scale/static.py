@@ -1,4 +1,4 @@
-"""The loss scales that do not move, and what every loss scale of ours does with a tree."""
+"""The loss scales that never change, and how every loss scale of jaxmp scales and unscales a tree."""
 
 import math
 from typing import Any, Self
@@ -11,12 +11,12 @@ from jaxmp._src.numerics import casting
 
 
 class Scaling:
-    """`scale` and `unscale`, the same for every loss scale of ours."""
+    """`scale` and `unscale`, shared by all loss scales of jaxmp."""
 
     loss_scale: Float[Array, ""]
 
     def scale(self, tree: PyTree) -> PyTree:
-        """Float leaves times the scale, in float32 (a float16 loss times 65536 would be inf)."""
+        """Float leaves times the scale, in float32. In float16 a loss of 1 times 65536 would be inf."""
         return jax.tree.map(lambda x: x.astype(jnp.float32) * self.loss_scale if casting.is_float(x) else x, tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
@@ -25,24 +25,15 @@ class Scaling:
 
 
 def unscale(tree: PyTree, loss_scale: Float[Array, ""]) -> PyTree:
-    """Float leaves of `tree` in float32, times `1 / loss_scale`: g_i = f32(scaled_i) * f32(1 / S).
-
-    Multiplying by the rounded reciprocal is what Megatron-LM and torch do; it is exact for powers of two.
-
-    Args:
-      tree: gradients, in any float dtypes.
-      loss_scale: float32[], the scale that scaled them.
-
-    Returns:
-      The same structure, float leaves in float32.
-    """
+    """Float leaves of `tree` as float32(leaf) * float32(1 / loss_scale)."""
+    # Megatron-LM and torch multiply by the rounded reciprocal, too. It is exact for powers of two.
     inv_scale = casting.computed_once(casting.reciprocal(loss_scale))
     return jax.tree.map(lambda x: x.astype(jnp.float32) * inv_scale if casting.is_float(x) else x, tree)
 
 
 @jax.tree_util.register_pytree_node_class
 class NoOpLossScale(Scaling):
-    """No loss scaling: the scale is 1 and gradients only change dtype.
+    """No loss scaling: the scale is 1, and `scale` and `unscale` only cast to float32.
 
     Example:
       >>> float(NoOpLossScale().loss_scale)
@@ -61,7 +52,7 @@ class NoOpLossScale(Scaling):
     unscale = scale
 
     def adjust(self, grads_finite: Bool[Array, ""]) -> Self:
-        """Itself."""
+        """Returns itself."""
         del grads_finite
         return self
 
@@ -79,10 +70,10 @@ class NoOpLossScale(Scaling):
 
 @jax.tree_util.register_pytree_node_class
 class StaticLossScale(Scaling):
-    """A scale that never moves. A step that overflows is skipped all the same.
+    """A scale that never changes. A step that overflows is still skipped.
 
     Args:
-      scale: positive and finite; powers of two keep gradients exact.
+      scale: positive and finite; with a power of two, scaling rounds nothing.
 
     Raises:
       ValueError: `scale` is not positive and finite.
@@ -95,11 +86,11 @@ class StaticLossScale(Scaling):
 
     def __init__(self, scale: float | Float[Array, ""]):
         if is_number(scale) and not 0 < scale < math.inf:
-            raise ValueError(f"a static loss scale must be positive and finite; got {scale}. 1.0 is no scaling.")
+            raise ValueError(f"a static loss scale must be positive and finite; got {scale}. For no scaling pass 1.0.")
         self.loss_scale = jnp.asarray(scale, jnp.float32)
 
     def adjust(self, grads_finite: Bool[Array, ""]) -> Self:
-        """Itself."""
+        """Returns itself."""
         del grads_finite
         return self
 
@@ -118,5 +109,5 @@ class StaticLossScale(Scaling):
 
 
 def is_number(x: Any) -> bool:
-    """Whether `x` is a concrete Python number; only those are validated, so that traced values pass."""
+    """Whether `x` is a Python number. Only those are validated, so that traced values pass."""
     return isinstance(x, (int, float)) and not isinstance(x, bool)

@@ -1,4 +1,4 @@
-"""Metrics to where a team looks at them: TensorBoard, Weights & Biases, a CSV file, or a function."""
+"""Writes metrics to TensorBoard, Weights & Biases, a CSV file, or a function."""
 
 import csv
 import math
@@ -13,21 +13,21 @@ import numpy as np
 def log_metrics(to: Any, step: int, metrics: Mapping[str, Any], **scalars: Any) -> None:
     """Writes the metrics of a step.
 
-    What `get_metrics` does not compute (NaN: no clipping in the chain, no fp8) is left out, but for a CSV file, whose
-    rows have the same columns; a loss or another scalar of yours is written as it is. Reading a metric waits for the
-    step: call this every few steps, or a step late.
+    Metrics that are NaN, because `get_metrics` does not compute them (no clipping in the chain, no fp8), are left out,
+    except in a CSV file, whose rows all have the same columns. A loss or another scalar of yours is always written.
+    Reading a metric waits for the step to finish: call this function every few steps, or one step later.
 
     Args:
       to: a path that ends in .csv (rows are appended); a TensorBoard writer (of torch, tensorboardX or clu:
         `add_scalar`; of flax.metrics.tensorboard: `scalar`); a W&B run or the wandb module (`log`); or a function of
         `(step, dict)`.
-      step: its number.
+      step: the number of the step.
       metrics: `jaxmp.get_metrics(opt_state)`, or any flat dict of scalars.
-      **scalars: more of them, by name: `loss=loss`.
+      **scalars: more scalars by name: `loss=loss`.
 
     Raises:
       TypeError: `to` is none of these.
-      ValueError: a CSV file has other columns.
+      ValueError: the CSV file has other columns.
 
     Example:
       >>> import optax, jax.numpy as jnp, jaxmp
@@ -41,7 +41,7 @@ def log_metrics(to: Any, step: int, metrics: Mapping[str, Any], **scalars: Any) 
     computed = {key: as_number(x) for key, x in jax.device_get(dict(metrics)).items()}
     own = {key: as_number(x) for key, x in jax.device_get(scalars).items()}
     if isinstance(to, (str, os.PathLike)):
-        write(step, computed | own)  # a table has the same columns in every row
+        write(step, computed | own)  # every row of a CSV file has the same columns
     else:
         write(step, {key: x for key, x in computed.items() if not math.isnan(x)} | own)
 
@@ -60,8 +60,8 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], Any]:
     elif callable(to):
         return to
     raise TypeError(
-        f"metrics go to a path that ends in .csv, to a TensorBoard writer (add_scalar or scalar), to a W&B run (log) "
-        f"or to a function of (step, dict); got {to!r}"
+        f"log_metrics writes to a path that ends in .csv, a TensorBoard writer (add_scalar or scalar), a W&B run (log) "
+        f"or a function of (step, dict); got {to!r}"
     )
 
 
@@ -73,8 +73,8 @@ def _append(path: str, row: dict[str, float]) -> None:
         if columns != list(row):
             differ = ", ".join(sorted(set(columns) ^ set(row))) or "their order"
             raise ValueError(
-                f"{path} has other columns than this row; they differ in {differ}. Log the same scalars at "
-                f"every step, or to another file."
+                f"all rows of a CSV file have the same columns; got other columns than those of {path}: they differ in "
+                f"{differ}. Log the same scalars at every step, or use another file."
             )
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, list(row))
@@ -84,5 +84,5 @@ def _append(path: str, row: dict[str, float]) -> None:
 
 
 def as_number(x: Any) -> float:
-    """A metric as a number; of the copies that pmap makes, the first."""
+    """A metric as a number; the first copy, if pmap made several."""
     return float(np.ravel(x)[0])

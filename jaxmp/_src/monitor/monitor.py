@@ -1,8 +1,8 @@
-"""A run, watched from the host: what it did, and what is wrong with it.
+"""`Monitor`: records a run on the host and warns when something is wrong.
 
-The compiled step returns a few scalars (`get_metrics`) and, now and then, statistics (`step_stats`). `Monitor.update`
-takes them as they are, without waiting for the device: they are read when newer steps have been started. What it has
-read it keeps, for pictures and tables, and holds against rules (`_rules`); what they find becomes a warning, once.
+The compiled step returns a few scalars (`get_metrics`) and, in some steps, statistics (`step_stats`). `Monitor.update`
+stores the arrays without waiting for the device, and reads them after newer steps have started. It keeps the numbers
+for plots and tables, and checks them with the rules of `rules.py`. Each new finding becomes a warning, once.
 """
 
 import csv
@@ -22,19 +22,19 @@ from jaxmp._src.monitor.step_stats import StepStats
 
 
 class MonitorWarning(UserWarning):
-    """What a rule of `Monitor` found.
+    """The warning that `Monitor` gives for a finding.
 
     Example:
       >>> import warnings
       >>> with warnings.catch_warnings():
-      ...     warnings.simplefilter("error", MonitorWarning)  # in here a run stops at the first finding
+      ...     warnings.simplefilter("error", MonitorWarning)  # a run inside this block stops at the first finding
       ...     issubclass(MonitorWarning, UserWarning)
       True
     """
 
 
 class Monitor:
-    """Keeps the numbers of a run and says what is wrong with it.
+    """Records the numbers of a run and names what is wrong with it.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -50,9 +50,9 @@ class Monitor:
       stuck_scale 1.0
 
     Attributes:
-      steps: dicts, one for each step: "step", "loss" and the metrics, as numbers.
-      samples: `(step, StepStats)` of the steps that were looked at, as numpy arrays, without probes.
-      findings: list of `Finding`, each kind once for a path.
+      steps: one dict for each step: "step", "loss" and the metrics, as numbers.
+      samples: `(step, StepStats)` of the sampled steps, as numpy arrays, without probes.
+      findings: list of `Finding`; one for each kind and path.
     """
 
     def __init__(
@@ -71,15 +71,19 @@ class Monitor:
         """Sets the thresholds.
 
         Args:
-          window: number of steps over which skips are counted; nothing is said before there are as many.
-          skip_ratio: share of skipped steps that is still healthy.
-          lost: share of a float16 gradient's values that may be subnormal.
-          dead: share of a param's values with gradients that may stay as they are from one look to the next.
-          patience: samples in a row in which a suspicion must stand (of overflowing gradients: among the last ten
-            times as many), pinned overflows in a row, and losses after a skip, before anything is said.
-          lag: steps that may be in flight before the oldest is read.
-          keep, keep_samples: how many steps and samples are kept; the oldest go first.
-          warn: whether a finding is also a `MonitorWarning`.
+          window: number of last steps in which skips are counted. The rule about skips waits for this many steps.
+          skip_ratio: the largest healthy share of skipped steps.
+          lost: the largest healthy share of subnormal values in a float16 gradient.
+          dead: among the values of a param that have gradients, the largest healthy share that is unchanged from one
+            sample to the next.
+          patience: how often in a row something must be seen before it is a finding: in samples, overflows at the lower
+            bound of the scale, or losses after a skip. Overflowing gradients: this often in 10 * patience samples.
+          lag: number of steps in flight. A step is read after this many newer ones have started.
+          keep, keep_samples: how many steps and samples are kept; the oldest are dropped first.
+          warn: whether a finding also gives a `MonitorWarning`.
+
+        Raises:
+          ValueError: `window`, `patience`, `keep` or `keep_samples` is below 1.
         """
         for name, value in {"window": window, "patience": patience, "keep": keep, "keep_samples": keep_samples}.items():
             if value < 1:
@@ -91,31 +95,31 @@ class Monitor:
         self._patience, self._lag, self._warn = patience, lag, warn
         self._waiting: deque[tuple[int, Any]] = deque()
         self._skipped: deque[bool] = deque(maxlen=window)
-        self._losses: deque[float] = deque(maxlen=50)  # of steps taken
+        self._losses: deque[float] = deque(maxlen=50)  # of steps that were not skipped
         self._before_skip: list[float] = []
         self._since_skip: int | None = None
-        self._high = 0  # losses in a row that were a jump
-        self._earlier: StepStats | None = None
-        self._taken_since_look = 0
+        self._high = 0  # number of losses in a row that were too high
+        self._previous: StepStats | None = None
+        self._taken_since_sample = 0
         self._suspected: deque[set[tuple[str, str]]] = deque(maxlen=10 * patience)
 
     def update(
         self, step: int, metrics: dict[str, Any], *, loss: Any = None, stats: StepStats | None = None
     ) -> list[Finding]:
-        """Takes what a step returned; what rules find in the steps that can be read by now is returned.
+        """Takes the results of a step. Reads older steps and returns what the rules find in them.
 
         Args:
-          step: its number.
-          metrics: `jaxmp.get_metrics(opt_state)` after the update, with whatever scalars you add.
-          loss: of the step.
-          stats: from `step_stats`, None or unsampled included.
+          step: the number of the step.
+          metrics: `jaxmp.get_metrics(opt_state)` after the update, and any scalars that you add.
+          loss: the loss of the step, a scalar.
+          stats: the result of `step_stats`: None, sampled or not.
 
         Returns:
-          New findings, mostly none.
+          New findings; usually an empty list.
 
         Raises:
-          TypeError: `metrics` is no dict (but a TrainState, say, or an opt_state), `stats` is not from `step_stats`, or
-            the call stands inside of the compiled step.
+          TypeError: `metrics` is not a dict (for example, a TrainState or an opt_state), `stats` is not a `StepStats`,
+            `loss` is more than one value, or the call is inside the compiled step.
         """
         _check_update(step, metrics, loss, stats)
         self._waiting.append((step, (dict(metrics) | ({} if loss is None else {"loss": loss}), stats)))
@@ -125,14 +129,14 @@ class Monitor:
         return found
 
     def finish(self) -> list[Finding]:
-        """Reads what is still in flight: at the end of a run, or before a picture. Returns what was found in it."""
+        """Reads the steps that are still in flight, and returns new findings. Call it at the end of a run."""
         found = []
         while self._waiting:
             found += self._read(*self._waiting.popleft())
         return found
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the steps that are kept into a file of comma-separated values, one column a metric."""
+        """Writes the steps that are kept to a CSV file, with one column for each metric."""
         self.finish()
         columns = dict.fromkeys(key for row in self.steps for key in row)
         with open(path, "w", newline="") as f:
@@ -142,9 +146,7 @@ class Monitor:
 
     def __str__(self) -> str:
         skipped = sum(row.get("skipped", 0.0) == 1 for row in self.steps)
-        head = (
-            f"{len(self.steps)} steps, {skipped} skipped, {len(self.samples)} looked at, {len(self.findings)} findings"
-        )
+        head = f"{len(self.steps)} steps, {skipped} skipped, {len(self.samples)} sampled, {len(self.findings)} findings"
         return "\n".join([head, *map(str, self.findings)])
 
     def _read(self, step: int, arrays: Any) -> list[Finding]:
@@ -155,8 +157,8 @@ class Monitor:
         stats = _first_copy(stats)
         if stats is not None and bool(stats.grads.sampled):
             found += self._of_sample(step, stats, row)
-            self.samples.append((step, stats._replace(probes={})))  # which were compared, and are the most of it
-        self._taken_since_look += row.get("skipped", 0.0) != 1  # the look came before the update
+            self.samples.append((step, stats._replace(probes={})))  # probes are most of the bytes, and were compared
+        self._taken_since_sample += row.get("skipped", 0.0) != 1  # after the sample: it was taken before the update
         known = {(old.kind, old.path) for old in self.findings}
         new = [f for f in found if (f.kind, f.path) not in known]
         self.findings += new
@@ -185,7 +187,7 @@ class Monitor:
         if not skipped and not jump:
             self._losses.append(loss)
             if self._since_skip is not None and self._since_skip > 10 * self._patience:
-                self._since_skip = None  # over and done with
+                self._since_skip = None  # the skip is too long ago
         return found
 
     def _of_sample(self, step: int, stats: StepStats, row: dict[str, float]) -> list[Finding]:
@@ -195,9 +197,9 @@ class Monitor:
             *rules.underflow(step, stats, self._limits["lost"]),
             *rules.saturation(step, stats, row),
         ]
-        if self._earlier is not None and self._taken_since_look:
-            suspicions += rules.dead_update(step, stats, self._earlier, self._limits["dead"])
-        self._earlier, self._taken_since_look = stats, 0
+        if self._previous is not None and self._taken_since_sample:
+            suspicions += rules.dead_update(step, stats, self._previous, self._limits["dead"])
+        self._previous, self._taken_since_sample = stats, 0
         self._suspected.append({(s.kind, s.path) for s in suspicions})
         return [s for s in suspicions if self._is_believed(s)]
 
@@ -205,7 +207,7 @@ class Monitor:
         key = (suspicion.kind, suspicion.path)
         if suspicion.kind == "overflow" and suspicion.path.startswith("activations/"):
             return True
-        if suspicion.kind == "overflow":  # now and then it is how a dynamic scale finds its value
+        if suspicion.kind == "overflow":  # a few overflows are normal: a dynamic scale finds its value by them
             return sum(key in s for s in self._suspected) >= self._patience
         last = list(self._suspected)[-self._patience :]
         return len(last) == self._patience and all(key in s for s in last)
@@ -216,31 +218,32 @@ class Monitor:
 
 
 def _check_update(step: Any, metrics: Any, loss: Any, stats: Any) -> None:
-    """What would otherwise fail two steps later, or once a program is compiled not at all."""
+    # Without these checks a wrong argument would fail two steps later; inside a compiled step it would not fail at all.
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"Monitor.update takes (step, metrics), metrics a dict of scalars: jaxmp.get_metrics(opt_state), or "
-            f".metrics of jaxmp's TrainState; got {type(metrics).__name__}"
+            f"Monitor.update takes (step, metrics), where metrics is a dict of scalars: jaxmp.get_metrics(opt_state), "
+            f"or .metrics of jaxmp's TrainState; got {type(metrics).__name__}"
         )
     if stats is not None and not isinstance(stats, StepStats):
-        raise TypeError(f"stats= takes what step_stats returned; got {type(stats).__name__}")
+        raise TypeError(f"stats= takes the result of step_stats; got {type(stats).__name__}")
     if len(jax.tree.leaves(loss)) > 1:
         raise TypeError(f"loss= takes the loss alone; got {type(loss).__name__} of {len(jax.tree.leaves(loss))} values")
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((step, dict(metrics), loss, stats))):
         raise TypeError(
-            "Monitor.update is for the loop outside of jit; got a traced value. Return metrics, loss and stats from "
-            "the step, and call update with what comes back."
+            "Monitor.update is for the loop, outside of jit; got a traced value. Return metrics, loss and stats from "
+            "the step, and pass the results to update."
         )
 
 
 def _of_this_process(x: Any) -> Any:
-    """An array that spans devices of other processes as far as this one has it: for probes, which are compared here."""
+    """`x`, or the part that this process holds; of probes, each process compares its own."""
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
     return x
 
 
 def _first_copy(stats: StepStats | None) -> StepStats | None:
+    """`stats`, or the first copy, if pmap made several."""
     if stats is None or np.ndim(stats.loss_scale) == 0:
         return stats
     return jax.tree.map(lambda x: x[0], stats)

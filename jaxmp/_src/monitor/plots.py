@@ -1,7 +1,7 @@
-"""Pictures of a run, from what `Monitor` recorded: made to be read, in print and without colour.
+"""Plots of a run, from the numbers that `Monitor` recorded. They can be read in black and white as well.
 
-Lines differ in their dashes, shades in their lightness; what is not finite or was skipped is a cross. Each function
-returns a matplotlib Figure, which a notebook shows and `figure.savefig` writes.
+Lines differ in their dashes, and shades in their lightness. A cross marks a skipped step or a value that is not finite.
+Each function returns a matplotlib Figure: a notebook shows it, and `figure.savefig` writes it to a file.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from jaxmp._src.monitor.step_stats import StepStats
 from jaxmp._src.monitor.tensor_stats import FORMATS, HIGHEST, LOWEST, TensorStats
 from jaxmp._src.numerics import formats
 
-_STYLES = (("black", "-"), ("#0072b2", "--"), ("#d55e00", ":"), ("0.55", "-."))  # apart in lightness and in dashes
+_STYLES = (("black", "-"), ("#0072b2", "--"), ("#d55e00", ":"), ("0.55", "-."))  # different in lightness and in dashes
 
 Rows = Iterable[Mapping[str, float]]
 Samples = Iterable[tuple[int, StepStats]]
 
 
 def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, smooth: int = 1) -> Any:
-    """Loss and loss scale over the steps, skipped steps marked.
+    """Loss and loss scale over the steps, with a mark at each skipped step.
 
     Args:
-      runs: a `Monitor`, or its rows (`monitor.steps`: dicts with "step", "loss", "loss_scale", "skipped"), or several
-        of them by name.
+      runs: a `Monitor`; or its rows (`monitor.steps`: dicts with "step", "loss", "loss_scale", "skipped"); or a dict of
+        several of these by name.
       smooth: number of steps over which the loss is averaged.
 
     Returns:
@@ -35,7 +35,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: nothing is recorded.
+      ValueError: no step was recorded.
 
     Example:
       >>> rows = [{"step": i, "loss": 1 / (i + 1), "loss_scale": 8.0, "skipped": i == 2} for i in range(5)]
@@ -47,9 +47,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
     figure, (above, below) = _figure(2, height=4.6, sharex=True, height_ratios=(2, 1))
     marked = False
     for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), itertools.cycle(_STYLES), strict=False)):
-        width = max(
-            1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k
-        )  # curves may coincide: each is thinner than those before
+        width = max(1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k)  # each curve is thinner, so equal curves stay visible
         rows = _rows(run)
         steps, skipped = _column(rows, "step"), _column(rows, "skipped") == 1
         loss, scale = _column(rows, "loss"), _column(rows, "loss_scale")
@@ -59,7 +57,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
             below.plot(
                 steps[skipped], scale[skipped], "x", color=color, ms=7, mew=1.6, label="" if marked else "skipped"
             )
-            top = above.get_xaxis_transform()  # a row of ticks along the lower edge
+            top = above.get_xaxis_transform()  # puts the crosses along the lower edge
             above.plot(steps[skipped], np.full(skipped.sum(), 0.03), "x", color=color, ms=5, mew=1.2, transform=top)
             marked = True
     above.set(ylabel="loss")
@@ -73,22 +71,22 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
 def plot_exponents(
     stats: StepStats | TensorStats, *, names: Sequence[str] | None = None, loss_scale: float | None = None
 ) -> Any:
-    """How the magnitudes of gradients lie among the ranges of the formats, before and after loss scaling.
+    """The magnitudes of gradients and the ranges of the formats, before and after loss scaling.
 
     Args:
-      stats: a sample of `Monitor.samples` (its gradients are taken), or `TensorStats` of any tensors, with histogram.
-      names: tensors to sum over; None for all.
-      loss_scale: a power of two. Of a `StepStats`, whose gradients are scaled, the scale that is in them (None: its
-        own); of `TensorStats`, which are taken as they are, what the second curve is multiplied by. 1 draws one curve.
+      stats: the `StepStats` of one step (its gradients are drawn), or `TensorStats` of any tensors; with histogram.
+      names: the tensors to draw, summed; None for all.
+      loss_scale: a power of two. For `StepStats`, whose gradients are scaled, the scale that they contain (None: the
+        scale of that step). For `TensorStats`, the factor of the second curve. With 1, only one curve is drawn.
 
     Returns:
-      A matplotlib Figure: above the share of values in each octave, below the range of each format, its subnormals
-      hatched.
+      A matplotlib Figure. Upper panel: the share of values in each octave. Lower panel: the range of each format, with
+      subnormals hatched.
 
     Raises:
       ImportError: matplotlib is not installed.
-      TypeError: `stats` are no statistics of one step, but a `Monitor` or a pair of step and statistics.
-      ValueError: no such tensor, or no histogram was kept.
+      TypeError: `stats` is something else, such as a `Monitor` or a pair of step and statistics.
+      ValueError: there is no such tensor, no histogram, or the step was not sampled.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -106,20 +104,21 @@ def plot_exponents(
     if loss_scale is None:
         loss_scale = float(stats.loss_scale) if isinstance(stats, StepStats) else 1.0
     if not bool(tensors.sampled):
-        raise ValueError("nothing was looked at in this step: `when` was not true")
+        raise ValueError("plot_exponents needs a sampled step; got one where `when` was False")
     chosen = _chosen(tensors, names)
     if not chosen:
-        raise ValueError("there is no tensor to draw: the tree has no float leaf, or names is empty")
+        raise ValueError(
+            "plot_exponents needs at least one tensor; got none: the tree has no float leaf, or names is empty"
+        )
     octaves = np.asarray(tensors.octaves)[chosen]
     if octaves.shape[1] == 0:
-        raise ValueError("no octaves were kept: measure with histogram=True")
+        raise ValueError("plot_exponents needs octaves; got statistics without. Compute them with histogram=True")
     weights = np.asarray(tensors.sizes, np.float64)[chosen]
     share = 100 * (octaves * weights[:, None]).sum(0) / weights.sum()
     exponents = np.arange(LOWEST, HIGHEST + 1)
     shift = round(np.log2(loss_scale))
     figure, (above, below) = _figure(2, height=4.2, sharex=True, height_ratios=(2.4, 1))
-    # Recorded gradients are scaled ones; other tensors are as they are.
-    scaled = isinstance(stats, StepStats)
+    scaled = isinstance(stats, StepStats)  # the gradients of a step contain the loss scale; other tensors do not
     curves = [("unscaled", -shift if scaled else 0, _STYLES[0])]
     if shift:
         curves.append((f"times the loss scale, 2^{shift}", 0 if scaled else shift, _STYLES[1]))
@@ -142,18 +141,19 @@ def plot_exponents(
 
 
 def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) -> Any:
-    """Amax and scale of fp8 tensors over the steps, and where the format ends.
+    """Amax and scale of fp8 tensors over the steps.
 
     Args:
       samples: a `Monitor`, or its samples.
-      paths: of scale leaves, at most four; None: the first ones.
+      paths: paths of at most four scale leaves; None for the first four.
 
     Returns:
-      A matplotlib Figure: above the amax of each tensor, a cross where values were cut off; below its scale.
+      A matplotlib Figure. Upper panel: the amax of each tensor, with a cross where values were clipped. Lower panel:
+      its scale.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: no fp8 tensor was sampled, or none of that path.
+      ValueError: no fp8 tensor was sampled, or none has that path.
 
     Example:
       >>> import jaxmp
@@ -165,22 +165,24 @@ def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) 
     found = _samples(samples)
     known = list(found[0][1].fp8.amax)
     if not known:
-        raise ValueError("no fp8 tensor with delayed scaling was sampled: params hold no scale leaves")
+        raise ValueError(
+            "plot_fp8 needs fp8 tensors with delayed scaling; got samples without: params hold no scale leaves"
+        )
     for path in paths or ():
         if path not in known:
-            raise ValueError(f"no fp8 tensor {path!r} was sampled; there are {', '.join(known)}")
+            raise ValueError(f"paths= names sampled fp8 tensors; got {path!r}, and there are {', '.join(known)}")
     figure, (above, below) = _figure(2, height=4.4, sharex=True)
     steps = [step for step, _ in found]
     shown = list(paths or known)[: len(_STYLES)]
     for path, (color, dashes) in zip(shown, _STYLES, strict=False):
         amax = np.array([np.max(stats.fp8.amax[path]) for _, stats in found])
         scale = np.array([np.min(stats.fp8.scale[path]) for _, stats in found])
-        cut = np.array([np.any(stats.fp8.saturated[path]) for _, stats in found])
+        clipped = np.array([np.any(stats.fp8.saturated[path]) for _, stats in found])
         label = path.replace("_log2_scale", "").replace("Fp8DotGeneral_0/", "").replace("fp8_", "")
         above.plot(steps, np.where(amax > 0, amax, np.nan), dashes, color=color, lw=1.8, label=label)
-        above.plot(np.array(steps)[cut], amax[cut], "x", color=color, ms=8, mew=1.8)
-        if cut.any():
-            above.set_title("crosses: values beyond the range were cut off", fontsize=10)
+        above.plot(np.array(steps)[clipped], amax[clipped], "x", color=color, ms=8, mew=1.8)
+        if clipped.any():
+            above.set_title("crosses: values outside the range were clipped", fontsize=10)
         below.step(steps, scale, where="post", ls=dashes, color=color, lw=1.8)
     above.set(ylabel="amax")
     below.set(xlabel="step", ylabel="scale")
@@ -191,20 +193,20 @@ def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) 
 
 
 def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "amax") -> Any:
-    """A heat map: one row a tensor, one column a sampled step; tensors that are not finite are crossed out.
+    """A heat map with one row for each tensor and one column for each sampled step.
 
     Args:
       samples: a `Monitor`, or its samples.
       of: "grads", "params" or "activations".
-      what: "amax", "smallest", "zeros", "nonfinite", or "overflow", "underflow", "subnormal" with a format, as
+      what: "amax", "smallest", "zeros" or "nonfinite"; or "overflow", "underflow" or "subnormal" with a format, such as
         "underflow/fp16".
 
     Returns:
-      A matplotlib Figure; magnitudes as their log2, shares in percent.
+      A matplotlib Figure: magnitudes as log2, shares in percent. A cross marks a tensor that is not finite.
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: nothing was sampled, or no such statistic.
+      ValueError: nothing was sampled, or there is no such statistic.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -218,15 +220,18 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     kinds = ("amax", "smallest", "zeros", "nonfinite") if not name else ("overflow", "underflow", "subnormal")
     if field not in kinds or (name and name not in FORMATS) or of not in ("grads", "params", "activations"):
         raise ValueError(
-            f"no statistic {what!r} of {of!r}: what= is amax, smallest, zeros or nonfinite, or overflow, underflow or "
-            f"subnormal with a format ({', '.join(FORMATS)}), as 'underflow/fp16'; of= is grads, params or activations"
+            f"what= is amax, smallest, zeros or nonfinite; or overflow, underflow or subnormal with a format "
+            f"({', '.join(FORMATS)}), such as 'underflow/fp16'. of= is grads, params or activations. "
+            f"Got what={what!r}, of={of!r}"
         )
     found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
     found = [(step, stats) for step, stats in found if bool(stats.sampled)]
     if not found or not found[0][1].names:
-        raise ValueError(f"no {of} were sampled")
+        raise ValueError(f"plot_layers needs samples of {of}; got none")
     if len({stats.names for _, stats in found}) > 1:
-        raise ValueError(f"samples are of different {of}: draw those of one filter and one model")
+        raise ValueError(
+            f"all samples must have the same {of}; got different ones. Draw samples of one model and one filter"
+        )
     names = found[0][1].names
     values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in found], axis=1)
     if name:
@@ -244,7 +249,7 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     axes.set_yticks(range(len(names)), names, fontsize=8)
     every = max(1, len(found) // 8)
     axes.set_xticks(range(0, len(found), every), [str(step) for step, _ in found[::every]])
-    axes.set(xlabel="step", title=f"{what} of {of}" + (", not finite where crossed" if bad.any() else ""))
+    axes.set(xlabel="step", title=f"{what} of {of}" + (" (cross: not finite)" if bad.any() else ""))
     axes.tick_params(length=0)
     figure.colorbar(image, ax=axes, label="log2 of the magnitude" if is_magnitude else "share of the values [%]")
     return figure
@@ -262,7 +267,7 @@ def _figure(panels: int, *, height: float, width: float = 7.0, sharex: bool = Fa
         squeeze=False,
         gridspec_kw=options,
     )
-    plt.close(figure)  # pyplot forgets it; who asked for it has it
+    plt.close(figure)  # removes it from pyplot's list of open figures; the caller keeps it
     return figure, axes[:, 0]
 
 
@@ -279,7 +284,7 @@ def _rows(run: Monitor | Rows) -> list[Mapping[str, float]]:
         run = run.steps
     rows = list(run)
     if not rows:
-        raise ValueError("nothing is recorded: call Monitor.update in the training loop")
+        raise ValueError("no step was recorded. Call Monitor.update in the training loop")
     return rows
 
 
@@ -289,7 +294,7 @@ def _samples(run: Monitor | Samples) -> list[tuple[int, StepStats]]:
         run = run.samples
     found = list(run)
     if not found:
-        raise ValueError("nothing was sampled: hand `stats=` from step_stats to Monitor.update")
+        raise ValueError("no step was sampled. Pass stats= of step_stats to Monitor.update")
     return found
 
 

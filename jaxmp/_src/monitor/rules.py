@@ -1,19 +1,18 @@
-"""What is wrong with a run, from what was recorded of it: rules with thresholds, each with a way out.
+"""The rules that find what is wrong with a run: thresholds on recorded numbers, each with advice.
 
-A rule looks at finished numbers on the host and says nothing most of the time. What it finds it names by the path of
-the tensor, and says what to try. By kind:
+A rule reads numbers on the host, and usually finds nothing. A finding names the tensor by path and says what to try:
 
-    skips          more than 1 % of the last steps skipped, or more and more of them
-    stuck_scale    overflows in a row at the floor of the loss scale: no scale helps
-    loss_jump      the loss stays far above what it was before a skip, or is not finite in a step that was taken
-    overflow       an activation that is not finite; a gradient that is so again and again
-    near_overflow  a float16 activation beyond a fourth of 65504
-    underflow      most of a float16 gradient is subnormal, or all of it zero while others are not
-    saturation     values of an fp8 tensor beyond its range; a master beyond float16
-    dead_update    values that have gradients and do not move, as bfloat16 params without masters
+    skips          more than 1 % of the last steps were skipped, or skips become more frequent
+    stuck_scale    several overflows in a row at the lower bound of the loss scale: no scale helps
+    loss_jump      the loss stays far above its level before a skip; or is not finite in a step that was not skipped
+    overflow       an activation is not finite; or a gradient is not finite in several samples
+    near_overflow  a float16 activation exceeds a quarter of 65504
+    underflow      most values of a float16 gradient are subnormal; or all are zero while other gradients are not
+    saturation     values of an fp8 tensor exceed its range; or a master exceeds the range of float16
+    dead_update    values that have gradients do not change, such as bfloat16 params without masters
 
-The first three are of every step, the others of the steps that were looked at (`StepStats`): they are suspicions, which
-`Monitor` believes when they come again.
+The first three check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+only if it appears in several samples.
 """
 
 import math
@@ -30,18 +29,18 @@ _LARGEST_FP16 = 65504.0
 
 
 class Finding(NamedTuple):
-    """Something that is wrong.
+    """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, overflow, near_overflow, underflow, saturation or
-        dead_update.
-      step: where it was noticed.
-      path: of the tensor, as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" without one.
+      kind: the rule: skips, stuck_scale, loss_jump, overflow, near_overflow, underflow, saturation or dead_update.
+      step: the step in which it was found.
+      path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
+        the finding is not about one tensor.
       message: what was seen, and what to try.
 
     Example:
-      >>> print(Finding("overflow", 7, "grads/block/kernel", "a tenth of its values would be inf."))
-      step 7: overflow at grads/block/kernel: a tenth of its values would be inf.
+      >>> print(Finding("overflow", 7, "grads/block/kernel", "10% of it is not finite."))
+      step 7: overflow at grads/block/kernel: 10% of it is not finite.
     """
 
     kind: str
@@ -53,15 +52,16 @@ class Finding(NamedTuple):
         return f"step {self.step}: {self.kind}{f' at {self.path}' if self.path else ''}: {self.message}"
 
 
-# Of every step
+# Rules for every step
 
 
 def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Iterator[Finding]:
-    """Too many skips among the last steps, or clearly more in their second half than in the first."""
+    """Too many of the last steps were skipped, or clearly more in their second half than in the first."""
     half = len(skipped) // 2
     first, second = sum(skipped[:half]), sum(skipped[half:])
     ratio = (first + second) / len(skipped)
-    rising = second >= 3 and second - first > 2 * math.sqrt(first + second)  # two deviations of the difference
+    two_deviations = 2 * math.sqrt(first + second)  # of the difference
+    rising = second >= 3 and second - first > two_deviations
     if ratio <= limit and not rising:
         return
     seen = f"{100 * ratio:.2g}% of the last {len(skipped)} steps were skipped"
@@ -70,22 +70,26 @@ def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Ite
         "skips",
         step,
         suspect,
-        f"{seen}; healthy is at most {100 * limit:g}%, and not rising. "
-        + (f"Not finite most often: {suspect}. " if suspect else "To learn where, sample every overflow (`when=`). ")
+        f"{seen}; a healthy run skips at most {100 * limit:g}%, and not more over time. "
+        + (
+            f"{suspect} is not finite most often. "
+            if suspect
+            else "To find the layer, sample every overflow (`when=`). "
+        )
         + "Try a lower learning rate or a longer warm-up, clipping, a larger eps in Adam, or float32 for that layer.",
     )
 
 
 def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator[Finding]:
-    """Overflows in a row at the floor of the loss scale."""
+    """Several overflows in a row at the lower bound of the loss scale."""
     pinned = metrics.get("pinned_overflows", math.nan)
     if pinned >= patience:
         yield Finding(
             "stuck_scale",
             step,
             "",
-            f"the loss scale is at its floor, {metrics['loss_scale']:g}, and {pinned:.0f} steps in a row overflowed "
-            f"all the same: the forward pass or the data is not finite, or gradients leave float16 unscaled. Find the "
+            f"the loss scale is at its lower bound, {metrics['loss_scale']:g}, and {pinned:.0f} steps in a row still "
+            f"overflowed: the forward pass or the data is not finite, or unscaled gradients exceed float16. Find the "
             f"operation with jaxmp.monitor.first_bad_op; lower the learning rate, or keep that layer in float32.",
         )
 
@@ -93,15 +97,8 @@ def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator
 def loss_jump(
     step: int, loss: float, before: Sequence[float], since_skip: int | None, skipped: bool
 ) -> Iterator[Finding]:
-    """A loss far above what it was before the last skip.
-
-    Args:
-      step: of the loss.
-      loss: of a step.
-      before: losses of steps taken before the last skip.
-      since_skip: steps since then; None if there was none.
-      skipped: whether this step itself was.
-    """
+    """A loss far above its level before the last skip; or one that is not finite in a step that was not skipped."""
+    # before: losses before the last skip; since_skip: number of steps since that skip, None without one.
     if skipped:
         return
     if not math.isfinite(loss):
@@ -109,29 +106,31 @@ def loss_jump(
             "loss_jump",
             step,
             "",
-            f"the loss is {loss} in a step that was taken. Under mixed_precision its gradients were finite: the loss "
-            f"itself overflows, so compute it in float32. Under a plain optimizer nothing is skipped: params or its "
-            f"state may be NaN (jaxmp.monitor.first_nonfinite), as after an eps that underflowed (check_optimizer).",
+            f"the loss is {loss} in a step that was not skipped. With mixed_precision, its gradients were finite: only "
+            f"the loss overflows, so compute it in float32. With a plain optimizer no step is skipped: params or "
+            f"optimizer state may be NaN (see jaxmp.monitor.first_nonfinite), for example because eps underflowed (see "
+            f"jaxmp.check_optimizer).",
         )
     elif since_skip is not None and len(before) >= 4:
         usual = float(np.median(before))
-        spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - usual)))  # a deviation, whatever the outliers
+        # A standard deviation that ignores outliers.
+        spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - usual)))
         if loss - usual > max(8 * spread, 0.25 * abs(usual)):
             yield Finding(
                 "loss_jump",
                 step,
                 "",
-                f"the loss is {loss:.4g}, {since_skip} steps after a skip; before it was {usual:.4g}. A skip leaves "
-                f"params as they are, so the steps around it went wrong: gradients near overflow that are finite but "
-                f"huge. Clip them, skip spikes (skip_if=), or lower the learning rate.",
+                f"the loss is {loss:.4g}, {since_skip} steps after a skip; before the skip it was {usual:.4g}. A "
+                f"skipped step does not change params, so steps near it did: their gradients were huge, but finite. "
+                f"Clip gradients, skip spikes (skip_if=), or lower the learning rate.",
             )
 
 
-# Of the steps that were looked at
+# Rules for sampled steps
 
 
 def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
-    """Tensors with inf or NaN: the first activation, or else gradients."""
+    """Tensors with inf or NaN: the first such activation, or else gradients."""
     found = stats.activations
     if found is not None and np.any(found.nonfinite > 0):
         i = int(np.flatnonzero(found.nonfinite > 0)[0])
@@ -139,20 +138,21 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "overflow",
             step,
             f"activations/{found.names[i]}",
-            f"{_percent(found.nonfinite[i])} of this module's output ({found.dtypes[i]}) is not finite, and what was "
-            f"computed before it is. No loss scale mends a forward pass: run the module in bfloat16 or float32, or "
-            f"normalize or scale down what comes in.",
+            f"{_percent(found.nonfinite[i])} of this module's output ({found.dtypes[i]}) is not finite; all earlier "
+            f"modules are finite. A loss scale cannot fix a forward pass: run the module in bfloat16 or float32, or "
+            f"normalize or scale down its input.",
         )
-        return  # which makes gradients so
+        return  # the gradients are then not finite either
     names, bad = stats.grads.names, np.flatnonzero(stats.grads.nonfinite > 0)
-    if len(bad) > 1 and 2 * len(bad) > len(names):  # one cause
+    if len(bad) > 1 and 2 * len(bad) > len(names):  # most of them: one common cause
         yield Finding(
             "overflow",
             step,
             "grads",
-            f"{len(bad)} of {len(names)} gradients are not finite, again and again: the loss is not, or the gradient "
-            f"of a late layer, which reaches all before it. Look at the activations (jaxmp.monitor.watch_activations) "
-            f"or find the operation (jaxmp.monitor.first_bad_op), and look at the batch; lower the learning rate.",
+            f"{len(bad)} of {len(names)} gradients are not finite, in several samples: the loss is not finite, or the "
+            f"gradient of a late layer, from which all earlier gradients are computed. Watch the activations "
+            f"(jaxmp.monitor.watch_activations) or find the operation (jaxmp.monitor.first_bad_op), and check the "
+            f"batch. Or lower the learning rate.",
         )
         return
     for i in bad:
@@ -160,14 +160,14 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "overflow",
             step,
             f"grads/{names[i]}",
-            f"{_percent(stats.grads.nonfinite[i])} of it ({stats.grads.dtypes[i]}) is not finite, again and again, and "
-            f"most other gradients are: those of this layer are the largest. Clip them, scale them down "
-            f"(jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
+            f"{_percent(stats.grads.nonfinite[i])} of this gradient ({stats.grads.dtypes[i]}) is not finite, in "
+            f"several samples; most other gradients are finite, so this layer has the largest ones. Clip them, scale "
+            f"them down (jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
         )
 
 
 def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
-    """float16 activations that come within a factor of four of the largest float16: it takes a spike, no more."""
+    """float16 activations within a factor of four of the largest float16: one spike makes them inf."""
     found = stats.activations
     if found is None:
         return
@@ -177,25 +177,25 @@ def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
                 "near_overflow",
                 step,
                 f"activations/{name}",
-                f"it reaches {found.amax[i]:.5g}, and float16 ends at 65504. Normalize or scale down what comes in, or "
-                f"run the module in bfloat16 or float32.",
+                f"this module's output reaches {found.amax[i]:.5g}, and float16 ends at 65504. Normalize or scale down "
+                f"its input, or run the module in bfloat16 or float32.",
             )
 
 
 def underflow(step: int, stats: StepStats, lost: float) -> Iterator[Finding]:
-    """Gradients in float16 of which most have lost bits."""
+    """float16 gradients in which most values are subnormal, or all are zero."""
     grads = stats.grads
     if np.any(grads.nonfinite > 0) or not np.any(grads.amax > 0):
-        return  # nothing can be said, or nothing flows at all
+        return  # an overflow hides the other values; or no gradient flows at all
     for i, name in enumerate(grads.names):
         present = 1 - grads.zeros[i]
         share = grads.subnormal[i, _FP16] / present if present > 0 else 1.0
         if grads.dtypes[i] != "float16" or share <= lost:
             continue
         seen = (
-            f"{_percent(share)} of its values other than 0 are subnormal"
+            f"{_percent(share)} of its nonzero values are subnormal"
             if present > 0
-            else "all of it is 0, and other gradients are not: it underflowed, or nothing leads from it to the loss"
+            else "all its values are 0, while other gradients are not: it underflowed, or does not affect the loss"
         )
         yield Finding(
             "underflow",
@@ -207,7 +207,7 @@ def underflow(step: int, stats: StepStats, lost: float) -> Iterator[Finding]:
 
 
 def saturation(step: int, stats: StepStats, metrics: dict[str, float]) -> Iterator[Finding]:
-    """fp8 tensors that were cut off at the largest value of their format, and masters beyond float16."""
+    """fp8 tensors with values clipped to the largest value of the format, and masters outside the range of float16."""
     for path, saturated in stats.fp8.saturated.items():
         if np.any(saturated):
             amax, scale = float(np.max(stats.fp8.amax[path])), float(np.min(stats.fp8.scale[path]))
@@ -215,8 +215,9 @@ def saturation(step: int, stats: StepStats, metrics: dict[str, float]) -> Iterat
                 "saturation",
                 step,
                 path,
-                f"values were cut off: amax {amax:.3g} at a scale of {scale:g}, look after look. The history does not "
-                f"hold the peaks: a longer amax_history_len, a margin, current scaling, or bfloat16 for this layer.",
+                f"values were clipped in several samples: amax {amax:.3g} at a scale of {scale:g}. The amax history "
+                f"misses the peaks. Try a longer amax_history_len, a margin, current scaling, or bfloat16 for this "
+                f"layer.",
             )
     if metrics.get("saturated_params", 0.0) > 0:
         for i, name in enumerate(stats.params.names):
@@ -225,21 +226,21 @@ def saturation(step: int, stats: StepStats, metrics: dict[str, float]) -> Iterat
                     "saturation",
                     step,
                     f"params/{name}",
-                    f"its master reaches {stats.params.amax[i]:.5g}, and a float16 param ends at 65504. Keep it in "
-                    f"float32 (keep_fp32=), use bfloat16, or more weight decay.",
+                    f"its master reaches {stats.params.amax[i]:.5g}, and float16 ends at 65504. Keep the param in "
+                    f"float32 (keep_fp32=), use bfloat16, or use more weight decay.",
                 )
 
 
-def dead_update(step: int, stats: StepStats, earlier: StepStats, dead: float) -> Iterator[Finding]:
-    """Params of which most values that have a gradient are, bit for bit, what they were at the look before."""
+def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -> Iterator[Finding]:
+    """Params in which most values that have a gradient keep every bit from one sample to the next."""
     shares = {}
     for name, now in stats.probes.items():
-        if name in stats.grads.names and name in earlier.probes:
+        if name in stats.grads.names and name in previous.probes:
             i = stats.grads.names.index(name)
-            flowing = (1 - stats.grads.zeros[i]) * (stats.grads.nonfinite[i] == 0)
-            moved = float(np.mean(now.view(np.int32) != earlier.probes[name].view(np.int32)))
-            if flowing > 0:
-                shares[name] = max(0.0, 1 - moved / float(flowing))
+            has_gradient = (1 - stats.grads.zeros[i]) * (stats.grads.nonfinite[i] == 0)
+            moved = float(np.mean(now.view(np.int32) != previous.probes[name].view(np.int32)))
+            if has_gradient > 0:
+                shares[name] = max(0.0, 1 - moved / float(has_gradient))
     everywhere = len(shares) > 1 and all(share == 1 for share in shares.values())
     for name, share in shares.items():
         if share > dead:
@@ -247,16 +248,16 @@ def dead_update(step: int, stats: StepStats, earlier: StepStats, dead: float) ->
                 "dead_update",
                 step,
                 f"params/{name}",
-                f"{_percent(share)} of the values that have gradients have not moved since the last look"
+                f"{_percent(share)} of the values that have gradients did not change since the last sample"
                 + (
-                    ", as in all other params: is the learning rate 0, or every step skipped?"
+                    ", as in all other params: is the learning rate 0, or is every step skipped?"
                     if everywhere
-                    else ": updates are below half of a unit in the last place. Keep masters (jaxmp.mixed_precision), "
+                    else ": updates are below half a unit in the last place. Keep masters (jaxmp.mixed_precision), "
                     "round stochastically (jaxmp.stochastic_round_updates), or raise the learning rate."
                 )
                 + (
-                    f" The loss scale is {float(stats.loss_scale):g}: are the gradients those of jaxmp.value_and_grad "
-                    f"(jax's have no scale in them), clipped inside of mixed_precision?"
+                    f" The loss scale is {float(stats.loss_scale):g}: do the gradients come from jaxmp.value_and_grad "
+                    f"(those of jax.value_and_grad are not scaled), and are they clipped inside mixed_precision?"
                     if float(stats.loss_scale) > 1
                     else ""
                 ),

@@ -1,9 +1,9 @@
-"""One look at a training step, from inside: its gradients, its params, its fp8 tensors.
+"""Statistics of one training step, computed inside it: of gradients, params and fp8 tensors.
 
-It is taken between `value_and_grad` and the update, from values that are there anyway, so that it neither keeps a
-buffer alive nor makes one. What an update does to the params is seen from outside, by comparing a few values of each
-tensor (`probes`) from one look to the next: old and new params side by side would cost a copy of all of them in every
-step, looked at or not.
+They are computed between `value_and_grad` and the update, from values that exist at that point, so no buffer lives
+longer than it would otherwise. Whether an update changes the params is checked on the host: a few values of each tensor
+(`probes`) are compared from one sample to the next. To compare old and new params inside the step would cost a copy of
+all params in every step, sampled or not.
 """
 
 import functools
@@ -21,16 +21,17 @@ from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.step import state as states
 
-PROBES = 256  # values of each tensor
+PROBES = 256  # number of values of each tensor
 
 
 class Fp8Stats(NamedTuple):
-    """The fp8 tensors of a step, by the path of their scale leaves in the order of the params.
+    """Statistics of the fp8 tensors of a step. Keys are the paths of their scale leaves, in the order of the params.
 
     Attributes:
-      amax: path -> float32[...], the largest magnitude in this step, of gradients unscaled; 0 if it was not used.
-      scale: path -> float32[...], what it was multiplied by before the cast.
-      saturated: path -> bool[...], whether values were beyond the largest of the format.
+      amax: path -> float32[...], the largest magnitude in this step, for gradients without the loss scale; 0 if the
+        tensor was not used.
+      scale: path -> float32[...], the scale that multiplied the tensor before the cast.
+      saturated: path -> bool[...], whether values exceeded the largest value of the format.
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -44,16 +45,16 @@ class Fp8Stats(NamedTuple):
 
 
 class StepStats(NamedTuple):
-    """What `step_stats` saw.
+    """The result of `step_stats`.
 
     Attributes:
-      grads: of the gradients as they stand, scaled: what the 16-bit numbers were.
-      params: of the params in float32: of the masters, where there are some.
-      activations: what `watch_activations` gave, or None.
-      fp8: of the fp8 tensors with delayed scaling.
-      probes: path -> float32[up to 256], some values of each param in float32; of params cut in shard_map those of each
-        device, so they come out of it by the spec of an axis, not by P().
-      loss_scale: float32[], the scale that is in `grads`.
+      grads: statistics of the gradients as they are: scaled, the numbers that 16 bits held.
+      params: statistics of the params in float32: of their masters, if they have masters.
+      activations: the statistics of `watch_activations`, or None.
+      fp8: statistics of the fp8 tensors with delayed scaling.
+      probes: path -> float32[up to 256], some values of each param in float32. If shard_map splits the params, each
+        device returns values of its own part: give `probes` an out_spec with that axis, not P().
+      loss_scale: float32[], the scale of `grads`.
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -79,27 +80,26 @@ def step_stats(
     histogram: bool = True,
     axis_name: collectives.AxisName = "auto",
 ) -> StepStats | None:
-    """Statistics of a step, to be returned from it and handed to `Monitor.update`.
+    """Statistics of a training step. Return them from the step and pass them to `Monitor.update`.
 
-    Call it after `value_and_grad` and before the update, with what is in hand there: it changes nothing.
+    Call it after `value_and_grad` and before the update. It changes nothing.
 
     Args:
-      grads: as `jaxmp.value_and_grad` returned them, reduced or not.
-      opt_state: state before the update.
-      params: params before the update.
-      when: whether to look, `step % 10 == 0`; to have every overflow by name, `| ~jaxmp.all_finite(grads)`. Python's
-        False leaves nothing in the program, and None comes back.
-      activations: of the same step, from `watch_activations`.
-      histogram: whether to keep the octaves of gradients and params.
-      axis_name: as for `tensor_stats`. Params that are the same on all devices are so in their statistics.
+      grads: gradients as `jaxmp.value_and_grad` returned them, reduced over devices or not.
+      opt_state: the state before the update.
+      params: the params before the update.
+      when: whether to compute statistics in this step, such as `step % 10 == 0`. To sample every overflow as well, add
+        `| ~jaxmp.all_finite(grads)`. With Python's False, the program does not contain them, and None is returned.
+      activations: statistics of `watch_activations` from the same step.
+      histogram: whether to compute the octaves of gradients and params.
+      axis_name: as for `tensor_stats`. Params that all devices hold alike give the same statistics on all devices.
 
     Returns:
-      `StepStats`, all zero where `when` is not true (`.grads.sampled` says so); or None for `when=False`.
+      `StepStats`; all zero where `when` is a traced False (then `.grads.sampled` is False); None for `when=False`.
 
     Raises:
-      TypeError: `when` is no bool, as `step % 10` is not; `activations` is not what `watch_activations` gave beside the
-        function's result.
-      ValueError: an `opt_state` in the place of `grads` or `params`.
+      TypeError: `when` is not a bool, for example `step % 10`; or `activations` is not a `TensorStats`.
+      ValueError: `grads` or `params` is an `opt_state`.
 
     Example:
       >>> import jaxmp, optax
@@ -116,14 +116,14 @@ def step_stats(
             raise ValueError(f"step_stats takes grads, opt_state, params in this order; got an opt_state as {name}")
     if activations is not None and not isinstance(activations, TensorStats):
         raise TypeError(
-            f"activations= takes the statistics alone: the second of what a watched function returns; got "
+            f"activations= takes the statistics alone, the second result of a watched function; got "
             f"{type(activations).__name__}"
         )
-    make = functools.partial(_look, grads, opt_state, params, activations, histogram, axis_name)
+    make = functools.partial(_measure_step, grads, opt_state, params, activations, histogram, axis_name)
     return tensor_stats.sampled(make, when)
 
 
-def _look(
+def _measure_step(
     grads: PyTree, opt_state: Any, params: PyTree, activations: TensorStats | None, histogram: bool, axis_name: Any
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
@@ -152,8 +152,9 @@ def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats
 
 
 def _probe(x: Array) -> Array:
-    """Up to `PROBES` values, evenly spread; the stride is odd, or all would stand in one column of a matrix."""
+    """Up to `PROBES` values, evenly spread. The stride is odd, or all would be in one column of a matrix."""
     stride = -(-x.size // PROBES) | 1
-    places = np.unravel_index(np.arange(0, x.size, stride), x.shape)  # not x.ravel(), which gathers what is cut
+    # x.ravel() would gather an array that is split over devices.
+    places = np.unravel_index(np.arange(0, x.size, stride), x.shape)
     sharding = PartitionSpec() if shardings.is_explicit(x) else None
     return x.at[places].get(mode="promise_in_bounds", out_sharding=sharding).astype(jnp.float32).reshape(-1)

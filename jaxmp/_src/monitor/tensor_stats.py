@@ -1,15 +1,19 @@
-"""What the numbers of a tensor are, inside jit: how large, how small, and what each format would make of them.
+"""Statistics of tensors, inside jit: how large values are, and what a cast to each format would do to them.
 
-A float of magnitude |x| has the bits m = (exponent + 127) * 2^23 + fraction as an int32, in the order of the floats. So
-where a value falls, in which octave and beyond which edge of which format, is its rank among a few fixed integers:
+A float of magnitude |x| has the bits m = (exponent + 127) * 2^23 + fraction. As int32, these bits have the order of the
+floats. So the rank of m among a few fixed integers, the edges, tells the octave of a value and what each format makes
+of it:
 
-    rank(x) = number of edges E with E <= m         edges: every octave; of each format the least value that does not
-                                                    round to zero, its smallest normal number, and the least value that
-                                                    rounds beyond its largest; the smallest float32; infinity
+    rank(x) = number of edges E with E <= m
 
-One histogram of ranks holds it all: the share of values beyond an edge is the sum of the bins from it on. That takes a
-few reads of the tensor, and is exact, in integers (a CPU would read subnormal floats as zero). The pass runs under
-`lax.cond`, so a step that is not sampled does not pay for it; with `when=False` there is nothing in the program at all.
+    edges: the start of each octave; for each format, the smallest value that does not round to zero, the smallest
+           normal number, and the smallest value that rounds above the largest number; the smallest float32 above
+           zero; infinity
+
+One histogram of ranks is enough: the share of values at or above an edge is the sum of the bins from that edge on. It
+takes a few reads of the tensor. It is exact, because integers are compared (a CPU would read subnormal floats as zero).
+The pass runs under `lax.cond`, so a step that is not sampled does not pay for it. With `when=False` the program does
+not contain it.
 """
 
 import dataclasses
@@ -36,11 +40,11 @@ FORMATS = {
     "e4m3": jnp.float8_e4m3fn,
     "e5m2": jnp.float8_e5m2,
 }
-LOWEST, HIGHEST = -48, 23  # the octaves of the histogram, by their exponent; what lies outside counts in the outermost
-_SMALL = 2**20  # values of a tensor that may be copied to be looked at together with others
+LOWEST, HIGHEST = -48, 23  # exponents of the histogram's octaves; values outside count in the outermost ones
+_SMALL = 2**20  # tensors of at most this many values are copied, to measure several in one loop
 
 T = TypeVar("T")
-Seen = tuple[Int[Array, "ranks"], Int[Array, "2"]]  # what `of_leaf` sees
+LeafCounts = tuple[Int[Array, "ranks"], Int[Array, "2"]]  # the result of `of_leaf`: number of values by rank; extremes
 
 
 @functools.partial(
@@ -50,25 +54,25 @@ Seen = tuple[Int[Array, "ranks"], Int[Array, "2"]]  # what `of_leaf` sees
 )
 @dataclasses.dataclass(frozen=True)
 class TensorStats:
-    """Statistics of n tensors, as `tensor_stats` makes them: a pytree that goes through jit.
+    """Statistics of n tensors, the result of `tensor_stats`. A pytree, so that jit can return it.
 
-    Shares are of all values of a tensor, from 0 to 1; "would" speaks of a cast to that format with rounding to nearest
-    even. The formats, in this order: bf16, fp16, e4m3, e5m2 (`FORMATS`).
+    A share is a fraction of all values of a tensor, from 0 to 1. The shares by format describe a cast to that format
+    with rounding to nearest even. The formats are bf16, fp16, e4m3 and e5m2, in this order (`FORMATS`).
 
     Attributes:
       names: path of each tensor (static).
-      dtypes: name of the dtype of each (static).
-      sizes: number of values of each, on one device (static).
-      sampled: bool[], False where `when` was False: all else is then 0.
+      dtypes: name of the dtype of each tensor (static).
+      sizes: number of values of each tensor on one device (static).
+      sampled: bool[], False if `when` was False: all other arrays are then 0.
       amax: float32[n], the largest finite magnitude.
       smallest: float32[n], the smallest magnitude above zero; 0 if there is none.
       zeros: float32[n], share of exact zeros.
       nonfinite: float32[n], share of inf and NaN.
-      overflow: float32[n, 4], share of finite values that would round beyond the largest of a format.
-      underflow: float32[n, 4], share of values other than zero that would round to zero.
-      subnormal: float32[n, 4], share of values below the smallest normal number of a format that would not become zero.
-      octaves: float32[n, 72], share of values in [2^k, 2^(k+1)) for k = -48 to 23, the outermost taking what lies
-        beyond; or float32[n, 0] without histogram.
+      overflow: float32[n, 4], share of finite values that would round above the largest number of a format.
+      underflow: float32[n, 4], share of nonzero values that would round to zero.
+      subnormal: float32[n, 4], share of values below the smallest normal number of a format that would not round to 0.
+      octaves: float32[n, 72], share of values in [2^k, 2^(k+1)) for k = -48 to 23. Values outside count in the first or
+        last octave. float32[n, 0] with `histogram=False`.
 
     Example:
       >>> stats = tensor_stats({"w": jnp.array([1.0, 0.0])})
@@ -90,7 +94,7 @@ class TensorStats:
     octaves: Float[Array, "n octaves"]
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The statistics of one tensor as numbers, those of formats as `overflow/fp16`."""
+        """The statistics of one tensor as a dict of numbers; keys by format are such as `overflow/fp16`."""
         if name not in self.names:
             raise KeyError(f"no tensor {name!r} was measured; there are {', '.join(self.names) or 'none'}")
         i = self.names.index(name)
@@ -120,24 +124,28 @@ def tensor_stats(
     histogram: bool = True,
     axis_name: collectives.AxisName = "auto",
 ) -> TensorStats | None:
-    """Statistics of every float leaf of `tree`, in one pass over each.
+    """Statistics of every float leaf of `tree`.
 
-    It reads and changes nothing; under jit, pmap, shard_map or outside. fp8 scale leaves, integers, keys and complex
-    leaves are passed over.
+    It works under jit, pmap, shard_map or outside, and changes nothing. It ignores integers, keys, complex leaves and
+    fp8 scale leaves.
 
     Args:
-      tree: params, gradients, activations. Gradients as `jaxmp.value_and_grad` returns them are scaled: they show what
-        the 16-bit numbers were; `scale=1 / jaxmp.get_loss_scale(opt_state)` shows what they stand for.
-      when: whether to look: `step % 10 == 0`; under pmap and shard_map the same on all devices, or they wait for one
-        another for ever. Where a traced value is False the pass is not run; Python's False leaves
-        nothing in the program, and None comes back.
+      tree: params, gradients, activations. Gradients of `jaxmp.value_and_grad` are scaled: their statistics show the
+        numbers that 16 bits held. With `scale=1 / jaxmp.get_loss_scale(opt_state)` they show the true gradients.
+      when: whether to compute statistics, such as `step % 10 == 0`. A traced False skips the computation; with Python's
+        False the program does not contain it, and None is returned. Under pmap and shard_map it must be the same on
+        all devices, or they wait for each other forever.
       scale: a factor for all values, in float32.
-      histogram: whether to keep the octaves.
-      axis_name: axes over which devices hold different parts or microbatches: `"auto"` (all that pmap or shard_map
-        binds), names, or None where none is bound. Extremes are taken and shares averaged over them.
+      histogram: whether to compute the octaves.
+      axis_name: axes over which devices hold different parts or microbatches: `"auto"` (all axes that pmap or shard_map
+        binds), names, or None. Over these axes extremes are combined by MAX or MIN, and shares are averaged.
 
     Returns:
-      `TensorStats`, its names in the order of the leaves; or None for `when=False`.
+      `TensorStats` with names in the order of the leaves; or None for `when=False`.
+
+    Raises:
+      TypeError: `when` is not a bool.
+      ValueError: `when` can differ between devices.
 
     Example:
       >>> grads = {"dense": {"kernel": jnp.array([1.0, 1e-6, 1e-9, 0.0])}}
@@ -149,7 +157,7 @@ def tensor_stats(
 
 
 def sampled(make: Callable[[], T], when: bool | Bool[Array, ""]) -> T | None:
-    """`make()` where `when` is true, else zeros of its type; for Python's False None, and nothing is traced."""
+    """`make()` if `when`, else zeros of its type; for Python's False None, without tracing `make`."""
     when = checked_when(when)
     if isinstance(when, bool):
         return make() if when else None
@@ -159,20 +167,18 @@ def sampled(make: Callable[[], T], when: bool | Bool[Array, ""]) -> T | None:
 
 
 def checked_when(when: Any) -> bool | Bool[Array, ""]:
-    """`when` as Python's bool or as an array of one; a number, as of `step % 10` without `== 0`, is refused.
-
-    Python's 0 is let through, which `every and step % every == 0` gives.
-    """
+    """`when` as a Python bool or a bool[] array; raises for numbers, such as `step % 10` without `== 0`."""
+    # Python's 0 passes: `every and step % every == 0` gives it for every=0.
     if isinstance(when, (bool, np.bool_)) or (isinstance(when, int) and when == 0):
         return bool(when)
     shaped: Any = when
     if getattr(when, "dtype", None) != np.dtype(bool) or jnp.ndim(when):
         got = f"{shaped.dtype}{list(shaped.shape)}" if hasattr(when, "dtype") else repr(when)
         raise TypeError(f"when= must be a bool, one for the step, such as step % 10 == 0; got {got}")
-    if axes := compat.varying_axes(shaped):  # some devices would wait for others that do not come
+    if axes := compat.varying_axes(shaped):  # some devices would wait forever for the others
         raise ValueError(
-            f"when= must be the same on all devices, but it varies over {sorted(axes)}. The number of the step is the "
-            f"same, and so is jaxmp.all_finite; a loss is after jax.lax.pmean."
+            f"when= must be the same on all devices; got one that varies over {sorted(axes)}. Use the step number or "
+            f"jaxmp.all_finite, which are the same everywhere; a loss is the same after jax.lax.pmean."
         )
     return shaped
 
@@ -184,7 +190,7 @@ def _zeros(like: Any) -> Array:
 def measure(
     tree: PyTree, *, scale: Any = None, histogram: bool = True, axis_name: collectives.AxisName = "auto"
 ) -> TensorStats:
-    """`tensor_stats` without a condition."""
+    """`tensor_stats` without `when`."""
     with jax.named_scope("jaxmp.tensor_stats"):
         leaves = dict(float_leaves(tree))
         seen = _of_leaves(list(leaves.values()), scale, histogram)
@@ -192,22 +198,16 @@ def measure(
 
 
 def assemble(
-    tensors: Mapping[str, tuple[Any, int]], seen: list[Seen], histogram: bool, axis_name: collectives.AxisName
+    tensors: Mapping[str, tuple[Any, int]], counts: list[LeafCounts], histogram: bool, axis_name: collectives.AxisName
 ) -> TensorStats:
-    """The statistics of several tensors, common to all devices, from what each device saw of each.
-
-    Args:
-      tensors: path -> (dtype, number of values).
-      seen: of each, in this order, what `of_leaf` gave.
-      histogram, axis_name: as for `tensor_stats`.
-    """
+    """The statistics of `tensors` (path -> dtype, number of values), combined over devices, from `of_leaf` of each."""
     axes = collectives.bound_axes(axis_name)
-    ranks = jnp.stack([r for r, _ in seen]) if seen else jnp.zeros((0, len(_edges(histogram)) + 1), jnp.uint32)
+    ranks = jnp.stack([r for r, _ in counts]) if counts else jnp.zeros((0, len(_edges(histogram)) + 1), jnp.uint32)
     shares = _shares(ranks, histogram)
-    extremes = jnp.stack([e for _, e in seen]) if seen else jnp.zeros((0, 2), jnp.int32)
-    if axes and seen:
+    extremes = jnp.stack([e for _, e in counts]) if counts else jnp.zeros((0, 2), jnp.int32)
+    if axes and counts:
         shares = collectives.sum_over(shares, axes) / lax.psum(1, axes)
-        extremes = collectives.max_over(extremes, axes)  # as integers: subnormal floats could be flushed on the way
+        extremes = collectives.max_over(extremes, axes)  # as integers: a float MAX could flush subnormals
     smallest = jnp.where(extremes[:, 1] == 0, 0, float_bits.INFINITY - extremes[:, 1])
     zeros, nonfinite, overflow, underflow, subnormal, octaves = jnp.split(
         shares, np.cumsum([1, 1, len(FORMATS), len(FORMATS), len(FORMATS)]), axis=1
@@ -229,7 +229,7 @@ def assemble(
 
 
 def over_microbatches(stats: TensorStats) -> TensorStats:
-    """Statistics that came as auxiliary data of several microbatches, stacked, as one; of one, as they are."""
+    """Stacked statistics of several microbatches combined; statistics of one batch unchanged."""
     if stats.sampled.ndim == 0:
         return stats
     merged: dict[str, Any] = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
@@ -251,42 +251,39 @@ def float_leaves(tree: PyTree) -> Iterator[tuple[str, Array]]:
             yield path, jnp.asarray(x)
 
 
-def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[Seen]:
-    """`of_leaf` of each; small ones of one type go through one loop, so that a deep model compiles as a flat one."""
-    look = functools.partial(of_leaf, scale=scale, histogram=histogram)
+def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[LeafCounts]:
+    """`of_leaf` of each leaf. Small leaves of one type share a loop, so that a deep model compiles quickly."""
+    measure_leaf = functools.partial(of_leaf, scale=scale, histogram=histogram)
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         groups.setdefault(jax.typeof(x) if x.size <= _SMALL else i, []).append(i)
-    found: dict[int, Seen] = {}
+    found: dict[int, LeafCounts] = {}
     done: Any = ()
     for members in groups.values():
-        # One after another, so that XLA does not keep the bits of all of them at once.
+        # One group after another, so that XLA does not keep the bits of all leaves at once.
         given, done = lax.optimization_barrier(([leaves[i] for i in members], done))
         if len(members) == 1:
-            found[members[0]] = done = look(given[0])
+            found[members[0]] = done = measure_leaf(given[0])
         else:
-            ranks, extremes = done = lax.map(look, jnp.stack(given))
+            ranks, extremes = done = lax.map(measure_leaf, jnp.stack(given))
             found |= {i: (ranks[k], extremes[k]) for k, i in enumerate(members)}
     return [found[i] for i in range(len(leaves))]
 
 
-def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> Seen:
-    """How many values of `x` have each rank; and two extremes, of which devices take the MAX.
-
-    These are bits: of the largest finite magnitude, and infinity less those of the smallest one above zero (0 if there
-    is none).
-    """
+def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> LeafCounts:
+    """The number of values of `x` of each rank, and two extremes, both combined over devices by MAX."""
+    # The extremes as bits: the largest finite magnitude; and infinity minus the smallest magnitude above zero (0 if all
+    # values are zero).
     x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) * scale
     count: Any = functools.partial(_of_float32, histogram=histogram)
-    if shardings.is_explicit(x):  # how its parts are put together is left to XLA
+    if shardings.is_explicit(x):  # XLA chooses how to combine its parts
         count = jax.sharding.auto_axes(count, out_sharding=(PartitionSpec(), PartitionSpec()))
     return count(x)
 
 
-def _of_float32(x: Array, histogram: bool) -> Seen:
-    m = float_bits.to_bits(x) & np.int32(
-        0x7FFFFFFF
-    )  # in its shape: to flatten it would gather what is cut over devices
+def _of_float32(x: Array, histogram: bool) -> LeafCounts:
+    # Keeps the shape: to flatten an array that is split over devices would gather it.
+    m = float_bits.to_bits(x) & np.int32(0x7FFFFFFF)
     ranks = lax.platform_dependent(
         m, cpu=lambda m: _ranks_by_scatter(m, histogram), default=lambda m: _ranks_by_comparison(m, histogram)
     )
@@ -296,17 +293,17 @@ def _of_float32(x: Array, histogram: bool) -> Seen:
 
 
 def _ranks_by_comparison(m: Int[Array, "..."], histogram: bool) -> Array:
-    """The number of values of each rank, from counts beyond each edge: reductions side by side, as GPUs like it."""
+    """The number of values of each rank, from the number at or above each edge: reductions, which are fast on GPUs."""
     edges = np.array([0, *_edges(histogram)], np.int32).reshape(-1, *[1] * m.ndim)
     at_least = jnp.sum(m[None] >= edges, axis=tuple(range(1, m.ndim + 1)), dtype=jnp.uint32)
     return at_least - jnp.concatenate([at_least[1:], jnp.zeros((1,), jnp.uint32)])
 
 
 def _ranks_by_scatter(m: Int[Array, "..."], histogram: bool) -> Array:
-    """The same by a scatter: many times as fast on CPUs, which do not vectorize the other."""
+    """The same by a scatter: many times faster on CPUs, where XLA does not vectorize the comparisons."""
     edges, octaves = _edges(histogram), _octave_edges() if histogram else []
     rank = jnp.zeros_like(m)
-    if octaves:  # their edges are the exponents themselves
+    if octaves:  # the rank among the octaves' edges is the exponent
         rank = jnp.clip((m >> 23) - (LOWEST + 127), 0, len(octaves))
     for edge in sorted(set(edges) - set(octaves)):
         rank += m >= np.int32(edge)
@@ -314,16 +311,16 @@ def _ranks_by_scatter(m: Int[Array, "..."], histogram: bool) -> Array:
 
 
 def _shares(ranks: Array, histogram: bool) -> Float[Array, "n shares"]:
-    """Of each tensor all shares, in the order of the fields, from the numbers of its values of each rank."""
-    at_least = jnp.flip(jnp.cumsum(jnp.flip(ranks, axis=1), axis=1, dtype=jnp.uint32), axis=1)  # rank 0: all
-    at_least = jnp.pad(at_least, ((0, 0), (0, 1)))  # nothing is beyond the last
+    """All shares of each tensor, in the order of the fields of `TensorStats`, from its number of values by rank."""
+    at_least = jnp.flip(jnp.cumsum(jnp.flip(ranks, axis=1), axis=1, dtype=jnp.uint32), axis=1)  # at rank 0: all values
+    at_least = jnp.pad(at_least, ((0, 0), (0, 1)))  # no value is above the last rank
     low, high = _bounds(histogram)
     return (at_least[:, low] - at_least[:, high]).astype(jnp.float32) / at_least[:, :1].astype(jnp.float32)
 
 
 @functools.cache
 def _bounds(histogram: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The ranks from which and below which the values of each share lie, in the order of the fields."""
+    """For each share, in the order of the fields: its lowest rank, and the rank after its highest."""
     edges = _edges(histogram)
     infinity, limits = int(float_bits.INFINITY), [_limits(f) for f in FORMATS]
     between: list[tuple[int, int]] = [(over, infinity) for _, _, over in limits]
@@ -339,25 +336,26 @@ def _bounds(histogram: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _edges(histogram: bool) -> list[int]:
-    """All edges as bits, rising."""
+    """All edges as bits, in ascending order."""
     own = {edge for f in FORMATS for edge in _limits(f)}
     return sorted({1, int(float_bits.INFINITY)} | own | set(_octave_edges() if histogram else ()))
 
 
 def _octave_edges() -> list[int]:
-    """The bits of 2^k where an octave of the histogram begins, but for the first, which takes all that is smaller."""
+    """The bits of 2^k at the start of each octave but the first, which holds all smaller values as well."""
     return [(k + 127) << 23 for k in range(LOWEST + 1, HIGHEST + 1)]
 
 
 @functools.cache
 def _limits(name: str) -> tuple[int, int, int]:
-    """Of a format, as bits: the least magnitude not rounded to zero, the smallest normal, the least that overflows."""
+    """As bits, of a format: the smallest number not rounded to 0, the smallest normal, the smallest to overflow."""
     info = jnp.finfo(FORMATS[name])
-    half = np.float32(float(info.smallest_subnormal) / 2)  # a tie, which rounds to the even neighbour: zero
+    half = np.float32(float(info.smallest_subnormal) / 2)  # a tie: rounds to the even neighbour, zero
     step = float(info.max) - float(np.nextafter(info.max, np.asarray(0, info.dtype)).astype(np.float64))
     tie = np.float32(float(info.max) + step / 2)
-    odd = int(np.asarray(info.max).view(f"uint{info.bits}")) & 1  # then the even neighbour is the one beyond
-    return _int(half) + 1, _int(np.float32(info.smallest_normal)), _int(tie) + (0 if odd else 1)
+    # A tie rounds to the even neighbour: up, to overflow, if the largest number is odd.
+    tie_overflows = int(np.asarray(info.max).view(f"uint{info.bits}")) & 1
+    return _int(half) + 1, _int(np.float32(info.smallest_normal)), _int(tie) + (0 if tie_overflows else 1)
 
 
 def _int(x: np.float32) -> int:

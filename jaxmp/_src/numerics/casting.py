@@ -1,18 +1,12 @@
-"""Casts: the roundings of mixed precision, made so that they really happen.
+"""Casts and roundings, for arrays and trees. The face `jaxmp.casting` explains why a rounding needs care under XLA.
 
-A cast to a narrow dtype and back is how one asks "what would this value be in float16?". XLA for GPUs deletes such a
-pair inside one program (`xla_allow_excess_precision`), and with it the answer: `f32(f16(master)) - f32(p)` becomes
-`master - p`. `round_to` rounds by arithmetic that no simplifier may remove.
-
-With q(x) = 2^(max(e(x), e_min) - m), the spacing of a dtype's grid round x (e(x): exponent of x, e_min: smallest
-normal exponent, m: bits of mantissa),
+`round_to` computes, with q(x) = 2^(max(e(x), e_min) - m), the spacing of a dtype's values near x (e(x): the exponent of
+x; e_min: the smallest normal exponent; m: the number of mantissa bits),
 
     round_to(x) = q(x) * nearest_even(x / q(x))
 
-All three steps are exact in float32: q is a power of two made from the bits of x. Subnormals of the narrow dtype come
-out right because the spacing stops shrinking at e_min (`lax.reduce_precision` flushes those of float16 to zero).
-
-Casts of *state* saturate: a float32 master of 70000 becomes 65504 in float16, never inf.
+All three steps are exact in float32, because q is a power of two made from the bits of x. Subnormals of the narrow
+dtype come out right, because the spacing is constant below e_min. (`lax.reduce_precision` flushes those of float16.)
 """
 
 from typing import Any
@@ -27,14 +21,8 @@ from pallas_kernels import moments, reference
 
 
 def is_float(x: Any) -> bool:
-    """Whether `x` is an array (or an abstract one) of floats of 16 bits or more.
-
-    8-bit floats mean nothing without their scale, so nothing here touches them.
-
-    Example:
-      >>> is_float(jnp.ones(2)), is_float(jnp.arange(2)), is_float(2.0), is_float(jax.random.key(0))
-      (True, False, False, False)
-    """
+    """Whether `x` is an array or a `jax.ShapeDtypeStruct` of floats of 16 bits or more."""
+    # 8-bit floats mean nothing without their scale, so no function of this file changes them.
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
@@ -42,28 +30,12 @@ def is_float(x: Any) -> bool:
 
 
 def is_low_precision(dtype: Any) -> bool:
-    """Whether `dtype` is a float of 16 bits, one whose params need a float32 master.
-
-    Example:
-      >>> is_low_precision(jnp.bfloat16), is_low_precision(jnp.float32)
-      (True, False)
-    """
+    """Whether `dtype` is a 16-bit float: params of such a dtype need a float32 master."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
 
 
 def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
-    """`x` in `dtype`, strongly typed, if it is a float array of 16 bits or more (or an abstract one), else `x` itself.
-
-    Args:
-      x: any leaf.
-      dtype: a float dtype.
-      saturate: whether values beyond the range of `dtype` become its largest finite value, not inf.
-
-    Example:
-      >>> x = jnp.float32(70000.0)
-      >>> float(cast_float(x, jnp.float16)), float(cast_float(x, jnp.float16, saturate=True))
-      (inf, 65504.0)
-    """
+    """`x` in `dtype`, strongly typed, if `is_float(x)`, else `x`; `saturate`: as `saturating_cast`."""
     if not is_float(x):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -74,17 +46,16 @@ def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
 
 
 def strongly_typed(x: Any) -> Any:
-    """`x` without jax's weak type, which the first update would change: a recompilation.
-
-    Example:
-      >>> jnp.asarray(1.0), strongly_typed(jnp.asarray(1.0))
-      (Array(1., dtype=float32, weak_type=True), Array(1., dtype=float32))
-    """
+    """`x` without jax's weak type. The first update would remove it, and the second call would compile again."""
     return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
-    """`tree` with every float leaf of 16 bits or more in `dtype`; all else is left alone.
+    """`tree` with every float leaf of 16 bits or more cast to `dtype`. All other leaves stay as they are.
+
+    Args:
+      tree: any pytree; leaves may be abstract (`jax.ShapeDtypeStruct`).
+      dtype: a float dtype. Values outside its range become inf.
 
     Example:
       >>> cast_floats({"w": jnp.ones(2, jnp.float16), "n": 3}, jnp.float32)
@@ -94,14 +65,14 @@ def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """`x` in a narrower `dtype`, with values beyond its range (inf too) at its largest finite value; NaN stays NaN.
+    """`x` in a narrower `dtype`. Values outside its range, inf included, become its largest finite value.
 
     Args:
       x: floats of any shape.
       dtype: the narrow float dtype.
 
     Returns:
-      An array of `dtype`, rounded to nearest even.
+      An array of `dtype`, of the shape of `x`, rounded to nearest even. NaN stays NaN.
 
     Example:
       >>> saturating_cast(jnp.array([1e6, -jnp.inf, 0.5]), jnp.float16).tolist()
@@ -110,24 +81,24 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.asarray(x)
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if narrow.max >= wide.max and narrow.nmant >= wide.nmant:
-        return x.astype(dtype)  # a widening: exact, and inf stays inf
-    if narrow.nmant > wide.nmant or narrow.max > wide.max:  # float16 from or to bfloat16: compare where both are exact
+        return x.astype(dtype)  # a wider dtype: the cast is exact, and inf stays inf
+    if narrow.nmant > wide.nmant or narrow.max > wide.max:  # between float16 and bfloat16: float32 holds both limits
         x = x.astype(jnp.float32)
     return reference.saturating_cast(x, dtype)
 
 
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """float32 `x`, rounded to the values that `dtype` can hold, still in float32; the rounding survives XLA.
+    """float32 `x`, rounded to values that `dtype` can hold, still in float32. XLA cannot remove this rounding.
 
-    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (signs of zeros aside for the fnuz
-    formats, which have no -0.0). See the module's docstring.
+    The result has the bits of `saturating_cast(x, dtype).astype(float32)` on every backend. (The fnuz formats have no
+    -0.0: there the signs of zeros can differ.)
 
     Args:
       x: float32 of any shape.
       dtype: float16, bfloat16, an 8-bit float, or float32 (which returns `x`).
 
     Returns:
-      float32 of the same shape. NaN stays NaN; inf and what lies beyond the range becomes the largest finite value.
+      float32 of the same shape. NaN stays NaN. Values outside the range, inf included, become the largest finite value.
 
     Raises:
       TypeError: `x` is not float32.
@@ -152,20 +123,8 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 def round_to_grid(
     x: Float[Array, "..."], smallest_normal: Float[Array, ""] | np.float32, step: Float[Array, ""] | np.float32
 ) -> Float[Array, "..."]:
-    """float32 `x`, rounded to nearest even on the grid of a format that need not be known when this is traced.
-
-    Args:
-      x: float32, within the range of the format.
-      smallest_normal: float32[], its smallest normal number, a power of two.
-      step: float32[], the spacing of its numbers between 1 and 2, a power of two. The product of both is >= 2^-126.
-
-    Returns:
-      float32. inf becomes NaN.
-
-    Example:
-      >>> round_to_grid(jnp.array([1.1, 2.1]), jnp.float32(2.0**-6), jnp.float32(2.0**-3)).tolist()
-      [1.125, 2.0]
-    """
+    """float32 `x`, rounded to nearest even in a format whose two numbers may be traced; inf becomes NaN."""
+    # Both are powers of two: the smallest normal number, and the spacing between 1 and 2. Their product is >= 2^-126.
     spacing = jnp.maximum(power_of_two_below(x), smallest_normal) * step
     return lax.round(x * inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
 
@@ -173,12 +132,12 @@ def round_to_grid(
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
     """float32 `x`, rounded up or down at random to a value that `dtype` can hold, so that the mean is `x`.
 
-    With the neighbours low <= |x| <= low + q in `dtype`,
+    With low and low + q, the two neighbours of |x| in `dtype`,
 
-        |x| -> low + q  with the probability (|x| - low) / q,  else low
+        |x| -> low + q  with probability (|x| - low) / q,  else low
 
-    which is exact for bfloat16 and for the normal range of float16; a subnormal of float16 is off by less than 2^-24 q
-    on average. A value that `dtype` holds never moves.
+    The probability is exact for bfloat16 and for the normal range of float16. For subnormals of float16 the mean is off
+    by less than 2^-24 q. A value that `dtype` can hold does not change.
 
     Args:
       x: float32 of any shape.
@@ -186,11 +145,11 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
       bits: uint32 of the same shape, 32 random bits for each element.
 
     Returns:
-      float32. What is finite stays finite: beyond the range it becomes the largest finite value. inf and NaN stay what
-      they are (`round_to` saturates inf), and zeros keep their signs.
+      float32 of the same shape. Finite values outside the range become the largest finite value. inf and NaN do not
+      change (`round_to` saturates inf), and zeros keep their signs.
 
     Raises:
-      TypeError: `x` is not float32, or another `dtype`.
+      TypeError: `x` is not float32, or `dtype` is another one.
 
     Example:
       >>> x = jnp.full(4096, 1 + 2.0**-9)  # a quarter of the way from 1 to the next bfloat16
@@ -212,55 +171,36 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
         return moments.to_bfloat16(x, moments.low_bits(bits)).astype(jnp.float32)
     if dtype != jnp.float16:
         raise TypeError(
-            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. Eight bits need a "
-            f"scale: see jaxmp.compress_moments."
+            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. An 8-bit "
+            f"dtype needs a scale: see jaxmp.compress_moments."
         )
     info = jnp.finfo(jnp.float16)
     size = jnp.minimum(jnp.abs(x), np.float32(info.max))
     spacing = jnp.maximum(power_of_two_below(size), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
     steps = size * inverse_of_power_of_two(spacing)
     low = jnp.floor(steps)
-    odds = (steps - low) * np.float32(2.0**24)  # of 2^24; exact
+    odds = (steps - low) * np.float32(2.0**24)  # times 2^24; exact
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
     rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
 
 
 def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN.
-
-    Example:
-      >>> power_of_two_below(jnp.array([3.0, 0.3])).tolist()
-      [2.0, 0.25]
-    """
+    """2^floor(log2|x|) for normal float32 `x`; 0 for zeros and subnormals, inf for inf and NaN."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
 
 
 def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
-
-    Example:
-      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
-      0.125
-    """
+    """1 / x for float32 powers of two from 2^-126 to 2^126."""
+    # The exponent field of 2^-k is 254 minus the exponent field of 2^k.
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
 
 
 def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
-    """1 / scale in float32, from the bits where `scale` is a power of two (GPUs divide approximately).
-
-    Args:
-      scale: float32, positive.
-
-    Returns:
-      float32: exact for powers of two from 2^-126 to 2^126, the rounded quotient otherwise.
-
-    Example:
-      >>> float(reciprocal(jnp.float32(65536.0))) == 2.0**-16
-      True
-    """
+    """1 / scale for positive float32 scales; exact for powers of two from 2^-126 to 2^126, else the quotient."""
+    # GPUs divide approximately, so powers of two go through their bits.
     scale = jnp.asarray(scale, jnp.float32)
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     exponent = bits >> 23  # the sign is 0
@@ -269,10 +209,14 @@ def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def computed_once(scalars: PyTree) -> PyTree:
-    """Scalars that every leaf of a tree needs, as values that XLA does not make anew for each.
+    """`scalars` unchanged, but XLA computes them once instead of once in each kernel that reads them.
 
-    A scalar that comes from all leaves (a flag, a norm) ends in a chain of as many cheap operations. Those XLA copies
-    into the kernel of every leaf, so that a program for n leaves has n^2 of them: minutes of compilation for 1000.
+    A scalar that depends on all n leaves of a tree (a flag, a norm) ends in a chain of n cheap operations. XLA copies
+    this chain into the kernel of every leaf that uses the scalar. The program then has n^2 operations, and 1000 leaves
+    take minutes to compile.
+
+    Args:
+      scalars: any pytree of arrays.
 
     Example:
       >>> computed_once((jnp.float32(2.0), jnp.array(True)))

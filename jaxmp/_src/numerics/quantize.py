@@ -1,6 +1,6 @@
-"""Casting a tensor to fp8 with one scale, and finding its amax in the same pass.
+"""Casts a tensor to fp8 with one scale, and finds its amax in the same pass over memory.
 
-q = fp8(clip(x * scale)),    amax = max |x|,    x ~ q / scale
+q = fp8(clip(x * scale))        amax = max |x|        x is about q / scale
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from pallas_kernels.reference import largest_magnitude as largest_magnitude
 
 
 def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Array:
-    """fp8(x * scale), rounded to nearest even; beyond the range at its largest finite value, NaN stays NaN.
+    """fp8(x * scale), rounded to nearest even. Values outside the range become the largest finite value.
 
     Args:
       x: floats of any shape.
-      scale: float32[], or of a shape that broadcasts against x; multiplies before the cast.
+      scale: float32[], or of a shape that broadcasts against `x`; it multiplies before the cast.
       dtype: an 8-bit float dtype such as `jnp.float8_e4m3fn`.
 
     Returns:
-      An array of `dtype`, of the shape of x.
+      An array of `dtype`, of the shape of `x`. NaN stays NaN.
 
     Example:
       >>> quantize(jnp.array([1.0, 1000.0]), jnp.float32(2.0), jnp.float8_e4m3fn).tolist()
@@ -35,14 +35,17 @@ def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Arr
 
 
 def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, "..."]:
-    """q / scale in `dtype`: what a quantized tensor stands for.
+    """q / scale in `dtype`: the values that a quantized tensor stands for.
 
-    Dequantize what was stored, not what was just quantized: inside one program XLA for GPUs may take the cast away.
+    Call it on a stored array. XLA for GPUs may delete a quantization and a dequantization inside one program.
 
     Args:
       q: fp8 of any shape.
-      scale: float32[], the scale with which q was quantized.
-      dtype: dtype of the result.
+      scale: float32[], the scale that `q` was quantized with.
+      dtype: the dtype of the result.
+
+    Returns:
+      An array of `dtype`, of the shape of `q`.
 
     Example:
       >>> dequantize(quantize(jnp.array([1.1]), jnp.float32(2.0), jnp.float8_e4m3fn), jnp.float32(2.0), jnp.float32)
@@ -52,11 +55,9 @@ def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, ".
 
 
 def stored(q: Array) -> Array:
-    """`q`, made once for both GEMMs that read it, and in the layout of the tensor that it was cast from.
-
-    XLA would rather cast twice, or cast a weight straight into the transpose that cuBLASLt wants and read it again for
-    its amax.
-    """
+    """`q`, computed once for both GEMMs that read it, in the layout of the tensor that it was cast from."""
+    # Without this, XLA casts twice; or it casts a weight directly into the transpose that cuBLASLt needs, and reads the
+    # weight a second time for its amax.
     as_is = layout.Layout(tuple(range(q.ndim)))
     pin = hardware.on_fp8_hardware(lambda q: layout.with_layout_constraint(q, as_is), lambda q: q)
     return lax.optimization_barrier(pin(q))
@@ -64,13 +65,13 @@ def stored(q: Array) -> Array:
 
 @jax.custom_batching.custom_vmap
 def observe(x: Array, scale: Array) -> Array:
-    """The amax of what shares a scale: float32 of the shape of `scale`, whose axes are the first of x."""
+    """The amax of all values that share a scale: float32 of the shape of `scale`, whose axes lead in `x`."""
     return largest_magnitude(x, keep=scale.ndim)
 
 
 @observe.def_vmap
 def observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
-    """Under vmap: one amax for the batch where all of it shares one scale, else one for each member."""
+    """Under vmap: one amax for the whole batch if it shares one scale, else one for each element."""
     x_batched, scale_batched = in_batched
     if not scale_batched:
         return observe(jnp.moveaxis(x, 0, scale.ndim), scale), False

@@ -1,15 +1,16 @@
-"""Scales gradients at chosen points of a model, where one scale for the whole loss is not enough.
+"""Scales gradients at chosen points of a model, for models where one scale for the whole loss is not enough.
 
-A loss scale moves all gradients by the same power of two. In a deep float16 model one block may overflow where another
-underflows; then scale inside, up where the backward pass enters a block and down where it leaves:
+A loss scale multiplies all gradients by the same number. In a deep float16 model, gradients can overflow in one block
+and underflow in another. Then scale them inside the model: multiply by s where the backward pass enters a block, and by
+1 / s where it leaves the block:
 
     def block(x):
-        x = scale_gradient(x, 1 / s)        # last in the backward pass: what leaves is as large as without
+        x = scale_gradient(x, 1 / s)        # last in the backward pass: undoes the factor
         ...
         return scale_gradient(y, s)         # first in the backward pass
 
-The gradient of x is the same as without, and those of the block's own weights come out s times as large: divide them
-by s before they are used, or end the block's weights in a `scale_gradient(w, 1 / s)` of their own.
+The gradient of x does not change. The gradients of the block's own weights are s times as large: divide them by s
+before you use them, or write `scale_gradient(w, 1 / s)` where the block reads a weight.
 """
 
 import math
@@ -21,26 +22,26 @@ from jaxtyping import Array, Float, PyTree
 
 
 def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
-    """`x` itself, bit for bit; on the way back its gradient is multiplied by `s`.
+    """`x` unchanged in the forward pass; in the backward pass its gradient is multiplied by `s`.
 
         forward: y = x          backward: dx = dtype(f32(dy) * s)
 
-    The product is made in float32 and rounded once to the gradient's dtype; what is too large for that is inf, for the
-    loss scaler to see. For a power of two nothing is rounded, so that a pair of s and 1/s round a block leaves the
-    gradients outside of it as they were, bit for bit, while nothing in between over- or underflows.
+    The product is computed in float32 and rounded once to the gradient's dtype. A product too large for that dtype
+    becomes inf, which the loss scaler then finds. With a power of two nothing is rounded: two calls with s and 1 / s
+    around a block leave the gradients outside the block bit-equal, as long as nothing in the block over- or underflows.
 
-    Reverse mode only (`jax.grad`, `jax.vjp`), under any of jit, vmap, scan, remat, pmap and shard_map.
+    For reverse mode only (`jax.grad`, `jax.vjp`); under jit, vmap, scan, remat, pmap and shard_map.
 
     Args:
-      x: pytree; leaves that are no float or complex arrays (integers, keys, Python numbers) are left alone.
-      s: a finite number, or a float32[] scalar, which may be traced. No gradient flows to it. Inside shard_map, the
-        same on every device.
+      x: a pytree. Only float and complex arrays have a gradient; other leaves are returned as they are.
+      s: a finite number, or a float32[] scalar, which may be traced. It gets no gradient. Inside shard_map, pass the
+        same value on every device.
 
     Returns:
       The same tree.
 
     Raises:
-      ValueError: a number that is not finite, or an array that is no scalar.
+      ValueError: `s` is a number that is not finite, or an array that is not a scalar.
 
     Example:
       >>> def block(w, x):
@@ -50,17 +51,16 @@ def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
       (Array([0.5], dtype=float16), Array([3.], dtype=float16))
 
     References:
-      Zhao et al. 2019, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385), which chooses a scale
-      for each layer.
+      Zhao et al. 2019, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385): a scale for each layer.
     """
     if isinstance(s, (int, float)) and not math.isfinite(s):
         raise ValueError(
-            f"gradients must be scaled by a finite number; got s={s}. To stop them use jax.lax.stop_gradient."
+            f"gradients must be scaled by a finite number; got s={s}. To stop a gradient use jax.lax.stop_gradient."
         )
     if jnp.ndim(s) != 0:
         raise ValueError(
-            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For other scales for other leaves, "
-            f"call jaxmp.scale_gradient on each."
+            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For different scales, call "
+            f"jaxmp.scale_gradient on each leaf."
         )
     s = jnp.asarray(s, jnp.float32)
     return jax.tree.map(lambda leaf: _identity(leaf, s) if _has_gradient(leaf) else leaf, x)

@@ -1,16 +1,16 @@
-"""Softmax and its relatives for 16-bit logits: computed in float32, safe on any row.
+"""Softmax, log-softmax, logsumexp and cross-entropy for 16-bit logits: computed in float32, defined for every row.
 
-float16 ends at 65504 and has 11 bits: a sum of 70000 exponentials of 1 is inf there, and one of 4096 no longer sees the
-next 1. A loss wants better. With m the largest logit of a row,
+float16 ends at 65504 and has 11 significant bits: a sum of 70000 ones is inf, and adding 1 to 4096 gives 4096. So
+these functions compute in float32. With m, the largest logit of a row,
 
     s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s    logsumexp = m + log s
 
-all in float32, the difference included: in float16, 60000 - -60000 is inf. Gradients come back in the logits' dtype,
-rounded once.
+The difference is taken in float32 as well: in float16, 60000 - (-60000) is inf. Gradients have the dtype of the logits
+and are rounded once.
 
-An element of -inf is one that is masked. Rows of which nothing is left have s = 0. Here they are empty sums:
-probabilities 0, log-probabilities -inf, a cross-entropy of 0; and their gradients are 0, not NaN. An inf or NaN among
-the logits that count shows in the result.
+A logit of -inf is masked. In a row where every logit is masked, s = 0. The functions treat such a row as an empty sum:
+probabilities are 0, log-probabilities -inf, the cross-entropy is 0, and gradients are 0, not NaN. An inf or NaN among
+the other logits appears in the result.
 """
 
 from typing import Any
@@ -26,19 +26,20 @@ Axis = int | tuple[int, ...]
 def softmax(
     x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
 ) -> Float[Array, "..."]:
-    """exp(x) / sum exp(x) in float32, whatever the dtype of `x`.
+    """exp(x) / sum exp(x), computed in float32 for every dtype of `x`.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several.
-      where: which elements count, of a shape that broadcasts to that of `x`; the others get 0. They may hold anything.
-      dtype: of the result; the arithmetic is float32 in any case.
+      axis: the axis or axes of the sum.
+      where: bools, which elements count, of a shape that broadcasts to that of `x`. The others get 0; their values,
+        NaN included, do not matter.
+      dtype: the dtype of the result. The arithmetic is always float32.
 
     Returns:
-      `dtype`, of the shape of `x`; zeros in rows in which no element counts. Gradients arrive in the dtype of `x`.
+      An array of `dtype`, of the shape of `x`; zeros in rows where no element counts. Gradients have the dtype of `x`.
 
     Raises:
-      TypeError: `x` is no float array; `where` is not boolean.
+      TypeError: `x` is not a float array, or `where` is not boolean.
 
     Example:
       >>> softmax(jnp.array([6e4, 6e4, -6e4], jnp.float16))
@@ -59,16 +60,16 @@ def softmax(
 def log_softmax(
     x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
 ) -> Float[Array, "..."]:
-    """x - logsumexp(x) in float32, whatever the dtype of `x`.
+    """x - logsumexp(x), computed in float32 for every dtype of `x`.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several.
-      where: which elements count, of a shape that broadcasts to that of `x`; the others get -inf.
-      dtype: of the result; in float16, probabilities that differ by less than a thousandth become one.
+      axis: the axis or axes of the sum.
+      where: bools, which elements count, of a shape that broadcasts to that of `x`. The others get -inf.
+      dtype: the dtype of the result. In float16, probabilities that differ by less than a thousandth become equal.
 
     Returns:
-      `dtype`, of the shape of `x`; -inf in rows in which no element counts. Gradients arrive in the dtype of `x`.
+      An array of `dtype`, of the shape of `x`; -inf in rows where no element counts. Gradients have the dtype of `x`.
 
     Raises:
       TypeError: as for `softmax`.
@@ -92,17 +93,18 @@ def logsumexp(
     keepdims: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "..."]:
-    """log sum exp(x) in float32, whatever the dtype of `x`.
+    """log sum exp(x), computed in float32 for every dtype of `x`.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several; the last one by default, as for `softmax`.
-      where: which elements count, of a shape that broadcasts to that of `x`.
-      keepdims: whether `axis` stays, with size 1.
-      dtype: of the result.
+      axis: the axis or axes of the sum; by default the last one, as for `softmax`.
+      where: bools, which elements count, of a shape that broadcasts to that of `x`.
+      keepdims: whether the result keeps `axis`, with size 1.
+      dtype: the dtype of the result.
 
     Returns:
-      `dtype`; -inf where no element counts. Gradients arrive in the dtype of `x`.
+      An array of `dtype`, of the shape of `x` without `axis`; -inf where no element counts. Gradients have the dtype of
+      `x`.
 
     Raises:
       TypeError: as for `softmax`.
@@ -127,26 +129,26 @@ def softmax_cross_entropy(
     label_smoothing: float | Float[Array, ""] = 0.0,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "..."]:
-    """-sum_c q_c log_softmax(logits)_c in float32: the loss of each row, not yet averaged.
+    """-sum_c q_c log_softmax(logits)_c, computed in float32: the loss of each row, without an average.
 
         q = (1 - a) labels + a / (number of classes that count)        a = label_smoothing
 
     Args:
-      logits: of any float dtype; classes along the last axis.
+      logits: floats of any dtype; the last axis holds the classes.
       labels: integers, the class of each row; or floats of the shape of `logits`, a distribution over classes. A class
-        of probability 0 adds nothing, at a log-probability of -inf too.
-      where: which classes count, of a shape that broadcasts to that of `logits`. For rows that do not count, average
-        with `jnp.mean(loss, where=...)`, or mask all their classes: then their loss is 0.
+        of probability 0 adds 0, even if its log-probability is -inf.
+      where: bools, which classes count, of a shape that broadcasts to that of `logits`. To ignore whole rows, average
+        with `jnp.mean(loss, where=...)`, or mask all classes of these rows: their loss is then 0.
       label_smoothing: a, from 0 to 1.
-      dtype: of the result. Leave it float32 for a loss that is to be scaled.
+      dtype: the dtype of the result. Keep float32 for a loss that will be scaled.
 
     Returns:
-      `dtype`, of the shape of `logits` without the last axis. inf where the label is a class that does not count, NaN
-      where it is none at all (negative ones too). Gradients arrive in the dtype of `logits`.
+      An array of `dtype`, of the shape of `logits` without the last axis. inf where the label is a masked class; NaN
+      where the label is not a class (negative labels included). Gradients have the dtype of `logits`.
 
     Raises:
-      TypeError: as for `softmax`; labels that are neither integers nor floats.
-      ValueError: labels whose shape is neither; a `label_smoothing` outside of 0 to 1.
+      TypeError: as for `softmax`; or labels are neither integers nor floats.
+      ValueError: labels have another shape; or `label_smoothing` is outside 0 to 1.
 
     Example:
       >>> logits = jnp.array([[6e4, 0.0, -6e4], [1.0, 1.0, -jnp.inf]], jnp.float16)
@@ -163,8 +165,8 @@ def softmax_cross_entropy(
     if labels.shape != expected:
         raise ValueError(
             f"{'integer' if is_class else 'float'} labels for logits of shape {logits.shape} must have the shape "
-            f"{expected}; got {labels.shape}. Integers name one class a row, floats are a distribution over the last "
-            f"axis."
+            f"{expected}; got {labels.shape}. Pass one integer class for each row, or floats: a distribution over the "
+            f"last axis."
         )
     log_probabilities = log_softmax(logits, where=where)
     with jax.named_scope("jaxmp.softmax_cross_entropy"):
@@ -178,31 +180,33 @@ def softmax_cross_entropy(
             target = (1.0 - label_smoothing) * target + label_smoothing * (counts / _nonzero(number))
         used = target != 0
         terms = jnp.where(used, target * jnp.where(used, -log_probabilities, 0.0), 0.0)
-        some = jnp.any(counts, axis=-1, keepdims=True)
-        loss = jnp.sum(jnp.where(some, terms, 0.0), axis=-1)
+        not_empty = jnp.any(counts, axis=-1, keepdims=True)
+        loss = jnp.sum(jnp.where(not_empty, terms, 0.0), axis=-1)
         if is_class:
             loss = jnp.where((labels >= 0) & (labels < logits.shape[-1]), loss, jnp.nan)
         return loss.astype(dtype)
 
 
 def _counting(x: Array, where: Any) -> Array:
-    """Which elements of a row there are: those that `where` names and that are not -inf, a mask as well."""
+    """bool, of the shape of `x`: which elements count. `where` and a logit of -inf both mask."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"logits must be a float array; got {x.dtype}. Cast them with .astype(jnp.float32).")
-    there = x != -jnp.inf
+    unmasked = x != -jnp.inf
     if where is None:
-        return there
+        return unmasked
     where = jnp.asarray(where)
     if where.dtype != bool:
-        raise TypeError(f"where says which elements count, in bools; got {where.dtype}. Write where=mask != 0.")
-    return jnp.broadcast_to(where, x.shape) & there
+        raise TypeError(
+            f"where must be boolean, True where an element counts; got {where.dtype}. Write where=mask != 0."
+        )
+    return jnp.broadcast_to(where, x.shape) & unmasked
 
 
 def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array, Array]:
-    """(the largest of each row, x less that, sum of the exponentials of that), in float32; 0, 0 and 0 where none is."""
-    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # nothing that does not count may reach a gradient
+    """float32 (largest element m of each row, x - m, sum of exp(x - m)); all 0 in a row where nothing counts."""
+    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # masked values must not reach a gradient
     largest = jnp.max(lax.stop_gradient(wide), axis=axis, keepdims=True, initial=-jnp.inf, where=counts)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # an empty row; and an inf shows in any case
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # for an empty row; an inf in x still shows in the result
     shifted = wide - largest
     return largest, shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
 

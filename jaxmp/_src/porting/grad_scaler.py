@@ -8,35 +8,39 @@
     scaler.step(opt)                             params, opt_state, scaler = scaler.step(tx, grads, opt_state, params)
     scaler.update()                              scaler = scaler.update()
 
-A scaler is immutable: what torch changes in place comes back as a new one. It is a pytree, so it goes in and out of
-`jax.jit`, `lax.scan`, pmap and shard_map like params do. How far each optimizer is in its step,
+A scaler is immutable: a method that changes a torch scaler in place returns a new scaler here. It is a pytree, so it
+can be an argument and a result of `jax.jit`, `lax.scan`, pmap and shard_map, as params can. Each optimizer is in one of
+three stages:
 
-    READY --unscale--> UNSCALED --step--> STEPPED           (step unscales by itself if nobody did)
+    READY --unscale--> UNSCALED --step--> STEPPED           (without unscale, step unscales the gradients itself)
       ^-----------------------update-----------------'
 
-is part of its *structure*, not of its values. So a wrong order raises while the function is traced, and a step that
-ends with `update` hands back the structure it was given: the second call compiles nothing.
+The stages are part of the pytree's *structure*, not of its values. So a call in the wrong order raises while jax traces
+the function. A step that ends with `update` returns the structure that it got, so the second call compiles nothing.
 
-New code is better off with `jaxmp.mixed_precision` and `jaxmp.value_and_grad`: there the scale lives in `opt_state`,
-nothing can be called in a wrong order, and the optimizer can write in place. The two ways exclude each other: both
-unscale. Masters of 16-bit params are `jaxmp.keep_master_params`, which goes with either. What only `value_and_grad`
-knows is fp8 scales, and that `jax.grad` of replicated params under `jax.shard_map(check_vma=True)` sums over devices in
-the dtype of the params, where float16 overflows: pass them through `jax.lax.pcast(..., to="varying")` before.
+New code should use `jaxmp.mixed_precision` and `jaxmp.value_and_grad`: there `opt_state` holds the scale, no call can
+be in the wrong order, and the optimizer can write in place. Do not combine the two ways: both unscale.
+`jaxmp.keep_master_params`, the float32 masters of 16-bit params, works with both. Only `value_and_grad` handles two
+cases: fp8 scales; and replicated params under `jax.shard_map(check_vma=True)`, where `jax.grad` sums gradients over
+devices in the dtype of the params, and float16 overflows. With a GradScaler, pass such params through
+`jax.lax.pcast(..., to="varying")` first.
 
-Where we differ from torch.amp.GradScaler:
+Differences from torch.amp.GradScaler:
 
-- `scale` multiplies in float32 always. torch keeps the dtype of a float16 loss that has dimensions, and overflows.
+- `scale` always multiplies in float32. torch keeps the dtype of a float16 loss that has dimensions, and overflows.
 - `unscale` returns float32. torch unscales in the dtype of the gradients and refuses float16.
-- An overflow is looked for in the *unscaled* gradients, so one that the unscaling makes (by a scale below 1, or one
-  that has sunk to 0) is found, too; and on every device, where torch's looks at its own only.
-- An element of params or state that a step would make non-finite from finite gradients keeps its old value.
-- The scale is there from the start; torch makes it at the first `scale`, and refuses all else before. That is checked
-  as long as it is certain: not once the scaler was passed to a jitted function, which may have scaled with it.
-- Gradients without a leaf are finite, as on a device that holds no params. torch raises.
-- `update(new_scale)` takes an int as well, and a number must be positive and finite; so must backoff_factor lie between
-  0 and 1, and growth_interval be >= 1.
-- Factors multiply in float32; torch's in float64, and it rounds: for no powers of two an ulp apart at times.
-- XLA flushes float32 subnormals to zero on CPU, so 1 / scale is 0 beyond 2^126; torch keeps them.
+- Overflow is detected in the *unscaled* gradients of all devices. So an overflow that the unscaling itself makes (by a
+  scale below 1, or a scale that has fallen to 0) is found as well. torch checks the scaled gradients of one device.
+- If finite gradients would make an element of params or state non-finite, that element keeps its old value.
+- The scale exists from the start. torch makes it in the first call of `scale`, and its other methods raise before that.
+  Here they raise only while it is certain that `scale` was not called. Once the scaler was passed to a jitted function,
+  that function may have called it.
+- Gradients without leaves are finite, as on a device that holds no params. torch raises.
+- `update(new_scale)` also takes an int. A number must be positive and finite; backoff_factor must be between 0 and 1,
+  and growth_interval >= 1.
+- Factors multiply in float32. torch multiplies in float64 and rounds. With factors that are not powers of two, the two
+  can differ by one ulp.
+- XLA flushes float32 subnormals to zero on CPU, so 1 / scale is 0 for scales above 2^126. torch keeps subnormals.
 - Errors are ValueErrors and TypeErrors, not AssertionErrors and RuntimeErrors.
 
 Reference: torch/amp/grad_scaler.py of torch 2.13.
@@ -61,77 +65,69 @@ from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import buffers, mixed_precision, state, states
 
-_UNSCALED, _STEPPED = "UNSCALED", "STEPPED"
-_SAID = {_UNSCALED: "was unscaled", _STEPPED: "has stepped"}
+_READY, _UNSCALED, _STEPPED = "READY", "UNSCALED", "STEPPED"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
-    """The stages of all optimizers: hashable, so that they can be part of a pytree's structure.
-
-    Attributes:
-      known: (optimizer, stage), sorted, of those that are not READY.
-    """
-
-    known: tuple[tuple[str, str], ...] = ()
-
-    def is_ready(self, optimizer: str) -> bool:
-        """Whether its gradients are still scaled."""
-        return optimizer not in dict(self.known)
-
-    def unscaling(self, optimizer: str) -> "Stages":
-        """The stages after the gradients of `optimizer` are unscaled; a ValueError if they are, or it has stepped."""
-        if not self.is_ready(optimizer):
-            raise ValueError(
-                f"gradients are unscaled once, before the step; got unscale for {optimizer!r}, which "
-                f"{_SAID[dict(self.known)[optimizer]]} since the last update(). Call it once, before step, and give "
-                f"each optimizer a name of its own: optimizer=."
-            )
-        return self._with(optimizer, _UNSCALED)
-
-    def stepping(self, optimizer: str) -> "Stages":
-        """The stages after a step of `optimizer`; a ValueError if it has stepped."""
-        if dict(self.known).get(optimizer) == _STEPPED:
-            raise ValueError(
-                f"an optimizer steps once between two updates; got step for {optimizer!r}, which has stepped since the "
-                f"last update(). Call scaler = scaler.update() once at the end of a step, and give each optimizer a "
-                f"name of its own: optimizer=."
-            )
-        return self._with(optimizer, _STEPPED)
-
-    def _with(self, optimizer: str, stage: str) -> "Stages":
-        return Stages(tuple(sorted((dict(self.known) | {optimizer: stage}).items())))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What of a scaler is structure."""
+class _Structure:
+    """The static part of a scaler: its settings, and the stage of each optimizer."""
 
     enabled: bool
     axis_name: collectives.AxisName
-    stages: Stages = dataclasses.field(default_factory=Stages)
+    stages: tuple[tuple[str, str], ...] = ()  # (optimizer, stage), sorted; optimizers that are READY are left out
+
+    def stage_of(self, optimizer: str) -> str:
+        return dict(self.stages).get(optimizer, _READY)
+
+    def after_unscale(self, optimizer: str) -> "_Structure":
+        stage = self.stage_of(optimizer)
+        if stage != _READY:
+            done = "was already unscaled" if stage == _UNSCALED else "has already stepped"
+            raise ValueError(
+                f"gradients are unscaled once, before the step; got unscale for {optimizer!r}, which {done} since the "
+                f"last update(). Call unscale once, before step. With several optimizers, pass each its own name: "
+                f"optimizer=."
+            )
+        return self._with(optimizer, _UNSCALED)
+
+    def after_step(self, optimizer: str) -> "_Structure":
+        if self.stage_of(optimizer) == _STEPPED:
+            raise ValueError(
+                f"an optimizer steps once between two updates; got step for {optimizer!r}, which has already stepped "
+                f"since the last update(). Call scaler = scaler.update() at the end of each step. With several "
+                f"optimizers, pass each its own name: optimizer=."
+            )
+        return self._with(optimizer, _STEPPED)
+
+    def after_update(self) -> "_Structure":
+        return dataclasses.replace(self, stages=())
+
+    def _with(self, optimizer: str, stage: str) -> "_Structure":
+        return dataclasses.replace(self, stages=tuple(sorted((dict(self.stages) | {optimizer: stage}).items())))
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class GradScaler:
-    """torch.amp's loss scaler as an immutable pytree; see the module's docstring.
+    """torch.amp's loss scaler as an immutable pytree.
 
-    The scale follows torch's rule: times `backoff_factor` after a step in which any optimizer overflowed, times
-    `growth_factor` after `growth_interval` steps in a row in which none did.
+    The scale follows torch's rule: after a step in which any optimizer overflowed, it is multiplied by
+    `backoff_factor`; after `growth_interval` steps in a row without overflow, by `growth_factor`.
 
     Args:
       init_scale: the first scale, > 0.
       growth_factor: > 1. Powers of two keep gradients exact.
       backoff_factor: between 0 and 1, both excluded.
-      growth_interval: good steps after which the scale grows, >= 1.
-      enabled: False for plain training: nothing is scaled, looked at or skipped, bit for bit.
-      axis_name: axes over which devices agree on overflow: `"auto"` (all that pmap or shard_map binds), names, or None.
+      growth_interval: steps without overflow after which the scale grows, >= 1.
+      enabled: False turns the scaler off: it scales, checks and skips nothing, and training has the same bits as
+        without it.
+      axis_name: axes over which devices agree on overflow: `"auto"` (all axes that pmap or shard_map binds), names, or
+        None.
       loss_scale: None for torch's rule with the arguments above. Or a `DynamicLossScale` with any rule (hysteresis,
-        floor and ceiling), a `StaticLossScale`, or a number for that; the arguments above then stay at their defaults.
+        lower and upper bound), a `StaticLossScale`, or a number (a static scale). Then do not pass the arguments above.
 
     Raises:
-      ValueError: a number outside of its range; arguments of torch's rule beside `loss_scale`.
-      TypeError: a loss scale of another kind.
+      ValueError: a number is outside its range, or arguments of torch's rule are passed beside `loss_scale`.
+      TypeError: `loss_scale` is another object.
 
     Example:
       >>> def loss_fn(params, x):
@@ -164,8 +160,9 @@ class GradScaler:
     ):
         cast_lists.check_no_device("GradScaler", init_scale)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-        self._static, self._has_scaled = _Static(bool(enabled), names), False
-        self._found_inf: dict[str, Bool[Array, ""]] = {}
+        self._structure = _Structure(bool(enabled), names)
+        self._may_have_scaled = False  # whether `scale` was called, or may have been where this object cannot see it
+        self._found_inf: dict[str, Bool[Array, ""]] = {}  # by optimizer, from unscale or step until update
         if loss_scale is None:
             self._loss_scale: Any = dynamic.DynamicLossScale.preset(
                 "torch",
@@ -177,59 +174,61 @@ class GradScaler:
             return
         if (init_scale, growth_factor, backoff_factor, growth_interval) != (2.0**16, 2.0, 0.5, 2000):
             raise ValueError(
-                "loss_scale= brings its own; got init_scale, factors or an interval beside it. Pass those to what it "
-                "is made by, such as jaxmp.DynamicLossScale."
+                "loss_scale= has its own scale and factors; got init_scale, a factor or an interval as well. Pass "
+                "these numbers to the loss scale itself, such as jaxmp.DynamicLossScale."
             )
         self._loss_scale = protocol.as_loss_scale(loss_scale)
         if not isinstance(self._loss_scale, dynamic.DynamicLossScale | static.StaticLossScale):
             raise TypeError(
                 f"a GradScaler's loss_scale must be a DynamicLossScale, a StaticLossScale or a number; got "
-                f"{loss_scale!r}. For no scaling pass enabled=False; for a class of your own use jaxmp.mixed_precision."
+                f"{loss_scale!r}. For no scaling pass enabled=False; with your own class use jaxmp.mixed_precision."
             )
 
     def scale(self, tree: PyTree) -> PyTree:
-        """A loss, or a tree of losses, times the scale: what is to be differentiated.
+        """A loss, or a tree of losses, times the scale. Differentiate the result.
 
         Args:
-          tree: float arrays of any shape. What you log is to be kept from before: never divide a loss back.
+          tree: float arrays of any shape. To log a loss, keep it from before this call; do not divide the result.
 
         Returns:
           The tree in float32; `tree` itself if the scaler is not enabled.
 
         Raises:
-          TypeError: a leaf that is no float array, named by path.
+          TypeError: a leaf is not a float array; the message names its path.
 
         Example:
           >>> GradScaler(4.0).scale({"a": jnp.float32(2.0)})
           {'a': Array(8., dtype=float32)}
         """
-        self._has_scaled = True
+        self._may_have_scaled = True
         if not self.is_enabled():
             return tree
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if not casting.is_float(x):
                 raise TypeError(
                     f"scale multiplies losses, which must be float arrays; got "
-                    f"{getattr(x, 'dtype', type(x).__name__)} at {tree_paths.path_str(path)}. Leave other "
-                    f"outputs out: return scaler.scale(loss), aux."
+                    f"{getattr(x, 'dtype', type(x).__name__)} at {tree_paths.path_str(path)}. Scale the loss alone: "
+                    f"return scaler.scale(loss), aux."
                 )
-            warn_of_rounded_loss(jnp.result_type(x))
+            _warn_if_rounded(jnp.result_type(x))
         return self._loss_scale.scale(tree)
 
     def unscale(self, grads: PyTree, *, optimizer: str = "optimizer") -> tuple[PyTree, "GradScaler"]:
-        """The gradients of one optimizer, float32(g) / scale, to clip or look at before its `step`.
+        """The gradients of one optimizer, float32(g) / scale, to clip or inspect before its `step`.
 
-        Reduce gradients over devices before or after: an overflow on one device is known to all.
+        You can reduce gradients over devices before or after this call: every device learns of an overflow on any.
 
         Args:
-          grads: scaled gradients, in any float dtypes. If several losses are summed up (microbatches), their sum.
-          optimizer: the optimizer whose gradients these are; one name for each, where there are several.
+          grads: scaled gradients, in any float dtypes. For microbatches, pass the sum of their gradients.
+          optimizer: a name for the optimizer of these gradients. With several optimizers, give each its own name.
 
         Returns:
-          `(grads, scaler)`, float32 and one that knows whether they overflowed; both as they were if it is not enabled.
+          `(grads, scaler)`: the gradients in float32, and a scaler that knows whether they overflowed. If the scaler is
+          not enabled, both are unchanged.
 
         Raises:
-          ValueError: they were unscaled, or this optimizer has stepped, since the last `update`; nothing was scaled.
+          ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; or
+            `scale` was never called.
 
         Example:
           >>> scaler = GradScaler(4.0)
@@ -241,12 +240,12 @@ class GradScaler:
         if not self.is_enabled():
             return grads, self
         self._check_scaled("unscale")
-        stages = self._static.stages.unscaling(optimizer)
+        structure = self._structure.after_unscale(optimizer)
         with jax.named_scope("jaxmp.unscale"):
             grads = self._loss_scale.unscale(grads)
         with jax.named_scope("jaxmp.check_finite"):
-            found_inf = ~collectives.all_finite(grads, self._static.axis_name)
-        return grads, self._went_on(stages, optimizer, found_inf)
+            found_inf = ~collectives.all_finite(grads, self._structure.axis_name)
+        return grads, self._at(structure, self._found_inf | {optimizer: found_inf})
 
     def step(
         self,
@@ -258,22 +257,23 @@ class GradScaler:
         optimizer: str = "optimizer",
         **extra_args: Any,
     ) -> tuple[PyTree, Any, "GradScaler"]:
-        """One step of an optimizer, which leaves params and state alone, bit for bit, if its gradients overflowed.
+        """One step of an optimizer. If its gradients overflowed, params and state keep every bit.
 
         Args:
-          tx: any optax transform; for 16-bit params best `jaxmp.keep_master_params(inner, policy)`, whose masters the
-            params are then rounded from.
-          grads: what `unscale` returned, perhaps changed since; or scaled gradients, if it was not called.
+          tx: any optax transform. For 16-bit params, use `jaxmp.keep_master_params(inner, policy)`: the params are then
+            rounded from float32 masters.
+          grads: the gradients that `unscale` returned, changed or not; or scaled gradients, if you did not call it.
           opt_state: state of `tx`.
           params: the model's params.
           optimizer: as for `unscale`.
-          **extra_args: handed to `tx.update`.
+          **extra_args: passed on to `tx.update`.
 
         Returns:
           `(params, opt_state, scaler)`.
 
         Raises:
-          ValueError: this optimizer has stepped since the last `update`; nothing was scaled; `tx` unscales itself.
+          ValueError: this optimizer has already stepped since the last `update`; `scale` was never called; or `tx`
+            unscales itself.
 
         Example:
           >>> scaler, params, tx = GradScaler(4.0), jnp.array([1.0]), optax.sgd(1.0)
@@ -284,15 +284,15 @@ class GradScaler:
         """
         if state.find(opt_state, states.UnscaleState):
             raise ValueError(
-                "gradients are unscaled once; got a tx that does it, too (mixed_precision or unscale_and_skip). Pass "
+                "gradients are unscaled once; got a tx that also unscales (mixed_precision or unscale_and_skip). Pass "
                 "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad instead of a GradScaler."
             )
         apply = functools.partial(mixed_precision.apply_gradients, tx, **extra_args)
         if not self.is_enabled():
             return *apply(grads, opt_state, params), self
         self._check_scaled("step")
-        stages, scaler = self._static.stages.stepping(optimizer), self
-        if self._static.stages.is_ready(optimizer):
+        structure, scaler = self._structure.after_step(optimizer), self
+        if self._structure.stage_of(optimizer) == _READY:
             grads, scaler = self.unscale(grads, optimizer=optimizer)
         found_inf = casting.computed_once(scaler._found_inf[optimizer])
         with jax.named_scope("jaxmp.optimizer"):
@@ -300,21 +300,21 @@ class GradScaler:
         with jax.named_scope("jaxmp.keep_or_skip"):
             keep = functools.partial(buffers.finite_or, ~found_inf)
             params, opt_state = jax.tree.map(keep, new, (params, opt_state))
-        return params, opt_state, scaler._went_on(stages, optimizer, found_inf)
+        return params, opt_state, scaler._at(structure, scaler._found_inf | {optimizer: found_inf})
 
     def update(self, new_scale: float | Float[Array, ""] | None = None) -> "GradScaler":
-        """The scaler for the next step: once per step, after every optimizer has stepped.
+        """The scaler for the next step. Call it once per step, after every optimizer has stepped.
 
         Args:
-          new_scale: None for the rule: the scale falls if *any* optimizer overflowed. A positive number or a scalar
-            array is taken as the scale as it is; the count of good steps then stays, whatever overflowed.
+          new_scale: None for the rule: the scale falls if *any* optimizer overflowed. Or a positive number or a scalar
+            array, the new scale; the count of steps without overflow then stays.
 
         Returns:
           A scaler that is READY for every optimizer.
 
         Raises:
-          ValueError: no gradients were unscaled since the last `update` (with `new_scale` none need be); nothing was
-            scaled; a scale that is not positive, finite and of shape ().
+          ValueError: no gradients were unscaled since the last `update` and `new_scale` is None; `scale` was never
+            called; or `new_scale` is not positive, finite and of shape ().
 
         Example:
           >>> scaler = GradScaler(4.0)
@@ -327,22 +327,21 @@ class GradScaler:
         if not self.is_enabled():
             return self
         self._check_scaled("update")
-        new = copy.copy(self)
-        new._static, new._found_inf = dataclasses.replace(self._static, stages=Stages()), {}
+        new = self._at(self._structure.after_update(), {})
         if new_scale is not None:
             new._loss_scale = torch_state.at_scale(self._loss_scale, new_scale)
             return new
         if not self._found_inf:
             raise ValueError(
-                "the scale moves by what was found in gradients; got update() where none were looked at since the last "
-                "one. Call scaler.step (or scaler.unscale) first, and go on with the scaler that it returns."
+                "update needs to know whether gradients overflowed; got update() where none were checked since the "
+                "last one. Call scaler.step (or scaler.unscale) first, and use the scaler that it returns."
             )
         overflowed = functools.reduce(jnp.logical_or, self._found_inf.values())
         new._loss_scale = self._loss_scale.adjust(~overflowed)
         return new
 
     def get_scale(self) -> Float[Array, ""]:
-        """float32[], the scale that the next loss is multiplied by; 1.0 if the scaler is not enabled.
+        """float32[], the scale for the next loss; 1.0 if the scaler is not enabled.
 
         Example:
           >>> GradScaler().get_scale(), GradScaler(enabled=False).get_scale()
@@ -351,21 +350,24 @@ class GradScaler:
         return self._loss_scale.loss_scale if self.is_enabled() else jnp.ones((), jnp.float32)
 
     def is_enabled(self) -> bool:
-        """Whether it scales at all: a Python bool.
+        """Whether the scaler scales at all: a Python bool.
 
         Example:
           >>> GradScaler(enabled=False).is_enabled()
           False
         """
-        return self._static.enabled
+        return self._structure.enabled
 
     def found_inf(self, *, optimizer: str = "optimizer") -> Bool[Array, ""]:
-        """bool[], whether this optimizer's gradients overflowed on any device, and its step is or will be skipped.
+        """bool[], whether this optimizer's gradients overflowed on any device, so that its step is skipped.
 
-        Known between `unscale` (or `step`) and `update`; False if the scaler is not enabled.
+        It is known between `unscale` (or `step`) and `update`. It is False if the scaler is not enabled.
+
+        Args:
+          optimizer: as for `unscale`.
 
         Raises:
-          ValueError: its gradients were not unscaled since the last `update`.
+          ValueError: the gradients of this optimizer were not unscaled since the last `update`.
 
         Example:
           >>> GradScaler(enabled=False).found_inf()
@@ -376,19 +378,19 @@ class GradScaler:
         if optimizer not in self._found_inf:
             known = ", ".join(map(repr, self._found_inf)) or "none"
             raise ValueError(
-                f"found_inf is known from unscale or step to update; got {optimizer!r}, known are: {known}. Ask the "
-                f"scaler that unscale or step returned."
+                f"found_inf is known from unscale or step to update; got {optimizer!r}, known are: {known}. Call it on "
+                f"the scaler that unscale or step returned."
             )
         return self._found_inf[optimizer]
 
     def state_dict(self) -> dict[str, float | int]:
-        """What torch's `state_dict` holds, as Python numbers; {} if the scaler is not enabled.
+        """The entries of torch's `state_dict`, as Python numbers; {} if the scaler is not enabled.
 
-        For checkpoints that torch reads or wrote, and flax.serialization; Orbax takes the scaler itself, as any pytree.
-        With a rule that has hysteresis it holds `_hysteresis_left` as well, which torch passes over.
+        Use it for checkpoints of torch and for flax.serialization. Orbax saves the scaler itself, as any pytree. If the
+        rule has hysteresis, the dict also has `_hysteresis_left`, which torch ignores.
 
         Raises:
-          TypeError: the scale is static: torch has no such thing.
+          TypeError: the scale is static; torch has no static scale.
 
         Example:
           >>> GradScaler(8.0).state_dict()
@@ -399,13 +401,13 @@ class GradScaler:
         return torch_state.to_state_dict(self._loss_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> "GradScaler":
-        """A scaler with the scale, the factors and the count of a `state_dict`, of torch's or ours.
+        """A scaler with the scale, the factors and the count of a `state_dict` of torch or jaxmp.
 
         Args:
-          state_dict: as `state_dict` makes it, numbers or scalar arrays. Not looked at if the scaler is not enabled.
+          state_dict: numbers or scalar arrays, as `state_dict` returns them. A scaler that is not enabled ignores it.
 
         Raises:
-          ValueError: an empty dict, from a scaler that was not enabled; a key that is missing; a factor out of range.
+          ValueError: the dict is empty (its scaler was not enabled), a key is missing, or a factor is out of range.
           TypeError: the scale is static.
 
         Example:
@@ -419,41 +421,40 @@ class GradScaler:
         new._loss_scale = torch_state.from_state_dict(self._loss_scale, state_dict)
         return new
 
-    def _went_on(self, stages: Stages, optimizer: str, found_inf: Bool[Array, ""]) -> "GradScaler":
+    def _at(self, structure: _Structure, found_inf: dict[str, Bool[Array, ""]]) -> "GradScaler":
         new = copy.copy(self)
-        new._static = dataclasses.replace(self._static, stages=stages)
-        new._found_inf = self._found_inf | {optimizer: found_inf}
+        new._structure, new._found_inf = structure, found_inf
         return new
 
-    def _check_scaled(self, what: str) -> None:
-        if not self._has_scaled:
+    def _check_scaled(self, method: str) -> None:
+        if not self._may_have_scaled:
             raise ValueError(
-                f"gradients are divided by a scale that the loss was multiplied by; got {what} of a GradScaler whose "
-                f"scale was never called. Differentiate lambda p: scaler.scale(loss_fn(p))."
+                f"the loss must be scaled before its gradients are unscaled; got {method} of a GradScaler whose scale "
+                f"was never called. Differentiate lambda p: scaler.scale(loss_fn(p))."
             )
 
     def __repr__(self) -> str:
-        return f"GradScaler({self._loss_scale!r}, enabled={self.is_enabled()}, {self._static.stages!r})"
+        return f"GradScaler({self._loss_scale!r}, enabled={self.is_enabled()}, stages={dict(self._structure.stages)})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], _Static]:
-        self._has_scaled = True  # whoever gets the parts may scale with them
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], _Structure]:
+        self._may_have_scaled = True  # a jitted function that gets these leaves may call `scale`
         key = jax.tree_util.GetAttrKey
-        return ((key("loss_scale"), self._loss_scale), (key("found_inf"), self._found_inf)), self._static
+        return ((key("loss_scale"), self._loss_scale), (key("found_inf"), self._found_inf)), self._structure
 
     @classmethod
-    def tree_unflatten(cls, aux: _Static, children: tuple[Any, ...]) -> "GradScaler":
+    def tree_unflatten(cls, aux: _Structure, children: tuple[Any, ...]) -> "GradScaler":
         new = object.__new__(cls)
-        new._static, new._has_scaled = aux, True
+        new._structure, new._may_have_scaled = aux, True
         new._loss_scale, new._found_inf = children
         return new
 
 
-def warn_of_rounded_loss(dtype: np.dtype) -> None:
-    """Warns if a loss that is to be scaled was rounded to 16 bits before."""
-    if dtype.itemsize == 2:
+def _warn_if_rounded(loss_dtype: np.dtype) -> None:
+    """Warns if a loss was rounded to 16 bits before it is scaled."""
+    if loss_dtype.itemsize == 2:
         warnings.warn(
-            f"the loss to be scaled is {dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute it in "
-            f"float32. `with jaxmp.autocast(...)` round a plain function reaches only the modules in it; make the "
-            f"function autocast: jaxmp.autocast(loss_fn).",
+            f"the loss to scale is {loss_dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute the "
+            f"loss in float32. A region `with jaxmp.autocast(...)` changes only the modules that are called in it; to "
+            f"change a whole function use jaxmp.autocast(loss_fn).",
             stacklevel=3,
         )

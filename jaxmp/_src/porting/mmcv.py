@@ -1,15 +1,15 @@
-"""mmcv's decorators: which methods of a model run in float16, and which must not.
+"""mmcv's decorators: they say which methods of a model run in float16, and which in float32.
 
     class Detector(nn.Module):
-        @jaxmp.auto_fp16(apply_to=("image",), out_fp32=True)     autocast, with its image cast to float16
+        @jaxmp.auto_fp16(apply_to=("image",), out_fp32=True)     runs under autocast; casts `image` to float16
         @nn.compact
         def __call__(self, image, boxes): ...
 
-        @jaxmp.force_fp32(apply_to=("scores",))                  no autocast, with its scores cast to float32
+        @jaxmp.force_fp32(apply_to=("scores",))                  runs without autocast; casts `scores` to float32
         def loss(self, scores, labels): ...
 
-Both are thin over `jaxmp.autocast`, as mmcv's are over torch.autocast. A module that has an attribute `fp16_enabled`
-switches them with it, as in mmcv; one that has none (mmcv: off) runs with them.
+Both call `jaxmp.autocast` or `jaxmp.no_autocast`, as mmcv's call torch.autocast. As in mmcv, the attribute
+`fp16_enabled` of a module turns its decorators on and off. Without this attribute they are on (in mmcv: off).
 
 References:
   mmcv 1.7, mmcv/runner/fp16_utils.py.
@@ -31,18 +31,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 def auto_fp16(
     apply_to: Iterable[str] | None = None, *, out_fp32: bool = False, dtype: Any = jnp.float16
 ) -> Callable[[F], F]:
-    """A function or method that runs under autocast, with chosen arguments cast to 16 bits: mmcv's `auto_fp16`.
+    """Decorator: the function runs under autocast, and chosen arguments are cast to 16 bits. mmcv's `auto_fp16`.
 
     Args:
-      apply_to: names of the arguments whose float32 arrays are cast; None for all. Values by default are not cast.
-      out_fp32: casts 16-bit arrays that it returns to float32.
-      dtype: float16, or bfloat16.
+      apply_to: names of the arguments whose float32 arrays are cast; None for all. Default values are not cast.
+      out_fp32: whether arrays of `dtype` that the function returns are cast to float32.
+      dtype: float16 or bfloat16.
 
     Returns:
       A decorator, for functions and for methods of linen and nnx modules.
 
     Raises:
-      ValueError: a name in `apply_to` that the function has not.
+      ValueError: `apply_to` has a name that is not an argument of the function.
+      TypeError: the decorator is written without parentheses.
 
     Example:
       >>> @auto_fp16(apply_to=("x",))
@@ -56,29 +57,29 @@ def auto_fp16(
     """
     dtype = cast_lists.check_dtype(dtype)
     if callable(apply_to):
-        raise TypeError("auto_fp16 takes names: write @jaxmp.auto_fp16()")
+        raise TypeError("auto_fp16 takes names of arguments; got a function. Write @jaxmp.auto_fp16()")
 
     def decorate(fn: F) -> F:
         run = rewrite.autocast(fn, dtype, output_dtype=None)
-        return _with_casts(
-            "auto_fp16", fn, run, apply_to, (jnp.float32, dtype), (dtype, jnp.float32) if out_fp32 else None
-        )
+        casts = (jnp.float32, dtype)
+        return _with_casts("auto_fp16", fn, run, apply_to, casts, casts[::-1] if out_fp32 else None)
 
     return decorate
 
 
 def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False) -> Callable[[F], F]:
-    """A function or method that runs without autocast, with chosen arguments cast to float32: mmcv's `force_fp32`.
+    """Decorator: the function runs without autocast, and chosen arguments are cast to float32. mmcv's `force_fp32`.
 
     Args:
-      apply_to: names of the arguments whose float16 arrays are cast; None for all. bfloat16 stays, as in mmcv.
-      out_fp16: casts float32 arrays that it returns to float16.
+      apply_to: names of the arguments whose float16 arrays are cast; None for all. As in mmcv, bfloat16 is not cast.
+      out_fp16: whether float32 arrays that the function returns are cast to float16.
 
     Returns:
       A decorator, for functions and for methods of linen and nnx modules.
 
     Raises:
-      ValueError: a name in `apply_to` that the function has not.
+      ValueError: `apply_to` has a name that is not an argument of the function.
+      TypeError: the decorator is written without parentheses.
 
     Example:
       >>> @force_fp32(apply_to=("logits",))
@@ -92,7 +93,7 @@ def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False)
     """
 
     if callable(apply_to):
-        raise TypeError("force_fp32 takes names: write @jaxmp.force_fp32()")
+        raise TypeError("force_fp32 takes names of arguments; got a function. Write @jaxmp.force_fp32()")
 
     def decorate(fn: F) -> F:
         run = rewrite.no_autocast(fn)
@@ -102,15 +103,18 @@ def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False)
     return decorate
 
 
-def _with_casts(name: str, fn: Any, run: Any, apply_to: Any, casts: Any, casts_out: Any) -> Any:
+def _with_casts(decorator: str, fn: Any, run: Any, apply_to: Any, casts_in: Any, casts_out: Any) -> Any:
+    # `casts_in`, `casts_out`: (from dtype, to dtype) for arguments and results; None casts nothing.
     signature = inspect.signature(fn)
     if isinstance(apply_to, str):
-        raise ValueError(f"{name}: apply_to is a collection of names, got the string {apply_to!r}: ({apply_to!r},)")
+        raise ValueError(
+            f"{decorator}: apply_to takes several names; got the string {apply_to!r}. Write ({apply_to!r},)."
+        )
     unknown = [a for a in apply_to or () if a not in signature.parameters]
     if unknown:
         raise ValueError(
-            f"{name}: apply_to names {unknown}, which {fn.__qualname__} does not take; it takes "
-            f"{list(signature.parameters)}"
+            f"{decorator}: apply_to must name arguments of {fn.__qualname__}; got {unknown}, and its arguments are "
+            f"{list(signature.parameters)}."
         )
     chosen = set(signature.parameters if apply_to is None else apply_to)
 
@@ -120,7 +124,7 @@ def _with_casts(name: str, fn: Any, run: Any, apply_to: Any, casts: Any, casts_o
             return fn(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         for argument in chosen & bound.arguments.keys():
-            bound.arguments[argument] = _cast_arrays(bound.arguments[argument], *casts)
+            bound.arguments[argument] = _cast_arrays(bound.arguments[argument], *casts_in)
         out = run(*bound.args, **bound.kwargs)
         return out if casts_out is None else _cast_arrays(out, *casts_out)
 
@@ -128,7 +132,7 @@ def _with_casts(name: str, fn: Any, run: Any, apply_to: Any, casts: Any, casts_o
 
 
 def _cast_arrays(tree: Any, before: Any, after: Any) -> Any:
-    """The arrays of one dtype in another; modules are no trees here, and stay."""
+    """`tree` with arrays of dtype `before` cast to `after`. Modules stay as they are."""
     return jax.tree.map(
         lambda x: jnp.asarray(x, after) if rewrite.is_float_array(x) and x.dtype == before else x,
         tree,
