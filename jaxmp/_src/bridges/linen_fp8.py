@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
-from jaxmp._src.fp8.recipes import (
-    DelayedScaling,
-)
+from jaxmp._src.fp8.recipes import DelayedScaling
 
 
 class Fp8DotGeneral(nn.Module):
@@ -112,48 +109,43 @@ _WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
 _INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
 
 
-@contextlib.contextmanager
-def intercept_layers(recipe: Any, chosen: layers.Filter) -> Iterator[None]:
-    """A region in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
+class _Interceptor:
+    """What flax calls in place of each method of a module inside `autocast`."""
 
-    Args:
-      recipe: the recipe of these layers.
-      chosen: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
-        with weights (embeddings and convolutions count), found by an abstract run of the model; once there are params
-        with scale leaves, for the layers that hold them.
-    """
-    by_default: Callable[[str], bool] | None = None  # of the model that is running
-    running = False
-    idle = set() if chosen is None or callable(chosen) else set(layers.patterns_of(chosen))  # globs without a layer
+    def __init__(self, recipe: Any, chosen: layers.Filter):
+        self.recipe, self.chosen = recipe, chosen
+        self.by_default: Callable[[str], bool] | None = None  # of the model that is running
+        self.is_running = False
+        self.has_run = False  # a whole model, from its __call__
+        self.seen: dict[str, None] = {}  # paths of layers that could run in fp8
 
-    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        nonlocal by_default, running
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        if _INNERMOST.get() is not interceptor or module.scope is None:
+        if _INNERMOST.get() is not self or module.scope is None:
             return next_fun(*args, **kwargs)
-        if not running and not module.path:  # the whole model is called
-            if chosen is None and layers.is_enabled():
-                by_default = _default_of(module, method, args, kwargs)
-            running = True
+        if not self.is_running and not module.path:  # the whole model is called
+            if self.chosen is None and layers.is_enabled():
+                self.by_default = _default_of(module, method, args, kwargs)
+            self.is_running = True
             try:
-                return interceptor(next_fun, args, kwargs, context)
+                out = self(next_fun, args, kwargs, context)
             finally:
-                by_default, running = None, False
-                if method == "__call__" and module.is_initializing() and layers.is_enabled():
-                    _warn_of_idle(idle)
+                self.by_default, self.is_running = None, False
+            self.has_run |= method == "__call__"
+            return out
+        if method != "__call__" or not isinstance(module, _CONVERTED):
+            return next_fun(*args, **kwargs)
         path = "/".join(module.path)
-        idle.difference_update([pattern for pattern in idle if layers.wants_fp8(path, module, pattern)])
-        if method != "__call__" or not isinstance(module, _CONVERTED) or not _is_plain(module):
+        if layers.is_enabled():
+            self.seen[path] = None
+        if not _is_plain(module):
             return next_fun(*args, **kwargs)
         if not layers.is_enabled():  # a kernel that is stored in fp8 needs its scale all the same
             stored = _recipe_of_stored(module)
             return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
-        if not (by_default(path) if by_default else layers.wants_fp8(path, module, chosen)):
+        if not (self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)):
             return next_fun(*args, **kwargs)
-        return _in_fp8(module, layers.recipe_at(recipe, path))(*args, **kwargs)
-
-    with regions.region(_INNERMOST, interceptor), nn.intercept_methods(interceptor):
-        yield
+        return _in_fp8(module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
 
 
 def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
@@ -182,15 +174,6 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
     with layers.switched(False), nn.intercept_methods(note):
         jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
     return {order[0], order[-1]} if order else set()
-
-
-def _warn_of_idle(patterns: set[str]) -> None:
-    if patterns:
-        warnings.warn(
-            f"these patterns of jaxmp.fp8.autocast(filter=) match no layer of the model: {sorted(patterns)}. They are "
-            f"globs over paths such as 'block_0/up' of Dense, DenseGeneral and Einsum layers.",
-            stacklevel=2,
-        )
 
 
 def _recipe_of_stored(module: Any) -> Any:
@@ -239,11 +222,16 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
 
     Args:
-      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from path globs to several; give the
-        same to `jaxmp.mixed_precision`.
+      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from patterns (docs/patterns.md) of
+        their paths, or of levels above, to several; the first that fits counts. Give the same to
+        `jaxmp.mixed_precision`.
       enabled: False switches fp8 off.
-      filter: which layers, by `(path, module) -> bool` or path globs such as `("*mlp*",)`; None for all but the first
-        and the last layer with weights (embeddings and convolutions count), in the order in which they are called.
+      filter: which layers, by `(path, module) -> bool` or patterns such as `("*mlp*",)`; None for all but the first
+        and the last layer with weights (embeddings and convolutions count), in the order in which they are called;
+        once there are params with scale leaves, for the layers that hold them.
+
+    Warns:
+      UserWarning: at the end of a region in which a whole model was called, patterns that fit no layer.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -253,9 +241,14 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
       >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
       ['layers_2']
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(layers.switched(enabled))
-        recipe = DelayedScaling() if recipe is None else recipe
-        layers.check_recipe(recipe)
-        stack.enter_context(intercept_layers(recipe, filter))
+    recipe = DelayedScaling() if recipe is None else recipe
+    layers.check_recipe(recipe)
+    interceptor = _Interceptor(recipe, filter)
+    with (
+        layers.switched(enabled),
+        regions.region(_INNERMOST, interceptor),
+        nn.intercept_methods(interceptor),
+    ):
         yield
+    if interceptor.has_run:  # a method of a model may call some layers only
+        layers.warn_of_idle("jaxmp.fp8.autocast", recipe, filter, list(interceptor.seen), stacklevel=3)

@@ -95,7 +95,8 @@ class Fp8Einsum(nnx.Module):
         return einsum.einsum_by(dot, subscripts, lhs, rhs)
 
 
-_WITH_WEIGHTS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
+_CONVERTED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+_WITH_WEIGHTS = (*_CONVERTED, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
 def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None) -> list[str]:
@@ -105,13 +106,16 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
 
     Args:
       model: the module.
-      recipe: the recipe of these layers, or a dict from path globs to several; give the same to
-        `jaxmp.mixed_precision`.
-      filter: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
-        with weights (embeddings and convolutions count), in the order in which the model's attributes were set.
+      recipe: the recipe of these layers, or a dict from patterns (docs/patterns.md) of their paths, or of levels
+        above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
+      filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
+        weights (embeddings and convolutions count), in the order in which the model's attributes were set.
 
     Returns:
       The paths of the layers that now run in fp8.
+
+    Warns:
+      UserWarning: patterns that fit no layer; no layer was turned to fp8.
 
     Example:
       >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
@@ -121,6 +125,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
     layers_lib.check_recipe(recipe)
     modules = _modules_in_order(model)
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
+    could_run = [path for path, layer in layers if isinstance(layer, _CONVERTED)]
+    warned = layers_lib.warn_of_idle("jaxmp.nnx.to_fp8", recipe, filter, could_run)
     ends = {id(layers[0][1]), id(layers[-1][1])} if layers and filter is None else set()
     converted = []
     for path, layer in layers:
@@ -133,8 +139,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
         setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
         layer.promote_dtype = layers_lib.promote_all_but_kernel
         converted.append(path)
-    if not converted and layers and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
-        reason = "they are the first and the last" if filter is None else "the filter matches none"
+    if not converted and layers and not warned and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
+        reason = "they are the first and the last" if filter is None else "the filter chooses none"
         warnings.warn(
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
             stacklevel=2,

@@ -45,7 +45,7 @@ def save_safetensors(
     opt_state: Any = None,
     dtype: Any = jnp.bfloat16,
     layout: Layout = "flax",
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     input_scales: bool = False,
     rename: Callable[[str], str] | None = None,
 ) -> None:
@@ -58,7 +58,7 @@ def save_safetensors(
       dtype: float32, bfloat16, float16 or float8_e4m3fn. In fp8 only kernels are stored so, each with its scale;
         all else is bfloat16. Kernels are leaves called `kernel` with two axes or more.
       layout: `"flax"` or `"torch"`; see the module's docstring.
-      keep: globs over paths of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
+      keep: patterns (docs/patterns.md) of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
       input_scales: for fp8: whether `input_scale`, 1 / scale of a layer's input as trained, is written beside
         `weight_scale`, for engines with static scales of activations.
       rename: the name of a tensor from what `layout` makes of its path, such as `lambda n: "model." + n`.
@@ -93,6 +93,7 @@ def save_safetensors(
     given = job_leaves.plain_leaves(params)
     full = job_leaves.plain_leaves(_in_full(params, opt_state))
     layers = stored_kernels.pairs(full)
+    tree_paths.warn_of_idle("save_safetensors(keep=)", keep, full, of="param")
     for at, x in full.items():
         if scale_leaves.is_scale(at):
             continue

@@ -2,14 +2,13 @@
 
 import contextlib
 import contextvars
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import regions
+from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
 from jaxmp._src.fp8.recipes import DelayedScaling
 
@@ -114,16 +113,27 @@ def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
         return True
     if callable(chosen):
         return bool(chosen(path, layer))
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns_of(chosen))
+    return tree_paths.matches(path, chosen)
 
 
-def patterns_of(chosen: str | Sequence[str]) -> tuple[str, ...]:
-    """The globs of a filter; a single one may stand by itself."""
-    return (chosen,) if isinstance(chosen, str) else tuple(chosen)
+def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str], *, stacklevel: int = 2) -> bool:
+    """Warns of patterns of a filter and of a dict of recipes that fit no layer. Returns whether it warned.
+
+    Args:
+      function: the user's function: `"jaxmp.fp8.autocast"`.
+      recipe: the recipe, or a dict of recipes.
+      chosen: the filter.
+      paths: paths of all layers that could run in fp8.
+      stacklevel: as for `warnings.warn`, where 1 is the function that calls this one.
+    """
+    patterns = () if chosen is None or callable(chosen) else chosen
+    warned = tree_paths.warn_of_idle(f"{function}(filter=)", patterns, paths, of="layer", stacklevel=stacklevel + 1)
+    scale_leaves.warn_of_idle(f"{function}(recipe)", recipe, paths, of="layer", stacklevel=stacklevel + 1)
+    return warned
 
 
 def recipe_at(recipe: Any, path: str) -> Any:
-    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches."""
+    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose pattern fits."""
     recipes = scale_leaves.recipes_of(recipe)
     return recipes[scale_leaves.pattern_for(recipes, path, "fp8 layer")]
 

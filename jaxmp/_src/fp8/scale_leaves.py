@@ -20,9 +20,8 @@ Two things need care, and both are done where the loss is differentiated:
 """
 
 import contextlib
-import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,22 +65,32 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
 
 
 def recipes_of(recipe: Any) -> Mapping[str, Any]:
-    """The recipes by path globs, of a dict of them or of a single one."""
+    """The recipes by pattern: a dict as it is, a single recipe for all paths."""
     return recipe if isinstance(recipe, Mapping) else {"*": recipe}
 
 
 def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
-    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+    """The first pattern that fits `path` or a level above it, so that a layer and its scale leaves have one recipe.
 
     Raises:
-      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies there.
+      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies at `path`.
     """
-    parts = path.split("/")
-    levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    levels = _levels(path)
     for pattern in recipes:
-        if any(fnmatch.fnmatchcase(level, pattern) for level in levels):
+        if any(tree_paths.matches(level, pattern) for level in levels):
             return pattern
-    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
+    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} fits {path}. Add '*' as the last pattern.")
+
+
+def warn_of_idle(argument: str, recipe: Any, paths: Sequence[str], *, of: str, stacklevel: int = 2) -> None:
+    """Warns of patterns of a dict of recipes that fit none of `paths` and no level above; see `tree_paths`."""
+    levels = [*paths, *(level for path in paths for level in _levels(path))]
+    tree_paths.warn_of_idle(argument, recipes_of(recipe), levels, of=of, stacklevel=stacklevel + 1)
+
+
+def _levels(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def has_scales(tree: PyTree) -> bool:

@@ -13,16 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxmp._src.autocast import taps
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base.tree_paths import Patterns
 from jaxmp._src.devices import collectives
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import Seen, TensorStats
+
+_FILTER = "watch_activations(filter=)"
 
 
 def watch_activations(
     fn: Callable[..., Any],
     *,
-    filter: Sequence[str] | Callable[[str], bool] | None = None,
+    filter: str | Sequence[str] | Callable[[str], bool] | None = None,
     when: bool | Bool[Array, ""] = True,
     histogram: bool = False,
     axis_name: collectives.AxisName = "auto",
@@ -42,7 +44,8 @@ def watch_activations(
     Args:
       fn: any function of pytrees; one with auxiliary data returns `((loss, aux), stats)`, which a function round it
         turns into `(loss, (aux, stats))` for `value_and_grad`.
-      filter: which modules, by path globs such as `("*attention*",)` or a function of the path; None for all.
+      filter: which modules, by patterns (docs/patterns.md) such as `("*attention*",)` or a function of the path; None
+        for all.
       when: whether to look, as for `tensor_stats`. For Python's False `fn` runs as it is, and None comes back: with a
         static argument the steps that are not looked at cost nothing. A traced value is a condition in the middle of
         the forward pass, which keeps XLA from fusing what it fuses otherwise, in every step.
@@ -81,11 +84,12 @@ def watch_activations(
             tensors[path] = x.dtype, x.size
             return tensor_stats.sampled(lambda: tensor_stats.of_leaf(x, histogram=histogram), when)
 
-        out, found = taps.collect(fn, look, _is_wanted(filter))(*args, **kwargs)
-        if filter is not None and not tensors:
-            warnings.warn(
-                f"watch_activations(filter={filter!r}) matches no module; leave it out to see all", stacklevel=2
-            )
+        patterns = None if filter is None or callable(filter) else Patterns(_FILTER, filter, of="module")
+        wanted = filter if patterns is None else lambda path: patterns.first(path) is not None
+        out, found = taps.collect(fn, look, wanted)(*args, **kwargs)
+        warned = patterns is not None and patterns.warn_of_idle()
+        if filter is not None and not tensors and not warned:
+            warnings.warn(f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.", stacklevel=2)
 
         def assemble() -> TensorStats:
             seen = [_over_iterations(found[path]) for path in tensors]
@@ -94,13 +98,6 @@ def watch_activations(
         return out, tensor_stats.sampled(assemble, when)
 
     return watched
-
-
-def _is_wanted(filter: Sequence[str] | Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    if filter is None or callable(filter):
-        return filter
-    patterns = (filter,) if isinstance(filter, str) else tuple(filter)
-    return lambda path: tree_paths.matches(path, patterns)
 
 
 def _over_iterations(seen: Seen) -> Seen:

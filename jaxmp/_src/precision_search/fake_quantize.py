@@ -223,17 +223,17 @@ def fake_quantize(
 
     Args:
       fn: any function of pytrees; flax modules included (an nnx module has paths where it is an argument).
-      rules: formats by globs over the paths of modules; the first that fits counts, others stay float32. A format is
-        "fp8" (e4m3 forwards, e5m2 backwards), "e4m3", "e5m2", "fp16", "bf16", "fp32", "off" (the result is zero), or
-        a pair of these, (forward, backward).
+      rules: formats by patterns (docs/patterns.md) of the paths of modules, "" for what is in no module; the first
+        that fits counts, others stay float32. A format is "fp8" (e4m3 forwards, e5m2 backwards), "e4m3", "e5m2",
+        "fp16", "bf16", "fp32", "off" (the result is zero), or a pair of these, (forward, backward).
       loss_scale: float16 gradients are rounded as if the loss had been multiplied by this power of two.
 
     Returns:
       The function, with the same arguments and results.
 
     Raises:
-      ValueError: an unknown format; a loss scale that is no power of two; when called, a glob that no module with a
-        matmul fits.
+      ValueError: an unknown format; a loss scale that is no power of two; when called, a pattern that no module
+        with a matmul fits.
 
     Example:
       >>> def fn(x, w):
@@ -251,16 +251,13 @@ def fake_quantize(
 
         def hook(site: taps.Site, run: Callable[..., Array], operands: list[Any]) -> Array:
             paths.add(site.path)
-            found = [by for pattern, by in chosen.items() if tree_paths.matches(site.path, (pattern,))]
-            return quantized_matmul(run, operands, found[0]) if found else run(*operands)
+            pattern = tree_paths.first_match(site.path, chosen)
+            return run(*operands) if pattern is None else quantized_matmul(run, operands, chosen[pattern])
 
         out = taps.replace_matmuls(fn, hook)(*args, **kwargs)
-        idle = [pattern for pattern in chosen if not any(tree_paths.matches(path, (pattern,)) for path in paths)]
-        if idle:
-            raise ValueError(
-                f"fake_quantize: no module with a matmul fits {idle}; matmuls are in {sorted(paths)} (the empty path "
-                f"is what is in no module)."
-            )
+        idle = tree_paths.idle_messages("fake_quantize", chosen, sorted(paths), of="module with a matmul")
+        if idle:  # no warning: the result would say that the module does not matter
+            raise ValueError(idle[0])
         return out
 
     return wrapped

@@ -50,7 +50,7 @@ class Policy(jmp.Policy):
       param_dtype: dtype in which `cast_to_param` stores floating params.
       compute_dtype: dtype of `cast_to_compute`; pass it to flax modules as `dtype=`.
       output_dtype: dtype of `cast_to_output`.
-      keep_fp32: shell-style globs over the paths of leaves, upper and lower case alike; what matches stays float32.
+      keep_fp32: patterns of paths (docs/patterns.md); leaves that fit one stay float32.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
@@ -76,12 +76,7 @@ class Policy(jmp.Policy):
                     f"8-bit floats need a scale per tensor and cannot be a plain storage dtype."
                 )
             object.__setattr__(self, field, dtype)
-        if isinstance(self.keep_fp32, str):
-            raise TypeError(
-                f"keep_fp32 must be a sequence of path globs; got the string {self.keep_fp32!r}. "
-                f"Write keep_fp32=({self.keep_fp32!r},)."
-            )
-        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        object.__setattr__(self, "keep_fp32", tree_paths.patterns_of(self.keep_fp32))
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
@@ -156,14 +151,15 @@ class Policy(jmp.Policy):
         return jax.default_matmul_precision(self.matmul_precision)
 
 
-def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_weights: bool = False) -> Policy:
+def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (), fp8_weights: bool = False) -> Policy:
     """The policy that a name, a jmp string or a jmp policy stands for.
 
     Args:
       policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"`, `"fp8"` (see the module's table); any string of jmp, such as
         `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, returned with the rules
         added to its own.
-      keep_fp32: shell-style globs over paths such as `"encoder/LayerNorm_0/scale"`; leaves that match stay float32.
+      keep_fp32: patterns (docs/patterns.md) of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay
+        float32.
       fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte a
         weight. They then have float32 masters, are written by `jaxmp.apply_gradients` only, and their gradients are
         bfloat16.
@@ -181,16 +177,15 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_w
       >>> str(get_policy("params=float32,compute=float16,output=float32").compute_dtype)
       'float16'
     """
-    if isinstance(keep_fp32, str):
-        keep_fp32 = (keep_fp32,)
+    keep_fp32 = tree_paths.patterns_of(keep_fp32)
     if fp8_weights:
         return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
     if isinstance(policy, Policy):
-        return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + tuple(keep_fp32))
+        return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + keep_fp32)
     if isinstance(policy, str) and policy in _PRESETS:
         param, compute, output, precision = _PRESETS[policy]
         recipe = recipes.DelayedScaling() if policy == "fp8" else None
-        return Policy(param, compute, output, tuple(keep_fp32), precision, recipe)
+        return Policy(param, compute, output, keep_fp32, precision, recipe)
     if isinstance(policy, str):
         try:
             policy = jmp.get_policy(policy)
@@ -200,7 +195,7 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_w
                 f"'params=float32,compute=bfloat16,output=float32'; got {policy!r} ({e})"
             ) from e
     if isinstance(policy, jmp.Policy):
-        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, tuple(keep_fp32))
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, keep_fp32)
     raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}")
 
 
@@ -222,7 +217,6 @@ def weight_decay_mask(params: PyTree) -> PyTree:
       >>> weight_decay_mask(params)
       {'Dense_0': {'bias': False, 'kernel': True}, 'LayerNorm_0': {'scale': False}}
     """
-    undecayed = ("bias", "*/bias", "*norm*")
     return tree_paths.map_with_path(
-        lambda path, x: jnp.ndim(x) >= 2 and not tree_paths.matches(path, undecayed), params
+        lambda path, x: jnp.ndim(x) >= 2 and not tree_paths.matches(path, ("bias", "*norm*")), params
     )
