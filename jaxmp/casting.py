@@ -19,14 +19,16 @@ from jaxmp._src.numerics.casting import (
     cast_float as cast_float,
     cast_floats as cast_floats,
     computed_once as computed_once,
-    inverse_of_power_of_two as inverse_of_power_of_two,
     is_float as is_float,
     is_low_precision as is_low_precision,
-    power_of_two_below as power_of_two_below,
-    reciprocal as reciprocal,
     round_to as round_to,
     round_to_grid as round_to_grid,
     saturating_cast as saturating_cast,
     stochastic_round as stochastic_round,
     strongly_typed as strongly_typed,
+)
+from jaxmp._src.numerics.float_bits import (
+    inverse_of_power_of_two as inverse_of_power_of_two,
+    power_of_two_below as power_of_two_below,
+    reciprocal as reciprocal,
 )

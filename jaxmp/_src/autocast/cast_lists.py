@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import primitives
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import formats
 
 ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -213,7 +214,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """
     check_no_device("autocast", dtype)
     try:
-        given = jnp.dtype({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(dtype), dtype))
+        given = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
     except TypeError:
         raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {dtype!r}") from None
     if given in FLOATS:

@@ -31,7 +31,7 @@ from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, scale_leaves,
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
 from jaxmp._src.fp8.gemms import Gemm, Quantized
-from jaxmp._src.numerics import casting, float_bits
+from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
 from pallas_kernels.activation import check_activation
 
@@ -274,7 +274,7 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
             )
         values = stored(quantize(x, scale, dtype))
         # The cast turns inf into a finite number; nobody else would learn of the overflow.
-        return Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
+        return Quantized(values, jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan))
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:

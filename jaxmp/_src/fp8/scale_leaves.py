@@ -33,16 +33,14 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices.collectives import max_over
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import float_bits, formats
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
-_FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:
     """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad")."""
-    fp8_format = next(name for name, known in _FORMATS.items() if jnp.dtype(known) == jnp.dtype(dtype))
-    return f"fp8_{operand}_{fp8_format}_{'log2_scale' if power_of_two else 'scale'}"
+    return f"fp8_{operand}_{formats.name_of(dtype)}_{'log2_scale' if power_of_two else 'scale'}"
 
 
 def is_scale(path: Any, leaf: Any = None) -> bool:
@@ -104,7 +102,7 @@ def format_of(path: str) -> tuple[bool, Any, bool]:
     if found is None:
         raise ValueError(f"not the path of a scale leaf: {path}")
     operand, fp8_format, kind = found.groups()
-    return operand == "grad", _FORMATS[fp8_format], kind == "log2_scale"
+    return operand == "grad", formats.DTYPES[fp8_format], kind == "log2_scale"
 
 
 def map_scales(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -138,7 +136,7 @@ def shift(path: str, leaf: Float[Array, "..."], gradient_scale: Float[Array, ""]
     is_gradient, _, holds_log2 = format_of(path)
     if not is_gradient:
         return leaf
-    return leaf - _ceil_log2(gradient_scale) if holds_log2 else leaf / gradient_scale
+    return leaf - float_bits.ceil_log2(gradient_scale) if holds_log2 else leaf / gradient_scale
 
 
 def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
@@ -180,12 +178,6 @@ def explained() -> Iterator[None]:
                 "shard_map(check_vma=False) call value_and_grad inside, not round it."
             )
         raise
-
-
-def _ceil_log2(x: Float[Array, ""]) -> Float[Array, ""]:
-    bits = lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
-    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
-    return exponent.astype(jnp.float32)
 
 
 def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -28,14 +28,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxmp._src.base import compat, tables, tree_paths
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import float_bits, formats
 
-FORMATS = {
-    "bf16": jnp.bfloat16,
-    "fp16": jnp.float16,
-    "e4m3": jnp.float8_e4m3fn,
-    "e5m2": jnp.float8_e5m2,
-}
+FORMATS = {name: formats.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2")}
 LOWEST, HIGHEST = -48, 23  # the octaves of the histogram, by their exponent; what lies outside counts in the outermost
 _SMALL = 2**20  # values of a tensor that may be copied to be looked at together with others
 

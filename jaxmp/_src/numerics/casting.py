@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree, UInt
 
+from jaxmp._src.numerics.float_bits import inverse_of_power_of_two, power_of_two_below
 from pallas_kernels import moments, reference
 
 
@@ -224,48 +225,6 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
     rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
-
-
-def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN.
-
-    Example:
-      >>> power_of_two_below(jnp.array([3.0, 0.3])).tolist()
-      [2.0, 0.25]
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
-
-
-def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
-
-    Example:
-      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
-      0.125
-    """
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
-
-
-def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
-    """1 / scale in float32, from the bits where `scale` is a power of two (GPUs divide approximately).
-
-    Args:
-      scale: float32, positive.
-
-    Returns:
-      float32: exact for powers of two from 2^-126 to 2^126, the rounded quotient otherwise.
-
-    Example:
-      >>> float(reciprocal(jnp.float32(65536.0))) == 2.0**-16
-      True
-    """
-    scale = jnp.asarray(scale, jnp.float32)
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    exponent = bits >> 23  # the sign is 0
-    is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
-    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
 
 
 def computed_once(scalars: PyTree) -> PyTree:

@@ -133,6 +133,60 @@ def log2_of_power_of_two(scale: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.clip(field - 127, -126, 127).astype(jnp.float32)
 
 
+def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN.
+
+    Example:
+      >>> power_of_two_below(jnp.array([3.0, 0.3])).tolist()
+      [2.0, 0.25]
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
+
+
+def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
+
+    Example:
+      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
+      0.125
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
+
+
+def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
+    """1 / scale in float32, from the bits where `scale` is a power of two (GPUs divide approximately).
+
+    Args:
+      scale: float32, positive.
+
+    Returns:
+      float32: exact for powers of two from 2^-126 to 2^126, the rounded quotient otherwise.
+
+    Example:
+      >>> float(reciprocal(jnp.float32(65536.0))) == 2.0**-16
+      True
+    """
+    scale = jnp.asarray(scale, jnp.float32)
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    exponent = bits >> 23  # the sign is 0
+    is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
+    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
+
+
+def ceil_log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log2 of positive normal `x`, rounded up, as a whole number in float32."""
+    bits = to_bits(jnp.asarray(x, jnp.float32))
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+    return exponent.astype(jnp.float32)
+
+
+def exponent_field(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The exponent of float32 `x` plus 127, as int32: 0 for zeros and subnormals, 255 for inf and NaN."""
+    return (to_bits(x) >> 23) & 0xFF
+
+
 def _from_exponent(exponent: Int[Array, "..."]) -> Float[Array, "..."]:
     return from_bits((jnp.clip(exponent, -126, 127) + 127) << 23)
 

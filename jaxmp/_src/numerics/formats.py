@@ -38,13 +38,20 @@ class Format(NamedTuple):
     pi: float
 
 
-_DTYPES = (
-    ("bf16", jnp.bfloat16),
-    ("fp16", jnp.float16),
-    ("e4m3", jnp.float8_e4m3fn),
-    ("e5m2", jnp.float8_e5m2),
-    ("e2m1", jnp.float4_e2m1fn),
-)
+# The names of formats in arguments, metrics and names of leaves: all others are read from here.
+DTYPES: dict[str, Any] = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e2m1": jnp.float4_e2m1fn,
+}
+
+
+def name_of(dtype: Any) -> str:
+    """The name of a dtype's format, such as `"e4m3"`."""
+    return next(name for name, known in DTYPES.items() if jnp.dtype(known) == jnp.dtype(dtype))
 
 
 def formats() -> list[Format]:
@@ -54,12 +61,12 @@ def formats() -> list[Format]:
       IEEE 754-2019; NVIDIA A100 whitepaper (tf32); Micikevicius et al. 2022 (arXiv 2209.05433) for fp8; OCP
       Microscaling Formats v1.0 for e2m1.
     """
-    fp32 = _of("fp32", jnp.float32)
+    fp32, *others = (_of(name, dtype) for name, dtype in DTYPES.items())
     largest = float(np.float32(2.0**127 * (2 - 2.0**-10)))
     normal = fp32.smallest_normal
     pi = float(lax.reduce_precision(jnp.float32(math.pi), exponent_bits=8, mantissa_bits=10))
     tf32 = Format("tf32", 32, 8, 10, largest, normal, normal * 2.0**-10, 2.0**-10, pi)
-    return [fp32, tf32, *(_of(name, dtype) for name, dtype in _DTYPES)]
+    return [fp32, tf32, *others]
 
 
 def _of(name: str, dtype: Any) -> Format:

@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from jaxmp._src.base import tree_paths
-from jaxmp._src.precision_search.format_noise import TENSORS, Noise
+import jax.numpy as jnp
 
-DTYPE_NAMES = {"fp16": "jnp.float16", "bf16": "jnp.bfloat16", "fp32": "jnp.float32"}
+from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import formats
+from jaxmp._src.precision_search.format_noise import TENSORS, Noise
 
 
 class TensorEvidence(NamedTuple):
@@ -118,7 +119,8 @@ class Suggestion(NamedTuple):
         """
         keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
         lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
-        others = ", ".join(f'"{path}": {DTYPE_NAMES[name]}' for path, name in self.modules.items())
+        dtypes = {path: jnp.dtype(formats.DTYPES[name]).name for path, name in self.modules.items()}
+        others = ", ".join(f'"{path}": jnp.{dtype}' for path, dtype in dtypes.items())
         autocast = f"jaxmp.autocast(loss_fn, policy.compute_dtype{f', modules={{{others}}}' if others else ''})"
         fp8 = f"jaxmp.fp8.CurrentScaling(), filter={self.fp8_layers!r}"
         if self.fp8_layers and not self.is_nnx:
