@@ -155,18 +155,18 @@ def _close_to(pattern: str, paths: Iterable[str]) -> list[str]:
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a container that flax puts around one array to carry metadata."""
+    """Whether `x` is a container of flax around one array, with metadata."""
     return isinstance(x, meta.AxisMetadata | nnx.Variable)
 
 
 def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """`(path, leaf or whole box)` of each entry of `tree`, and the structure that puts them back together."""
+    """`(path, leaf or whole box)` of each entry of `tree`, and the structure to put them back together."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
     return [(path_str(path), x) for path, x in found], treedef
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by their paths, in its order; boxes are looked into."""
+    """The leaves of `tree` by their paths, in its order, without their boxes."""
     return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -177,11 +177,11 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callabl
     )
 
 
-_VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these very params."
+_VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these params."
 
 
 def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str, fix: str = _VERY_PARAMS) -> None:
-    """Raises a ValueError that names the first path in which two trees differ."""
+    """Raises a ValueError that names the first path where two trees differ."""
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return
     got_paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
@@ -193,14 +193,14 @@ def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: 
     elif only_expected:
         difference = f"{only_expected[0]} is in {expected_name} only"
     elif got_paths == expected_paths:
-        return  # the same leaves in other containers (boxes, FrozenDict): tree.map says what does not fit
+        return  # the same leaves in other containers (boxes, FrozenDict): tree.map reports what does not fit
     else:
-        difference = "the same paths come in another order"
+        difference = "they hold the same paths in another order"
     raise ValueError(f"{got_name} and {expected_name} must have the same tree structure; {difference}. {fix}")
 
 
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
-    """Raises a ValueError that names the first path at which two trees of one structure have arrays of other shapes."""
+    """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
     for (path, x), y in pairs:
         if np.shape(x) != np.shape(y):
@@ -213,9 +213,9 @@ def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str
 
 @contextlib.contextmanager
 def explained_by_shapes(grads: Any, params: Any) -> Iterator[None]:
-    """Turns an error inside into one that names the first gradient of another shape than its param, if there is one."""
+    """Replaces an error inside by one that names the first gradient whose shape is not its param's, if there is one."""
     try:
         yield
     except (TypeError, ValueError):
-        check_same_shapes(grads, params, "grads", "params")  # raises in the place of the error, which it has as context
+        check_same_shapes(grads, params, "grads", "params")  # raises instead of the error, which becomes its context
         raise

@@ -1,4 +1,4 @@
-"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into a model as it is."""
+"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into an unchanged model."""
 
 import contextlib
 import contextvars
@@ -21,10 +21,10 @@ from jaxmp._src.fp8.recipes import DelayedScaling
 class Fp8DotGeneral(nn.Module):
     """A dot_general in fp8 for flax layers: `nn.Dense(..., dot_general_cls=jaxmp.linen.Fp8DotGeneral)`.
 
-    Its scale leaves lie in "params", beside the kernel. For another recipe:
-    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and the same recipe for
-    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer also leaves its float32
-    kernel to fp8 directly, and has its gradient in float32.
+    Its scale leaves lie in "params", beside the kernel. For another recipe use
+    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and give the same recipe to
+    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer casts its float32 kernel
+    directly to fp8, and the kernel's gradient is float32.
 
     Attributes:
       recipe: a `DelayedScaling` or a stateless recipe.
@@ -59,7 +59,7 @@ class Fp8DotGeneral(nn.Module):
                 f"without fp8 get scales by merging them into the params of such an init."
             )
             raise
-        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # a batch of one is usual at init
+        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
             return layers.dot_general(
                 self.recipe,
                 leaves,
@@ -105,7 +105,7 @@ _CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
 
 
-# Of nested regions flax asks the outermost first; only the innermost may answer.
+# flax calls the interceptor of the outermost region first, but only the innermost region may act.
 _INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
 
 
@@ -140,7 +140,7 @@ class _Interceptor:
             self.seen[path] = None
         if not _is_plain(module):
             return next_fun(*args, **kwargs)
-        if not layers.is_enabled():  # a kernel that is stored in fp8 needs its scale all the same
+        if not layers.is_enabled():  # a kernel that is stored in fp8 still needs its scale
             stored = _recipe_of_stored(module)
             return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
         if not (self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)):
@@ -149,10 +149,10 @@ class _Interceptor:
 
 
 def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
-    """Which layers of a model run in fp8 where no filter says it, by path."""
+    """Which layers of a model run in fp8 without a filter, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
     scales = [path for path, _ in leaves if scale_leaves.is_scale(path)]
-    if scales and not module.is_initializing():  # a method may call some layers only: other ends, the same params
+    if scales and not module.is_initializing():  # a method may call only some layers, which have another first and last
         held = {tree_paths.path_str(path).rpartition("/")[0].rpartition("/")[0] for path in scales}
         return held.__contains__
     ends = _ends_of(module, method, args, kwargs)
@@ -160,7 +160,7 @@ def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Calla
 
 
 def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
-    """Paths of the first and the last layer with weights that a model calls, found without computing anything."""
+    """Paths of the first and the last layer with weights that a model calls, found by an abstract run."""
     order: list[str] = []
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -177,7 +177,7 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
 
 
 def _recipe_of_stored(module: Any) -> Any:
-    """A recipe for the scales of a layer whose kernel is stored in fp8; None for any other layer."""
+    """A recipe for the scales of a layer with a kernel stored in fp8; None for other layers."""
     params = module.variables.get("params", {})
     if not stored_kernels.is_stored(params.get("kernel")):
         return None
@@ -186,7 +186,7 @@ def _recipe_of_stored(module: Any) -> Any:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a layer multiplies as flax does by default; whoever set something else keeps it."""
+    """Whether a layer has flax's default matmul; a matmul that the user set is kept."""
     if isinstance(module, nn.Einsum):
         return not isinstance(module, Fp8Einsum)
     return module.dot_general is None and module.dot_general_cls is None
@@ -217,8 +217,8 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     """A region in which linen's Dense, DenseGeneral and Einsum layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
-    computed; inside the jitted function, or round the call that traces it. Attention's projections are DenseGeneral
-    layers. A layer that was given a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
+    computed: inside the jitted function, or around the call that traces it. Attention's projections are DenseGeneral
+    layers. A layer with a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
     dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
 
     Args:

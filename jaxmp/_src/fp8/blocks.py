@@ -1,6 +1,6 @@
-"""Block-scaled fp8: a scale of its own for every few elements, so that an outlier costs only its block.
+"""Block-scaled fp8: every block of a few elements has its own scale, so an outlier affects only its block.
 
-With B(i) the block of element i, and its amax a = max |x| over the block (NaNs aside),
+With B(i) the block of element i, and a = max |x| over the block (without NaNs),
 
     q_i = cast(x_i * scale_B(i)),    x_i ~ q_i * scale_inv_B(i),    scale_B = 1 / scale_inv_B
 
@@ -16,9 +16,8 @@ has exponents only (byte b is 2^(b - 127)):
 Rounding scale down and rounding scale_inv up are the same. Both are computed from bits (`float_bits`), so all backends
 give the same bytes, for subnormal x too. The last block of an axis may be short; it counts as padded with zeros.
 
-The rounding lies in the *stored* q. XLA for GPUs deletes a cast to fp8 and back where both are in one program, so
-`dequantize` is for a q that came out of memory, never for one that was made in the same program: `round_to` in
-`casting` is what rounds and stays in float32.
+Only the *stored* q is rounded. XLA for GPUs deletes a cast to fp8 and back inside one program, so use `dequantize` for
+a q from memory, never for one from the same program. `casting.round_to` rounds and stays in float32.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ from jaxmp._src.numerics import casting, float_bits
 
 
 class Blocks(NamedTuple):
-    """A tensor in fp8 and what to multiply its blocks by.
+    """A tensor in fp8 and the factors of its blocks.
 
     Attributes:
       q: fp8[*shape].
@@ -139,7 +138,7 @@ class BlockScaling(_BlockRecipe):
     Args:
       fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
       power_of_two: whether scales are powers of two.
-      amax_epsilon: the least amax of a block, >= 0.
+      amax_epsilon: the smallest amax of a block, >= 0.
 
     Raises:
       ValueError: an argument outside its range, named in the message.
@@ -210,14 +209,9 @@ class MXFP8(_BlockRecipe):
 
 
 def e8m0_from_amax(amax: Float[Array, "..."], fp8_max: float) -> UInt8[Array, "..."]:
-    """The byte b of the least scale_inv 2^(b - 127) with amax / scale_inv <= fp8_max.
+    """The byte b of the smallest scale_inv 2^(b - 127) with amax / scale_inv <= fp8_max.
 
-    Args:
-      amax: float32 of any shape, >= 0.
-      fp8_max: the largest finite value of the fp8 dtype.
-
-    Returns:
-      uint8: 0 for 0 and all that would be below it, 254 for inf, 255 for NaN.
+    0 for amax 0 and smaller exponents, 254 for inf, 255 for NaN.
     """
     amax = jnp.asarray(amax, jnp.float32)
     byte = jnp.clip(127 - float_bits.exponent_of_largest_scale(amax, fp8_max), 0, 254)
@@ -233,7 +227,7 @@ def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
-    """max |x| over the blocks of `size` along the axes `blocked`; NaNs aside, as the fmaxf of CUDA."""
+    """max |x| over blocks of `size` along the axes `blocked`; ignores NaNs, as CUDA's fmaxf."""
     bits = float_bits.magnitude_bits(x)
     for axis in blocked:
         count = -(-bits.shape[axis] // size)
@@ -245,7 +239,7 @@ def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> F
 
 
 def _spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int) -> Float[Array, "..."]:
-    """Each number of `blocks` at all elements of its block, in the shape `shape`."""
+    """The numbers of `blocks`, repeated for all elements of each block, in the shape `shape`."""
     for axis, n in enumerate(shape):
         if blocks.shape[axis] != n:
             blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=axis), 0, n, axis=axis)

@@ -12,7 +12,7 @@ normal exponent, m: bits of mantissa),
 All three steps are exact in float32: q is a power of two made from the bits of x. Subnormals of the narrow dtype come
 out right because the spacing stops shrinking at e_min (`lax.reduce_precision` flushes those of float16 to zero).
 
-Casts of *state* saturate: a float32 master of 70000 becomes 65504 in float16, never inf.
+Casts of *state* saturate: a float32 master of 70000 becomes 65504 in float16, not inf.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ def cast_float(x: Any, dtype: Any, *, saturate: bool = False) -> Any:
 
 
 def strongly_typed(x: Any) -> Any:
-    """`x` without jax's weak type, which the first update would change: a recompilation.
+    """`x` without jax's weak type: the first update would change a weak type, and cause a recompilation.
 
     Example:
       >>> jnp.asarray(1.0), strongly_typed(jnp.asarray(1.0))
@@ -85,7 +85,7 @@ def strongly_typed(x: Any) -> Any:
 
 
 def cast_floats(tree: PyTree, dtype: Any) -> PyTree:
-    """`tree` with every float leaf of 16 bits or more in `dtype`; all else is left alone.
+    """`tree` with every float leaf of 16 bits or more in `dtype`; other leaves do not change.
 
     Example:
       >>> cast_floats({"w": jnp.ones(2, jnp.float16), "n": 3}, jnp.float32)
@@ -118,17 +118,17 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """float32 `x`, rounded to the values that `dtype` can hold, still in float32; the rounding survives XLA.
+    """float32 `x`, rounded to the values of `dtype`, still in float32; XLA does not remove the rounding.
 
-    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (signs of zeros aside for the fnuz
-    formats, which have no -0.0). See the module's docstring.
+    Bit for bit `saturating_cast(x, dtype).astype(float32)`, on every backend (except for the signs of zeros in the
+    fnuz formats, which have no -0.0). See the module's docstring.
 
     Args:
       x: float32 of any shape.
       dtype: float16, bfloat16, an 8-bit float, or float32 (which returns `x`).
 
     Returns:
-      float32 of the same shape. NaN stays NaN; inf and what lies beyond the range becomes the largest finite value.
+      float32 of the same shape. NaN stays NaN; inf and values beyond the range become the largest finite value.
 
     Raises:
       TypeError: `x` is not float32.
@@ -153,7 +153,7 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 def round_to_grid(
     x: Float[Array, "..."], smallest_normal: Float[Array, ""] | np.float32, step: Float[Array, ""] | np.float32
 ) -> Float[Array, "..."]:
-    """float32 `x`, rounded to nearest even on the grid of a format that need not be known when this is traced.
+    """float32 `x`, rounded to nearest even on the grid of a format whose numbers may be traced.
 
     Args:
       x: float32, within the range of the format.
@@ -172,14 +172,14 @@ def round_to_grid(
 
 
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
-    """float32 `x`, rounded up or down at random to a value that `dtype` can hold, so that the mean is `x`.
+    """float32 `x`, rounded up or down at random to a value of `dtype`, so that the mean is `x`.
 
     With the neighbours low <= |x| <= low + q in `dtype`,
 
         |x| -> low + q  with the probability (|x| - low) / q,  else low
 
-    which is exact for bfloat16 and for the normal range of float16; a subnormal of float16 is off by less than 2^-24 q
-    on average. A value that `dtype` holds never moves.
+    which is exact for bfloat16 and for the normal range of float16; for subnormals of float16 the mean is off by less
+    than 2^-24 q. A value that `dtype` can hold does not change.
 
     Args:
       x: float32 of any shape.
@@ -187,8 +187,8 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
       bits: uint32 of the same shape, 32 random bits for each element.
 
     Returns:
-      float32. What is finite stays finite: beyond the range it becomes the largest finite value. inf and NaN stay what
-      they are (`round_to` saturates inf), and zeros keep their signs.
+      float32. Finite values stay finite: beyond the range they become the largest finite value. inf and NaN do not
+      change (`round_to` saturates inf), and zeros keep their signs.
 
     Raises:
       TypeError: `x` is not float32, or another `dtype`.
@@ -228,10 +228,10 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
 
 
 def computed_once(scalars: PyTree) -> PyTree:
-    """Scalars that every leaf of a tree needs, as values that XLA does not make anew for each.
+    """Scalars that every leaf of a tree needs, as values that XLA does not compute again for each leaf.
 
-    A scalar that comes from all leaves (a flag, a norm) ends in a chain of as many cheap operations. Those XLA copies
-    into the kernel of every leaf, so that a program for n leaves has n^2 of them: minutes of compilation for 1000.
+    A scalar from all n leaves (a flag, a norm) ends in a chain of n cheap operations. XLA copies this chain into the
+    kernel of every leaf, so the program has n^2 operations: minutes of compilation for 1000 leaves.
 
     Example:
       >>> computed_once((jnp.float32(2.0), jnp.array(True)))

@@ -1,8 +1,9 @@
 """The floating-point formats of low-precision training, as numbers: what `python -m jaxmp formats` prints.
 
 A format with e exponent and m mantissa bits has 2^m values in every octave (epsilon is 2^-m, the step above 1) and
-about 2^e octaves; below its smallest normal number values are 2^-m of that apart, down to the smallest subnormal, and
-what is smaller becomes zero. Training meets both ends: gradients fall below the one, activations rise above the other.
+about 2^e octaves. Below its smallest normal number the step is constant, 2^-m times this number, down to the smallest
+subnormal; smaller values become zero. Training reaches both ends: gradients fall below the range, activations rise
+above it.
 """
 
 import math
@@ -17,9 +18,9 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-      name: as the field calls it.
-      bits: of one number in memory. tf32 is float32 in memory, of which a tensor core reads 19 bits.
-      exponent, mantissa: bits of these.
+      name: the usual name.
+      bits: of one number in memory. tf32 is float32 in memory; a tensor core reads 19 of its bits.
+      exponent, mantissa: their bits.
       largest: the largest finite number.
       smallest_normal: the smallest number with all bits of the mantissa.
       smallest_subnormal: the smallest number above zero.
@@ -55,7 +56,7 @@ def name_of(dtype: Any) -> str:
 
 
 def formats() -> list[Format]:
-    """fp32, tf32, bf16, fp16, the two of fp8, and fp4, by falling precision of their mantissa and range.
+    """fp32, tf32, bf16, fp16, both fp8 formats, and fp4.
 
     References:
       IEEE 754-2019; NVIDIA A100 whitepaper (tf32); Micikevicius et al. 2022 (arXiv 2209.05433) for fp8; OCP
@@ -85,7 +86,7 @@ def _of(name: str, dtype: Any) -> Format:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """The formats as a table's rows, the first being the head."""
+    """The rows of a table of the formats, with the head first."""
     head = ("format", "bits", "exponent", "mantissa", "largest", "smallest normal", "subnormal", "epsilon", "pi")
     return [head, *(_shown(f) for f in formats())]
 

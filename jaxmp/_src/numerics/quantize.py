@@ -17,7 +17,7 @@ from pallas_kernels.reference import largest_magnitude as largest_magnitude
 
 
 def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Array:
-    """fp8(x * scale), rounded to nearest even; beyond the range at its largest finite value, NaN stays NaN.
+    """fp8(x * scale), rounded to nearest even; values beyond the range saturate, NaN stays NaN.
 
     Args:
       x: floats of any shape.
@@ -35,9 +35,9 @@ def quantize(x: Float[Array, "..."], scale: Float[Array, ""], dtype: Any) -> Arr
 
 
 def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, "..."]:
-    """q / scale in `dtype`: what a quantized tensor stands for.
+    """q / scale in `dtype`: the values of a quantized tensor.
 
-    Dequantize what was stored, not what was just quantized: inside one program XLA for GPUs may take the cast away.
+    Use it for a stored q, not for one from the same program, where XLA for GPUs may remove the cast.
 
     Args:
       q: fp8 of any shape.
@@ -52,10 +52,9 @@ def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, ".
 
 
 def stored(q: Array) -> Array:
-    """`q`, made once for both GEMMs that read it, and in the layout of the tensor that it was cast from.
+    """`q`, computed once for both GEMMs that read it, in the layout of the tensor that it was cast from.
 
-    XLA would rather cast twice, or cast a weight straight into the transpose that cuBLASLt wants and read it again for
-    its amax.
+    Otherwise XLA casts twice, or casts a weight directly into cuBLASLt's transpose and reads it again for its amax.
     """
     as_is = layout.Layout(tuple(range(q.ndim)))
     pin = hardware.on_fp8_hardware(lambda q: layout.with_layout_constraint(q, as_is), lambda q: q)
@@ -64,13 +63,13 @@ def stored(q: Array) -> Array:
 
 @jax.custom_batching.custom_vmap
 def observe(x: Array, scale: Array) -> Array:
-    """The amax of what shares a scale: float32 of the shape of `scale`, whose axes are the first of x."""
+    """The amax for each scale: float32 of the shape of `scale`, whose axes are the first axes of x."""
     return largest_magnitude(x, keep=scale.ndim)
 
 
 @observe.def_vmap
 def observe_batch(axis_size: int, in_batched: Any, x: Array, scale: Array) -> tuple[Array, bool]:
-    """Under vmap: one amax for the batch where all of it shares one scale, else one for each member."""
+    """Under vmap: one amax for the batch if it shares one scale, else one for each member."""
     x_batched, scale_batched = in_batched
     if not scale_batched:
         return observe(jnp.moveaxis(x, 0, scale.ndim), scale), False

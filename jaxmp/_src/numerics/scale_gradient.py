@@ -1,15 +1,15 @@
 """Scales gradients at chosen points of a model, where one scale for the whole loss is not enough.
 
-A loss scale moves all gradients by the same power of two. In a deep float16 model one block may overflow where another
-underflows; then scale inside, up where the backward pass enters a block and down where it leaves:
+A loss scale multiplies all gradients by the same power of two. In a deep float16 model one block may overflow while
+another underflows. Then scale inside: up where the backward pass enters a block, down where it leaves the block:
 
     def block(x):
-        x = scale_gradient(x, 1 / s)        # last in the backward pass: what leaves is as large as without
+        x = scale_gradient(x, 1 / s)        # last in the backward pass: undoes the scale
         ...
         return scale_gradient(y, s)         # first in the backward pass
 
-The gradient of x is the same as without, and those of the block's own weights come out s times as large: divide them
-by s before they are used, or end the block's weights in a `scale_gradient(w, 1 / s)` of their own.
+The gradient of x does not change, but gradients of the block's weights are s times as large: divide them by s before
+you use them, or use `scale_gradient(w, 1 / s)` for the weights too.
 """
 
 import math
@@ -21,20 +21,20 @@ from jaxtyping import Array, Float, PyTree
 
 
 def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
-    """`x` itself, bit for bit; on the way back its gradient is multiplied by `s`.
+    """`x` itself, bit for bit; in the backward pass its gradient is multiplied by `s`.
 
         forward: y = x          backward: dx = dtype(f32(dy) * s)
 
-    The product is made in float32 and rounded once to the gradient's dtype; what is too large for that is inf, for the
-    loss scaler to see. For a power of two nothing is rounded, so that a pair of s and 1/s round a block leaves the
-    gradients outside of it as they were, bit for bit, while nothing in between over- or underflows.
+    The product is computed in float32 and rounded once to the gradient's dtype; values beyond its range become inf, and
+    the loss scaler sees them. A power of two rounds nothing: with s and 1/s around a block, the gradients outside the
+    block do not change, bit for bit, as long as nothing inside overflows or underflows.
 
     Reverse mode only (`jax.grad`, `jax.vjp`), under any of jit, vmap, scan, remat, pmap and shard_map.
 
     Args:
-      x: pytree; leaves that are no float or complex arrays (integers, keys, Python numbers) are left alone.
-      s: a finite number, or a float32[] scalar, which may be traced. No gradient flows to it. Inside shard_map, the
-        same on every device.
+      x: pytree; leaves that are no float or complex arrays (integers, keys, Python numbers) do not change.
+      s: a finite number, or a float32[] scalar, which may be traced. It gets no gradient. Inside shard_map it must be
+        equal on all devices.
 
     Returns:
       The same tree.
@@ -59,8 +59,8 @@ def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
         )
     if jnp.ndim(s) != 0:
         raise ValueError(
-            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For other scales for other leaves, "
-            f"call jaxmp.scale_gradient on each."
+            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. To scale leaves differently, call "
+            f"jaxmp.scale_gradient on each."
         )
     s = jnp.asarray(s, jnp.float32)
     return jax.tree.map(lambda leaf: _identity(leaf, s) if _has_gradient(leaf) else leaf, x)

@@ -1,16 +1,15 @@
-"""Softmax and its relatives for 16-bit logits: computed in float32, safe on any row.
+"""Softmax and related functions for 16-bit logits: computed in float32, safe for every row.
 
-float16 ends at 65504 and has 11 bits: a sum of 70000 exponentials of 1 is inf there, and one of 4096 no longer sees the
-next 1. A loss wants better. With m the largest logit of a row,
+float16 ends at 65504 and has 11 bits: in it, 70000 ones add up to inf, and 4096 + 1 is 4096. A loss needs more. With m
+the largest logit of a row,
 
     s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s    logsumexp = m + log s
 
-all in float32, the difference included: in float16, 60000 - -60000 is inf. Gradients come back in the logits' dtype,
-rounded once.
+all in float32, also the difference: in float16, 60000 - -60000 is inf. Gradients have the logits' dtype, rounded once.
 
-An element of -inf is one that is masked. Rows of which nothing is left have s = 0. Here they are empty sums:
-probabilities 0, log-probabilities -inf, a cross-entropy of 0; and their gradients are 0, not NaN. An inf or NaN among
-the logits that count shows in the result.
+An element of -inf is masked. A fully masked row has s = 0 and counts as an empty sum: probabilities 0,
+log-probabilities -inf, a cross-entropy of 0, and gradients of 0, not NaN. An inf or NaN among the unmasked logits
+appears in the result.
 """
 
 from typing import Any
@@ -26,16 +25,16 @@ Axis = int | tuple[int, ...]
 def softmax(
     x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
 ) -> Float[Array, "..."]:
-    """exp(x) / sum exp(x) in float32, whatever the dtype of `x`.
+    """exp(x) / sum exp(x) in float32, for `x` of any float dtype.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several.
-      where: which elements count, of a shape that broadcasts to that of `x`; the others get 0. They may hold anything.
+      axis: one axis or several to sum over.
+      where: which elements count, of a shape that broadcasts to that of `x`; the others get 0 and may hold any value.
       dtype: of the result; the arithmetic is float32 in any case.
 
     Returns:
-      `dtype`, of the shape of `x`; zeros in rows in which no element counts. Gradients arrive in the dtype of `x`.
+      `dtype`, of the shape of `x`; zeros in rows where no element counts. Gradients have the dtype of `x`.
 
     Raises:
       TypeError: `x` is no float array; `where` is not boolean.
@@ -59,16 +58,16 @@ def softmax(
 def log_softmax(
     x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
 ) -> Float[Array, "..."]:
-    """x - logsumexp(x) in float32, whatever the dtype of `x`.
+    """x - logsumexp(x) in float32, for `x` of any float dtype.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several.
+      axis: one axis or several to sum over.
       where: which elements count, of a shape that broadcasts to that of `x`; the others get -inf.
-      dtype: of the result; in float16, probabilities that differ by less than a thousandth become one.
+      dtype: of the result; in float16, probabilities that differ by less than 0.1 % become equal.
 
     Returns:
-      `dtype`, of the shape of `x`; -inf in rows in which no element counts. Gradients arrive in the dtype of `x`.
+      `dtype`, of the shape of `x`; -inf in rows where no element counts. Gradients have the dtype of `x`.
 
     Raises:
       TypeError: as for `softmax`.
@@ -92,17 +91,17 @@ def logsumexp(
     keepdims: bool = False,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "..."]:
-    """log sum exp(x) in float32, whatever the dtype of `x`.
+    """log sum exp(x) in float32, for `x` of any float dtype.
 
     Args:
       x: logits of any float dtype.
-      axis: what the sum runs over, one axis or several; the last one by default, as for `softmax`.
+      axis: one axis or several to sum over; default: the last one, as for `softmax`.
       where: which elements count, of a shape that broadcasts to that of `x`.
       keepdims: whether `axis` stays, with size 1.
       dtype: of the result.
 
     Returns:
-      `dtype`; -inf where no element counts. Gradients arrive in the dtype of `x`.
+      `dtype`; -inf where no element counts. Gradients have the dtype of `x`.
 
     Raises:
       TypeError: as for `softmax`.
@@ -127,26 +126,26 @@ def softmax_cross_entropy(
     label_smoothing: float | Float[Array, ""] = 0.0,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "..."]:
-    """-sum_c q_c log_softmax(logits)_c in float32: the loss of each row, not yet averaged.
+    """-sum_c q_c log_softmax(logits)_c in float32: the loss of each row, not averaged.
 
         q = (1 - a) labels + a / (number of classes that count)        a = label_smoothing
 
     Args:
       logits: of any float dtype; classes along the last axis.
       labels: integers, the class of each row; or floats of the shape of `logits`, a distribution over classes. A class
-        of probability 0 adds nothing, at a log-probability of -inf too.
-      where: which classes count, of a shape that broadcasts to that of `logits`. For rows that do not count, average
-        with `jnp.mean(loss, where=...)`, or mask all their classes: then their loss is 0.
+        of probability 0 adds nothing, even if its log-probability is -inf.
+      where: which classes count, of a shape that broadcasts to that of `logits`. To leave out rows, average with
+        `jnp.mean(loss, where=...)`, or mask all their classes: then their loss is 0.
       label_smoothing: a, from 0 to 1.
-      dtype: of the result. Leave it float32 for a loss that is to be scaled.
+      dtype: of the result. Keep float32 if the loss will be scaled.
 
     Returns:
       `dtype`, of the shape of `logits` without the last axis. inf where the label is a class that does not count, NaN
-      where it is none at all (negative ones too). Gradients arrive in the dtype of `logits`.
+      where it is no class (also if it is negative). Gradients have the dtype of `logits`.
 
     Raises:
       TypeError: as for `softmax`; labels that are neither integers nor floats.
-      ValueError: labels whose shape is neither; a `label_smoothing` outside of 0 to 1.
+      ValueError: labels whose shape is neither; a `label_smoothing` outside 0 to 1.
 
     Example:
       >>> logits = jnp.array([[6e4, 0.0, -6e4], [1.0, 1.0, -jnp.inf]], jnp.float16)
@@ -186,7 +185,7 @@ def softmax_cross_entropy(
 
 
 def _counting(x: Array, where: Any) -> Array:
-    """Which elements of a row there are: those that `where` names and that are not -inf, a mask as well."""
+    """Which elements count: those that `where` names, without those that are -inf."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"logits must be a float array; got {x.dtype}. Cast them with .astype(jnp.float32).")
     there = x != -jnp.inf
@@ -199,10 +198,10 @@ def _counting(x: Array, where: Any) -> Array:
 
 
 def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array, Array]:
-    """(the largest of each row, x less that, sum of the exponentials of that), in float32; 0, 0 and 0 where none is."""
-    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # nothing that does not count may reach a gradient
+    """(maximum m of each row, x - m, sum of exp(x - m)), in float32; zeros for rows where no element counts."""
+    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # masked values must not reach a gradient
     largest = jnp.max(lax.stop_gradient(wide), axis=axis, keepdims=True, initial=-jnp.inf, where=counts)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # an empty row; and an inf shows in any case
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # an empty row; an inf still appears in the result
     shifted = wide - largest
     return largest, shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
 
