@@ -84,10 +84,14 @@ def watch_activations(
             tensors[path] = x.dtype, x.size
             return tensor_stats.sampled(lambda: tensor_stats.of_leaf(x, histogram=histogram), when)
 
-        patterns = None if filter is None or callable(filter) else Patterns(_FILTER, filter, of="module")
-        wanted = filter if patterns is None else lambda path: patterns.first(path) is not None
+        patterns = Patterns(_FILTER, () if filter is None or callable(filter) else filter, of="module")
+
+        def fits(path: str) -> bool:
+            return patterns.first(path) is not None
+
+        wanted = filter if filter is None or callable(filter) else fits
         out, found = taps.collect(fn, look, wanted)(*args, **kwargs)
-        warned = patterns is not None and patterns.warn_of_idle()
+        warned = patterns.warn_of_idle()
         if filter is not None and not tensors and not warned:
             warnings.warn(f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.", stacklevel=2)
 
