@@ -625,12 +625,14 @@ def _nnx_step(model, optimizer):
 
 
 def test_a_filter_that_matches_nothing_is_warned_of():
-    with pytest.warns(UserWarning, match=r"match no layer of the model: \['\*upp'\]"):
+    with pytest.warns(UserWarning, match=r"autocast\(filter=\): the pattern '\*upp' fits no layer. Close to it: 'up'"):
         with autocast(RECIPE, filter=("*upp", "*down")):
             init(Model(), X)
     model = nnx.Sequential(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(1)))
-    with pytest.warns(UserWarning, match="no layer was turned to fp8: the filter matches none. .* 'layers/0'"):
+    with pytest.warns(UserWarning, match=r"to_fp8\(filter=\): the pattern '\*x' fits no layer. Paths here: 'layers/0'"):
         assert jaxmp.nnx.to_fp8(model, filter=("*x",)) == []
+    with pytest.warns(UserWarning, match="no layer was turned to fp8: the filter chooses none. .* 'layers/0'"):
+        assert jaxmp.nnx.to_fp8(model, filter=lambda path, layer: False) == []
     with pytest.warns(UserWarning, match="no layer was turned to fp8: they are the first and the last"):
         assert jaxmp.nnx.to_fp8(model) == []
 

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import jaxmp
 from helpers import assert_bitwise, assert_close
 from jaxmp._src.loss_scale import protocol, static
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import float_bits
 from oracle_data import load, name_of
 
 LONGEST = 64  # steps; shorter traces are padded, so that each rule compiles once
@@ -47,7 +47,7 @@ def _scan(scaler, finite):
     def step(scaler, finite):
         pinned = scaler.is_pinned(finite)
         scaler = scaler.adjust(finite)
-        inv_scale = casting.reciprocal(scaler.loss_scale)
+        inv_scale = float_bits.reciprocal(scaler.loss_scale)
         return scaler, Trace(scaler.loss_scale, scaler.growth_count, scaler.hysteresis_left, inv_scale, pinned)
 
     return jax.lax.scan(step, scaler, finite)[1]

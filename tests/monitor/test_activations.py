@@ -195,9 +195,11 @@ def test_parts_of_a_batch_give_the_whole(how):
 
 
 def test_a_filter_that_matches_nothing_warns():
-    with pytest.warns(UserWarning, match="matches no module. To see all modules leave filter out"):
+    with pytest.warns(UserWarning, match=r"filter=\): the pattern '\*dense_of_another_name\*' fits no module"):
         _, stats = watch_activations(loss_fn, filter=("*dense_of_another_name*",))(PARAMS, X)
     assert stats is not None and stats.names == ()
+    with pytest.warns(UserWarning, match="chooses no module; leave it out to see all"):
+        watch_activations(loss_fn, filter=lambda path: False)(PARAMS, X)
 
 
 def test_what_is_no_function_is_refused():

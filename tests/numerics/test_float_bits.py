@@ -107,3 +107,36 @@ def test_magnitudes_are_ordered_as_their_bits_and_nan_is_least():
     assert bits[0] == bits[1] == 0
     assert np.all(np.diff(bits[1:]) > 0)
     assert_bitwise(float_bits.from_bits(bits[1:]), np.abs(x[1:]))
+
+
+# Exponents: every power of two, its neighbours, and what is no normal number
+
+
+POWERS = np.ldexp(np.float32(1), np.arange(-126, 128))
+NEIGHBOURS = np.concatenate([POWERS, np.nextafter(POWERS, np.float32(np.inf)), np.nextafter(POWERS[1:], np.float32(0))])
+OTHERS = np.array([0.0, -0.0, 1e-45, 1e-39, np.inf, -np.inf, np.nan], np.float32)
+
+
+def test_the_power_of_two_below():
+    expected = np.ldexp(np.float32(1), np.frexp(NEIGHBOURS)[1] - 1)
+    for sign in (1, -1):
+        assert_bitwise(float_bits.power_of_two_below(sign * NEIGHBOURS), expected)
+    assert_bitwise(float_bits.power_of_two_below(OTHERS), np.array([0, 0, 0, 0, np.inf, np.inf, np.inf], np.float32))
+
+
+def test_the_inverse_of_a_power_of_two():
+    powers = POWERS[POWERS <= 2.0**126]
+    assert_bitwise(float_bits.inverse_of_power_of_two(powers), np.float32(1) / powers)
+
+
+def test_log2_rounded_up():
+    expected = np.ceil(np.log2(NEIGHBOURS.astype(np.float64))).astype(np.float32)
+    assert_bitwise(float_bits.ceil_log2(NEIGHBOURS) + 0.0, expected + 0.0)
+    assert_bitwise(float_bits.ceil_log2(POWERS), np.arange(-126, 128).astype(np.float32))
+
+
+def test_the_exponent_field():
+    expected = (np.frexp(NEIGHBOURS)[1] + 126).astype(np.int32)
+    for sign in (1, -1):
+        assert_bitwise(float_bits.exponent_field(sign * NEIGHBOURS), expected)
+    assert_bitwise(float_bits.exponent_field(OTHERS), np.array([0, 0, 0, 0, 255, 255, 255], np.int32))

@@ -15,7 +15,7 @@ from helpers import sqnr
 from jaxmp._src.precision_search import format_noise
 from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggest import _Decision
-from jaxmp._src.precision_search.suggestion import globs
+from jaxmp._src.precision_search.suggestion import exceptions, globs
 from jaxmp._src.precision_search.trials import Trial, measure
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("suggest"), pytest.mark.in_haste]
@@ -293,3 +293,6 @@ def test_globs_fit_what_was_chosen_and_nothing_else():
     assert globs(["a/b", "a/c/d", "a/c/e"], paths) == ("a/*",)
     assert globs(["a/c/d", "a/c/e", "f"], paths) == ("a/c/*", "f")
     assert globs(["a/c/d", ""], paths) == ("a/c/d", "")
+    assert globs(["up", "a/up"], ["up", "a/up", "b/up"]) == ("/up", "a/*")
+    assert globs(["up"], ["up", "a/up"], below=True) == ("/up/*",)
+    assert exceptions({"up": "fp32", "a/up": "fp16", "up/in": "fp16"}, "fp16") == {"/up": "fp32", "up/in": "fp16"}

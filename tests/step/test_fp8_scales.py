@@ -242,7 +242,7 @@ def update_of(recipe, params, grads=None):
         ),
         (
             lambda: make_tx("bf16", recipe={"a/*": RECIPE}).init({"b": layer_params(0)}),
-            rf"each fp8 scale needs a recipe; none of \['a/\*'\] matches b/{GRAD}. Add '\*' as last",
+            rf"each fp8 scale needs a recipe; none of \['a/\*'\] fits b/{GRAD}. Add '\*' as the last",
         ),
         (
             lambda: make_tx("bf16", recipe={"a/*": RECIPE, "*": CurrentScaling()}).init({"b": layer_params(0)}),

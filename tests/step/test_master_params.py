@@ -70,12 +70,13 @@ def test_float32_policies_keep_no_master(policy):
 
 def test_a_pattern_that_matches_no_param_warns_once():
     params = {"LayerNorm_0": {"scale": jnp.ones(1)}, "Dense_0": {"kernel": jnp.ones(1), "bias": jnp.ones(1)}}
-    policy = jaxmp.get_policy("fp16", keep_fp32=("*nrom*", "*bias", "scale"))
+    policy = jaxmp.get_policy("fp16", keep_fp32=("*nrom*", "*bias", "biass"))
     with pytest.warns(UserWarning) as record:
         jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params)
     assert [str(w.message) for w in record] == [
-        "every pattern of keep_fp32 should match a param; none matches '*nrom*', 'scale'. Patterns are globs over "
-        "whole paths, which here look like 'Dense_0/bias', 'Dense_0/kernel', 'LayerNorm_0/scale'."
+        f"keep_fp32: the pattern {pattern} Paths here: 'Dense_0/bias', 'Dense_0/kernel', 'LayerNorm_0/scale'. A "
+        f"pattern fits a whole path or its last components; see docs/how-to/precision/patterns.md."
+        for pattern in ("'*nrom*' fits no param.", "'biass' fits no param. Close to it: 'bias'.")
     ]
     assert record[0].filename == __file__  # it points at the call of init
 

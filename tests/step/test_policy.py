@@ -127,9 +127,8 @@ def test_a_policy_has_floats_of_16_bits_or_more(field, dtype):
 
 
 def test_one_glob_as_a_string():
-    """It would be read as single letters: `*` keeps everything."""
-    with pytest.raises(TypeError, match=r"keep_fp32 must be a sequence of path globs; got the string '\*norm\*'"):
-        jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*")
+    """Not its letters, of which `*` would keep everything."""
+    assert jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*").keep_fp32 == ("*norm*",)
     assert jaxmp.get_policy("fp16", keep_fp32="*norm*").keep_fp32 == ("*norm*",)
 
 
@@ -165,7 +164,10 @@ PATHS = (
         (("*/bias", "router"), (0, 2, 4)),
         (("stack/*",), (5, 6)),
         (("stack/0",), (5,)),
-        (("norm",), ()),  # the whole path, not a part of it
+        (("norm",), (6,)),  # the whole path or its end, not a part in the middle
+        (("/norm",), ()),
+        (("scale", "block_0/**/kernel"), (1, 3)),
+        (("bias",), (0, 2)),
         (("block_[1-9]/*",), ()),
         (("*",), tuple(range(7))),
     ],

@@ -1,8 +1,9 @@
-"""The house rules of the package that import-linter cannot say: faces define nothing, rooms are private, no hidden state."""
+"""House rules that import-linter cannot check: faces define nothing, rooms are private, no state is hidden."""
 
 import ast
 
 import pytest
+
 from helpers import ROOT
 
 PACKAGE = ROOT / "jaxmp"

@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import primitives
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import formats
 
 ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
@@ -98,19 +99,19 @@ class CastLists(NamedTuple):
       allow: names that run in `dtype`.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
-      modules: globs over paths of modules with another dtype; None: as it was written. The first that fits counts.
+      modules: dtypes of modules by pattern (`tree_paths`); None: as it was written. The first that fits counts.
     """
 
     dtype: np.dtype | None
     allow: frozenset[str] = ALLOW
     force_fp32: frozenset[str] = FORCE_FP32
     widest: frozenset[str] = WIDEST
-    modules: tuple[tuple[str, np.dtype | None], ...] = ()
+    modules: tree_paths.Patterns = tree_paths.Patterns("autocast(modules=)", (), of="module")
 
     def at(self, path: str) -> "CastLists":
         """The lists in the module at `path`, where one of `modules` names it."""
-        found = [dtype for pattern, dtype in self.modules if tree_paths.matches(path, (pattern,))]
-        return self._replace(dtype=found[0]) if found else self
+        pattern = self.modules.first(path)
+        return self if pattern is None else self._replace(dtype=self.modules.values[pattern])
 
     def group(self, name: str) -> str | None:
         """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written."""
@@ -166,7 +167,7 @@ def make_lists(
       allow: names that run in `dtype`, wherever they stood.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
-      modules: dtypes of modules, by globs over their paths.
+      modules: dtypes of modules, by patterns of their paths.
 
     Returns:
       A `CastLists`.
@@ -199,7 +200,9 @@ def make_lists(
         ALLOW.difference(moved) | to["allow"],
         FORCE_FP32.difference(moved) | to["force_fp32"],
         WIDEST.difference(moved) | to["widest"],
-        tuple((pattern, None if d == jnp.float32 else d) for pattern, d in others),
+        tree_paths.Patterns(
+            "autocast(modules=)", {pattern: None if d == jnp.float32 else d for pattern, d in others}, of="module"
+        ),
     )
 
 
@@ -211,7 +214,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """
     check_no_device("autocast", dtype)
     try:
-        given = jnp.dtype({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(dtype), dtype))
+        given = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
     except TypeError:
         raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {dtype!r}") from None
     if given in FLOATS:

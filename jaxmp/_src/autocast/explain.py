@@ -114,6 +114,7 @@ def explain_autocast(
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
+            lists.modules.warn_of_idle(stacklevel=1)
             found.append(_explain(traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)))
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)

@@ -59,6 +59,8 @@ class Autocast:
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.regions.pop().__exit__(*exception)
+        if exception[0] is None:
+            self._lists.modules.warn_of_idle()
 
 
 @overload
@@ -121,9 +123,10 @@ def autocast(
         the names in a function.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
-      modules: dtypes of flax modules by globs over their paths, as `{"head": jnp.float32, "Block_3/*": jnp.bfloat16}`;
-        the first that fits counts, and holds for what the module calls unless that is named itself. nnx modules have
-        paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which modules need it.
+      modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
+        "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
+        named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
+        modules need it.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
 
     Returns:
@@ -133,6 +136,10 @@ def autocast(
     Raises:
       ValueError: a dtype it cannot run in (fp8: `jaxmp.fp8.autocast` does); an unknown name in a list, or one in two.
       TypeError: `fn` is not callable.
+
+    Warns:
+      UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
+        region.
 
     Example:
       >>> def loss_fn(w, x):
@@ -219,6 +226,9 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         here = _inherited(lists) if inherits else lists
         out = flax_modules.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+        around = regions.current()
+        if around is None or here.modules is not around.modules:  # a region warns at its end
+            here.modules.warn_of_idle()
         if output_dtype is None:
             return out
         return jax.tree.map(lambda x: x.astype(output_dtype) if is_float_array(x) else x, out)

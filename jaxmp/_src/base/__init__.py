@@ -1,1 +1,1 @@
-"""What knows Python and jax, and nothing of training."""
+"""Helpers for Python and jax that know nothing of training."""

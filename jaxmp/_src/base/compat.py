@@ -1,7 +1,7 @@
 """What differs between the jax versions we run on, and nothing else.
 
-Supported are jax 0.10.2 to the newest. Every other file uses the names below and public jax names only. What
-`pallas_kernels` needs as well stands in its `backend`.
+We support jax 0.10.2 to the newest version. Every other file uses the names below and public jax names only.
+`pallas_kernels.backend` holds what `pallas_kernels` needs too.
 """
 
 from typing import Any
@@ -26,30 +26,28 @@ def manual_axes() -> tuple[str, ...]:
 def is_tracked(axis: str) -> bool:
     """Whether jax keeps track of what varies over a bound axis: inside `jax.shard_map(check_vma=True)`.
 
-    There an array whose `varying_axes` lack the axis is the same on all of its devices; elsewhere that says nothing.
+    There, an array without the axis in its `varying_axes` is equal on all devices of the axis. Elsewhere it may vary.
     """
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
 def trace_state() -> Any:
-    """Equal at the same level of the same trace only: another inside of a branch or a loop."""
+    """A value that is equal only at the same level of the same trace: inside a branch or a loop it differs."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
 def max_dtype(*, marks_fp8: bool = False) -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 
-    An extended dtype, as keys have one; arrays are converted to and from float32 with `lax.convert_element_type`. It
-    is flax's: jax has no public way to make one.
-
-    Args:
-      marks_fp8: the same with bfloat16 inside, to tell one leaf from another (see `_weights`).
+    An extended dtype, like the dtype of keys; `lax.convert_element_type` converts it to and from float32. It is
+    flax's, as jax has no public way to make one. With `marks_fp8` it holds bfloat16, which marks the leaf of a kernel
+    in fp8 (see `stored_kernels`).
     """
     return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.bfloat16 if marks_fp8 else jnp.float32))
 
 
 def max_dtype_to_float32(x: Array) -> Array:
-    """`x` in float32, from either of `max_dtype` or from any float."""
+    """`x` in float32, from both kinds of `max_dtype` or from any float."""
     if x.dtype == max_dtype(marks_fp8=True):
         x = jax.lax.convert_element_type(x, jnp.bfloat16)
     return jax.lax.convert_element_type(x, jnp.float32)

@@ -1,8 +1,8 @@
-"""What the device that a program is compiled for can do.
+"""What the target device of a program can do.
 
-The choice is made when the program is lowered, by the platform it is lowered *for* (`lax.platform_dependent`): a
-function compiled on a CPU for a GPU gets the GPU's form. Only how new the GPU is cannot be asked there; the GPUs of
-this machine stand for it, and without any Hopper is assumed.
+jax chooses when it lowers the program, by the target platform (`lax.platform_dependent`): a function that is compiled
+on a CPU for a GPU gets the GPU's form. The lowering does not know the generation of the GPU: we take the oldest GPU of
+this machine, or Hopper if there is none.
 """
 
 from collections.abc import Callable
@@ -19,25 +19,25 @@ _FIRST_WITH_BLOCKS = 10.0  # Blackwell
 
 
 def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`in_fp8` where the program is lowered for an NVIDIA GPU with fp8 tensor cores, else `otherwise`."""
+    """Calls `in_fp8` in programs for NVIDIA GPUs with fp8 tensor cores, else `otherwise`."""
     on_cuda = in_fp8 if _oldest_gpu() >= _FIRST_WITH_FP8 else otherwise
     return lambda *args: lax.platform_dependent(*args, cuda=on_cuda, default=otherwise)
 
 
 def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`in_blocks` where the program is lowered for NVIDIA GPUs whose tensor cores take MXFP8, else `otherwise`."""
+    """Calls `in_blocks` in programs for NVIDIA GPUs whose tensor cores multiply MXFP8, else `otherwise`."""
     if _oldest_gpu() < _FIRST_WITH_BLOCKS:
         return otherwise
     return lambda *args: lax.platform_dependent(*args, cuda=in_blocks, default=otherwise)
 
 
 def why_not_fp8_gemms() -> str | None:
-    """Why fp8 matmuls do not run in fp8 on this machine; None if they do."""
+    """Why matmuls cannot run in fp8 on this machine; None if they can."""
     return _why_not(_FIRST_WITH_FP8, "fp8 tensor cores come with", "Ada")
 
 
 def why_not_block_scaled_gemms() -> str | None:
-    """The same for matmuls of MXFP8 blocks."""
+    """Why matmuls of MXFP8 blocks cannot run in fp8 on this machine; None if they can."""
     return _why_not(_FIRST_WITH_BLOCKS, "block scales come with", "Blackwell")
 
 
@@ -51,6 +51,6 @@ def _why_not(first: float, what: str, generation: str) -> str | None:
 
 
 def _oldest_gpu() -> float:
-    """The least compute capability of this machine's GPUs; without one, what is lowered for GPUs will run elsewhere."""
+    """The lowest compute capability of this machine's GPUs; Hopper's if there are none."""
     capability = backend.oldest_gpu()
     return _HOPPER if capability is None else capability

@@ -1,19 +1,11 @@
-"""Packages that only some users need: imported where they are used, with an error that says how to get them."""
+"""Packages that only some users need: imported where they are used, with an error that says how to install them."""
 
 import importlib
 from typing import Any
 
 
 def load(module: str, *, extra: str) -> Any:
-    """A module of an optional package.
-
-    Args:
-      module: its full name.
-      extra: the extra of jaxmp that installs it.
-
-    Raises:
-      ImportError: it is not installed; names the extra.
-    """
+    """A module of an optional package; the ImportError names `extra`, the extra of jaxmp that installs the package."""
     try:
         return importlib.import_module(module)
     except ImportError as e:

@@ -1,12 +1,26 @@
-"""Names for the leaves of a pytree, as a user would write them: `decoder/layer_norm/scale`.
+"""Names for the leaves of a pytree, as a user would write them (`decoder/layer_norm/scale`), and patterns for names.
 
-Rules of a policy and messages of errors speak of the same paths. A box around an array (flax's `nn.Partitioned`,
-an `nnx.Variable`) adds nothing to the path.
+Errors and arguments such as `keep_fp32=` use the same paths. A box around an array (flax's `nn.Partitioned`, an
+`nnx.Variable`) adds nothing to the path.
+
+All arguments that choose leaves, layers or modules by path use one language of patterns. A pattern
+fits a path if it fits the whole path, or a last part of the path that begins at a component. Case does not matter.
+
+    kernel      fits kernel, dense/kernel
+    mlp/up      fits mlp/up, block_0/mlp/up
+    *           any text, also across /: *norm* fits block_0/LayerNorm_1/scale
+    **/         zero or more whole components: block_0/**/up fits block_0/up, block_0/mlp/up
+    ? [ab] [!a] one character, as in fnmatch
+    /           in front: the whole path only: /head fits head, but not decoder/head
 """
 
 import contextlib
+import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,25 +44,129 @@ def path_str(path: Iterable[Any]) -> str:
     return "/".join(names) or "<root>"
 
 
-def matches(path: str, patterns: Iterable[str]) -> bool:
-    """Whether `path` fits one of the shell-style `patterns`, upper and lower case alike."""
-    lowered = path.lower()
-    return any(fnmatch.fnmatchcase(lowered, pattern.lower()) for pattern in patterns)
+def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
+    """The patterns of an argument; a single string is one pattern."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def matches(path: str, patterns: str | Iterable[str]) -> bool:
+    """Whether `path` fits one of `patterns`; see the module's docstring."""
+    return first_match(path, patterns) is not None
+
+
+def first_match(path: str, patterns: str | Iterable[str]) -> str | None:
+    """The first of `patterns` that `path` fits; None if there is none."""
+    rooted = f"/{path}".lower()
+    return next((pattern for pattern in patterns_of(patterns) if _compiled(pattern).fullmatch(rooted)), None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """A regular expression for a path in lower case with `/` in front."""
+    pieces = re.split(r"(?:^|(?<=/))\*\*/", pattern.lower())
+    translated = (fnmatch.translate(piece)[:-2] for piece in pieces)  # without the \Z at the end
+    start = "" if pattern.startswith("/") else "(?s:.*/)"
+    return re.compile(start + "(?s:.*/)?".join(translated))
+
+
+def idle_messages(argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str) -> list[str]:
+    """What to tell a user about each pattern that fits none of the paths.
+
+    Args:
+      argument: the argument that holds the patterns, as the user wrote it: `"keep_fp32"`.
+      patterns: the patterns.
+      paths: all paths that were seen.
+      of: what these paths name, in one word: `"param"`, `"layer"`, `"module"`.
+    """
+    paths = list(dict.fromkeys(paths))
+    examples = [path for path in paths if path] or paths
+    shown = ", ".join(map(repr, examples[:3])) + (", ..." if len(examples) > 3 else "") or "none"
+    found = []
+    for pattern in patterns_of(patterns):
+        if not any(matches(path, pattern) for path in paths):
+            close = _close_to(pattern, paths)
+            hint = f" Close to it: {', '.join(map(repr, close))}." if close else ""
+            found.append(
+                f"{argument}: the pattern {pattern!r} fits no {of}.{hint} Paths here: {shown}. A pattern fits a whole "
+                f"path or its last components; see docs/how-to/precision/patterns.md."
+            )
+    return found
+
+
+def warn_of_idle(
+    argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str, stacklevel: int = 2
+) -> bool:
+    """Warns of each pattern that fits no path, if there are paths. Returns whether it warned.
+
+    Args:
+      argument, patterns, paths, of: as for `idle_messages`.
+      stacklevel: as for `warnings.warn`, where 1 is the function that calls this one.
+    """
+    paths = list(paths)
+    messages = idle_messages(argument, patterns, paths, of=of) if paths else []
+    for message in messages:
+        warnings.warn(message, stacklevel=stacklevel + 1)
+    return bool(messages)
+
+
+class Patterns:
+    """The patterns of one argument, for paths that come one by one. Remembers the paths, to warn of idle patterns.
+
+    Equal to others with the same patterns and values.
+
+    Args:
+      argument, of: as for `idle_messages`.
+      given: the patterns, or a dict from patterns to values.
+    """
+
+    def __init__(self, argument: str, given: str | Iterable[str], *, of: str):
+        self.values: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict.fromkeys(patterns_of(given))
+        self._argument, self._of = argument, of
+        self._paths: dict[str, None] = {}
+
+    def first(self, path: str) -> str | None:
+        """The first pattern that the path fits; None if there is none."""
+        if self.values:
+            self._paths[path] = None
+        return first_match(path, self.values)
+
+    def warn_of_idle(self, *, stacklevel: int = 2) -> bool:
+        """Warns of each pattern that no path has fitted, if there were paths. Returns whether it warned."""
+        return warn_of_idle(self._argument, self.values, self._paths, of=self._of, stacklevel=stacklevel + 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Patterns) and list(self.values.items()) == list(other.values.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values.items()))
+
+
+def _close_to(pattern: str, paths: Iterable[str]) -> list[str]:
+    """Up to three parts of `paths`, with as many components as the pattern, that look like it mistyped."""
+    wanted = pattern.strip("*/").lower()
+    count = wanted.count("/") + 1
+    found: dict[str, str] = {}
+    for path in paths:
+        parts = path.split("/")
+        for i in range(len(parts) - count + 1):
+            part = "/".join(parts[i : i + count])
+            found.setdefault(part.lower(), part)
+    return [found[name] for name in difflib.get_close_matches(wanted, found)]
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a container that flax puts around one array to carry metadata."""
+    """Whether `x` is a container of flax around one array, with metadata."""
     return isinstance(x, meta.AxisMetadata | nnx.Variable)
 
 
 def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """`(path, leaf or whole box)` of each entry of `tree`, and the structure that puts them back together."""
+    """`(path, leaf or whole box)` of each entry of `tree`, and the structure to put them back together."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
     return [(path_str(path), x) for path, x in found], treedef
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by their paths, in its order; boxes are looked into."""
+    """The leaves of `tree` by their paths, in its order, without their boxes."""
     return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -59,11 +177,11 @@ def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callabl
     )
 
 
-_VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these very params."
+_VERY_PARAMS = "Pass the tree that jaxmp.value_and_grad returned for these params."
 
 
 def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: str, fix: str = _VERY_PARAMS) -> None:
-    """Raises a ValueError that names the first path in which two trees differ."""
+    """Raises a ValueError that names the first path where two trees differ."""
     if jax.tree.structure(got) == jax.tree.structure(expected):
         return
     got_paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
@@ -75,14 +193,14 @@ def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: 
     elif only_expected:
         difference = f"{only_expected[0]} is in {expected_name} only"
     elif got_paths == expected_paths:
-        return  # the same leaves in other containers (boxes, FrozenDict): tree.map says what does not fit
+        return  # the same leaves in other containers (boxes, FrozenDict): tree.map reports what does not fit
     else:
-        difference = "the same paths come in another order"
+        difference = "they hold the same paths in another order"
     raise ValueError(f"{got_name} and {expected_name} must have the same tree structure; {difference}. {fix}")
 
 
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
-    """Raises a ValueError that names the first path at which two trees of one structure have arrays of other shapes."""
+    """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
     for (path, x), y in pairs:
         if np.shape(x) != np.shape(y):
@@ -95,9 +213,9 @@ def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str
 
 @contextlib.contextmanager
 def explained_by_shapes(grads: Any, params: Any) -> Iterator[None]:
-    """Turns an error inside into one that names the first gradient of another shape than its param, if there is one."""
+    """Replaces an error inside by one that names the first gradient whose shape is not its param's, if there is one."""
     try:
         yield
     except (TypeError, ValueError):
-        check_same_shapes(grads, params, "grads", "params")  # raises in the place of the error, which it has as context
+        check_same_shapes(grads, params, "grads", "params")  # raises instead of the error, which becomes its context
         raise

@@ -1,9 +1,9 @@
 """flax.linen: fp8 layers, and a TrainState whose step goes through `jaxmp.apply_gradients`.
 
-`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into a model as it is.
+`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into an unchanged model.
 
-flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
-the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
+flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, passes extra arguments to
+the optimizer, and does not change batch_stats and `step` in a skipped step.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ class TrainState(train_state.TrainState):
         policy: str | jmp.Policy | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As flax's; with `policy`, `params` may be float32: masters start from them, and the model gets the cast ones.
+        """As flax's. With `policy`, `params` may be float32: masters start from them, and the model gets cast params.
 
         Args:
           apply_fn: the model's `apply`.
-          params: float32 params (with `policy`), or params as the policy of `tx` casts them.
+          params: float32 params (with `policy`), or params cast by the policy of `tx`.
           tx: the optimizer.
           policy: the policy that `tx` was made with.
           **kwargs: fields of subclasses, such as `batch_stats`.
@@ -66,12 +66,12 @@ class TrainState(train_state.TrainState):
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
-        """One step. On a skip everything stays but the loss scale and the skip counters.
+        """One step. A skipped step changes only the loss scale and the skip counters.
 
         Args:
           grads: scaled gradients, reduced over devices.
-          **kwargs: fields of this state are replaced (`batch_stats=new_stats`), unless the step is skipped; anything
-            else goes to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
+          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped; other
+            arguments go to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
 
         Returns:
           The next state.

@@ -1,10 +1,9 @@
-"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into a model as it is."""
+"""fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into an unchanged model."""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,18 +15,16 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
-from jaxmp._src.fp8.recipes import (
-    DelayedScaling,
-)
+from jaxmp._src.fp8.recipes import DelayedScaling
 
 
 class Fp8DotGeneral(nn.Module):
     """A dot_general in fp8 for flax layers: `nn.Dense(..., dot_general_cls=jaxmp.linen.Fp8DotGeneral)`.
 
-    Its scale leaves lie in "params", beside the kernel. For another recipe:
-    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and the same recipe for
-    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer also leaves its float32
-    kernel to fp8 directly, and has its gradient in float32.
+    Its scale leaves lie in "params", beside the kernel. For another recipe use
+    `dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe)`, and give the same recipe to
+    `jaxmp.mixed_precision`. With `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer casts its float32 kernel
+    directly to fp8, and the kernel's gradient is float32.
 
     Attributes:
       recipe: a `DelayedScaling` or a stateless recipe.
@@ -62,7 +59,7 @@ class Fp8DotGeneral(nn.Module):
                 f"without fp8 get scales by merging them into the params of such an init."
             )
             raise
-        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # a batch of one is usual at init
+        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
             return layers.dot_general(
                 self.recipe,
                 leaves,
@@ -108,59 +105,54 @@ _CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
 
 
-# Of nested regions flax asks the outermost first; only the innermost may answer.
+# flax calls the interceptor of the outermost region first, but only the innermost region may act.
 _INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
 
 
-@contextlib.contextmanager
-def intercept_layers(recipe: Any, chosen: layers.Filter) -> Iterator[None]:
-    """A region in which Dense, DenseGeneral and Einsum layers of any linen model run in fp8; `jaxmp.fp8.autocast`.
+class _Interceptor:
+    """What flax calls in place of each method of a module inside `autocast`."""
 
-    Args:
-      recipe: the recipe of these layers.
-      chosen: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
-        with weights (embeddings and convolutions count), found by an abstract run of the model; once there are params
-        with scale leaves, for the layers that hold them.
-    """
-    by_default: Callable[[str], bool] | None = None  # of the model that is running
-    running = False
-    idle = set() if chosen is None or callable(chosen) else set(layers.patterns_of(chosen))  # globs without a layer
+    def __init__(self, recipe: Any, chosen: layers.Filter):
+        self.recipe, self.chosen = recipe, chosen
+        self.by_default: Callable[[str], bool] | None = None  # of the model that is running
+        self.is_running = False
+        self.has_run = False  # a whole model, from its __call__
+        self.seen: dict[str, None] = {}  # paths of layers that could run in fp8
 
-    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        nonlocal by_default, running
+    def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        if _INNERMOST.get() is not interceptor or module.scope is None:
+        if _INNERMOST.get() is not self or module.scope is None:
             return next_fun(*args, **kwargs)
-        if not running and not module.path:  # the whole model is called
-            if chosen is None and layers.is_enabled():
-                by_default = _default_of(module, method, args, kwargs)
-            running = True
+        if not self.is_running and not module.path:  # the whole model is called
+            if self.chosen is None and layers.is_enabled():
+                self.by_default = _default_of(module, method, args, kwargs)
+            self.is_running = True
             try:
-                return interceptor(next_fun, args, kwargs, context)
+                out = self(next_fun, args, kwargs, context)
             finally:
-                by_default, running = None, False
-                if method == "__call__" and module.is_initializing() and layers.is_enabled():
-                    _warn_of_idle(idle)
-        path = "/".join(module.path)
-        idle.difference_update([pattern for pattern in idle if layers.wants_fp8(path, module, pattern)])
-        if method != "__call__" or not isinstance(module, _CONVERTED) or not _is_plain(module):
+                self.by_default, self.is_running = None, False
+            self.has_run |= method == "__call__"
+            return out
+        if method != "__call__" or not isinstance(module, _CONVERTED):
             return next_fun(*args, **kwargs)
-        if not layers.is_enabled():  # a kernel that is stored in fp8 needs its scale all the same
+        path = "/".join(module.path)
+        if layers.is_enabled():
+            self.seen[path] = None
+        if not _is_plain(module):
+            return next_fun(*args, **kwargs)
+        if not layers.is_enabled():  # a kernel that is stored in fp8 still needs its scale
             stored = _recipe_of_stored(module)
             return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
-        if not (by_default(path) if by_default else layers.wants_fp8(path, module, chosen)):
+        if not (self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)):
             return next_fun(*args, **kwargs)
-        return _in_fp8(module, layers.recipe_at(recipe, path))(*args, **kwargs)
-
-    with regions.region(_INNERMOST, interceptor), nn.intercept_methods(interceptor):
-        yield
+        return _in_fp8(module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
 
 
 def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
-    """Which layers of a model run in fp8 where no filter says it, by path."""
+    """Which layers of a model run in fp8 without a filter, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
     scales = [path for path, _ in leaves if scale_leaves.is_scale(path)]
-    if scales and not module.is_initializing():  # a method may call some layers only: other ends, the same params
+    if scales and not module.is_initializing():  # a method may call only some layers, which have another first and last
         held = {tree_paths.path_str(path).rpartition("/")[0].rpartition("/")[0] for path in scales}
         return held.__contains__
     ends = _ends_of(module, method, args, kwargs)
@@ -168,7 +160,7 @@ def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Calla
 
 
 def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
-    """Paths of the first and the last layer with weights that a model calls, found without computing anything."""
+    """Paths of the first and the last layer with weights that a model calls, found by an abstract run."""
     order: list[str] = []
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -184,17 +176,8 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
     return {order[0], order[-1]} if order else set()
 
 
-def _warn_of_idle(patterns: set[str]) -> None:
-    if patterns:
-        warnings.warn(
-            f"these patterns of jaxmp.fp8.autocast(filter=) match no layer of the model: {sorted(patterns)}. They are "
-            f"globs over paths such as 'block_0/up' of Dense, DenseGeneral and Einsum layers.",
-            stacklevel=2,
-        )
-
-
 def _recipe_of_stored(module: Any) -> Any:
-    """A recipe for the scales of a layer whose kernel is stored in fp8; None for any other layer."""
+    """A recipe for the scales of a layer with a kernel stored in fp8; None for other layers."""
     params = module.variables.get("params", {})
     if not stored_kernels.is_stored(params.get("kernel")):
         return None
@@ -203,7 +186,7 @@ def _recipe_of_stored(module: Any) -> Any:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether a layer multiplies as flax does by default; whoever set something else keeps it."""
+    """Whether a layer has flax's default matmul; a matmul that the user set is kept."""
     if isinstance(module, nn.Einsum):
         return not isinstance(module, Fp8Einsum)
     return module.dot_general is None and module.dot_general_cls is None
@@ -234,16 +217,21 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     """A region in which linen's Dense, DenseGeneral and Einsum layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
-    computed; inside the jitted function, or round the call that traces it. Attention's projections are DenseGeneral
-    layers. A layer that was given a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
+    computed: inside the jitted function, or around the call that traces it. Attention's projections are DenseGeneral
+    layers. A layer with a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
     dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
 
     Args:
-      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from path globs to several; give the
-        same to `jaxmp.mixed_precision`.
+      recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from patterns of
+        their paths, or of levels above, to several; the first that fits counts. Give the same to
+        `jaxmp.mixed_precision`.
       enabled: False switches fp8 off.
-      filter: which layers, by `(path, module) -> bool` or path globs such as `("*mlp*",)`; None for all but the first
-        and the last layer with weights (embeddings and convolutions count), in the order in which they are called.
+      filter: which layers, by `(path, module) -> bool` or patterns such as `("*mlp*",)`; None for all but the first
+        and the last layer with weights (embeddings and convolutions count), in the order in which they are called;
+        once there are params with scale leaves, for the layers that hold them.
+
+    Warns:
+      UserWarning: at the end of a region in which a whole model was called, patterns that fit no layer.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -253,9 +241,14 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
       >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
       ['layers_2']
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(layers.switched(enabled))
-        recipe = DelayedScaling() if recipe is None else recipe
-        layers.check_recipe(recipe)
-        stack.enter_context(intercept_layers(recipe, filter))
+    recipe = DelayedScaling() if recipe is None else recipe
+    layers.check_recipe(recipe)
+    interceptor = _Interceptor(recipe, filter)
+    with (
+        layers.switched(enabled),
+        regions.region(_INNERMOST, interceptor),
+        nn.intercept_methods(interceptor),
+    ):
         yield
+    if interceptor.has_run:  # a method of a model may call some layers only
+        layers.warn_of_idle("jaxmp.fp8.autocast", recipe, filter, list(interceptor.seen), stacklevel=3)

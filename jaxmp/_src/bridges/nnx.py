@@ -1,9 +1,9 @@
-"""flax.nnx: gradients of a scaled loss of a module with state, and steps that can be taken back.
+"""flax.nnx: gradients of a scaled loss of a module with state, and undoing the state of a skipped step.
 
-`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works as it is; `cast_to_param` gives the module its
-16-bit params after the optimizer was made from float32. What nnx adds is state that moves in the forward pass: the
-statistics of BatchNorm and the counts of Dropout's keys. `value_and_grad` threads them through the microbatches and
-writes them back into the module; `restore_if_skipped` takes the statistics of a skipped step back.
+`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works unchanged; `cast_to_param` gives the module its
+16-bit params after the optimizer was made from float32. nnx modules also have state that changes in the forward pass:
+BatchNorm's statistics and the counts of Dropout's keys. `value_and_grad` passes it through the microbatches and writes
+it back into the module; `restore_if_skipped` restores the statistics after a skipped step.
 """
 
 import functools
@@ -32,12 +32,12 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
 
-    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as `nnx.value_and_grad` does
-    it; with `accumulate=k` it passes through the k microbatches in turn.
+    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as in `nnx.value_and_grad`;
+    with `accumulate=k` it passes through the k microbatches in turn.
 
     Args:
       fun: the loss; its first argument is the module.
-      wrt: filter of the variables to differentiate with respect to; the one given to `nnx.Optimizer`.
+      wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`.
       has_aux: whether `fun` returns `(loss, aux)`.
       accumulate: number of microbatches.
       accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
@@ -92,14 +92,14 @@ def value_and_grad(
 class Optimizer(nnx.Optimizer):
     """`nnx.Optimizer` that starts from float32 params, casts the module, and writes 16-bit params directly.
 
-    flax's own works too: make it, then call `cast_to_param`. This one does both, goes through `jaxmp.apply_gradients`
-    (exact always, two bytes per parameter less), and does not count a skipped step.
+    flax's own works too: make it, then call `cast_to_param`. This class does both, uses `jaxmp.apply_gradients` (always
+    exact, two bytes per parameter less), and does not count skipped steps.
 
     Args:
       model: the module, with float32 params.
       tx: `jaxmp.mixed_precision(...)`.
       wrt: filter of the variables to optimize.
-      policy: the policy of `tx`; with None the module is left as it is.
+      policy: the policy of `tx`; None does not cast the module.
 
     Raises:
       ValueError: `policy` with a `tx` that keeps no masters.
@@ -130,11 +130,11 @@ class Optimizer(nnx.Optimizer):
             cast_to_param(model, policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
-        """One step: moves the params of `model` and this optimizer's state in place, unless it is skipped.
+        """One step: updates the params of `model` and this optimizer's state in place, unless the step is skipped.
 
         Args:
           model: the module.
-          grads: scaled gradients, as `value_and_grad` returned them, reduced over devices.
+          grads: scaled gradients from `value_and_grad`, reduced over devices.
           **kwargs: extra arguments of `tx.update`.
         """
         pure = nnx.as_pure
@@ -147,7 +147,7 @@ class Optimizer(nnx.Optimizer):
 
 
 def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
-    """Casts the params of `model` in place, as `policy` stores them; call it after `nnx.Optimizer` was made.
+    """Casts the params of `model` in place by `policy`; call it after you made the `nnx.Optimizer`.
 
     Args:
       model: the module, with float32 params.
@@ -164,14 +164,14 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
 
 
 def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
-    """The values of variables as they are now, for `restore_if_skipped`.
+    """The current values of variables, for `restore_if_skipped`.
 
     Args:
       model: the module.
       *filters: which variables; default: `nnx.BatchStat`.
 
     Returns:
-      An `nnx.State` that does not follow the module.
+      An `nnx.State` that later changes of the module do not affect.
 
     Example:
       >>> model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
@@ -182,7 +182,7 @@ def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
 
 
 def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> None:
-    """Puts the values of `before` back into `model` if the last update was skipped.
+    """Writes the values of `before` back into `model` if the last update was skipped.
 
         before = jaxmp.nnx.snapshot(model)
         loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, batch, opt_state=optimizer.opt_state)
@@ -192,7 +192,7 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     Args:
       opt_state: `optimizer.opt_state`, after the update.
       model: the module.
-      before: what `snapshot` returned before the forward pass.
+      before: the result of `snapshot` before the forward pass.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp

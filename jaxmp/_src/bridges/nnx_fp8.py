@@ -1,4 +1,4 @@
-"""fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into a model as it is."""
+"""fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into an unchanged model."""
 
 import functools
 import warnings
@@ -15,7 +15,7 @@ _DEFAULT = recipes.DelayedScaling()
 
 
 class Fp8Scale(nnx.Param):
-    """A scale leaf of an fp8 layer. It is a param that the recipe moves, not the optimizer: float32[].
+    """A scale leaf of an fp8 layer: float32[], a param that the recipe updates, not the optimizer.
 
     Example:
       >>> isinstance(Fp8DotGeneral().fp8_lhs_e4m3_log2_scale, nnx.Param)
@@ -26,12 +26,12 @@ class Fp8Scale(nnx.Param):
 class Fp8DotGeneral(nnx.Module):
     """A dot_general in fp8 for nnx layers: `nnx.Linear(..., dot_general=jaxmp.nnx.Fp8DotGeneral())`.
 
-    Each layer needs one of its own (one that is shared has one set of scales, which combine by MAX). With
-    `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer also leaves its float32 kernel to fp8 directly, and has
-    its gradient in float32.
+    Each layer needs its own (layers that share one have one set of scales, with amaxes combined by MAX). With
+    `promote_dtype=jaxmp.fp8.promote_all_but_kernel` the layer casts its float32 kernel directly to fp8, and the
+    kernel's gradient is float32.
 
     Args:
-      recipe: a `DelayedScaling` or a stateless recipe; the one that `jaxmp.mixed_precision` gets.
+      recipe: a `DelayedScaling` or a stateless recipe; give the same to `jaxmp.mixed_precision`.
 
     Example:
       >>> layer = nnx.Linear(16, 32, dot_general=Fp8DotGeneral(), rngs=nnx.Rngs(0))
@@ -95,23 +95,27 @@ class Fp8Einsum(nnx.Module):
         return einsum.einsum_by(dot, subscripts, lhs, rhs)
 
 
-_WITH_WEIGHTS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
+_CONVERTED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
+_WITH_WEIGHTS = (*_CONVERTED, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
 def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None) -> list[str]:
     """Puts fp8 into the Linear, LinearGeneral and Einsum layers of a model, in place; call it before `nnx.Optimizer`.
 
-    Attention's projections are LinearGeneral layers. Layers that were given a dot_general of their own keep it.
+    Attention's projections are LinearGeneral layers. Layers with a dot_general of their own keep it.
 
     Args:
       model: the module.
-      recipe: the recipe of these layers, or a dict from path globs to several; give the same to
-        `jaxmp.mixed_precision`.
-      filter: which layers, by `(path, module) -> bool` or path globs; None for all but the first and the last layer
-        with weights (embeddings and convolutions count), in the order in which the model's attributes were set.
+      recipe: the recipe of these layers, or a dict from patterns of their paths, or of levels
+        above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
+      filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
+        weights (embeddings and convolutions count), in the order in which the model's attributes were set.
 
     Returns:
       The paths of the layers that now run in fp8.
+
+    Warns:
+      UserWarning: patterns that fit no layer; no layer was turned to fp8.
 
     Example:
       >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
@@ -121,6 +125,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
     layers_lib.check_recipe(recipe)
     modules = _modules_in_order(model)
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
+    could_run = [path for path, layer in layers if isinstance(layer, _CONVERTED)]
+    warned = layers_lib.warn_of_idle("jaxmp.nnx.to_fp8", recipe, filter, could_run)
     ends = {id(layers[0][1]), id(layers[-1][1])} if layers and filter is None else set()
     converted = []
     for path, layer in layers:
@@ -133,8 +139,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
         setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
         layer.promote_dtype = layers_lib.promote_all_but_kernel
         converted.append(path)
-    if not converted and layers and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
-        reason = "they are the first and the last" if filter is None else "the filter matches none"
+    if not converted and layers and not warned and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
+        reason = "they are the first and the last" if filter is None else "the filter chooses none"
         warnings.warn(
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
             stacklevel=2,
@@ -143,7 +149,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer multiplies as flax does by default; whoever set something else keeps it."""
+    """Whether a layer has flax's default matmul; a matmul that the user set is kept."""
     if isinstance(layer, nnx.Linear):
         return layer.dot_general is jax.lax.dot_general
     if isinstance(layer, nnx.LinearGeneral):
@@ -152,7 +158,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:
-    """`model` and the modules below it, by path, in the order in which they were set, each once."""
+    """Paths and modules of `model` and below, in the order in which attributes were set, each module once."""
     seen: set[int] = set()
     found: list[tuple[str, Any]] = []
 

@@ -45,7 +45,7 @@ def save_safetensors(
     opt_state: Any = None,
     dtype: Any = jnp.bfloat16,
     layout: Layout = "flax",
-    keep: Sequence[str] = (),
+    keep: str | Sequence[str] = (),
     input_scales: bool = False,
     rename: Callable[[str], str] | None = None,
 ) -> None:
@@ -63,7 +63,7 @@ def save_safetensors(
       dtype: float32, bfloat16, float16 or float8_e4m3fn. With float8_e4m3fn only kernels are stored in fp8, each with
         its scale; other leaves are stored in bfloat16. Kernels are leaves called `kernel` with two axes or more.
       layout: `"flax"` or `"torch"`.
-      keep: globs over paths of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
+      keep: path patterns of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
       input_scales: for fp8: whether to write `input_scale`, 1 / scale of the layer's input from training, beside
         `weight_scale`, for engines with static scales of activations.
       rename: takes the name that `layout` gives a tensor and returns the name to write, such as
@@ -99,6 +99,7 @@ def save_safetensors(
     given = job_leaves.plain_leaves(params)
     full = job_leaves.plain_leaves(_in_full(params, opt_state))
     layers = stored_kernels.pairs(full)
+    tree_paths.warn_of_idle("save_safetensors(keep=)", keep, full, of="param")
     for at, x in full.items():
         if scale_leaves.is_scale(at):
             continue

@@ -1,8 +1,7 @@
 """Which backend serves what on this machine, and why not a better one: what `python -m jaxmp` prints.
 
-The answers come from where the choice is made (`pallas_kernels.backend`, `_hardware`), so that they cannot differ from
-what runs. They hold for programs that are compiled and run here; one that is lowered here for other devices is served
-as these would be.
+The functions that make the choice give the answers (`pallas_kernels.backend`, `hardware`), so the answers cannot differ
+from what runs. They hold for programs that run on this machine.
 """
 
 from typing import NamedTuple
@@ -19,7 +18,7 @@ class Row(NamedTuple):
     Attributes:
       operation: what is done.
       backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8", "emulated".
-      reason: why nothing better does, or under which conditions it does; "" where there is nothing to say.
+      reason: why no better backend does it, or the conditions; "" if there are none.
     """
 
     operation: str
@@ -27,7 +26,7 @@ class Row(NamedTuple):
     reason: str
 
 
-# Operations with kernels in `pallas_kernels`; what the kernel asks for, and what more of it with several devices
+# Operations with kernels in `pallas_kernels`: name, conditions, further conditions with several devices
 _KERNELS = (
     ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", ""),
     ("fused optimizer update", "with jaxmp.fused_*, in apply_gradients", "split params in shard_map(check_vma=False)"),
@@ -62,7 +61,7 @@ def _kernel(operation: str, condition: str, if_several: str) -> Row:
     if why_not:
         return Row(operation, "xla", why_not)
     if jax.device_count() > 1:
-        # Split arrays are no reason against a kernel (`pallas_kernels.meshes`); `why_not_here` knows what is.
+        # Kernels can take split arrays (`pallas_kernels.meshes`); `why_not_here` knows what they cannot take.
         meshes = "xla where only some mesh axes are manual, or any is explicit"
         condition = "; ".join(filter(None, (condition, if_several, meshes)))
     return Row(operation, "mosaic", condition)

@@ -1,24 +1,24 @@
 """The matmul of block-scaled fp8: three GEMMs whose operands carry a scale for every few numbers that are summed.
 
-For y = x w with x [M, K], w [K, N], and the gradient g [M, N] of y, Q_A casts in blocks along the axes A (`_blocks`):
+For y = x w with x [M, K], w [K, N], and the gradient g [M, N] of y, Q_A casts in blocks along the axes A (`blocks`):
 
                           BlockScaling, 1x128 and 128x128       MXFP8, 1x32
     fprop   y  = x w      Q_K(x)   Q_KN(w)                      Q_K(x)   Q_K(w)
     dgrad   dx = g w^T    Q_N(g)   Q_KN(w)^T                    Q_N(g)   Q_N(w)^T
     wgrad   dw = x^T g    Q_M(x)^T Q_M(g)                       Q_M(x)^T Q_M(g)
 
-A block lies along the axis that its GEMM sums over, so that a sum of products of one block has one scale. Each tensor
-is in two GEMMs that sum over different axes, so it is cast twice, each time from its own precision (casting the cast
-again would round twice). Only square blocks serve both, which is why BlockScaling has them for weights. What the
-backward pass keeps are the fp8 copies that it multiplies.
+A block lies along the axis that its GEMM sums over, so the products of one block have one scale. Each tensor is in two
+GEMMs that sum over different axes, so it is cast twice, each time from its own precision (casting a cast would round
+twice). Only square blocks serve both, so BlockScaling has them for weights. The backward pass keeps the fp8 copies that
+it multiplies.
 
-No GPU before Blackwell multiplies such blocks, so the products are made exactly: every q * scale_inv with a scale that
-is a power of two is a bfloat16 number, and bfloat16 numbers multiply exactly into a float32 accumulator. (Other scales
-take float32.) The rounding is that of the *stored* q; a barrier keeps it in memory, since XLA for GPUs deletes a cast
-to fp8 and back. The numerics are those of the hardware, the speed is that of bfloat16. On Blackwell MXFP8 goes to
+GPUs before Blackwell cannot multiply such blocks, so the products are computed exactly: q * scale_inv is a bfloat16
+number if the scale is a power of two, and bfloat16 numbers multiply exactly into a float32 accumulator. (Other scales
+need float32.) Only the *stored* q is rounded: a barrier keeps it in memory, because XLA for GPUs deletes a cast to fp8
+and back. The numerics are those of the hardware, the speed is that of bfloat16. On Blackwell, MXFP8 goes to
 `jax.nn.scaled_matmul`, which cuDNN runs in fp8.
 
-A block with an inf would come out finite (casts saturate); its scale_inv is made NaN, so the step is skipped.
+A cast saturates, so a block with an inf would become finite. Its scale_inv is set to NaN, so the step is skipped.
 
 References:
   DeepSeek-V3 Technical Report, 2024, section 3.3; TransformerEngine, Float8BlockScaling and MXFP8BlockScaling; OCP
@@ -44,7 +44,7 @@ DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int
 
 
 class _Gemm(NamedTuple):
-    """What is fixed about one matmul when it is traced."""
+    """The static part of one matmul."""
 
     recipe: Recipe
     lhs_dtype: Any
@@ -54,7 +54,7 @@ class _Gemm(NamedTuple):
 
 class _Operand(NamedTuple):
     blocks: Blocks  # q [B, ., .], blocked along `axis` at least
-    axis: int  # which one the GEMM sums over
+    axis: int  # the one that the GEMM sums over
 
 
 def dot_general(
@@ -68,19 +68,8 @@ def dot_general(
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` with block-scaled operands, forward and backward; see the module's docstring.
 
-    Several contracting (or free, or batch) dimensions count as one, in the order in which they are named; the blocks
-    run over it. The last block of it may be short.
-
-    Args:
-      lhs: activations, float, of any shape.
-      rhs: weights, float, of any shape.
-      dimension_numbers: as for `jax.lax.dot_general`.
-      recipe: `BlockScaling` or `MXFP8`.
-      out_dtype: dtype of the result; sums are float32 before.
-      out_sharding: of the result, on a mesh with explicit axes; default: as `jax.lax.dot_general` would have it.
-
-    Returns:
-      The product, [*batch, *free of lhs, *free of rhs]. The gradients have the dtypes of lhs and rhs.
+    Several contracting (or free, or batch) dimensions count as one, in the order of `dimension_numbers`, and blocks go
+    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights).
     """
     dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
     if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
@@ -141,7 +130,7 @@ _dot.defvjp(_forward, _backward)
 
 
 def _quantize(recipe: Recipe, x: Array, axis: int | tuple[int, ...], *, backward: bool = False) -> Blocks:
-    """`x` in stored blocks; those that hold an inf have NaN as their scale_inv."""
+    """`x` in stored blocks; scale_inv is NaN for blocks with an inf."""
     q, scale_inv = recipe.quantize(x, axis=axis, backward=backward)
     axes = axis if isinstance(axis, tuple) else (axis,)
     overflowed = block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
@@ -150,12 +139,12 @@ def _quantize(recipe: Recipe, x: Array, axis: int | tuple[int, ...], *, backward
 
 
 def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any) -> Array:
-    """The sum over `axis` of both, for each of B, in `out_dtype`."""
+    """The product of a and b, summed over their `axis`, for each of B, in `out_dtype`."""
     is_power_of_two = isinstance(recipe, MXFP8) or recipe.power_of_two
     exact = jnp.bfloat16 if is_power_of_two else jnp.float32
     dimension_numbers = (((a.axis,), (b.axis,)), ((0,), (0,)))
 
-    # What cuBLAS rounds to bfloat16 as it writes is the float32 accumulator; float16 would be another rounding.
+    # cuBLAS rounds the float32 accumulator to bfloat16 when it writes it; float16 would be rounded twice.
     written = jnp.bfloat16 if is_power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
 
     def in_bfloat16(a: Array, b: Array) -> Array:
@@ -189,7 +178,7 @@ def _scaled_matmul(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
 
 @_scaled_matmul.def_vmap
 def _scaled_matmul_batch(axis_size: int, in_batched: Any, *operands: Array) -> tuple[Array, bool]:
-    """A vmapped axis joins B; scaled_matmul's own rule, until jax 0.11, wants all operands to have it."""
+    """A vmapped axis joins B; until jax 0.11 scaled_matmul's own rule needs it in all operands."""
     whole = [
         x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
         for x, batched in zip(operands, in_batched, strict=True)

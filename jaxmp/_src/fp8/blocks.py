@@ -1,6 +1,6 @@
-"""Block-scaled fp8: a scale of its own for every few elements, so that an outlier costs only its block.
+"""Block-scaled fp8: every block of a few elements has its own scale, so an outlier affects only its block.
 
-With B(i) the block of element i, and its amax a = max |x| over the block (NaNs aside),
+With B(i) the block of element i, and a = max |x| over the block (without NaNs),
 
     q_i = cast(x_i * scale_B(i)),    x_i ~ q_i * scale_inv_B(i),    scale_B = 1 / scale_inv_B
 
@@ -13,16 +13,15 @@ has exponents only (byte b is 2^(b - 127)):
 
     b = 127 + ceil(log2(a / fp8_max)), from 0 to 254;    0 where a is 0, 254 where it is inf
 
-Rounding scale down and rounding scale_inv up are the same. Both are computed from bits, see `_bits`: the same bytes on
-every backend, for subnormal x too. The last block of an axis may be short; it is as if filled up with zeros.
+Rounding scale down and rounding scale_inv up are the same. Both are computed from bits (`float_bits`), so all backends
+give the same bytes, for subnormal x too. The last block of an axis may be short; it counts as padded with zeros.
 
-The rounding lies in the *stored* q. XLA for GPUs deletes a cast to fp8 and back where both are in one program, so
-`dequantize` is for a q that came out of memory, never for one that was made in the same program: `round_to` in
-`casting` is what rounds and stays in float32.
+Only the *stored* q is rounded. XLA for GPUs deletes a cast to fp8 and back inside one program, so use `dequantize` for
+a q from memory, never for one from the same program. `casting.round_to` rounds and stays in float32.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +33,7 @@ from jaxmp._src.numerics import casting, float_bits
 
 
 class Blocks(NamedTuple):
-    """A tensor in fp8 and what to multiply its blocks by.
+    """A tensor in fp8 and the factors of its blocks.
 
     Attributes:
       q: fp8[*shape].
@@ -47,45 +46,20 @@ class Blocks(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockScaling:
-    """fp8 with a float32 scale for each block of 128 or of 128x128; stateless.
+class _BlockRecipe:
+    """What `BlockScaling` and `MXFP8` share: casts to and from blocks. They differ in how a block gets its scale."""
 
-    See the module's docstring for the equations. Bit for bit TransformerEngine's Float8BlockScaling, whose layouts for
-    cuBLAS (transposed or padded scales) are not made here.
-
-    Args:
-      fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
-      power_of_two: whether scales are powers of two.
-      amax_epsilon: the least amax of a block, >= 0.
-
-    Raises:
-      ValueError: an argument outside of its range, named in the message.
-
-    Example:
-      >>> recipe = BlockScaling()
-      >>> x = jnp.array([[1.0, 1000.0], [0.001, 0.002]])
-      >>> q, scale_inv = recipe.quantize(x)
-      >>> scale_inv.tolist()
-      [[4.0], [7.62939453125e-06]]
-      >>> recipe.dequantize(q, scale_inv)[0].tolist()
-      [1.0, 1024.0]
-
-    References:
-      transformer_engine/common/recipe/recipe_common.cuh; DeepSeek-V3 Technical Report, 2024, section 3.3.
-    """
+    block_size: ClassVar[int]  # along each blocked axis
+    _scale_inv_dtype: ClassVar[Any]
 
     fp8_format: recipes.Format = "E4M3"
-    power_of_two: bool = True
-    amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
         recipes.check_format(self.fp8_format)
-        recipes.check_epsilon(self.amax_epsilon)
 
-    @property
-    def block_size(self) -> int:
-        """128, along each blocked axis."""
-        return 128
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+        """(scale in float32, scale_inv as it is stored) of blocks, for a cast to `dtype` of a tensor in `given`."""
+        raise NotImplementedError
 
     def dtype(self, *, backward: bool = False) -> Any:
         """The fp8 dtype of activations and weights, or of gradients (`backward`).
@@ -101,11 +75,13 @@ class BlockScaling:
 
         Args:
           x: floats of 16 bits or more, of any shape.
-          axis: the axis along which elements share a scale, or two of them, (-2, -1), for 128x128 blocks.
+          axis: the axis along which elements share a scale; for a matmul, the one that it sums over. Two axes,
+            (-2, -1), give square blocks: 128x128 (`BlockScaling`) or 32x32 (`MXFP8`), whose q serves a product and
+            its transpose.
           backward: whether `x` is a gradient: e5m2 under `"HYBRID"`.
 
         Returns:
-          `Blocks(q, scale_inv)`, scale_inv float32.
+          `Blocks(q, scale_inv)`; scale_inv is float32 (`BlockScaling`) or float8_e8m0fnu (`MXFP8`).
 
         Raises:
           TypeError: `x` is no array of floats of 16 bits or more.
@@ -114,21 +90,15 @@ class BlockScaling:
         Example:
           >>> BlockScaling().quantize(jnp.ones((200, 300)), axis=(-2, -1)).scale_inv.shape
           (2, 3)
+          >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
+          (8, 2, 16)
         """
         blocked = _blocked_axes(x, axis)
-        dtype = self.dtype(backward=backward)
-        # a quotient that is inf becomes the largest number of the dtype that x came in, as in TransformerEngine
-        overflow = float(jnp.finfo(x.dtype).max) if jnp.finfo(x.dtype).bits < 32 else float(np.finfo(np.float32).max)
+        dtype, given = self.dtype(backward=backward), x.dtype
         x = x.astype(jnp.float32)
-        scale = recipes.current_scale(
-            block_amax(x, blocked, self.block_size),
-            dtype,
-            power_of_two=self.power_of_two,
-            amax_epsilon=self.amax_epsilon,
-            overflow=overflow,
-        )
+        scale, scale_inv = self._scales(block_amax(x, blocked, self.block_size), dtype, given)
         q = casting.saturating_cast(float_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
-        return Blocks(q, float_bits.quotient(1.0, scale))
+        return Blocks(q, scale_inv)
 
     def dequantize(
         self, q: Float[Array, "..."], scale_inv: Float[Array, "..."], *, dtype: Any = jnp.float32
@@ -137,7 +107,7 @@ class BlockScaling:
 
         Args:
           q: fp8 of any shape.
-          scale_inv: float32, as `quantize` returns it; its shape says which axes are blocked.
+          scale_inv: as `quantize` returns it; its shape says which axes are blocked.
           dtype: of the result; computed in float32, saturated.
 
         Returns:
@@ -151,12 +121,62 @@ class BlockScaling:
           >>> BlockScaling().dequantize(*BlockScaling().quantize(jnp.array([3.0, 5.0]))).tolist()
           [3.0, 5.0]
         """
-        _check_stored(q, scale_inv, jnp.float32, self.block_size)
-        return _dequantize(q, scale_inv, self.block_size, dtype)
+        _check_stored(q, scale_inv, self._scale_inv_dtype, self.block_size)
+        if scale_inv.dtype == jnp.float8_e8m0fnu:
+            scale_inv = _float_of_e8m0(lax.bitcast_convert_type(scale_inv, jnp.uint8))
+        x = float_bits.product(q.astype(jnp.float32), _spread(scale_inv, q.shape, self.block_size))
+        return casting.saturating_cast(x, dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8:
+class BlockScaling(_BlockRecipe):
+    """fp8 with a float32 scale for each block of 128 or of 128x128; stateless.
+
+    See the module's docstring for the equations. Bit for bit TransformerEngine's Float8BlockScaling, whose layouts for
+    cuBLAS (transposed or padded scales) are not made here.
+
+    Args:
+      fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
+      power_of_two: whether scales are powers of two.
+      amax_epsilon: the smallest amax of a block, >= 0.
+
+    Raises:
+      ValueError: an argument outside its range, named in the message.
+
+    Example:
+      >>> recipe = BlockScaling()
+      >>> x = jnp.array([[1.0, 1000.0], [0.001, 0.002]])
+      >>> q, scale_inv = recipe.quantize(x)
+      >>> scale_inv.tolist()
+      [[4.0], [7.62939453125e-06]]
+      >>> recipe.dequantize(q, scale_inv)[0].tolist()
+      [1.0, 1024.0]
+
+    References:
+      transformer_engine/common/recipe/recipe_common.cuh; DeepSeek-V3 Technical Report, 2024, section 3.3.
+    """
+
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    block_size: ClassVar[int] = 128
+    _scale_inv_dtype: ClassVar[Any] = jnp.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recipes.check_epsilon(self.amax_epsilon)
+
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+        # A quotient that is inf becomes the largest number of the dtype of x, as in TransformerEngine.
+        overflow = min(float(jnp.finfo(given).max), float(np.finfo(np.float32).max))
+        scale = recipes.current_scale(
+            amax, dtype, power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon, overflow=overflow
+        )
+        return scale, float_bits.quotient(1.0, scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(_BlockRecipe):
     """fp8 with an E8M0 scale for each block of 32, the OCP microscaling format; stateless.
 
     See the module's docstring for the equations. Bit for bit the CUDA kernels of TransformerEngine; its JAX helper
@@ -166,7 +186,7 @@ class MXFP8:
       fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
 
     Raises:
-      ValueError: an argument outside of its range, named in the message.
+      ValueError: an argument outside its range, named in the message.
 
     Example:
       >>> q, scale_inv = MXFP8().quantize(jnp.array([[1.0, 1000.0]]))
@@ -179,88 +199,19 @@ class MXFP8:
       OCP Microscaling Formats (MX) Specification v1.0, 2023; transformer_engine/common/util/ptx.cuh.
     """
 
-    fp8_format: recipes.Format = "E4M3"
+    block_size: ClassVar[int] = 32
+    _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
-    def __post_init__(self) -> None:
-        recipes.check_format(self.fp8_format)
-
-    @property
-    def block_size(self) -> int:
-        """32, along each blocked axis."""
-        return 32
-
-    def dtype(self, *, backward: bool = False) -> Any:
-        """The fp8 dtype of activations and weights, or of gradients (`backward`).
-
-        Example:
-          >>> MXFP8().dtype().__name__
-          'float8_e4m3fn'
-        """
-        return recipes.dtype_of(self.fp8_format, backward=backward)
-
-    def quantize(self, x: Float[Array, "..."], *, axis: int | tuple[int, ...] = -1, backward: bool = False) -> Blocks:
-        """`x` in fp8 with a scale for each block.
-
-        Args:
-          x: floats of 16 bits or more, of any shape.
-          axis: the axis along which elements share a scale: the one that the product sums over. Two of them, (-2, -1),
-            give 32x32 blocks, whose q serves a product and its transpose.
-          backward: whether `x` is a gradient: e5m2 under `"HYBRID"`.
-
-        Returns:
-          `Blocks(q, scale_inv)`, scale_inv float8_e8m0fnu.
-
-        Raises:
-          TypeError: `x` is no array of floats of 16 bits or more.
-          ValueError: `x` has no such axis.
-
-        Example:
-          >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
-          (8, 2, 16)
-        """
-        blocked = _blocked_axes(x, axis)
-        dtype = self.dtype(backward=backward)
-        x = x.astype(jnp.float32)
-        byte = e8m0_from_amax(block_amax(x, blocked, self.block_size), float(jnp.finfo(dtype).max))
-        scale = _float_of_e8m0(254 - byte)  # 1 / 2^(b - 127)
-        q = casting.saturating_cast(float_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
-        return Blocks(q, lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu))
-
-    def dequantize(
-        self, q: Float[Array, "..."], scale_inv: Float[Array, "..."], *, dtype: Any = jnp.float32
-    ) -> Float[Array, "..."]:
-        """q * scale_inv, block by block. Only for a stored `q`: see the module's docstring.
-
-        Args:
-          q: fp8 of any shape.
-          scale_inv: float8_e8m0fnu, as `quantize` returns it; its shape says which axes are blocked.
-          dtype: of the result; computed in float32, saturated.
-
-        Returns:
-          An array of `dtype` in the shape of `q`.
-
-        Raises:
-          TypeError: a dtype that `quantize` does not return.
-          ValueError: a shape of scale_inv that does not fit `q`.
-
-        Example:
-          >>> MXFP8().dequantize(*MXFP8().quantize(jnp.array([3.0, 5.0]))).tolist()
-          [3.0, 5.0]
-        """
-        _check_stored(q, scale_inv, jnp.float8_e8m0fnu, self.block_size)
-        byte = lax.bitcast_convert_type(scale_inv, jnp.uint8)
-        return _dequantize(q, _float_of_e8m0(byte), self.block_size, dtype)
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+        del given
+        byte = e8m0_from_amax(amax, float(jnp.finfo(dtype).max))
+        return _float_of_e8m0(254 - byte), lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)  # 1 / 2^(b - 127)
 
 
 def e8m0_from_amax(amax: Float[Array, "..."], fp8_max: float) -> UInt8[Array, "..."]:
-    """The byte b of the least scale_inv 2^(b - 127) with amax / scale_inv <= fp8_max.
+    """The byte b of the smallest scale_inv 2^(b - 127) with amax / scale_inv <= fp8_max.
 
-    Args:
-      amax: float32 of any shape, >= 0.
-      fp8_max: the largest finite value of the fp8 dtype.
-
-    Returns:
-      uint8: 0 for 0 and all that would be below it, 254 for inf, 255 for NaN.
+    0 for amax 0 and smaller exponents, 254 for inf, 255 for NaN.
     """
     amax = jnp.asarray(amax, jnp.float32)
     byte = jnp.clip(127 - float_bits.exponent_of_largest_scale(amax, fp8_max), 0, 254)
@@ -276,7 +227,7 @@ def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
-    """max |x| over the blocks of `size` along the axes `blocked`; NaNs aside, as the fmaxf of CUDA."""
+    """max |x| over blocks of `size` along the axes `blocked`; ignores NaNs, as CUDA's fmaxf."""
     bits = float_bits.magnitude_bits(x)
     for axis in blocked:
         count = -(-bits.shape[axis] // size)
@@ -288,16 +239,11 @@ def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> F
 
 
 def _spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int) -> Float[Array, "..."]:
-    """Each number of `blocks` at all elements of its block, in the shape `shape`."""
+    """The numbers of `blocks`, repeated for all elements of each block, in the shape `shape`."""
     for axis, n in enumerate(shape):
         if blocks.shape[axis] != n:
             blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=axis), 0, n, axis=axis)
     return jnp.broadcast_to(blocks, shape)
-
-
-def _dequantize(q: Float[Array, "..."], scale_inv: Float[Array, "..."], size: int, dtype: Any) -> Float[Array, "..."]:
-    x = float_bits.product(q.astype(jnp.float32), _spread(scale_inv, q.shape, size))
-    return casting.saturating_cast(x, dtype)
 
 
 def _blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:

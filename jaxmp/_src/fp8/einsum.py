@@ -7,10 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8.matmul import (
-    Scales,
-    dot_general,
-)
+from jaxmp._src.fp8.matmul import Scales, dot_general
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -18,17 +15,8 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def einsum_by(dot_general: Callable[..., Array], subscripts: str, lhs: Array, rhs: Array) -> Float[Array, "..."]:
     """`jnp.einsum(subscripts, lhs, rhs)` by a `dot_general(lhs, rhs, dimension_numbers)`.
 
-    Args:
-      dot_general: a function like `jax.lax.dot_general`.
-      subscripts: an explicit equation of two operands; each label once per operand, and in the result or in both
-        operands; "..." for leading batch axes, which both operands have or one.
-      lhs, rhs: arrays.
-
-    Returns:
-      The result, axes in the order of the equation.
-
-    Raises:
-      ValueError: an equation of another kind.
+    The equation is explicit; each label comes once in an operand, and is in the result or in both operands. "..."
+    stands for leading batch axes of both operands or of one. Raises a ValueError for other equations.
     """
     lhs_labels, rhs_labels, result = _parse(subscripts, lhs.ndim, rhs.ndim)
     shared = [name for name in lhs_labels if name in rhs_labels]
@@ -51,7 +39,7 @@ def einsum_by(dot_general: Callable[..., Array], subscripts: str, lhs: Array, rh
 
 
 def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
-    """Labels of lhs, rhs and the result, one letter an axis."""
+    """Labels of lhs, rhs and the result, one letter per axis."""
     text = subscripts.replace(" ", "")
     operands, arrow, result = text.partition("->")
     names = operands.split(",")
@@ -91,7 +79,8 @@ def einsum(
     """`jnp.einsum` of two operands as one fp8 `dot_general`.
 
     Args:
-      subscripts: an explicit equation: each label once per operand, and in the result or in both operands.
+      subscripts: an explicit equation: each label once per operand, and in the result or in both operands. "..."
+        stands for leading batch axes.
       lhs, rhs, recipe, scales, preferred_element_type: as for `dot_general`.
 
     Returns:

@@ -5,12 +5,12 @@
     wgrad   dw = x^T g          full accumulation
 
 cuBLASLt multiplies fp8 on Hopper only where the axes that are summed over come last in both operands. With x [M, K],
-w [K, N], g [M, N], and t^T for a tensor that was written with its axes turned:
+w [K, N], g [M, N], and t^T for a tensor that was written transposed:
 
     fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
 
-so each is read one way in one product and the other way in another, and what the backward pass keeps is x^T and w. Off
-CUDA the same fp8 numbers are multiplied in float32, in the order of their tensors' own axes.
+So each tensor is needed in both forms, and the backward pass keeps x^T and w. Outside CUDA the same fp8 numbers are
+multiplied in float32, without the transposes.
 """
 
 import functools
@@ -27,7 +27,7 @@ from pallas_kernels import reference
 
 
 class Gemm(NamedTuple):
-    """What is fixed about one fp8 matmul when it is traced."""
+    """The static part of one fp8 matmul."""
 
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
@@ -37,32 +37,32 @@ class Gemm(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
-    lhs_spec: tuple[Any, ...] | None  # how lhs lies on a mesh with explicit axes, one entry a dimension; else None
+    lhs_spec: tuple[Any, ...] | None  # the PartitionSpec of lhs on a mesh with explicit axes, else None
     rhs_spec: tuple[Any, ...] | None
     out_sharding: Any
-    activation: str | None = None  # what lhs goes through before it is cast
+    activation: str | None = None  # applied to lhs before the cast
 
     @property
     def rhs_starts(self) -> bool:
-        """Whether the axes that are summed over are the first of rhs (a kernel [K, N]), not the last."""
+        """Whether the GEMM sums over the first axes of rhs (a kernel [K, N]), not over the last."""
         return self.contract[1][:1] == (0,)
 
 
 class Quantized(NamedTuple):
-    """A tensor in fp8, as it lies and, where that was written as well, turned: the first axes of the matrix last."""
+    """A tensor in fp8, in its own order of axes and perhaps also transposed: [M..., K...] as [K..., M...]."""
 
     values: Array | None  # None where only the other form is kept
     inv_scale: Float[Array, ""]
-    turned: Array | None = None
+    transposed: Array | None = None
 
     @property
     def ndim(self) -> int:
-        """Its number of axes."""
-        return _there(self.turned if self.values is None else self.values).ndim
+        """Number of axes."""
+        return _not_none(self.transposed if self.values is None else self.values).ndim
 
 
 def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
-    """Whether a matmul is one of matrices as they lie: lhs [M..., K...] by rhs [K..., N...] or [N..., K...]."""
+    """Whether a matmul is lhs [M..., K...] by rhs [K..., N...] or [N..., K...], without batch axes."""
     (lhs, rhs), k = contract, len(contract[0])
     ends = tuple(range(ndims[0] - k, ndims[0]))
     starts_or_ends = (tuple(range(k)), tuple(range(ndims[1] - k, ndims[1])))
@@ -70,21 +70,21 @@ def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
 
 
 def kept(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[Quantized, Quantized]:
-    """lhs and rhs in one form each: that which the backward pass reads."""
-    lhs = lhs if lhs.turned is None else lhs._replace(values=None)
+    """lhs and rhs, each only in the form that the backward pass reads."""
+    lhs = lhs if lhs.transposed is None else lhs._replace(values=None)
     if gemm.rhs_starts:
-        return lhs, rhs._replace(turned=None)
-    return lhs, rhs if rhs.turned is None else rhs._replace(values=None)
+        return lhs, rhs._replace(transposed=None)
+    return lhs, rhs if rhs.transposed is None else rhs._replace(values=None)
 
 
 def fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
-    """The product."""
+    """The product of the forward pass."""
     with jax.named_scope("jaxmp.fp8_fprop"):
         return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
 
 
 def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
-    """Gradients of lhs and rhs; the result's dimensions are (batch, free of lhs, free of rhs)."""
+    """Gradients of lhs and rhs; the dimensions of `grad` are (batch, free of lhs, free of rhs)."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
     lhs_free = _others(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _others(rhs.ndim, rhs_contract, rhs_batch)
@@ -129,12 +129,12 @@ def _matmul(
     *,
     fast: bool,
 ) -> Array:
-    """One GEMM of fp8 operands, unscaled, in `out_dtype`; all axes are those of the tensors as they lie."""
+    """One GEMM of fp8 operands, unscaled, in `out_dtype`; axes count in the tensors' own order."""
     inv_scale = a.inv_scale * b.inv_scale
     presets = lax.DotAlgorithmPreset
     algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    # A power of two commutes with rounding to bfloat16, so the GEMM may write that and be unscaled by what XLA folds
-    # into it. Any other scale, and the narrow range of float16, need the accumulator itself.
+    # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
+    # it. Other scales, and the narrow range of float16, need the float32 accumulator.
     narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
     accumulator = jnp.bfloat16 if narrow else jnp.float32
 
@@ -146,7 +146,7 @@ def _matmul(
         return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=accumulator)
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
-        x, y = (_as_it_lies(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
+        x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
         return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(accumulator)
 
     out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
@@ -154,22 +154,22 @@ def _matmul(
 
 
 def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """The form of a tensor in which the axes that are summed over come last, if there is one; and these axes in it."""
-    if t.turned is None or axes != tuple(range(len(axes))):
-        return _there(t.values), axes
-    return t.turned, tuple(range(t.ndim - len(axes), t.ndim))
+    """A tensor in the form with the summed axes last, if it has this form; and the positions of these axes."""
+    if t.transposed is None or axes != tuple(range(len(axes))):
+        return _not_none(t.values), axes
+    return t.transposed, tuple(range(t.ndim - len(axes), t.ndim))
 
 
-def _as_it_lies(t: Quantized, axes: tuple[int, ...]) -> Array:
-    """The tensor itself; where it is kept turned only, its first axes are those that are summed over."""
+def _in_own_order(t: Quantized, axes: tuple[int, ...]) -> Array:
+    """The tensor in its own order of axes; if only the transposed form was kept, the GEMM sums over its first axes."""
     if t.values is not None:
         return t.values
     # The barrier keeps XLA from folding the transpose into a matmul, which would sum in another order.
-    return lax.optimization_barrier(reference.transpose(_there(t.turned), t.ndim - len(axes)))
+    return lax.optimization_barrier(reference.transpose(_not_none(t.transposed), t.ndim - len(axes)))
 
 
-def _there(x: Array | None) -> Array:
-    """`x`, which is there: what `kept` leaves is what `backprop` reads."""
+def _not_none(x: Array | None) -> Array:
+    """`x`, which is not None: `kept` keeps the forms that `backprop` reads."""
     if x is None:
         raise AssertionError("a tensor of an fp8 matmul was dropped that a GEMM reads")
     return x

@@ -1,15 +1,14 @@
-"""What the fp8 layers of linen and nnx share: their leaves, when they are off, and which dtypes reach them."""
+"""What the fp8 layers of linen and nnx share: scale leaves, switching off, dtypes of inputs, and choice by path."""
 
 import contextlib
 import contextvars
-import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import regions
+from jaxmp._src.base import regions, tree_paths
 from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
 from jaxmp._src.fp8.recipes import DelayedScaling
 
@@ -30,13 +29,13 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def switched(enabled: bool) -> Iterator[None]:
-    """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost counts."""
+    """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost region counts."""
     with regions.region(_ENABLED, enabled):
         yield
 
 
 def leaves_of(recipe: Any) -> dict[str, float]:
-    """The scale leaves of a layer with this recipe, by name, and what they start from; none for stateless recipes."""
+    """Names and initial values of the scale leaves of a layer with this recipe; empty for stateless recipes."""
     if not isinstance(recipe, DelayedScaling):
         return {}
     names = [
@@ -57,14 +56,7 @@ def dot_general(
     *,
     layer: str | None = None,
 ) -> Float[Array, "..."]:
-    """The product of a layer: in fp8 where that is on, else in the dtype of its result.
-
-    Args:
-      recipe: the layer's recipe.
-      leaves: its scale leaves, in the order of `leaves_of`.
-      lhs, rhs, dimension_numbers, preferred_element_type, out_sharding: as for `jax.lax.dot_general`.
-      layer: its name, for warnings.
-    """
+    """The product of a layer: in fp8 if fp8 is on, else in the dtype of its result. For `leaves` see `leaves_of`."""
     scales = matmul.Scales(*leaves) if leaves else None
     if is_enabled():
         return matmul.dot_general(
@@ -85,13 +77,13 @@ def dot_general(
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:
     """For the `promote_dtype=` of flax layers: inputs and bias in the layer's dtype, the kernel as it is stored.
 
-    An fp8 layer casts a float32 kernel to fp8 itself, in one rounding, and its gradient comes out in float32. flax's
-    own rule casts the kernel to the layer's dtype first, and its gradient with it.
+    An fp8 layer casts a float32 kernel to fp8 with one rounding, and the kernel's gradient is float32. flax's own rule
+    first casts the kernel to the layer's dtype, and so the gradient too.
 
     Args:
       *args: inputs, kernel and bias, or one tuple of them (nnx); the bias may be None.
-      dtype: the layer's dtype; None for what inputs and kernel promote to.
-      **kwargs: whatever else flax passes on.
+      dtype: the layer's dtype; None: inputs and kernel are promoted.
+      **kwargs: other arguments of flax, not used.
 
     Returns:
       [inputs, kernel, bias].
@@ -109,30 +101,36 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
 
 
 def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
-    """Whether a filter chooses the layer at `path`."""
+    """Whether the filter chooses the layer at `path`."""
     if chosen is None:
         return True
     if callable(chosen):
         return bool(chosen(path, layer))
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns_of(chosen))
+    return tree_paths.matches(path, chosen)
 
 
-def patterns_of(chosen: str | Sequence[str]) -> tuple[str, ...]:
-    """The globs of a filter; a single one may stand by itself."""
-    return (chosen,) if isinstance(chosen, str) else tuple(chosen)
+def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str], *, stacklevel: int = 2) -> bool:
+    """Warns of patterns of a filter and of a dict of recipes that fit no layer. Returns whether the filter's did.
+
+    `function` is the user's, `paths` are those of all layers that can run in fp8, `stacklevel` is 1 for the caller.
+    """
+    patterns = () if chosen is None or callable(chosen) else chosen
+    warned = tree_paths.warn_of_idle(f"{function}(filter=)", patterns, paths, of="layer", stacklevel=stacklevel + 1)
+    scale_leaves.warn_of_idle(f"{function}(recipe)", recipe, paths, of="layer", stacklevel=stacklevel + 1)
+    return warned
 
 
 def recipe_at(recipe: Any, path: str) -> Any:
-    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose glob matches."""
+    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose pattern fits."""
     recipes = scale_leaves.recipes_of(recipe)
     return recipes[scale_leaves.pattern_for(recipes, path, "fp8 layer")]
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raises a TypeError for what is no recipe and no dict of recipes."""
+    """Raises a TypeError unless `recipe` is a recipe or a dict of recipes."""
     for part in scale_leaves.recipes_of(recipe).values():
         if isinstance(part, type) or not hasattr(part, "dtype") or not hasattr(part, "fp8_format"):
             raise TypeError(
                 f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8() or a dict from "
-                f"path globs to them; got {part!r}. Layers are chosen by filter=."
+                f"path patterns to them; got {part!r}. Layers are chosen by filter=."
             )

@@ -6,12 +6,12 @@ For y = x w with the gradient g of y, scales s and Q(t) = fp8(clip(t * s)):
     dgrad   dx = Q(g) Q(w)^T / (s_g s_w)      e5m2 (HYBRID) x e4m3, full accumulation
     wgrad   dw = Q(x)^T Q(g) / (s_x s_g)      e4m3 x e5m2 (HYBRID), full accumulation
 
-x and w are cast once; their fp8 copies are what the backward pass keeps. Casts saturate, and the largest magnitude of
-each tensor, looked at in the same pass, is the gradient of its scale leaf (see `_scales`).
+x and w are cast once, and the backward pass keeps their fp8 copies. Casts saturate. The same pass finds the largest
+magnitude of each tensor, which is the gradient of its scale leaf (see `scale_leaves`).
 
-On CUDA the GEMM gets fp8 operands and XLA hands it to cuBLASLt with the scale inside; "fast" and "full" accumulation
+On CUDA the GEMM gets fp8 operands, and XLA gives it to cuBLASLt with the scale inside; "fast" and "full" accumulation
 are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32`, chosen as TransformerEngine does.
-Elsewhere the same fp8 numbers are multiplied in float32: exact products, other order of sums.
+Elsewhere the same fp8 numbers are multiplied in float32: exact products, another order of sums.
 """
 
 import functools
@@ -31,20 +31,20 @@ from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, scale_leaves,
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
 from jaxmp._src.fp8.gemms import Gemm, Quantized
-from jaxmp._src.numerics import casting, float_bits
+from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
 from pallas_kernels.activation import check_activation
 
-MULTIPLE = 16  # what cuBLASLt asks of each side of an fp8 GEMM
+MULTIPLE = 16  # of each side of an fp8 GEMM, for cuBLASLt
 
 
 class FallbackWarning(UserWarning):
-    """A matmul that was asked for in fp8 runs in its inputs' own dtype; the message says why.
+    """A matmul that should run in fp8 runs in its inputs' own dtype; the message says why.
 
     Example:
       >>> import warnings
       >>> with warnings.catch_warnings():
-      ...     warnings.simplefilter("error", FallbackWarning)  # no fallback goes unseen
+      ...     warnings.simplefilter("error", FallbackWarning)  # every fallback is an error
       ...     x, matmul = jnp.ones((7, 7)), (((1,), (0,)), ((), ()))
       ...     try:
       ...         y = dot_general(x, x, matmul, recipe=amax.CurrentScaling())
@@ -105,7 +105,7 @@ def dot_general(
       GEMM's accumulator.
 
     Raises:
-      ValueError: a recipe with state and no scales, or the other way round; an unknown activation.
+      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation.
 
     Warns:
       FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
@@ -125,7 +125,7 @@ def dot_general(
     reason = why_not_fp8(lhs.shape, rhs.shape, dimension_numbers)
     if activation is not None:
         check_activation(activation)
-        if reason or scales is None:  # what is not fused rounds it to the dtype of lhs, as a network does
+        if reason or scales is None:  # not fused: rounded to the dtype of lhs, as in a network
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
         where = f" (layer {layer})" if layer else ""
@@ -137,7 +137,7 @@ def dot_general(
             f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
             f"and scales={'given' if scales is not None else 'None'}."
         )
-    axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # their gradients vary over all of them
+    axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     if isinstance(recipe, BlockScaling | MXFP8):
         return block_matmul.dot_general(
@@ -223,7 +223,7 @@ _delayed_dot.defvjp(_delayed_forward, _delayed_backward)
 
 
 def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
-    """How many axes of lhs and rhs are rows; None for what is not to be written turned as well."""
+    """How many axes of lhs and rhs are rows; None for a tensor that is not needed transposed."""
     summed = len(gemm.contract[0])
     specs = (gemm.lhs_spec, gemm.rhs_spec, gemm.out_sharding)
     on_explicit_axes = any(spec is not None for spec in specs)
@@ -233,7 +233,7 @@ def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
 
 
 def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
-    """The weight in fp8: cast here, or as it is stored."""
+    """The weight in fp8: cast here, or already stored in fp8."""
     if not stored_kernels.holds_fp8(rhs, leaf):
         rows = rows if operands.is_whole(rhs) else None
         return operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows)
@@ -273,12 +273,12 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
                 jnp.clip(float_bits.log2_of_power_of_two(scale), np.float32(-63), np.float32(63))
             )
         values = stored(quantize(x, scale, dtype))
-        # The cast turns inf into a finite number; nobody else would learn of the overflow.
-        return Quantized(values, jnp.where(largest < jnp.inf, casting.reciprocal(scale), jnp.nan))
+        # The cast makes inf finite, so the overflow must show here.
+        return Quantized(values, jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan))
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
-    """How `x` lies on a mesh with explicit axes, where a GEMM over a split dimension must be told of its result."""
+    """The PartitionSpec of `x` on a mesh with explicit axes: a GEMM over a split dimension needs one for its result."""
     return tuple(jax.typeof(x).sharding.spec) if shardings.is_explicit(x) else None
 
 
@@ -300,7 +300,7 @@ def plain_dot_general(
 
 
 def result_dtype(lhs: Array, rhs: Array) -> Any:
-    """The dtype of fewer bytes, that of lhs among equals: a float32 weight does not widen bfloat16 activations.
+    """The narrower dtype, lhs's if both are equally wide: a float32 weight does not widen bfloat16 activations.
 
     A weight in fp8 counts as bfloat16.
     """

@@ -1,11 +1,11 @@
-"""The tensors of an fp8 layer, cast with the scale of a leaf: once, and both ways round where all GEMMs will run.
+"""The tensors of an fp8 layer, cast once with the scale of a leaf, and also written transposed if all three GEMMs run.
 
-On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 as it lies and turned, which is how the GEMMs want
-it (`_three_gemms`). Everywhere else, for odd shapes, on meshes with explicit axes and under vmap, XLA casts, and turns
-the result; the numbers are the same. Without a gradient nothing is turned that no GEMM reads, so the kernel, which
-always writes both, is for the forward pass of a differentiated function only.
+On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 in both forms, which the GEMMs read (`gemms`).
+Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA casts and transposes; the numbers are the
+same. The kernel always writes both forms, so it serves only the forward pass of a differentiated function: without a
+gradient no GEMM reads the transposed form.
 
-With an activation, the tensor that is cast is f(x) in float32, which is never written to memory.
+With an activation f, f(x) in float32 is cast, and never written to memory.
 """
 
 import functools
@@ -39,41 +39,34 @@ def activation_gradient(grad: Array, x: Array, activation: str) -> Array:
 def quantize(
     gemm: Gemm, x: Array, leaf: Array, dtype: Any, *, rows: int | None = None, activation: str | None = None
 ) -> tuple[Quantized, Array]:
-    """`x`, or the activation of it, cast with the leaf's scale, and its amax in the leaf's dtype.
+    """`x`, or its activation, cast to the fp8 `dtype` with the leaf's scale, and its amax in the leaf's dtype.
 
-    Args:
-      gemm: the matmul.
-      x: the tensor.
-      leaf: its scale leaf.
-      dtype: of fp8.
-      rows: how many of its axes are rows, for a tensor that is wanted turned as well; None for one that is not. It is
-        turned where a kernel can do that.
-      activation: what it goes through first.
+    With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that.
     """
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2)
-        if rows is None or _why_not_turned(x, rows, activation):
+        if rows is None or _why_not_transposed(x, rows, activation):
             y = activated(x, activation)
             observed = quantize_lib.observe(y, scale)
-            values, turned = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
+            values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:
-            values, turned, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
-        # A leaf that all devices share, in a shard_map that is differentiated from outside, gets the MAX here.
+            values, transposed, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
+        # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))
-        return Quantized(values, inv_scale, turned), lax.convert_element_type(observed, leaf.dtype)
+        return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype)
 
 
 def is_whole(x: Array) -> bool:
-    """Whether `x` lies on one device as far as a trace can tell, or is a device's own: in shard_map and pmap.
+    """Whether `x` lies on one device as far as a trace can tell, or is a device's own (in shard_map and pmap).
 
-    A weight that is split (FSDP) is gathered before it is multiplied: once, if there is one form of it only.
+    A split weight (FSDP) is gathered before the matmul: once if it has one form only.
     """
     mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
     return mesh is None or mesh.empty or mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names)
 
 
-def _why_not_turned(x: Array, rows: int, activation: str | None) -> str | None:
-    """Why no kernel can write this tensor both ways, wherever the program runs; None if one can."""
+def _why_not_transposed(x: Array, rows: int, activation: str | None) -> str | None:
+    """Why no kernel can write this tensor in both forms on any device; None if one can."""
     if x.dtype not in passes.DTYPES:
         return f"it is {x.dtype}"
     return backend.why_no_kernels() or passes.why_not(_plan(jnp.float8_e4m3fn, rows, activation), (x,))
@@ -87,7 +80,7 @@ def _plan(dtype: Any, rows: int, activation: str | None) -> passes.Pass:
 
 @functools.lru_cache(maxsize=256)
 def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array, Array], Any]:
-    """(x, scale) -> (q, q turned, amax): by the kernel where it can serve."""
+    """(x, scale) -> (q, q transposed, amax), by the kernel if it can."""
     plan = _plan(dtype, rows, activation)
 
     def by_xla(x: Array, scale: Array) -> list[Array]:
@@ -102,9 +95,9 @@ def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array
     @both.def_vmap
     def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, scale: Array) -> Any:
         in_axes = [0 if batched else None for batched in in_batched]
-        q, turned, _ = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
-        # One amax for all that shares a scale.
+        q, transposed, _ = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
+        # One amax for all members that share a scale.
         observed, by_member = quantize_lib.observe_batch(axis_size, in_batched, activated(x, activation), scale)
-        return [q, turned, observed], [True, True, by_member]
+        return [q, transposed, observed], [True, True, by_member]
 
     return both

@@ -4,22 +4,22 @@ e4m3fn reaches from 2^-9 to 448, e5m2 from 2^-16 to 57344. A tensor fits in if i
 
     q = cast(x * scale),    x ~ q / scale,    scale <= fp8_max / amax,    amax = max |x|
 
-`scale` always multiplies before the cast. Activations and weights take e4m3fn, for its bits; gradients take e5m2, for
-its range: the format "HYBRID".
+`scale` always multiplies before the cast. In the format "HYBRID", activations and weights are e4m3fn, which has more
+bits of mantissa, and gradients are e5m2, which has more range.
 
 The largest scale that fits is fp8_max / amax. The largest *power of two* that fits costs less than one binade of the
-range and rounds nothing: multiplying by it and dividing by it again are exact, and where amax moves a little the scale
-does not move at all. With x = 2^e(x) (1 + f(x)),
+range. Multiplying and dividing by it is exact, and it does not change when amax changes a little. With
+x = 2^e(x) (1 + f(x)),
 
     log2(scale) = e(fp8_max) - e(amax) - (1 if f(amax) > f(fp8_max) else 0) - margin
 
-is a subtraction of integers. `margin` leaves that many binades free above amax.
+is integer arithmetic. `margin` leaves that many binades free above amax.
 
 Which amax?
 
-- `CurrentScaling`: that of the tensor itself. Exact, but x is read once for its amax before it is read for its cast.
-- `DelayedScaling`: that of earlier steps. Cast and amax are one read of x; what is larger than all amaxes of the
-  history saturates. Each tensor keeps its history h of L amaxes in a state, updated after each step:
+- `CurrentScaling`: the amax of the tensor itself. Exact, but x is read twice: for its amax, then for its cast.
+- `DelayedScaling`: the amax of earlier steps. One read of x gives the cast and the amax; values above the amaxes in
+  the history saturate. A state keeps the history h of L amaxes of each tensor, updated after each step:
 
       h[0] <- amax;    a = max(h) or h[0];    h <- roll(h, -1);    h[0] <- 0;    scale <- fp8_max / a
 
@@ -46,12 +46,12 @@ Format = Literal["HYBRID", "E4M3"]
 
 
 class AmaxState(NamedTuple):
-    """What delayed scaling remembers of one tensor, or of several of one shape of axes `*shape`.
+    """The state of delayed scaling for one tensor, or for several tensors with axes `*shape`.
 
     Attributes:
-      scale: float32[*shape], what the next cast multiplies by.
-      amax_history: float32[len, *shape]. Slot 0 is where the next amax goes and is 0 between updates; the newest
-        stands in the last slot.
+      scale: float32[*shape], the factor of the next cast.
+      amax_history: float32[len, *shape]. The next amax goes into slot 0, which is 0 between updates; the last slot
+        holds the newest amax.
 
     Example:
       >>> DelayedScaling(amax_history_len=2).init((3,)).amax_history.shape
@@ -71,19 +71,11 @@ def scale_from_amax(
     power_of_two: bool = True,
     overflow: float = _LARGEST_FLOAT32,
 ) -> Float[Array, "..."]:
-    """The largest scale with scale * amax <= fp8_max * 2^-margin, the same on every backend.
+    """The largest scale with scale * amax <= fp8_max * 2^-margin, float32, the same on every backend.
 
-    Args:
-      amax: float32 of any shape.
-      fp8_max: the largest finite value of the fp8 dtype.
-      fallback: the scale where `amax` is not positive and finite.
-      margin: binades to leave free above `amax`.
-      power_of_two: the largest power of two that fits, from 2^-126 to 2^127; otherwise the quotient, rounded to
-        nearest (TransformerEngine's, whose product with amax may be an ulp above fp8_max: the cast saturates).
-      overflow: what stands for a quotient that is inf.
-
-    Returns:
-      float32 of the shape of `amax`.
+    With `power_of_two` the largest power of two that fits, from 2^-126 to 2^127. Otherwise the quotient, rounded to
+    nearest as in TransformerEngine: its product with amax may be an ulp above fp8_max, and the cast saturates.
+    `fallback` is the scale where `amax` is not positive and finite; `overflow` replaces a quotient of inf.
     """
     amax = jnp.asarray(amax, jnp.float32)
     limit = fp8_max * 2.0**-margin
@@ -96,41 +88,41 @@ def scale_from_amax(
 
 
 def dtype_of(fp8_format: str, *, backward: bool = False) -> Any:
-    """The fp8 dtype of a format: e5m2 for gradients under `"HYBRID"`, e4m3fn for all else."""
+    """The fp8 dtype of a format: e5m2 for gradients under `"HYBRID"`, otherwise e4m3fn."""
     return jnp.float8_e5m2 if backward and fp8_format == "HYBRID" else jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling:
-    """The scale of a step from the amaxes of the steps before it.
+    """The scale of a step from the amaxes of earlier steps.
 
-    One `update(state, amax)` is, for each element by itself and in float32,
+    One `update(state, amax)` is, elementwise and in float32,
 
         if the tensor was used:   h[0] <- amax;   a = amax_compute(h);   h <- roll(h, -1);   h[0] <- 0
                                   scale <- fp8_max * 2^-margin / a   where 0 < a < inf
         otherwise:                nothing
 
-    An amax that is not above zero (0, -0, and -inf, which is the identity of max) says that the tensor was not used.
+    An amax of 0, -0 or -inf (the identity of max) says that the tensor was not used.
 
     With `semantics="te"` and `power_of_two=False` this is bit for bit the fused update of TransformerEngine: a NaN or
     an inf enters the history, the maximum ignores the NaN, and an inf freezes the scale until it has left the window.
-    With `semantics="jaxmp"` an amax that is not finite counts as not used: no such value enters the history.
+    With `semantics="jaxmp"` an amax that is not finite counts as not used and never enters the history.
 
-    Differences from TransformerEngine: power-of-two scales and `semantics="jaxmp"` are the defaults; its unfused
-    update, which lets old amaxes age while a tensor is not used, is not offered.
+    Differences from TransformerEngine: power-of-two scales and `semantics="jaxmp"` are the defaults; there is no
+    unfused update, in which old amaxes age while a tensor is not used.
 
     Args:
       margin: binades left free above the amax, a whole number; 0 uses the whole range.
-      amax_history_len: L >= 1, the updates for which an amax counts.
+      amax_history_len: L >= 1; an amax counts for L updates.
       amax_compute: `"max"` of the history, `"most_recent"`, or a function of float32[L, *shape] (the newest in slot
         0) to float32[*shape].
       fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.
       power_of_two: whether scales are powers of two.
       semantics: `"jaxmp"` or `"te"`.
-      interval: accepted and ignored, with a warning unless it is 1: TransformerEngine never used it either.
+      interval: ignored, with a warning unless it is 1; TransformerEngine never used it either.
 
     Raises:
-      ValueError: an argument outside of its range, named in the message.
+      ValueError: an argument outside its range, named in the message.
 
     Example:
       >>> recipe = DelayedScaling(amax_history_len=2)
@@ -166,7 +158,7 @@ class DelayedScaling:
         if not isinstance(self.amax_history_len, numbers.Integral) or self.amax_history_len < 1:
             raise ValueError(
                 f"amax_history_len must be a whole number >= 1; got {self.amax_history_len!r}. "
-                "For no history at all use CurrentScaling."
+                "Without a history use CurrentScaling."
             )
         if self.amax_compute not in ("max", "most_recent") and not callable(self.amax_compute):
             raise ValueError(
@@ -197,8 +189,8 @@ class DelayedScaling:
         """The state before the first step: scale 1, an empty history.
 
         Args:
-          shape: axes of tensors that are updated side by side; () for one tensor.
-          backward: as for `update`; the first state is the same.
+          shape: axes of tensors that are updated together; () for one tensor.
+          backward: as for `update`; it does not change the first state.
 
         Example:
           >>> DelayedScaling(amax_history_len=2).init()
@@ -273,10 +265,10 @@ class CurrentScaling:
     Args:
       fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.
       power_of_two: whether scales are powers of two.
-      amax_epsilon: the least amax, >= 0; it bounds the scale of tensors that are almost zero. 0 is no bound.
+      amax_epsilon: the smallest amax, >= 0; it bounds the scale of tensors that are almost zero. 0 is no bound.
 
     Raises:
-      ValueError: an argument outside of its range, named in the message.
+      ValueError: an argument outside its range, named in the message.
 
     Example:
       >>> CurrentScaling().scale(jnp.array([3.0, 0.0])).tolist()
@@ -330,18 +322,7 @@ def current_scale(
     amax_epsilon: float = 0.0,
     overflow: float = _LARGEST_FLOAT32,
 ) -> Float[Array, "..."]:
-    """The equation of `CurrentScaling`, for whatever an amax is of: a tensor, or a block of one.
-
-    Args:
-      amax: float32 of any shape.
-      dtype: the fp8 dtype.
-      power_of_two: as in `scale_from_amax`.
-      amax_epsilon: the least amax.
-      overflow: as in `scale_from_amax`.
-
-    Returns:
-      float32 of the same shape.
-    """
+    """The equation of `CurrentScaling`, for the amax of tensors or of blocks."""
     amax = jnp.asarray(amax, jnp.float32)
     if amax_epsilon > 0:
         amax = jnp.where(amax < np.float32(amax_epsilon), np.float32(amax_epsilon), amax)  # NaN stays
@@ -350,7 +331,7 @@ def current_scale(
 
 
 def check_format(fp8_format: Any) -> None:
-    """Raises ValueError unless `fp8_format` is one that trains."""
+    """Raises a ValueError unless `fp8_format` is "HYBRID" or "E4M3"."""
     if fp8_format == "E5M2":
         raise ValueError(
             'fp8_format "E5M2" is not offered: two bits of mantissa are too few for activations and weights. '
@@ -361,6 +342,6 @@ def check_format(fp8_format: Any) -> None:
 
 
 def check_epsilon(amax_epsilon: Any) -> None:
-    """Raises ValueError unless `amax_epsilon` is a finite number >= 0."""
+    """Raises a ValueError unless `amax_epsilon` is a finite number >= 0."""
     if not isinstance(amax_epsilon, (int, float)) or not 0 <= amax_epsilon < math.inf:
         raise ValueError(f"amax_epsilon must be finite and >= 0; 0 is no bound; got {amax_epsilon!r}")

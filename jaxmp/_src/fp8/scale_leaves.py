@@ -4,25 +4,25 @@ A layer that multiplies in fp8 holds three small leaves beside its weights, one 
 
     fp8_lhs_e4m3_log2_scale   fp8_rhs_e4m3_log2_scale   fp8_grad_e5m2_log2_scale
 
-They are params, so they are saved, replicated and restored like params; but nobody optimizes them. The "gradient" of
-such a leaf is the largest magnitude (*amax*) that its tensor had in this step, and the optimizer's side
-(`jaxmp.fp8.update_amax`) makes the next scale of it. The leaf holds log2 of a power of two, an integer, in float32:
-`p + (new - p)` is then exact for every jump, so any optax loop moves it rightly. (`..._scale`, without log2, holds a
-scale that is no power of two.)
+They are params, so they are saved, replicated and restored like params, but the inner optimizer never sees them. The
+"gradient" of such a leaf is the largest magnitude (*amax*) of its tensor in this step, and `jaxmp.fp8.update_amax`
+computes the next scale from it. The leaf holds log2 of a power of two, an integer, in float32: then `p + (new - p)` is
+always exact, so every optax loop updates the leaf exactly. (`..._scale`, without log2, holds a scale that need not be a
+power of two.)
 
-Two things need care, and both are done where the loss is differentiated:
+Two things need care when the loss is differentiated:
 
 1.  A leaf that is used twice (a shared layer, a scan, remat, microbatches) has the *larger* amax as its gradient, not
     the sum that autodiff makes. So the leaves are differentiated in an extended dtype whose addition is MAX, with -inf
     as its zero: a leaf that was not used reports nothing.
-2.  Gradients come scaled by the loss scale S, and S moves. Leaves hold the scale of *unscaled* gradients; they are
-    shifted by log2(S) on the way in and the amax is divided by S on the way out, so a moving loss scale moves them.
+2.  Gradients are scaled by the loss scale S, and S changes. Leaves hold the scale of *unscaled* gradients. log2(S) is
+    subtracted from them before the loss is differentiated, and the amax is divided by S afterwards, so the scale that
+    a cast uses follows S.
 """
 
 import contextlib
-import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,25 +34,23 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices.collectives import max_over
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import float_bits, formats
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
-_FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:
     """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad")."""
-    fp8_format = next(name for name, known in _FORMATS.items() if jnp.dtype(known) == jnp.dtype(dtype))
-    return f"fp8_{operand}_{fp8_format}_{'log2_scale' if power_of_two else 'scale'}"
+    return f"fp8_{operand}_{formats.name_of(dtype)}_{'log2_scale' if power_of_two else 'scale'}"
 
 
 def is_scale(path: Any, leaf: Any = None) -> bool:
-    """Whether a leaf of a params tree is the scale of an fp8 tensor: the one predicate for them.
+    """Whether a leaf of a params tree is the scale of an fp8 tensor. All of jaxmp uses this function to find them.
 
     Args:
       path: a path such as `"Dense_0/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"`, or a key path of `jax.tree_util`.
-      leaf: what lies there, for `jax.tree_util.tree_map_with_path(is_scale, params)`. The name decides: a label or an
-        `optax.MaskedNode()` in the place of a scale is one, too.
+      leaf: not used, for `jax.tree_util.tree_map_with_path(is_scale, params)`. Only the name decides, so a label or an
+        `optax.MaskedNode()` in place of a scale counts too.
 
     Returns:
       A Python bool.
@@ -66,22 +64,32 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
 
 
 def recipes_of(recipe: Any) -> Mapping[str, Any]:
-    """The recipes by path globs, of a dict of them or of a single one."""
+    """Recipes by pattern: a dict as it is, or a single recipe for all paths."""
     return recipe if isinstance(recipe, Mapping) else {"*": recipe}
 
 
 def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
-    """The first glob that fits `path` or a level above it: a layer and its scale leaves go by the same.
+    """The first pattern that fits `path` or a level above it, so that a layer and its scale leaves have one recipe.
 
     Raises:
-      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies there.
+      ValueError: none fits; `what` ("fp8 layer", "fp8 scale") is what lies at `path`.
     """
-    parts = path.split("/")
-    levels = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    levels = _levels(path)
     for pattern in recipes:
-        if any(fnmatch.fnmatchcase(level, pattern) for level in levels):
+        if any(tree_paths.matches(level, pattern) for level in levels):
             return pattern
-    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} matches {path}. Add '*' as last.")
+    raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} fits {path}. Add '*' as the last pattern.")
+
+
+def warn_of_idle(argument: str, recipe: Any, paths: Sequence[str], *, of: str, stacklevel: int = 2) -> None:
+    """Warns of patterns of a dict of recipes that fit none of `paths` and no level above; see `tree_paths`."""
+    levels = [*paths, *(level for path in paths for level in _levels(path))]
+    tree_paths.warn_of_idle(argument, recipes_of(recipe), levels, of=of, stacklevel=stacklevel + 1)
+
+
+def _levels(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def has_scales(tree: PyTree) -> bool:
@@ -95,16 +103,16 @@ def format_of(path: str) -> tuple[bool, Any, bool]:
     if found is None:
         raise ValueError(f"not the path of a scale leaf: {path}")
     operand, fp8_format, kind = found.groups()
-    return operand == "grad", _FORMATS[fp8_format], kind == "log2_scale"
+    return operand == "grad", formats.DTYPES[fp8_format], kind == "log2_scale"
 
 
 def map_scales(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """`tree` with `f(path, leaf, *leaves of rest)` in the place of each scale leaf; all other leaves stay."""
+    """`tree` with `f(path, leaf, *leaves of rest)` in place of each scale leaf; other leaves do not change."""
     return tree_paths.map_with_path(lambda path, x, *xs: f(path, x, *xs) if is_scale(path) else x, tree, *rest)
 
 
 def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """(only the scale leaves, all others), each with `optax.MaskedNode()` in the places of the other's leaves."""
+    """(the scale leaves, all other leaves), each with `optax.MaskedNode()` in place of the other's leaves."""
     units, treedef = tree_paths.boxed_leaves(tree)
     masked = optax.MaskedNode()
     only_scales = [x if is_scale(path) else masked for path, x in units]
@@ -113,7 +121,7 @@ def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def merge(only_scales: PyTree, others: PyTree) -> PyTree:
-    """The tree that `partition` took apart."""
+    """The inverse of `partition`."""
 
     def is_unit(x: Any) -> bool:  # where one tree has a box, the other has a MaskedNode
         return isinstance(x, optax.MaskedNode) or tree_paths.is_box(x)
@@ -122,22 +130,20 @@ def merge(only_scales: PyTree, others: PyTree) -> PyTree:
 
 
 def shift(path: str, leaf: Float[Array, "..."], gradient_scale: Float[Array, ""]) -> Float[Array, "..."]:
-    """The leaf for tensors that come `gradient_scale` times as large: only those of gradients change.
+    """The leaf for gradients that are `gradient_scale` times as large; leaves of other tensors do not change.
 
-    The exponent is rounded up, so that a scale that is no power of two does not push values over the edge.
+    The exponent is rounded up, so that values stay in range if `gradient_scale` is not a power of two.
     """
     is_gradient, _, holds_log2 = format_of(path)
     if not is_gradient:
         return leaf
-    return leaf - _ceil_log2(gradient_scale) if holds_log2 else leaf / gradient_scale
+    return leaf - float_bits.ceil_log2(gradient_scale) if holds_log2 else leaf / gradient_scale
 
 
 def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
-    """`params` as they are differentiated: scale leaves shifted, and in the dtype whose gradients combine by MAX.
+    """`params` as they are differentiated: scale leaves shifted, in the dtype whose gradients combine by MAX.
 
-    Args:
-      params: tree with scale leaves, float32.
-      gradient_scale: float32[], how many times as large as unscaled ones gradients will come.
+    Gradients will be `gradient_scale` times as large as unscaled ones.
     """
 
     def typed(path: str, leaf: Array) -> Array:
@@ -148,7 +154,7 @@ def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
 
 
 def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
-    """`grads` of what `enter` returned, with each scale leaf's amax of unscaled gradients: float32, 0.0 if not used."""
+    """`grads` of the params from `enter`, with amaxes of unscaled gradients: float32, 0.0 for leaves not used."""
 
     def observed(path: str, gradient: Array) -> Array:
         largest = jnp.maximum(compat.max_dtype_to_float32(gradient), 0.0)  # not used: -inf
@@ -159,30 +165,24 @@ def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Adds to an error about the dtype of scale leaves what it means."""
+    """Adds an explanation to errors about the dtype of scale leaves."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, AssertionError) as e:
         if any(word in str(e) for word in ("fp8_meta", "UndefinedPrimal")):
             e.add_note(
-                "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, with which "
-                "one cannot calculate. Leave them out where the loss goes over all params (a penalty on their norm); "
-                "slice stacked params with lax.scan or lax.dynamic_index_in_dim, not with x[0]; and under "
-                "shard_map(check_vma=False) call value_and_grad inside, not round it."
+                "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, which has no "
+                "arithmetic. Exclude them from loss terms over all params (a penalty on their norm); slice stacked "
+                "params with lax.scan or lax.dynamic_index_in_dim, not with x[0]; and call value_and_grad inside a "
+                "shard_map(check_vma=False), not around it."
             )
         raise
 
 
-def _ceil_log2(x: Float[Array, ""]) -> Float[Array, ""]:
-    bits = lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
-    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
-    return exponent.astype(jnp.float32)
-
-
 def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(scale, 1 / scale) that a leaf stands for, float32.
+    """(scale, 1 / scale) of a leaf, float32.
 
-    Powers of two are kept from 2^-63 to 2^63, so that the product of two is one as well.
+    Powers of two are clamped to 2^-63 and 2^63, so that the product of two is a power of two in range.
     """
     leaf = compat.max_dtype_to_float32(leaf)
     if not holds_log2:
@@ -192,13 +192,10 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
 
 
 def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """`grads` with the amaxes of fp8 scale leaves at their MAX over `axes`: one MAX for all of them.
+    """`grads` with the amaxes of fp8 scale leaves at their MAX over the bound `axes`, by one collective.
 
-    Args:
-      grads: gradients of `params`; the amax of each scale leaf is not negative and not NaN.
-      params: the params; a leaf that varies over one of `axes` is another one on each device (a stage of a pipeline),
-        and keeps its own amax over that axis.
-      axes: bound axes.
+    A leaf of `params` that varies over one of `axes` differs between devices (pipeline stages), so its amax is not
+    reduced over that axis.
     """
     if not axes:
         return grads

@@ -1,19 +1,19 @@
-"""Kernels that stand in fp8 when the layer gets them: stored so by the optimizer, or cast once for all microbatches.
+"""Kernels that are already in fp8 when the layer gets them: stored so by the optimizer, or cast once per step.
 
-An fp8 layer casts its kernel in every forward pass. That can be spared in two ways:
+An fp8 layer casts its kernel in every forward pass. There are two ways to save this cast:
 
-- *stored*: the params hold fp8(w * s) in place of w. The optimizer writes it straight from the float32 master, with
-  the scale s in the layer's leaf. One byte a weight is kept, read and, where params are sharded, gathered.
-- *kept*: with microbatches, fp8(w * s) is made once before the first of them (TransformerEngine's
+- *stored*: the params hold fp8(w * s) instead of w. The optimizer writes it directly from the float32 master, with
+  the scale s in the layer's leaf. Memory, reads and gathers of sharded params take one byte per weight.
+- *kept*: with microbatches, fp8(w * s) is computed once, before the first microbatch (TransformerEngine's
   `is_first_microbatch`).
 
-Autodiff wants gradients in the dtype of what it differentiates, and no gradient fits into 8 bits. So inside the
-differentiated function such a kernel is its 8-bit numbers in a wider dtype, bfloat16 where it is stored; the layer
-takes them back to fp8, and XLA drops the two casts. The layer knows by the dtype of its rhs leaf, and hands back the
-gradient of the weight itself. Whatever else in a loss looks at such a kernel sees w * s.
+Autodiff gives gradients the dtype of the params, and 8 bits are too few for a gradient. So while the loss is
+differentiated, such a kernel holds its fp8 numbers in a wider dtype (bfloat16 if it is stored). The layer casts them
+back to fp8, and XLA drops the two casts. The dtype of its rhs leaf tells the layer that the kernel holds fp8 numbers;
+the gradient is that of the weight w. Other code in the loss that reads such a kernel sees w * s.
 
-A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above it that has
-one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
+A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above the leaf that
+has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
 """
 
 import functools
@@ -39,10 +39,9 @@ def is_stored(x: Any) -> bool:
 
 
 def pairs(tree: PyTree) -> dict[str, str]:
-    """Path of each kernel that an fp8 layer multiplies by, to the path of its scale leaf.
+    """The path of the scale leaf of each kernel in an fp8 layer, by the path of the kernel.
 
-    Args:
-      tree: params, or their structure with `optax.MaskedNode()` in the places of scale leaves.
+    `tree` holds params, or `optax.MaskedNode()` in place of scale leaves.
     """
     is_unit = lambda x: tree_paths.is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
     units = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)[0]
@@ -60,20 +59,13 @@ def pairs(tree: PyTree) -> dict[str, str]:
 
 
 def stored_pairs(params: PyTree) -> dict[str, str]:
-    """Those of `pairs` whose kernel is stored in fp8."""
+    """The `pairs` whose kernel is stored in fp8."""
     by_path = tree_paths.leaves_by_path(params)
     return {kernel: leaf for kernel, leaf in pairs(params).items() if is_stored(by_path[kernel])}
 
 
 def store(params: PyTree) -> PyTree:
-    """`params` with the kernels of fp8 layers in fp8, and their scale leaves as their magnitudes ask for.
-
-    Args:
-      params: the model's params, kernels in float32 or 16 bits.
-
-    Returns:
-      A tree of the same structure: kernels float8_e4m3fn, their rhs leaves log2 of the scale; all else as it was.
-    """
+    """`params` with the kernels of fp8 layers in float8_e4m3fn, and log2 of their scales in the rhs leaves."""
     by_path = tree_paths.leaves_by_path(params)
     new: dict[str, Any] = {}
     for kernel, leaf in pairs(params).items():
@@ -88,7 +80,7 @@ def store(params: PyTree) -> PyTree:
 
 
 def load_weights(params: PyTree, dtype: Any) -> PyTree:
-    """`params` with the kernels that are stored in fp8 as ordinary weights: for layers without fp8, and for export.
+    """`params` with ordinary weights in place of kernels that are stored in fp8: for layers without fp8, for export.
 
     Args:
       params: as `policy.cast_to_param` and `jaxmp.apply_gradients` store them.
@@ -109,22 +101,22 @@ def load_weights(params: PyTree, dtype: Any) -> PyTree:
 
 
 def cast(w: Float[Array, "..."], leaf: Float[Array, "..."]) -> Array:
-    """fp8(w * scale), the scale that `leaf` stands for; a stack of layers has a stack of leaves."""
+    """fp8(w * scale) with the scale of `leaf`; a stack of layers has a stack of leaves."""
     scale, _ = scale_leaves.scale_of(leaf, holds_log2=True)
     return quantize.quantize(w, _against(scale, w), _DTYPE)
 
 
 def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
-    """The amax of the master of each stored kernel, by the path of its leaf; 0.0 for a frozen one, which has none.
+    """The amax of each stored kernel's master, by the path of its leaf; 0.0 for frozen kernels, which have no master.
 
-    A stored kernel is saturated: its own magnitudes cannot tell when the scale has to fall.
+    A stored kernel is saturated, so its own amax cannot show that the scale must fall.
     """
     leaves, weights = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(masters)
     for kernel in pairs(params):
         if kernel in weights and host_memory.is_on_host(weights[kernel]):
             raise ValueError(
-                f"kernels that are stored in fp8 are written from masters on the device, by a scale that looks at all "
-                f"of each; got that of {kernel} in host memory. Keep masters on the device: "
+                f"kernels that are stored in fp8 are written from masters on the device, because the scale needs all "
+                f"elements; got the master of {kernel} in host memory. Keep masters on the device: "
                 f'jaxmp.offload.put(opt_state, what=("moments",)), or leave fp8_weights=False.'
             )
     return {
@@ -136,7 +128,7 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
 
 
 def write(params: PyTree, masters: PyTree) -> PyTree:
-    """`params` with each stored kernel made anew from its master, by the scale that its leaf in `params` stands for."""
+    """`params` with each stored kernel written again from its master, with the scale of its leaf in `params`."""
     by_path, weights = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(masters)
     new = {
         kernel: cast(weights[kernel], by_path[leaf])
@@ -157,7 +149,7 @@ def refuse_update(path: str) -> None:
 
 
 def keep(params: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
-    """(fp8 kernel by its path, amax by the path of its leaf) of every kernel that is not stored in fp8 already."""
+    """(fp8 kernels by path, amaxes by the path of their leaf) of all kernels that are not stored in fp8."""
     by_path = tree_paths.leaves_by_path(params)
     kernels, amaxes = {}, {}
     for kernel, leaf in pairs(params).items():
@@ -169,11 +161,9 @@ def keep(params: PyTree) -> tuple[dict[str, Array], dict[str, Array]]:
 
 
 def enter(params: PyTree, kept: dict[str, Array]) -> PyTree:
-    """`params` as they are differentiated: kernels in fp8 as wider numbers, their leaves marked.
+    """`params` as they are differentiated: fp8 kernels (stored, or `kept` by path) in wider dtypes, leaves marked.
 
-    Args:
-      params: the params, scale leaves typed by `scale_leaves.enter`.
-      kept: fp8 kernels made by `keep`, by path.
+    The scale leaves come from `scale_leaves.enter`.
     """
     by_path = tree_paths.leaves_by_path(params)
     found = {kernel: leaf for kernel, leaf in pairs(params).items() if kernel in kept or is_stored(by_path[kernel])}
@@ -188,12 +178,12 @@ def enter(params: PyTree, kept: dict[str, Array]) -> PyTree:
 
 
 def leave(grads: PyTree, amaxes: dict[str, Array]) -> PyTree:
-    """`grads` with the amaxes of kept kernels, where their layers were used; a stored one's says 1.0, or 0.0 if not."""
+    """`grads` with the amaxes of kept kernels whose layers were used. For stored kernels: 1.0 if used, else 0.0."""
     return tree_paths.map_with_path(lambda path, g: jnp.where(g > 0, amaxes[path], 0.0) if path in amaxes else g, grads)
 
 
 def mark(leaf: Array) -> Array:
-    """`leaf` in the dtype that says that its kernel holds fp8 numbers; integers up to 256 keep their value in it."""
+    """`leaf` in the dtype that says that its kernel holds fp8 numbers; integers up to 256 are exact in it."""
     narrow = compat.max_dtype_to_float32(leaf).astype(jnp.bfloat16)
     return lax.convert_element_type(narrow, compat.max_dtype(marks_fp8=True))
 
@@ -204,25 +194,25 @@ def is_marked(leaf: Array) -> bool:
 
 
 def marked_kernels(params: PyTree) -> frozenset[str]:
-    """Paths of the kernels that are fp8 numbers in a wider dtype, as they are while a loss is differentiated."""
+    """Paths of the kernels that hold fp8 numbers in a wider dtype while a loss is differentiated."""
     by_path = tree_paths.leaves_by_path(params)
     return frozenset(kernel for kernel, leaf in pairs(params).items() if is_marked(by_path[leaf]))
 
 
 def holds_fp8(kernel: Array, leaf: Array) -> bool:
-    """Whether a layer that is called with this kernel and rhs leaf gets fp8 numbers."""
+    """Whether a kernel with this rhs leaf holds fp8 numbers."""
     return is_stored(kernel) or is_marked(leaf)
 
 
 def used(leaf: Array) -> Array:
-    """What the gradient of a kernel's leaf says when its layer ran: 1.0, in the dtype of the leaf."""
+    """The gradient of a kernel's leaf if its layer ran: 1.0, in the dtype of the leaf."""
     ones = compat.as_varying(jnp.ones(leaf.shape, jnp.float32), tuple(compat.varying_axes(leaf)))
     return mark(ones) if is_marked(leaf) else ones.astype(leaf.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dequantized(kernel: Array, leaf: Array, dtype: Any) -> Float[Array, "..."]:
-    """The weight that an fp8 kernel stands for, for layers that do not run in fp8. Its gradient is the weight's own."""
+    """The weight of an fp8 kernel, for layers that do not run in fp8. Its gradient is the gradient of the weight."""
     _, inv_scale = scale_leaves.scale_of(leaf, holds_log2=True)
     return (kernel.astype(jnp.float32) * _against(inv_scale, kernel)).astype(dtype)
 
@@ -240,5 +230,5 @@ dequantized.defvjp(_dequantized_forward, _dequantized_backward)
 
 
 def _against(scale: Array, w: Array) -> Array:
-    """`scale`, whose axes are the first of w, in a shape that broadcasts against w."""
+    """`scale`, whose axes are the first axes of w, in a shape that broadcasts against w."""
     return scale.reshape(scale.shape + (1,) * (w.ndim - scale.ndim))

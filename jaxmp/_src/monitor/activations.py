@@ -13,16 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxmp._src.autocast import taps
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base.tree_paths import Patterns
 from jaxmp._src.devices import collectives
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import LeafCounts, TensorStats
+
+_FILTER = "watch_activations(filter=)"
 
 
 def watch_activations(
     fn: Callable[..., Any],
     *,
-    filter: Sequence[str] | Callable[[str], bool] | None = None,
+    filter: str | Sequence[str] | Callable[[str], bool] | None = None,
     when: bool | Bool[Array, ""] = True,
     histogram: bool = False,
     axis_name: collectives.AxisName = "auto",
@@ -84,12 +86,16 @@ def watch_activations(
             tensors[path] = x.dtype, x.size
             return tensor_stats.sampled(lambda: tensor_stats.of_leaf(x, histogram=histogram), when)
 
-        out, found = taps.collect(fn, measure, _is_wanted(filter))(*args, **kwargs)
-        if filter is not None and not tensors:
-            warnings.warn(
-                f"watch_activations(filter={filter!r}) matches no module. To see all modules leave filter out.",
-                stacklevel=2,
-            )
+        patterns = Patterns(_FILTER, () if filter is None or callable(filter) else filter, of="module")
+
+        def fits(path: str) -> bool:
+            return patterns.first(path) is not None
+
+        wanted = filter if filter is None or callable(filter) else fits
+        out, found = taps.collect(fn, measure, wanted)(*args, **kwargs)
+        warned = patterns.warn_of_idle()
+        if filter is not None and not tensors and not warned:
+            warnings.warn(f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.", stacklevel=2)
 
         def assemble() -> TensorStats:
             counts = [_over_iterations(found[path]) for path in tensors]
@@ -98,13 +104,6 @@ def watch_activations(
         return out, tensor_stats.sampled(assemble, when)
 
     return watched
-
-
-def _is_wanted(filter: Sequence[str] | Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    if filter is None or callable(filter):
-        return filter
-    patterns = (filter,) if isinstance(filter, str) else tuple(filter)
-    return lambda path: tree_paths.matches(path, patterns)
 
 
 def _over_iterations(counts: LeafCounts) -> LeafCounts:

@@ -32,14 +32,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxmp._src.base import compat, tables, tree_paths
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import float_bits, formats
 
-FORMATS = {
-    "bf16": jnp.bfloat16,
-    "fp16": jnp.float16,
-    "e4m3": jnp.float8_e4m3fn,
-    "e5m2": jnp.float8_e5m2,
-}
+FORMATS = {name: formats.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2")}
 LOWEST, HIGHEST = -48, 23  # exponents of the histogram's octaves; values outside count in the outermost ones
 _SMALL = 2**20  # tensors of at most this many values are copied, to measure several in one loop
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree, UInt
 
+from jaxmp._src.numerics.float_bits import inverse_of_power_of_two, power_of_two_below
 from pallas_kernels import moments, reference
 
 
@@ -130,7 +131,7 @@ def round_to_grid(
 
 
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:
-    """float32 `x`, rounded up or down at random to a value that `dtype` can hold, so that the mean is `x`.
+    """float32 `x`, rounded up or down at random to a value of `dtype`, so that the mean is `x`.
 
     With low and low + q, the two neighbours of |x| in `dtype`,
 
@@ -183,29 +184,6 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
     rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
     return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
-
-
-def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^floor(log2|x|) for normal float32 `x`; 0 for zeros and subnormals, inf for inf and NaN."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
-
-
-def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / x for float32 powers of two from 2^-126 to 2^126."""
-    # The exponent field of 2^-k is 254 minus the exponent field of 2^k.
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
-
-
-def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
-    """1 / scale for positive float32 scales; exact for powers of two from 2^-126 to 2^126, else the quotient."""
-    # GPUs divide approximately, so powers of two go through their bits.
-    scale = jnp.asarray(scale, jnp.float32)
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    exponent = bits >> 23  # the sign is 0
-    is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
-    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
 
 
 def computed_once(scalars: PyTree) -> PyTree:

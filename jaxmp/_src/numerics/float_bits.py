@@ -1,12 +1,12 @@
-"""float32 arithmetic that is exact on every backend, made from the bits of its operands.
+"""float32 arithmetic that is exact on every backend, computed from the bits of its operands.
 
-Scales decide what every cast after them keeps, so they may not depend on where they were computed. Float operations of
-XLA do: GPUs divide approximately, exp2 and log2 miss powers of two, and CPUs read subnormals as zero (`1e-40 > 0` is
-False there). Integers have none of that. A positive float32 is
+A scale decides what a cast keeps, so it must not depend on the device. XLA's float operations do: GPUs divide
+approximately, exp2 and log2 miss powers of two, and CPUs read subnormals as zero (`1e-40 > 0` is False there). Integer
+operations are exact. A positive float32 is
 
     x = 2^exponent * significand / 2^23,    2^23 <= significand < 2^24,
 
-its bits are (exponent + 127) * 2^23 + (significand - 2^23), and as an int32 they are ordered as the floats are.
+its bits are (exponent + 127) * 2^23 + (significand - 2^23), and as int32 they have the same order as the floats.
 """
 
 import jax.numpy as jnp
@@ -31,13 +31,13 @@ def from_bits(bits: Int[Array, "..."]) -> Float[Array, "..."]:
 
 
 def magnitude_bits(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The bits of |x|, to be compared and reduced as integers; 0 for NaN, as the fmaxf of CUDA ignores it."""
+    """The bits of |x|, to compare and reduce as integers; 0 for NaN, as CUDA's fmaxf ignores it."""
     bits = to_bits(x) & _MAGNITUDE
     return jnp.where(bits > INFINITY, 0, bits)
 
 
 def is_positive_finite(x: Float[Array, "..."]) -> Bool[Array, "..."]:
-    """0 < x < inf, for subnormals too."""
+    """Whether 0 < x < inf, also for subnormals."""
     bits = to_bits(x)
     return (bits > 0) & (bits < INFINITY)
 
@@ -53,17 +53,10 @@ def split(x: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Array, "..."]]
 
 
 def quotient(numerator: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """numerator / x, rounded to nearest even.
+    """numerator / x for positive finite float32, rounded to nearest even: inf beyond the range, 0 below 2^-149.
 
-    The backend's own quotient, right to some units, is only the guess: with integers n and d for the significands and
-    a guess q of floor(n 2^s / d), the remainder n 2^s - q d is small, so that int32 that wraps round holds it exactly.
-
-    Args:
-      numerator: a positive Python number that float32 can hold.
-      x: float32 of any shape, positive and finite; the quotient by anything else means nothing.
-
-    Returns:
-      float32: inf beyond the range, subnormals as they are, 0 below 2^-149.
+    The backend's quotient, wrong by some units, is only a guess. With integers n and d for the significands and a guess
+    q of floor(n 2^s / d), the remainder n 2^s - q d is small, so int32 holds it exactly, even if products overflow.
     """
     exponent_n, n = _split_number(numerator)
     exponent_d, d = split(x)
@@ -80,57 +73,81 @@ def quotient(numerator: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def product(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x * y, where either may be subnormal; a product that is subnormal itself may become zero.
-
-    Args:
-      x: float32 of any shape.
-      y: float32 of the same shape.
-
-    Returns:
-      float32 of that shape, rounded once.
-    """
+    """float32 x * y, rounded once. x and y may be subnormal; a subnormal product may become zero."""
     (x, rest_x), (y, rest_y) = _normal(x), _normal(y)
     return x * y * rest_x * rest_y
 
 
 def exponent_of_largest_scale(amax: Float[Array, "..."], limit: float) -> Int[Array, "..."]:
-    """The largest k with 2^k * amax <= limit, not clamped.
-
-    Args:
-      amax: float32 of any shape, positive and finite; for anything else the result means nothing.
-      limit: a positive Python number that float32 can hold.
-
-    Returns:
-      int32.
-    """
+    """The largest integer k with 2^k * amax <= limit, not clamped; `amax` and `limit` positive and finite."""
     exponent_limit, significand_limit = _split_number(limit)
     exponent, significand = split(amax)
     return exponent_limit - exponent - (significand > significand_limit).astype(jnp.int32)
 
 
 def power_of_two(log2: Float[Array, "..."]) -> Float[Array, "..."]:
-    """2^log2 for whole numbers, clamped to the normal range of float32, 2^-126 to 2^127.
-
-    Args:
-      log2: float32 of any shape, whole numbers; others are rounded to the nearest.
-
-    Returns:
-      float32 of the same shape.
-    """
+    """2^log2 in float32 for whole numbers (others are rounded), clamped to the normal range, 2^-126 to 2^127."""
     return _from_exponent(jnp.round(jnp.asarray(log2, jnp.float32)).astype(jnp.int32))
 
 
 def log2_of_power_of_two(scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """log2(scale) as a whole number in float32, from -126 to 127; the inverse of `power_of_two`.
-
-    Args:
-      scale: float32 of any shape, powers of two; of others the log2 is rounded down, 0 gives -126 and inf 127.
-
-    Returns:
-      float32 of the same shape.
-    """
+    """log2 of a power of two, in float32, from -126 to 127; rounded down for others. 0 gives -126, inf 127."""
     field = to_bits(jnp.asarray(scale, jnp.float32)) >> 23
     return jnp.clip(field - 127, -126, 127).astype(jnp.float32)
+
+
+def power_of_two_below(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """2^floor(log2|x|) for normal float32 x, by its bits; 0 for zeros and subnormals, inf for inf and NaN.
+
+    Example:
+      >>> power_of_two_below(jnp.array([3.0, 0.3])).tolist()
+      [2.0, 0.25]
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
+
+
+def inverse_of_power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 / x for float32 powers of two from 2^-126 to 2^126: 2^-k has 254 less the exponent field of 2^k.
+
+    Example:
+      >>> float(inverse_of_power_of_two(jnp.float32(8.0)))
+      0.125
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(np.uint32(254 << 23) - bits, jnp.float32)
+
+
+def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
+    """1 / scale in float32, from the bits where `scale` is a power of two (GPUs divide approximately).
+
+    Args:
+      scale: float32, positive.
+
+    Returns:
+      float32: exact for powers of two from 2^-126 to 2^126, the rounded quotient otherwise.
+
+    Example:
+      >>> float(reciprocal(jnp.float32(65536.0))) == 2.0**-16
+      True
+    """
+    scale = jnp.asarray(scale, jnp.float32)
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    exponent = bits >> 23  # the sign is 0
+    is_power_of_two = ((bits & 0x7FFFFF) == 0) & (exponent > 0) & (exponent < 254)
+    return jnp.where(is_power_of_two, inverse_of_power_of_two(scale), 1.0 / scale)
+
+
+def ceil_log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """log2 of positive normal `x`, rounded up, as a whole number in float32."""
+    bits = to_bits(jnp.asarray(x, jnp.float32))
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+    return exponent.astype(jnp.float32)
+
+
+def exponent_field(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The exponent of float32 `x` plus 127, as int32: 0 for zeros and subnormals, 255 for inf and NaN."""
+    return (to_bits(x) >> 23) & 0xFF
 
 
 def _from_exponent(exponent: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -1,8 +1,9 @@
 """The floating-point formats of low-precision training, as numbers: what `python -m jaxmp formats` prints.
 
 A format with e exponent and m mantissa bits has 2^m values in every octave (epsilon is 2^-m, the step above 1) and
-about 2^e octaves; below its smallest normal number values are 2^-m of that apart, down to the smallest subnormal, and
-what is smaller becomes zero. Training meets both ends: gradients fall below the one, activations rise above the other.
+about 2^e octaves. Below its smallest normal number the step is constant, 2^-m times this number, down to the smallest
+subnormal; smaller values become zero. Training reaches both ends: gradients fall below the range, activations rise
+above it.
 """
 
 import math
@@ -17,9 +18,9 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-      name: as the field calls it.
-      bits: of one number in memory. tf32 is float32 in memory, of which a tensor core reads 19 bits.
-      exponent, mantissa: bits of these.
+      name: the usual name.
+      bits: of one number in memory. tf32 is float32 in memory; a tensor core reads 19 of its bits.
+      exponent, mantissa: their bits.
       largest: the largest finite number.
       smallest_normal: the smallest number with all bits of the mantissa.
       smallest_subnormal: the smallest number above zero.
@@ -38,28 +39,35 @@ class Format(NamedTuple):
     pi: float
 
 
-_DTYPES = (
-    ("bf16", jnp.bfloat16),
-    ("fp16", jnp.float16),
-    ("e4m3", jnp.float8_e4m3fn),
-    ("e5m2", jnp.float8_e5m2),
-    ("e2m1", jnp.float4_e2m1fn),
-)
+# The names of formats in arguments, metrics and names of leaves: all others are read from here.
+DTYPES: dict[str, Any] = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e2m1": jnp.float4_e2m1fn,
+}
+
+
+def name_of(dtype: Any) -> str:
+    """The name of a dtype's format, such as `"e4m3"`."""
+    return next(name for name, known in DTYPES.items() if jnp.dtype(known) == jnp.dtype(dtype))
 
 
 def formats() -> list[Format]:
-    """fp32, tf32, bf16, fp16, the two of fp8, and fp4, by falling precision of their mantissa and range.
+    """fp32, tf32, bf16, fp16, both fp8 formats, and fp4.
 
     References:
       IEEE 754-2019; NVIDIA A100 whitepaper (tf32); Micikevicius et al. 2022 (arXiv 2209.05433) for fp8; OCP
       Microscaling Formats v1.0 for e2m1.
     """
-    fp32 = _of("fp32", jnp.float32)
+    fp32, *others = (_of(name, dtype) for name, dtype in DTYPES.items())
     largest = float(np.float32(2.0**127 * (2 - 2.0**-10)))
     normal = fp32.smallest_normal
     pi = float(lax.reduce_precision(jnp.float32(math.pi), exponent_bits=8, mantissa_bits=10))
     tf32 = Format("tf32", 32, 8, 10, largest, normal, normal * 2.0**-10, 2.0**-10, pi)
-    return [fp32, tf32, *(_of(name, dtype) for name, dtype in _DTYPES)]
+    return [fp32, tf32, *others]
 
 
 def _of(name: str, dtype: Any) -> Format:
@@ -78,7 +86,7 @@ def _of(name: str, dtype: Any) -> Format:
 
 
 def rows() -> list[tuple[str, ...]]:
-    """The formats as a table's rows, the first being the head."""
+    """The rows of a table of the formats, with the head first."""
     head = ("format", "bits", "exponent", "mantissa", "largest", "smallest normal", "subnormal", "epsilon", "pi")
     return [head, *(_shown(f) for f in formats())]
 

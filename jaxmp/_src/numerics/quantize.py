@@ -12,7 +12,7 @@ from jax.experimental import layout
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import hardware
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, float_bits
 from pallas_kernels.reference import largest_magnitude as largest_magnitude
 
 
@@ -51,7 +51,7 @@ def dequantize(q: Array, scale: Float[Array, ""], dtype: Any) -> Float[Array, ".
       >>> dequantize(quantize(jnp.array([1.1]), jnp.float32(2.0), jnp.float8_e4m3fn), jnp.float32(2.0), jnp.float32)
       Array([1.125], dtype=float32)
     """
-    return (q.astype(jnp.float32) * casting.reciprocal(scale)).astype(dtype)
+    return (q.astype(jnp.float32) * float_bits.reciprocal(scale)).astype(dtype)
 
 
 def stored(q: Array) -> Array:

@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, float_bits, formats
 from jaxmp._src.numerics.quantize import largest_magnitude
 
 
@@ -77,13 +77,6 @@ class Roundings(NamedTuple):
     kept: Any
 
 
-DTYPES = {
-    "fp32": jnp.float32,
-    "bf16": jnp.bfloat16,
-    "fp16": jnp.float16,
-    "e4m3": jnp.float8_e4m3fn,
-    "e5m2": jnp.float8_e5m2,
-}
 NAMES = ("fp32", "bf16", "fp16", "fp8", "e4m3", "e5m2", "off")
 
 
@@ -94,7 +87,7 @@ def grid(name: str, loss_scale: float = 1.0) -> Grid:
       name: "fp32" (float32's own numbers down to 2^-103), "bf16", "fp16", "e4m3" or "e5m2".
       loss_scale: of what is rounded to float16.
     """
-    info = jnp.finfo(DTYPES[name])
+    info = jnp.finfo(formats.DTYPES[name])
     largest, step = float(info.max), 2.0**-info.nmant
     # Halfway to the next number, which would be rounded to even, to what the format has no number for.
     halfway = {8: np.nan, 16: largest + 2.0 ** np.floor(np.log2(largest)) * step / 2, 32: np.inf}
@@ -151,7 +144,7 @@ def rounded_under(x: Float[Array, "..."], scale: Float[Array, ""], by: Grid) -> 
     scaled = x * scale
     on_grid = casting.round_to_grid(jnp.clip(scaled, -by.limit, by.limit), by.smallest_normal, by.step)
     result = jnp.where(jnp.abs(scaled) >= by.overflow, scaled * jnp.inf, on_grid)
-    return result * casting.inverse_of_power_of_two(scale)
+    return result * float_bits.inverse_of_power_of_two(scale)
 
 
 def scale_of(largest: Float[Array, ""], by: Grid) -> Float[Array, ""]:
@@ -163,9 +156,9 @@ def scale_of(largest: Float[Array, ""], by: Grid) -> Float[Array, ""]:
       largest: float32[], its largest magnitude.
       by: the rounding.
     """
-    below = casting.power_of_two_below(largest)
-    inverse = casting.inverse_of_power_of_two(jnp.maximum(below, np.float32(2.0**-100)))
-    scale = casting.power_of_two_below(jnp.asarray(by.limit)) * inverse  # exact
+    below = float_bits.power_of_two_below(largest)
+    inverse = float_bits.inverse_of_power_of_two(jnp.maximum(below, np.float32(2.0**-100)))
+    scale = float_bits.power_of_two_below(jnp.asarray(by.limit)) * inverse  # exact
     scale = jnp.where(largest * scale > by.limit, scale * 0.5, scale)
     own = jnp.where((below > 0) & (below < jnp.inf), scale, 1.0)
     return jnp.where(by.scaled > 0, own, by.factor)
@@ -223,17 +216,17 @@ def fake_quantize(
 
     Args:
       fn: any function of pytrees; flax modules included (an nnx module has paths where it is an argument).
-      rules: formats by globs over the paths of modules; the first that fits counts, others stay float32. A format is
-        "fp8" (e4m3 forwards, e5m2 backwards), "e4m3", "e5m2", "fp16", "bf16", "fp32", "off" (the result is zero), or
-        a pair of these, (forward, backward).
+      rules: formats by patterns of the paths of modules, "" for what is in no module; the first
+        that fits counts, others stay float32. A format is "fp8" (e4m3 forwards, e5m2 backwards), "e4m3", "e5m2",
+        "fp16", "bf16", "fp32", "off" (the result is zero), or a pair of these, (forward, backward).
       loss_scale: float16 gradients are rounded as if the loss had been multiplied by this power of two.
 
     Returns:
       The function, with the same arguments and results.
 
     Raises:
-      ValueError: an unknown format; a loss scale that is no power of two; when called, a glob that no module with a
-        matmul fits.
+      ValueError: an unknown format; a loss scale that is no power of two; when called, a pattern that no module
+        with a matmul fits.
 
     Example:
       >>> def fn(x, w):
@@ -251,16 +244,13 @@ def fake_quantize(
 
         def hook(site: taps.Site, run: Callable[..., Array], operands: list[Any]) -> Array:
             paths.add(site.path)
-            found = [by for pattern, by in chosen.items() if tree_paths.matches(site.path, (pattern,))]
-            return quantized_matmul(run, operands, found[0]) if found else run(*operands)
+            pattern = tree_paths.first_match(site.path, chosen)
+            return run(*operands) if pattern is None else quantized_matmul(run, operands, chosen[pattern])
 
         out = taps.replace_matmuls(fn, hook)(*args, **kwargs)
-        idle = [pattern for pattern in chosen if not any(tree_paths.matches(path, (pattern,)) for path in paths)]
-        if idle:
-            raise ValueError(
-                f"fake_quantize: no module with a matmul fits {idle}; matmuls are in {sorted(paths)} (the empty path "
-                f"is what is in no module)."
-            )
+        idle = tree_paths.idle_messages("fake_quantize", chosen, sorted(paths), of="module with a matmul")
+        if idle:  # no warning: the result would say that the module does not matter
+            raise ValueError(idle[0])
         return out
 
     return wrapped

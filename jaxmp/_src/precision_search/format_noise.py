@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
+from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude
 from jaxmp._src.precision_search import fake_quantize
 from jaxmp._src.precision_search.fake_quantize import Grid
@@ -77,8 +77,7 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
     counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), _count(x != 0)])
     histogram = jnp.zeros(_EXPONENTS, jnp.uint32)
     if backward:
-        exponents = (lax.bitcast_convert_type(x, jnp.uint32) >> 23) & 0xFF
-        histogram = histogram.at[exponents.astype(jnp.int32)].add(np.uint32(1)).at[0].set(0)
+        histogram = histogram.at[float_bits.exponent_field(x)].add(np.uint32(1)).at[0].set(0)
     return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram.astype(jnp.float32)])
 
 

@@ -252,14 +252,14 @@ class _Decision:
         return max(format_noise.least_loss_scale(h, self.thresholds.underflow["fp16"]) for h in found)
 
     def _exceptions(self, chosen: dict[str, str], base: str) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Formats by glob of the flax modules outside of `base`; and the scopes outside of it that are none."""
+        """Formats by pattern of the flax modules outside of `base`; and the scopes outside of it that are none."""
         runs_in = {path: base if name == "fp8" else name for path, name in chosen.items()}
         named = [path for path in chosen if self.subject.gemms[self.gemms[path][0]].site.module is not None]
         found = exceptions({path: runs_in[path] for path in named}, base)
         return found, tuple(path for path in chosen if path not in named and runs_in[path] != base)
 
     def _kept(self, chosen: dict[str, str], base: str) -> tuple[str, ...]:
-        """Globs of the params that stay float32."""
+        """Patterns of the params that stay float32."""
         if base == "fp32":
             return ()
         params = [(gemm.param, chosen[gemm.module]) for gemm in self.subject.gemms if gemm.param is not None]
@@ -267,10 +267,9 @@ class _Decision:
         folders = [param.rpartition("/")[0] for param, _ in params if "/" in param]
         chosen_folders = [param.rpartition("/")[0] for param in kept if "/" in param]
         top = [param for param in kept if "/" not in param]
-        norms = [
-            path for path in tree_paths.leaves_by_path(self.subject.params) if tree_paths.matches(path, ("*norm*",))
-        ]
-        return (*(("*norm*",) if norms else ()), *globs(chosen_folders, folders, below=True), *dict.fromkeys(top))
+        paths = list(tree_paths.leaves_by_path(self.subject.params))
+        norms = ("*norm*",) if any(tree_paths.matches(path, "*norm*") for path in paths) else ()
+        return (*norms, *globs(chosen_folders, folders, below=True), *globs(top, paths))
 
     def _tensors(self) -> list[TensorEvidence]:
         found: list[tuple[str, int, str, dict[str, Noise]]] = [

@@ -2,9 +2,11 @@
 
 from typing import Any, NamedTuple
 
-from jaxmp._src.precision_search.format_noise import TENSORS, Noise
+import jax.numpy as jnp
 
-DTYPE_NAMES = {"fp16": "jnp.float16", "bf16": "jnp.bfloat16", "fp32": "jnp.float32"}
+from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import formats
+from jaxmp._src.precision_search.format_noise import TENSORS, Noise
 
 
 class TensorEvidence(NamedTuple):
@@ -66,9 +68,9 @@ class Suggestion(NamedTuple):
     Attributes:
       formats: "fp8", "fp16", "bf16" or "fp32" by path of the module.
       base: the policy: the 16-bit format of most operations; "fp32" where there is none.
-      keep_fp32: path globs of params, for `get_policy`: those of modules that are in neither `base` nor fp8, and norms.
-      fp8_layers: path globs of layers, for `jaxmp.fp8.autocast(filter=)` and `jaxmp.nnx.to_fp8(filter=)`.
-      modules: formats by path glob, for `jaxmp.autocast(modules=)`.
+      keep_fp32: patterns of params, for `get_policy`: those of modules that are in neither `base` nor fp8, and norms.
+      fp8_layers: patterns of layers, for `jaxmp.fp8.autocast(filter=)` and `jaxmp.nnx.to_fp8(filter=)`.
+      modules: formats by pattern, for `jaxmp.autocast(modules=)`.
       unnamed: scopes outside of `base` that are no flax modules, which no rule reaches.
       is_nnx: whether the model is an nnx module.
       loss_scales: the least loss scale that float16 gradients of these modules need, and the highest under which none
@@ -117,7 +119,8 @@ class Suggestion(NamedTuple):
         """
         keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
         lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
-        others = ", ".join(f'"{path}": {DTYPE_NAMES[name]}' for path, name in self.modules.items())
+        dtypes = {path: jnp.dtype(formats.DTYPES[name]).name for path, name in self.modules.items()}
+        others = ", ".join(f'"{path}": jnp.{dtype}' for path, dtype in dtypes.items())
         autocast = f"jaxmp.autocast(loss_fn, policy.compute_dtype{f', modules={{{others}}}' if others else ''})"
         fp8 = f"jaxmp.fp8.CurrentScaling(), filter={self.fp8_layers!r}"
         if self.fp8_layers and not self.is_nnx:
@@ -202,40 +205,42 @@ class Suggestion(NamedTuple):
 
 
 def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[str, ...]:
-    """Few path globs that fit `chosen` and nothing else of `among`.
+    """Few patterns that fit `chosen` and nothing else of `among`.
 
     Args:
       chosen: paths.
       among: all paths.
-      below: whether a glob is to fit what lies below a path in place of the path itself.
+      below: whether a pattern is for what lies below a path, not for the path itself.
     """
+
+    def fits_no_other(pattern: str) -> bool:
+        return all(p in chosen for p in among if tree_paths.matches(f"{p}/x" if below else p, pattern))
+
     found: dict[str, None] = {}
     for path in chosen:
         parts = path.split("/")
-        for i in range(1, len(parts)):
-            prefix = "/".join(parts[:i]) + "/"
-            if all(p in chosen for p in among if p.startswith(prefix)):
-                found[f"{prefix}*"] = None
-                break
-        else:
-            found[f"{path}/*" if below else path] = None
+        shorter = ["/".join(parts[:i]) + "/*" for i in range(1, len(parts))]
+        own = f"{path}/*" if below else path
+        found[next(filter(fits_no_other, [*shorter, own]), f"/{own}")] = None
     return tuple(found)
 
 
 def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
-    """For `jaxmp.autocast(modules=)`: formats by path glob of the modules that do not run in `base`.
+    """For `jaxmp.autocast(modules=)`: formats by pattern of the modules that do not run in `base`.
 
-    What is said of a module holds for all that it calls: so those in it that run in another format are named, too.
+    A module's format holds for all modules that it calls, so those in it that run in another format are named too.
 
     Args:
       runs_in: the format of each module.
       base: that of the policy.
     """
+    among = list(runs_in)
     outside = [path for path in runs_in if runs_in[path] != base]
     found: dict[str, str] = {}
     for name in dict.fromkeys(runs_in[path] for path in outside):
-        found |= dict.fromkeys(globs([path for path in outside if runs_in[path] == name], list(runs_in)), name)
+        found |= dict.fromkeys(globs([path for path in outside if runs_in[path] == name], among), name)
     for path in outside:
-        inside = [p for p in runs_in if p != path and p.startswith(f"{path}/" if path else "")]
-        found |= {p: runs_in[p] for p in inside if path in found and runs_in[p] != runs_in[path] and p not in found}
+        inside = [p for p in among if p != path and p.startswith(f"{path}/" if path else "")]
+        others = [p for p in inside if runs_in[p] != runs_in[path] and not tree_paths.matches(p, found)]
+        found |= {globs([p], among)[0]: runs_in[p] for p in others}
     return found

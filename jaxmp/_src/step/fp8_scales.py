@@ -45,7 +45,8 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
     """An optax transform for scale leaves only: their gradients are amaxes, their updates give the next scales.
 
     Args:
-      recipe: a `DelayedScaling`, or a dict from path globs to several; the first that matches a leaf's path counts.
+      recipe: a `DelayedScaling`, or a dict from patterns to several; the first that fits the path
+        of a leaf, or of a level above it, counts.
 
     Returns:
       A transform with `Fp8State`. All other leaves of the tree must be `optax.MaskedNode()`.
@@ -69,6 +70,9 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             start = [scale_leaves.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
             scale = _flat(start)
             states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
+        delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
+        paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+        scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
         return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:

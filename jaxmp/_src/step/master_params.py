@@ -14,7 +14,6 @@ when a weight just below a power of two changes sign and shrinks 8000-fold in on
 `jaxmp.apply_gradients` writes round(m') without this detour.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ def keep_master_params(
         `params` is missing; `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
 
     Warns:
-      UserWarning: at `init`, patterns of `keep_fp32` that match no param.
+      UserWarning: at `init`, patterns of `keep_fp32` that fit no param.
 
     Example:
       >>> tx = keep_master_params(optax.sgd(1.0), "bf16")
@@ -144,13 +143,8 @@ def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
     if any(isinstance(x, optax.MaskedNode) for x in parts):
         return  # inside optax.masked or multi_transform: the pattern may be for the other params
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
-    idle = [pattern for pattern in policy.keep_fp32 if not any(tree_paths.matches(path, [pattern]) for path in paths)]
-    if idle and paths:
-        warnings.warn(
-            f"every pattern of keep_fp32 should match a param; none matches {', '.join(map(repr, idle))}. Patterns are "
-            f"globs over whole paths, which here look like {', '.join(map(repr, paths[:3]))}.",
-            stacklevel=4,  # whoever calls mixed_precision(...).init
-        )
+    # stacklevel: whoever calls mixed_precision(...).init
+    tree_paths.warn_of_idle("keep_fp32", policy.keep_fp32, paths, of="param", stacklevel=4)
 
 
 def _refuse_scales(params: PyTree) -> None:

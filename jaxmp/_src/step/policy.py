@@ -1,8 +1,7 @@
 """Policies: which dtype each part of a model has.
 
-A policy names three dtypes, in jmp's vocabulary: in which the *params* are stored, in which the model *computes*, and
-which its *outputs* have. Mixed-precision training keeps params and activations in 16 bits and everything that decides
-(the loss, the optimizer, the masters) in float32:
+A policy names three dtypes, in jmp's vocabulary: of stored *params*, of *computation* and of *outputs*. Mixed-precision
+training keeps params and activations in 16 bits, and the loss, the optimizer and the masters in float32:
 
     name      params  compute  output  matmuls
     "fp32"    f32     f32      f32     full float32 precision, also on tensor cores
@@ -11,8 +10,8 @@ which its *outputs* have. Mixed-precision training keeps params and activations 
     "bf16"    bf16    bf16     f32     bfloat16: 7 bits of mantissa, the range of float32
     "fp8"     f32     bf16     f32     8 bits with a scale for each tensor, in the layers built for it (`jaxmp.fp8`)
 
-Some leaves are better kept in float32 whatever the model does: the gains of norms, a router, a temperature. A policy
-names them by path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
+Some leaves should stay in float32 in every model: the gains of norms, a router, a temperature. A policy names them by
+path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
 
 Based on jmp (https://github.com/google-deepmind/jmp), whose strings and Policy objects are understood.
 """
@@ -50,7 +49,7 @@ class Policy(jmp.Policy):
       param_dtype: dtype in which `cast_to_param` stores floating params.
       compute_dtype: dtype of `cast_to_compute`; pass it to flax modules as `dtype=`.
       output_dtype: dtype of `cast_to_output`.
-      keep_fp32: shell-style globs over the paths of leaves, upper and lower case alike; what matches stays float32.
+      keep_fp32: patterns of paths; leaves that fit one stay float32.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
@@ -76,12 +75,7 @@ class Policy(jmp.Policy):
                     f"8-bit floats need a scale per tensor and cannot be a plain storage dtype."
                 )
             object.__setattr__(self, field, dtype)
-        if isinstance(self.keep_fp32, str):
-            raise TypeError(
-                f"keep_fp32 must be a sequence of path globs; got the string {self.keep_fp32!r}. "
-                f"Write keep_fp32=({self.keep_fp32!r},)."
-            )
-        object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
+        object.__setattr__(self, "keep_fp32", tree_paths.patterns_of(self.keep_fp32))
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
@@ -110,11 +104,11 @@ class Policy(jmp.Policy):
         return scale_leaves.is_scale(path) or tree_paths.matches(path, self.keep_fp32)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """`tree` as it is stored for the model: floating leaves in `param_dtype`, what `keep_fp32` names in float32.
+        """`tree` as the model stores it: floating leaves in `param_dtype`, those of `keep_fp32` in float32.
 
         Values beyond the range of `param_dtype` saturate at its largest finite value (a plain cast, and jmp, give
-        inf). Ints, keys, complex numbers and 8-bit floats are left as they are; `jax.ShapeDtypeStruct` leaves are
-        cast as arrays are.
+        inf). Ints, keys, complex numbers and 8-bit floats do not change; `jax.ShapeDtypeStruct` leaves are cast like
+        arrays.
 
         Args:
           tree: pytree of arrays, of any shapes.
@@ -122,13 +116,15 @@ class Policy(jmp.Policy):
         Returns:
           A tree of the same structure and shapes.
         """
-        stored = stored_kernels.store(tree) if self.fp8_weights else tree  # from the full precision that is given
+        stored = (
+            stored_kernels.store(tree) if self.fp8_weights else tree
+        )  # before the cast below, so kernels are rounded once
         return tree_paths.map_with_path(
             lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), stored
         )
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """`tree` with floating leaves in `compute_dtype`, what `keep_fp32` names in float32; overflow becomes inf."""
+        """`tree` with floating leaves in `compute_dtype`, those of `keep_fp32` in float32; overflow becomes inf."""
 
         def cast(path: str, x: Any) -> Any:
             return casting.cast_float(x, jnp.float32 if self._keeps_float32(path) else self.compute_dtype)
@@ -144,8 +140,8 @@ class Policy(jmp.Policy):
     def default_matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which float32 matmuls are traced at this policy's precision.
 
-        `"fp32"` pins full float32, `"tf32"` TensorFloat-32; other policies leave jax's default. Enter it round the
-        call that traces the step (under `jax.jit`: inside the jitted function, or round its first call).
+        `"fp32"` sets full float32, `"tf32"` TensorFloat-32; other policies keep jax's default. Enter it around the
+        call that traces the step (under `jax.jit`: inside the jitted function, or around its first call).
 
         Example:
           >>> with get_policy("fp32").default_matmul_precision():
@@ -156,17 +152,17 @@ class Policy(jmp.Policy):
         return jax.default_matmul_precision(self.matmul_precision)
 
 
-def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_weights: bool = False) -> Policy:
-    """The policy that a name, a jmp string or a jmp policy stands for.
+def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (), fp8_weights: bool = False) -> Policy:
+    """The policy of a name, a jmp string or a jmp policy.
 
     Args:
       policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"`, `"fp8"` (see the module's table); any string of jmp, such as
-        `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, returned with the rules
-        added to its own.
-      keep_fp32: shell-style globs over paths such as `"encoder/LayerNorm_0/scale"`; leaves that match stay float32.
-      fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte a
-        weight. They then have float32 masters, are written by `jaxmp.apply_gradients` only, and their gradients are
-        bfloat16.
+        `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, whose patterns are
+        extended by those of `keep_fp32`.
+      keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay
+        float32.
+      fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
+        weight. They then have float32 masters and bfloat16 gradients, and only `jaxmp.apply_gradients` can write them.
 
     Returns:
       A `Policy`.
@@ -181,16 +177,15 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_w
       >>> str(get_policy("params=float32,compute=float16,output=float32").compute_dtype)
       'float16'
     """
-    if isinstance(keep_fp32, str):
-        keep_fp32 = (keep_fp32,)
+    keep_fp32 = tree_paths.patterns_of(keep_fp32)
     if fp8_weights:
         return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
     if isinstance(policy, Policy):
-        return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + tuple(keep_fp32))
+        return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + keep_fp32)
     if isinstance(policy, str) and policy in _PRESETS:
         param, compute, output, precision = _PRESETS[policy]
         recipe = recipes.DelayedScaling() if policy == "fp8" else None
-        return Policy(param, compute, output, tuple(keep_fp32), precision, recipe)
+        return Policy(param, compute, output, keep_fp32, precision, recipe)
     if isinstance(policy, str):
         try:
             policy = jmp.get_policy(policy)
@@ -200,16 +195,16 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: Sequence[str] = (), fp8_w
                 f"'params=float32,compute=bfloat16,output=float32'; got {policy!r} ({e})"
             ) from e
     if isinstance(policy, jmp.Policy):
-        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, tuple(keep_fp32))
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, keep_fp32)
     raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}")
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:
     """A tree of bools that is True where weight decay belongs: not on biases, and not on the gains of norms.
 
-    For `optax.adamw(..., mask=jaxmp.weight_decay_mask)`. A leaf is left out if it has fewer than two dimensions, is
-    called `bias`, or lies below something called `*norm*` (which a stack of layers, such as `nn.scan` makes, gives a
-    second dimension). This is Megatron-LM's rule, extended to stacked layers.
+    For `optax.adamw(..., mask=jaxmp.weight_decay_mask)`. A leaf is False if it has fewer than two dimensions, or if its
+    path fits `bias` or `*norm*` (in stacked layers, as `nn.scan` makes them, these have two). This is Megatron-LM's
+    rule, extended to stacked layers.
 
     Args:
       params: pytree of arrays.
@@ -222,7 +217,6 @@ def weight_decay_mask(params: PyTree) -> PyTree:
       >>> weight_decay_mask(params)
       {'Dense_0': {'bias': False, 'kernel': True}, 'LayerNorm_0': {'scale': False}}
     """
-    undecayed = ("bias", "*/bias", "*norm*")
     return tree_paths.map_with_path(
-        lambda path, x: jnp.ndim(x) >= 2 and not tree_paths.matches(path, undecayed), params
+        lambda path, x: jnp.ndim(x) >= 2 and not tree_paths.matches(path, ("bias", "*norm*")), params
     )

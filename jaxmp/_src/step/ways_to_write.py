@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 import pallas_kernels
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import float_bits
 from jaxmp._src.programs import windows
 from jaxmp._src.step import buffers, in_place, state as state_lib, states
 
@@ -167,7 +167,7 @@ class InPlaceWrite:
     def _to_write_from(self, grads: Gradients) -> Measured:
         if grads.scale is None:
             return Measured(grads.unscaled, jnp.ones((), jnp.float32))
-        return Measured(grads.scaled, casting.reciprocal(grads.scale))
+        return Measured(grads.scaled, float_bits.reciprocal(grads.scale))
 
     def _measured(self, found: Measured) -> Measured:
         leaves = scale_leaves.partition(found.grads)[1]

@@ -1,0 +1,293 @@
+"""The language of path patterns: its rules, that every argument speaks it, and what a pattern without a path says."""
+
+import tempfile
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp.checkpoint import read_safetensors, save_safetensors
+
+CASES = [
+    ("kernel", "kernel", True),
+    ("kernel", "dense/kernel", True),
+    ("kernel", "dense/my_kernel", False),
+    ("dense", "dense/kernel", False),
+    ("mlp/up", "block_0/mlp/up", True),
+    ("lp/up", "block_0/mlp/up", False),
+    ("KERNEL", "Dense/Kernel", True),
+    ("/head", "head", True),
+    ("/head", "decoder/head", False),
+    ("/mlp/*", "mlp/up", True),
+    ("/mlp/*", "block_0/mlp/up", False),
+    ("*", "a/b/c", True),
+    ("*", "", True),
+    ("*norm*", "block_0/LayerNorm_1/scale", True),
+    ("mlp/*", "block_0/mlp/a/b", True),
+    ("mlp/*", "mlp", False),
+    ("a/**/b", "a/b", True),
+    ("a/**/b", "x/a/y/z/b", True),
+    ("a/**/b", "a/xb", False),
+    ("a*/b", "ab/c/b", True),
+    ("**/b", "b", True),
+    ("/**/b", "a/b", True),
+    ("a/**", "a/b/c", True),
+    ("a/**", "a", False),
+    ("block_?/up", "block_1/up", True),
+    ("block_?/up", "block_10/up", False),
+    ("block_[0-2]/up", "block_1/up", True),
+    ("block_[!0-2]/up", "block_1/up", False),
+    ("layer.0", "layer_0", False),
+    ("", "", True),
+    ("", "a", False),
+    ("/", "", True),
+    ("<root>", "<root>", True),
+]
+
+
+@pytest.mark.parametrize(("pattern", "path", "fits"), CASES)
+def test_the_language(pattern, path, fits):
+    assert tree_paths.matches(path, pattern) is fits
+    assert tree_paths.matches(path, ["nothing", pattern]) is fits
+    assert tree_paths.first_match(path, {"nothing": 1, pattern: 2, "*": 3}) == (pattern if fits else "*")
+
+
+def test_a_single_string_is_one_pattern():
+    assert tree_paths.patterns_of("*up") == ("*up",)
+    assert tree_paths.patterns_of(["a", "b"]) == ("a", "b")
+
+
+# Every argument with patterns chooses the same paths.
+
+LAYERS = ("up", "mlp/up", "mlp/down", "norm_head")
+CHOICES = [
+    ("up", {"up", "mlp/up"}),
+    ("/up", {"up"}),
+    ("UP", {"up", "mlp/up"}),
+    ("mlp/*", {"mlp/up", "mlp/down"}),
+    ("*norm*", {"norm_head"}),
+    ("**/down", {"mlp/down"}),
+    ("[mn]*", {"mlp/up", "mlp/down", "norm_head"}),
+    ("u?", {"up", "mlp/up"}),
+]
+SIDE = 16
+X = jnp.ones((SIDE, SIDE))
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(SIDE, name="down")(nn.Dense(SIDE, name="up")(x))
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(SIDE, name="norm_head")(Mlp(name="mlp")(nn.Dense(SIDE, name="up")(x)))
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self):
+        self.up, self.down = (nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)) for _ in range(2))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        self.up, self.norm_head = (nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)) for _ in range(2))
+        self.mlp = NnxMlp()
+
+
+def leaves():
+    """A tree whose leaves have the paths of LAYERS."""
+    x = jnp.ones((SIDE, SIDE))
+    return {"up": x, "mlp": {"up": x, "down": x}, "norm_head": x}
+
+
+def paths_where(tree, is_chosen):
+    return {path for path, x in tree_paths.leaves_by_path(tree).items() if is_chosen(x)}
+
+
+def kept_by_policy(pattern):
+    policy = jaxmp.get_policy("bf16", keep_fp32=pattern)
+    jaxmp.mixed_precision(optax.sgd(1.0), policy).init(leaves())
+    return paths_where(policy.cast_to_param(leaves()), lambda x: x.dtype == jnp.float32)
+
+
+def cast_by_autocast(pattern):
+    params = Net().init(jax.random.key(0), X)["params"]
+    rows = jaxmp.explain_autocast(
+        lambda params: Net().apply({"params": params}, X), params, dtype=jnp.float16, modules={pattern: jnp.bfloat16}
+    ).rows
+    dots = [row for row in rows if row.name == "dot_general"]
+    return {row.module.partition("/")[2] for row in dots if row.runs_in == "bfloat16"}
+
+
+def in_fp8(recipe, chosen):
+    """Formats of the gradients' scales by layer."""
+    with jaxmp.fp8.autocast(recipe, filter=chosen):
+        params = Net().init(jax.random.key(0), X)["params"]
+    paths = [path for path in tree_paths.leaves_by_path(params) if "fp8_grad" in path]
+    if paths:
+        jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=recipe).init(params)
+    return {path.partition("/Fp8DotGeneral_0/")[0]: "e4m3" in path for path in paths}
+
+
+def filtered_in_linen(pattern):
+    return set(in_fp8(jaxmp.fp8.DelayedScaling(), pattern))
+
+
+def filtered_in_nnx(pattern):
+    return set(jaxmp.nnx.to_fp8(NnxNet(), filter=pattern))
+
+
+def with_recipe(pattern):
+    recipes = {pattern: jaxmp.fp8.DelayedScaling(fp8_format="E4M3"), "*": jaxmp.fp8.DelayedScaling()}
+    return {path for path, is_e4m3 in in_fp8(recipes, "*").items() if is_e4m3}
+
+
+def scoped(x):
+    """A matmul in nested scopes for each of LAYERS."""
+    with jax.named_scope("up"):
+        up = x @ X
+    with jax.named_scope("mlp"):
+        with jax.named_scope("up"):
+            mlp_up = x @ X
+        with jax.named_scope("down"):
+            down = x @ X
+    with jax.named_scope("norm_head"):
+        return dict(zip(LAYERS, (up, mlp_up, down, x @ X), strict=True))
+
+
+def watched(pattern):
+    stats = jaxmp.monitor.watch_activations(scoped, filter=pattern)(X)[1]
+    return set(stats.names) & set(LAYERS)
+
+
+def quantized(pattern):
+    results = jaxmp.fake_quantize(scoped, {pattern: "off"})(X)
+    return {path for path, x in results.items() if not x.any()}
+
+
+def kept_in_file(pattern):
+    kernels = {"up": {"kernel": X}, "mlp": {"up": {"kernel": X}, "down": {"kernel": X}}, "norm_head": {"kernel": X}}
+    with tempfile.TemporaryDirectory() as folder:
+        save_safetensors(f"{folder}/w", kernels, dtype=jnp.float8_e4m3fn, keep=f"{pattern}/kernel")
+        tensors = read_safetensors(f"{folder}/w")
+    kept = [name for name, x in tensors.items() if x.dtype == jnp.bfloat16]
+    return {name.removesuffix(".kernel").replace(".", "/") for name in kept}
+
+
+ARGUMENTS = {
+    "keep_fp32": kept_by_policy,
+    "autocast(modules=)": cast_by_autocast,
+    "fp8.autocast(filter=)": filtered_in_linen,
+    "nnx.to_fp8(filter=)": filtered_in_nnx,
+    "fp8.autocast(recipe)": with_recipe,
+    "watch_activations(filter=)": watched,
+    "fake_quantize": quantized,
+    "save_safetensors(keep=)": kept_in_file,
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_every_argument_speaks_the_language(argument):
+    for pattern, expected in CHOICES:
+        assert ARGUMENTS[argument](pattern) == expected, pattern
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_pattern_that_fits_nothing_says_the_same_everywhere(argument):
+    pattern = "mlp/upp"
+    raises = pytest.raises(ValueError) if argument == "fake_quantize" else pytest.warns(UserWarning)
+    with raises as caught:
+        ARGUMENTS[argument](pattern)
+    message = str(caught.value) if argument == "fake_quantize" else str(caught[0].message)
+    assert f"{argument}: the pattern '{pattern}" in message and "fits no " in message
+    assert "Close to it: 'mlp/up" in message
+    shown = message.partition("Paths here: ")[2].partition(". A pattern")[0]
+    assert 3 <= len(shown.split(", ")) <= 4 and "up" in shown
+    assert message.endswith(
+        "A pattern fits a whole path or its last components; see docs/how-to/precision/patterns.md."
+    )
+
+
+def test_a_recipe_for_no_scale_is_warned_of_where_the_optimizer_is_made():
+    recipes = {"*upp*": jaxmp.fp8.DelayedScaling(), "*": jaxmp.fp8.DelayedScaling()}
+    with jaxmp.fp8.autocast(filter="up"):
+        params = Net().init(jax.random.key(0), X)["params"]
+    with pytest.warns(UserWarning, match=r"mixed_precision\(recipe=\): the pattern '\*upp\*' fits no fp8 scale"):
+        jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=recipes).init(params)
+    stateless = {"*upp*": jaxmp.fp8.CurrentScaling(), "*": jaxmp.fp8.DelayedScaling()}  # has no scales in the params
+    jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=stateless).init(params)
+
+
+def test_a_recipe_is_for_all_below_a_level():
+    recipes = {"mlp": 1, "up": 2, "*": 3}
+    for path, expected in (("block_0/mlp/up", "mlp"), ("block_0/up", "up"), ("head", "*")):
+        for end in ("", "/Fp8DotGeneral_0/fp8_lhs_e4m3_log2_scale"):
+            assert scale_leaves.pattern_for(recipes, path + end, "fp8 layer") == expected
+
+
+def test_autocast_regions_warn_at_their_end_of_all_that_was_called_in_them():
+    params = Net().init(jax.random.key(0), X)["params"]
+    other = nn.Dense(SIDE, name="other").init(jax.random.key(0), X)
+    modules = {"mlp/up": jnp.float32, "last": jnp.float32}
+
+    class Last(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(SIDE, name="last")(x)
+
+    with jaxmp.autocast(dtype=jnp.float16, modules=modules):  # each model alone leaves a pattern without a module
+        Net().apply({"params": params}, X)
+        Last().apply({"params": {"last": other["params"]}}, X)
+    with pytest.warns(UserWarning, match=r"autocast\(modules=\): the pattern 'last' fits no module") as record:
+        with jaxmp.autocast(dtype=jnp.float16, modules=modules):
+            Net().apply({"params": params}, X)
+    assert len(record) == 1
+    with jaxmp.autocast(dtype=jnp.float16, modules=modules):
+        pass  # nothing was called
+    with pytest.raises(ZeroDivisionError), jaxmp.autocast(dtype=jnp.float16, modules=modules):
+        Net().apply({"params": params}, X)
+        raise ZeroDivisionError  # the error is what counts
+
+
+def test_fp8_regions_warn_of_whole_models_only():
+    class Model(nn.Module):
+        def setup(self):
+            self.encoder, self.head = nn.Dense(SIDE), nn.Dense(SIDE)
+
+        def __call__(self, x):
+            return self.head(self.encoder(x))
+
+        def encode(self, x):
+            return self.encoder(x)
+
+    recipe, params = jaxmp.fp8.CurrentScaling(), Model().init(jax.random.key(0), X)
+    with jaxmp.fp8.autocast(recipe, filter=("encoder", "head")):
+        Model().apply(params, X, method="encode")
+    with pytest.warns(UserWarning, match=r"filter=\): the pattern 'haed' fits no layer. Close to it: 'head'"):
+        with jaxmp.fp8.autocast(recipe, filter=("encoder", "haed")):
+            Model().apply(params, X)  # a stateless recipe needs no init in the region
+
+
+def test_patterns_remember_and_compare():
+    patterns = tree_paths.Patterns("keep", {"up": 1, "head": 2}, of="leaf")
+    assert patterns == tree_paths.Patterns("other", {"up": 1, "head": 2}, of="layer")
+    assert hash(patterns) == hash(tree_paths.Patterns("other", {"up": 1, "head": 2}, of="layer"))
+    assert patterns != tree_paths.Patterns("keep", {"head": 2, "up": 1}, of="leaf")
+    with warnings.catch_warnings(action="error"):
+        assert not patterns.warn_of_idle()  # no path was seen
+    assert patterns.first("mlp/up") == "up" and patterns.first("x") is None
+    with pytest.warns(
+        UserWarning, match="keep: the pattern 'head' fits no leaf. Paths here: 'mlp/up', 'x'. A"
+    ) as record:
+        assert patterns.warn_of_idle(stacklevel=1)
+    assert len(record) == 1 and record[0].filename == __file__
