@@ -101,7 +101,6 @@ h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
 	$(VENV_H100)/bin/python benchmarks/h100.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_fp8.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_fp8_weights.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_fsdp.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
 	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
