@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.lib.tables import HERE, markdown, run, versions
 from jaxmp import fp8
-from tables import HERE, markdown, run, versions
 
 RESULTS = HERE / "results" / "sqnr.json"
 PAGE = HERE.parent / "docs" / "explanation" / "alternatives.md"

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import sqnr
-import tables
+from benchmarks import sqnr
+from benchmarks.lib import tables
 from helpers import assert_close
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("sqnr")]

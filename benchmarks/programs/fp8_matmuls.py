@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-import h100_aot as aot  # first: it pins the local platform
+from benchmarks.lib import aot
 
 GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 # Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.

@@ -22,14 +22,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import h100_aot as aot  # isort: skip  (first: it pins the local platform)
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-import autocast_programs as programs
-from h100 import versions
-from tables import HERE, markdown, parse_arguments, write_readme
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, markdown, parse_arguments, write_readme
+from benchmarks.programs import autocast as programs
 
 RESULTS = HERE / "results" / "h100_autocast.json"
 MARKERS = "<!-- h100_autocast: written by h100_autocast.py -->", "<!-- h100_autocast: end -->"

@@ -9,8 +9,8 @@ import optax
 from jaxtyping import PyTree
 
 import jaxmp
-import trees
-from recipes import LEARNING_RATE, MAX_NORM, Step
+from benchmarks.lib import trees
+from benchmarks.programs.recipes import LEARNING_RATE, MAX_NORM, Step
 
 SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
 

@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-import h100_aot as aot  # first: it pins the local platform
 import pallas_kernels
-from h100 import versions
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, holds, markdown, run
 from pallas_kernels import moments as moments_of, update as update_kernel
-from tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_kernels.json"
 MARKERS = "<!-- h100_kernels: written by h100_kernels.py -->", "<!-- h100_kernels: end -->"

@@ -35,7 +35,8 @@ import optax
 from jaxtyping import PyTree
 
 import jaxmp
-from recipes import (
+from benchmarks.lib.tables import HERE, markdown, parse_arguments, versions, write_readme
+from benchmarks.programs.recipes import (
     LEARNING_RATE,
     MAX_NORM,
     Step,
@@ -46,7 +47,6 @@ from recipes import (
     plain,
     selected,
 )
-from tables import HERE, markdown, parse_arguments, versions, write_readme
 
 RESULTS = HERE / "results" / "cpu.json"
 MARKERS = "<!-- cpu: written by cpu.py -->", "<!-- cpu: end -->"

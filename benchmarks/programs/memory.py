@@ -6,9 +6,7 @@ whether they hold elsewhere, models of `autocast_programs.py` that had no part i
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -18,11 +16,8 @@ import optax
 from jaxtyping import Array, PyTree
 
 import jaxmp
-from autocast_programs import CNN, LSTM, Cast, Transformer, language_job
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import train  # of examples/
+from benchmarks.lib.examples import train
+from benchmarks.programs.autocast import CNN, LSTM, Cast, Transformer, language_job
 
 F32 = jnp.float32
 

@@ -37,13 +37,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-import h100_aot as aot  # first: it pins the local platform
 import jaxmp
-from h100 import SMALL, versions
-from h100_fp8_block import BLOCKS, block_cells, measure_block
-from h100_fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
+from benchmarks.h100.fp8_block import BLOCKS, block_cells, measure_block
+from benchmarks.h100.optimizer import SMALL, versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
 from jaxmp import fp8
-from tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_fp8.json"
 MARKERS = "<!-- h100_fp8: written by h100_fp8.py -->", "<!-- h100_fp8: end -->"

@@ -14,10 +14,10 @@ they send grows with the number of devices, or if a donated buffer is not reused
 import sys
 from typing import Any
 
-import fsdp_programs as fp  # first: it pins the local platform
-import h100_aot as aot
-from h100 import versions
-from tables import HERE, markdown, run
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, markdown, run
+from benchmarks.programs import fsdp as fp
 
 RESULTS = HERE / "results" / "h100_fsdp.json"
 SCALING = HERE / "scaling.md"

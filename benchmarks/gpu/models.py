@@ -6,9 +6,7 @@ Attention is cuDNN's flash attention where the policy computes in 16 bits, XLA's
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,8 +15,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-import trees
-from gpu_timing import Bench, LeftOut, Variant, carried
+from benchmarks.lib import trees
+from benchmarks.lib.timing import Bench, LeftOut, Variant, carried
 
 HEAD = 128  # of attention
 POLICIES = ("bf16", "fp8", "fp16", "tf32", "fp32", "bf16+fp8")  # the last: bfloat16 params with masters, fp8 matmuls
@@ -227,9 +225,8 @@ def example(bench: Bench) -> None:
 
 
 def _example_step(size: dict[str, int], batch: tuple[int, int], *, policy_name: str) -> Variant:
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
     try:
-        import train
+        from benchmarks.lib.examples import train
     except ModuleNotFoundError as e:
         raise LeftOut(f"examples/train.py needs {e.name}") from e
     policy, recipe = train.precision_of(policy_name)

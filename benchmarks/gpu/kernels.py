@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-import trees
-from gpu_timing import Bench, LeftOut, Variant, carried, copies_for
+from benchmarks.lib import trees
+from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, copies_for
 from pallas_kernels import moments, update
 
 TREE = "GPT-2 small"

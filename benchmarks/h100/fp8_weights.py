@@ -22,11 +22,11 @@ from flax import linen as nn
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-import h100_aot as aot  # first: it pins the local platform
 import jaxmp
-from h100 import versions
-from h100_fp8_matmuls import OPTIONS, everywhere
-from tables import HERE, markdown, run
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, markdown, run
+from benchmarks.programs.fp8_matmuls import OPTIONS, everywhere
 
 RESULTS = HERE / "results" / "h100_fp8_weights.json"
 MARKERS = "<!-- h100_fp8_weights: written by h100_fp8_weights.py -->", "<!-- h100_fp8_weights: end -->"

@@ -31,13 +31,15 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import PyTree
 
-import h100_aot as aot  # first: it pins the local platform
-import tables
-import trees
-from h100_peers import baseline_programs
-from h100_programs import GPT2, MANY, SMALL, Program, Target, fused_programs, jaxmp_programs
-from recipes import Step
-from tables import HERE, holds, markdown, run
+from benchmarks.lib import (
+    aot,
+    tables,
+    trees,
+)
+from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.programs.h100 import GPT2, MANY, SMALL, Program, Target, fused_programs, jaxmp_programs
+from benchmarks.programs.h100_peers import baseline_programs
+from benchmarks.programs.recipes import Step
 
 RESULTS = HERE / "results" / "h100_optimizer.json"
 MARKERS = "<!-- h100_optimizer: written by h100.py -->", "<!-- h100_optimizer: end -->"

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import h100_aot as aot  # first: it pins the platform
 import jaxmp
-from h100 import versions
-from tables import HERE, holds, markdown, run
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_offload.json"
 MARKERS = "<!-- h100_offload: written by h100_offload.py -->", "<!-- h100_offload: end -->"

@@ -20,16 +20,15 @@ import time
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "examples"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-import train
-from cpu import PACKAGES
-from tables import HERE, holds, markdown, run, versions
+from benchmarks.cpu.step import PACKAGES
+from benchmarks.lib.examples import train
+from benchmarks.lib.tables import HERE, holds, markdown, run, versions
 
 RESULTS = HERE / "results" / "cpu_monitor.json"
 MARKERS = "<!-- cpu_monitor: written by cpu_monitor.py -->", "<!-- cpu_monitor: end -->"

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import jaxmp
-from gpu_timing import Bench, Variant
+from benchmarks.lib.timing import Bench, Variant
 from jaxmp import offload as host
 
 BUS = "copy over the bus"

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import h100_aot as aot  # first: it pins the platform
 import jaxmp
-from h100 import versions
-from tables import HERE, holds, markdown, run
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, holds, markdown, run
 
 RESULTS = HERE / "results" / "h100_monitor.json"
 MARKERS = "<!-- h100_monitor: written by h100_monitor.py -->", "<!-- h100_monitor: end -->"

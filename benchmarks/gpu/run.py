@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tables import HERE, markdown, write_between
+from benchmarks.lib.tables import HERE, markdown, write_between
 
 ROOT = HERE.parent
 RESULTS = HERE / "results"
@@ -43,16 +43,16 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "torch")
 LIMIT = 440.0  # seconds for all of it; what is being compiled then is finished
 # Name: (module, seconds it may take); in order of what a short run should not miss
 SECTIONS = {
-    "copy": ("gpu_kernels", 15),
+    "copy": ("kernels", 15),
     "tests": ("", 110),
-    "casts": ("gpu_kernels", 30),
-    "tree": ("gpu_kernels", 75),
-    "dense": ("gpu_models", 30),
-    "llama": ("gpu_models", 90),
-    "block": ("gpu_models", 40),
-    "crossover": ("gpu_models", 45),
-    "example": ("gpu_models", 45),
-    "offload": ("gpu_offload", 60),
+    "casts": ("kernels", 30),
+    "tree": ("kernels", 75),
+    "dense": ("models", 30),
+    "llama": ("models", 90),
+    "block": ("models", 40),
+    "crossover": ("models", 45),
+    "example": ("models", 45),
+    "offload": ("offload", 60),
 }
 
 
@@ -65,7 +65,7 @@ def main() -> int:
     prepare(options)
     import jax  # only now: its platform and its memory are chosen
 
-    from gpu_timing import Bench
+    from benchmarks.lib.timing import Bench
 
     device = jax.devices()[0]
     if not options.tiny and device.platform not in ("gpu", "cuda"):
@@ -145,7 +145,7 @@ def run_section(bench: Any, name: str) -> None:
         if name == "tests":
             run_tests(bench)
         else:
-            getattr(importlib.import_module(module), name)(bench)
+            getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)(bench)
     except Exception as e:
         bench.leave_out("the rest of it", e)
 
@@ -155,7 +155,7 @@ def run_tests(bench: Any) -> None:
     if bench.tiny:
         bench.leave_out("tests", "kernels run on a GPU only")
         return
-    files = sorted(map(str, (ROOT / "tests").glob("test_kernels_*.py")))
+    files = sorted(map(str, (ROOT / "tests" / "kernels").glob("test_kernels_*.py")))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "mosaic", *files]
     seconds = max(1.0, bench.section_ends - time.monotonic())
     environment = {**os.environ, "JAXMP_TEST_PLATFORM": "cuda"}
@@ -202,7 +202,7 @@ def targets() -> list[Target]:
         what = f"cast_transpose_amax, 8192x8192 {dtype}"
         found.append(Target("casts", what, of_copy, None, 0.8, "of the copy bandwidth"))
         found.append(Target("casts", what, ("xla", "us"), us, 1.3, "times as fast as XLA"))
-    from gpu_kernels import KINDS
+    from benchmarks.gpu.kernels import KINDS
 
     updates = [f"multi_tensor_update AdamW, {kind}" for kind in KINDS]
     for what in ("unscale_and_check, float16", "unscale_and_check, float32", *updates):
@@ -214,7 +214,7 @@ def targets() -> list[Target]:
     what = "training step of a Llama layer, width 4096"
     found.append(Target("llama", what, ("bf16", "us"), ("fp8", "us"), 1.25, "times as fast as bf16"))
     found.append(Target("llama", what, ("bf16", "peak_mib"), ("fp8", "peak_mib"), 1.0, "no more memory than bf16"))
-    from gpu_offload import UPDATE
+    from benchmarks.gpu.offload import UPDATE
 
     found.append(Target("offload", UPDATE, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
     found.append(Target("offload", UPDATE, ("host", "us"), ("host, skipped", "us"), 5.0, "times faster when skipped"))
@@ -241,7 +241,7 @@ def check(bench: Any, sections: list[str]) -> list[dict[str, Any]]:
 
 def pays_from(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The least width from which on fp8 is faster than bf16 at every width measured, and what a Llama of it holds."""
-    from gpu_models import HEAD, LLAMA
+    from benchmarks.gpu.models import HEAD, LLAMA
 
     widths = {}
     for row in rows:

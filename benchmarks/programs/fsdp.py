@@ -16,8 +16,8 @@ import optax
 from jax.sharding import AbstractMesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-import h100_aot as aot  # first: it pins the local platform
 import jaxmp
+from benchmarks.lib import aot
 from jaxmp import fsdp
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, ROWS = 2048, 16, 4, 50257, 512, 8

@@ -20,12 +20,12 @@ Exit status 1 if a target is missed. A model that the planner's rules were not f
 import sys
 from typing import Any
 
-import h100_aot as aot  # isort: skip  (first: it pins the local platform)
 import jax
 
-from h100 import versions
-from memory_programs import Case, cases
-from tables import HERE, holds, markdown, run
+from benchmarks.h100.optimizer import versions
+from benchmarks.lib import aot
+from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.programs.memory import Case, cases
 
 RESULTS = HERE / "results" / "memory.json"
 MARKERS = "<!-- memory: written by memory.py -->", "<!-- memory: end -->"

@@ -28,9 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autocast_programs import AUTOCAST, BY_HAND, UNCAST, Job, example_job, initial, language_job, program
-from cpu import PACKAGES
-from tables import HERE, markdown, parse_arguments, versions, write_readme
+from benchmarks.cpu.step import PACKAGES
+from benchmarks.lib.tables import HERE, markdown, parse_arguments, versions, write_readme
+from benchmarks.programs.autocast import AUTOCAST, BY_HAND, UNCAST, Job, example_job, initial, language_job, program
 
 RESULTS = HERE / "results" / "cpu_autocast.json"
 MARKERS = "<!-- cpu_autocast: written by cpu_autocast.py -->", "<!-- cpu_autocast: end -->"

@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-import h100_aot as aot  # first: it pins the local platform
-from h100_fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere
+from benchmarks.lib import aot
+from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere
 from jaxmp import fp8
 
 BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048

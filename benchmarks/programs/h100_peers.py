@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import optax
 
-from h100_programs import GPT2, LLAMA, MANY, Program
-from recipes import LEARNING_RATE, MAX_NORM, branched, by_hand, flax_dynamic_scale, plain, selected
+from benchmarks.programs.h100 import GPT2, LLAMA, MANY, Program
+from benchmarks.programs.recipes import LEARNING_RATE, MAX_NORM, branched, by_hand, flax_dynamic_scale, plain, selected
 
 
 def baseline_programs() -> Iterator[Program]:
