@@ -1,22 +1,18 @@
-"""What autocast costs on CPU beside the same model cast by hand and beside the model as it is, in one process.
+"""Times autocast beside the same model uncast and cast by hand.
 
-The transformer of `autocast_programs.py` in the sizes of examples/train.py, loss and gradients. Programs take turns,
-each round in another order, and ratios are taken within a round; their medians stand in the table:
+The transformer of `benchmarks/programs/autocast.py` in the sizes of examples/train.py: loss and gradients. All programs
+run in each round, in a different order. Ratios are taken within a round; the table has their medians:
 
-    step        over by hand: the same operations in the same dtypes are to take the same time
-    trace,      over uncast: what a user waits longer for with autocast than without. A jaxpr is traced, planned and run
-    lower,      anew, which is all in `trace`; what XLA takes longer for 16-bit code on CPU is in `compile`, and in the
-    compile     row by hand as well. jax's caches are cleared before each
+    step        over by hand: the same operations in the same dtypes should take the same time.
+    trace,      over uncast: how much longer a user waits with autocast. Autocast traces a jaxpr, plans, and traces the
+    lower,      new program; all of this is in `trace`. XLA for CPU takes longer to compile 16-bit code: that is in
+    compile     `compile`, also in the row by hand. jax's caches are cleared before each compilation.
 
-    python benchmarks/cpu_autocast.py            measure, write the results and the table in README.md; minutes
-    python benchmarks/cpu_autocast.py --table    only the table, from the results that are there
-
-Exit status 1 if a target is missed: autocast's step at most 1.05 of by hand, its trace + lower + compile at most 1.3 of
-uncast. Times are noisy where other programs run: the load of the machine is stored with them.
+Targets: autocast's step takes at most 1.05 of by hand, its trace + lower + compile at most 1.3 of uncast. Other
+programs on the machine make the times noisy: the load of the machine is stored with them.
 """
 
 import itertools
-import json
 import os
 import sys
 import time
@@ -28,12 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cpu.step import PACKAGES
-from benchmarks.lib.tables import HERE, markdown, parse_arguments, versions, write_readme
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import CPU, versions
 from benchmarks.programs.autocast import AUTOCAST, BY_HAND, UNCAST, Job, example_job, initial, language_job, program
 
-RESULTS = HERE / "results" / "cpu_autocast.json"
-MARKERS = "<!-- cpu_autocast: written by cpu_autocast.py -->", "<!-- cpu_autocast: end -->"
 ROUNDS, STEPS, COMPILATIONS = 30, 5, 5
 STEP_TARGET, COMPILE_TARGET = 1.05, 1.3
 PARTS = ("trace", "lower", "compile")
@@ -42,7 +37,7 @@ PROGRAMS = [("fp32", UNCAST), *itertools.product(("bf16", "fp16"), (BY_HAND, AUT
 
 
 def compile_program(job: Job, name: str, kind: str, variables: Any) -> tuple[Any, list[float]]:
-    """The compiled program, and the seconds of `PARTS`, as if it were the first in its process."""
+    """The program compiled with empty caches, and the seconds of `PARTS`."""
     shapes = jax.eval_shape(lambda: variables), job.x, job.y
     run = program(job, kind, NAMES[name])
     jax.clear_caches()
@@ -57,7 +52,7 @@ def compile_program(job: Job, name: str, kind: str, variables: Any) -> tuple[Any
 
 
 def measure(job: Job, *, rounds: int = ROUNDS, steps: int = STEPS, compilations: int = COMPILATIONS) -> list[Any]:
-    """One row of each program."""
+    """One row for each program."""
     rng = np.random.default_rng(0)
     variables = jax.jit(lambda: initial(job))()
     x, y = (jnp.asarray(rng.integers(0, 256, s.shape), s.dtype) for s in (job.x, job.y))
@@ -97,7 +92,7 @@ def _ratio(seconds: np.ndarray, i: int, j: int | None) -> float | None:
 
 
 def missed(row: dict[str, Any]) -> list[str]:
-    """What of the targets a row does not meet, in words."""
+    """The targets that a row misses, in words."""
     if row["program"] != AUTOCAST:
         return []
     step, compilation = row["step_over_by_hand"], row["compile_over_uncast"]
@@ -108,11 +103,11 @@ def missed(row: dict[str, Any]) -> list[str]:
     return [f"{row['dtype']}: {what}" for holds, what in checks if not holds]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as markdown."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     head = ["dtype", "program", "step, ms", "of by hand", "trace s", "lower s", "compile s", "of uncast", "of by hand"]
     cells = [head]
-    for row in rows:
+    for row in results["rows"]:
         numbers = [f"{row['step_ms']:.1f}", _text(row["step_over_by_hand"])]
         numbers += [f"{row[f'{part}_s']:.2f}" for part in PARTS]
         numbers += [_text(row[key]) for key in ("compile_over_uncast", "compile_over_by_hand")]
@@ -124,29 +119,21 @@ def _text(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, table(results["rows"]), results)
-        return 0
-    found = versions(PACKAGES, "make bench")
-    tiny = language_job("tiny", batch=1, length=8, width=16, layers=1, heads=1, vocabulary=256)
-    measure(tiny, rounds=1, compilations=1)  # imports and the like
+def measure_tiny() -> dict[str, Any]:
+    """One round of a tiny transformer."""
+    job = language_job("tiny", batch=1, length=8, width=16, layers=1, heads=1, vocabulary=256)
+    return {"rows": measure(job, rounds=1, compilations=1)}
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found = versions(CPU)
+    measure_tiny()  # imports and first uses
     before, rows = os.getloadavg()[0], measure(example_job())
     load = f"{before:.1f} to {os.getloadavg()[0]:.1f}"
-    results = {
-        "command": "python benchmarks/cpu_autocast.py",
-        "device": f"CPU, {os.cpu_count()} cores, load {load}",
-        "versions": found,
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, table(rows), results)
-    wrong = [what for row in rows for what in row["missed"]]
-    print(table(rows), *wrong, sep="\n")
-    return 1 if wrong else 0
+    missed = [what for row in rows for what in row["missed"]]
+    device = f"CPU, {os.cpu_count()} cores, load {load}"
+    return {"device": device, "versions": found, "rows": rows, "missed": missed}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark("cpu autocast", "cpu_autocast.json", measure_all, render, measure_tiny)

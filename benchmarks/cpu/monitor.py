@@ -1,21 +1,18 @@
-"""What it costs to watch a training step on CPU: the model of examples/train.py in float16, side by side.
+"""Times a training step with jaxmp.monitor and without it.
 
-Three programs take turns in one process, ten steps each, in another order in each round: the step as it is; with
-`step_stats` of gradients and params at one step of ten, under a condition in the program; and with `watch_activations`
-as well, in a second program for one step of ten (`when` is a static argument). Ratios are taken within a round; medians
-stand in the table. Watched steps must end in the same bits, and the compiled program with `when=False`
-must be that without a monitor.
+Three programs train the model of examples/train.py in float16. Each runs ten steps in each round, in a different order:
 
-    python benchmarks/cpu_monitor.py            measure, write the results and the table in README.md
-    python benchmarks/cpu_monitor.py --table    only the table, from the results that are there
+- the step as it is;
+- with `step_stats` of gradients and params at every tenth step, under a condition in the program;
+- with `watch_activations` too: every tenth step runs a second program (`when` is a static argument).
 
-Exit status 1 if a target is missed: watched steps take at most 1.03 of the step as it is.
+Ratios are taken within a round; the table has their medians. Targets: a watched step takes at most 1.03 of the step as
+it is and ends in the same bits, and with `when=False` it compiles to the same program as a step without a monitor.
 """
 
 import functools
 import os
 import re
-import sys
 import time
 from typing import Any
 
@@ -26,19 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from benchmarks.cpu.step import PACKAGES
+from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.examples import train
-from benchmarks.lib.tables import HERE, holds, markdown, run, versions
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import CPU, versions
 
-RESULTS = HERE / "results" / "cpu_monitor.json"
-MARKERS = "<!-- cpu_monitor: written by cpu_monitor.py -->", "<!-- cpu_monitor: end -->"
 ROUNDS, EVERY, TARGET = 40, 10, 1.03
 PLAIN, STATS, ALL = "as it is", "step_stats", "step_stats and watch_activations"
 
 
 @functools.cache
 def job(cfg: train.Config) -> tuple[Any, Any]:
-    """The model of the example and a state to start from."""
+    """The example's model and its initial state."""
     policy = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
     model = train.Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
     tx = jaxmp.mixed_precision(train.optimizer_of(cfg, small_state=False), policy, loss_scale=2.0**10)
@@ -70,18 +66,18 @@ def program(cfg: train.Config, kind: str, *, off: bool = False) -> Any:
 
 
 def instructions(step: Any, *shapes: Any) -> list[str]:
-    """A compiled program's instructions, without the places in the source that they come from."""
+    """A compiled program's instructions, without their positions in the source."""
     text = jax.jit(step).lower(*shapes).compile().as_text()
     return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
 
 
 def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The rows of the table, and what of the targets is missed."""
+    """The rows of the table, and the targets that no row names."""
     text, _ = train.load_text()
     tokens = [jnp.asarray(train.sample(text, cfg, i)) for i in range(EVERY)]
     kinds, compiled, states, seconds_to_compile = (PLAIN, STATS, ALL), {}, {}, {}
     for kind in kinds:
-        step, states[kind] = program(cfg, kind), jax.tree.map(jnp.copy, job(cfg)[1])  # of its own: it is donated
+        step, states[kind] = program(cfg, kind), jax.tree.map(jnp.copy, job(cfg)[1])  # a copy: it is donated
         before = time.perf_counter()
         compiled[kind] = jax.jit(step, donate_argnums=0).lower(states[kind], 0, tokens[0]).compile()
         seconds_to_compile[kind] = time.perf_counter() - before
@@ -121,7 +117,7 @@ def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def missed(row: dict[str, Any], rounds: int) -> list[str]:
-    """What of the targets a row does not meet, in words."""
+    """The targets that a row misses, in words."""
     checks = (
         (row["of_plain"] <= TARGET, f"{row['program']}: a step of {row['of_plain']:.3f}, over {TARGET}"),
         (row["same_bits"], f"{row['program']}: other params after {rounds + 2} rounds"),
@@ -129,8 +125,8 @@ def missed(row: dict[str, Any], rounds: int) -> list[str]:
     return [what for fine, what in checks if not fine]
 
 
-def table(results: dict[str, Any]) -> str:
-    """The rows as markdown."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     cells = [["watched, every 10 steps", "step, ms", "of as it is", "compile s", "same bits", f"target {TARGET}"]]
     for row in results["rows"]:
         numbers = [f"{row['step_ms']:.1f}", f"{row['of_plain']:.3f}", f"{row['compile_s']:.1f}"]
@@ -139,16 +135,17 @@ def table(results: dict[str, Any]) -> str:
     return markdown(cells)
 
 
-def results() -> dict[str, Any]:
-    """Measures at the sizes of the example."""
+def measure_tiny() -> dict[str, Any]:
+    """One round of a tiny model."""
+    return measure(train.Config(layers=1, width=32, heads=2, seq_len=16, batch_size=8), rounds=1)
+
+
+def measure_all() -> dict[str, Any]:
+    """All results, in the sizes of the example."""
+    versions_found = versions(CPU)
     before, found = os.getloadavg()[0], measure(train.Config())
-    return {
-        "command": "python benchmarks/cpu_monitor.py",
-        "device": f"CPU, {os.cpu_count()} cores, load {before:.1f} to {os.getloadavg()[0]:.1f}",
-        "versions": versions(PACKAGES, "make bench"),
-        **found,
-    }
+    load = f"{before:.1f} to {os.getloadavg()[0]:.1f}"
+    return {"device": f"CPU, {os.cpu_count()} cores, load {load}", "versions": versions_found, **found}
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, results))
+BENCHMARK = Benchmark("cpu monitor", "cpu_monitor.json", measure_all, render, measure_tiny)

@@ -1,24 +1,20 @@
-"""What the optimizer's side of one training step costs on CPU, side by side in one process.
+"""Times the optimizer's side of a step, and its compilation, beside versions by hand and other libraries.
 
-Every program below takes one step of clipping by the global norm and AdamW on the same tree, about eight million params
-in 10, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two versions by hand do the same
-job: float16 params and gradients, float32 masters and moments, a dynamic loss scale, no step on an overflow.
+Every program takes one step of clipping by the global norm and AdamW on the same tree: about eight million params in
+10, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two versions by hand do the same
+work: float16 params and gradients, float32 masters and moments, a dynamic loss scale, no step after an overflow.
 
-    a step            programs take turns, each round in another order; the ratio to the best version by hand is taken
-                      within a round, and the median over rounds stands for the program
-    trace, lower,     of the jitted step, with jax's caches cleared before; the least of three, or fewer where one
-    compile           takes long
+    a step            All programs run in each round, in a different order. The ratio to the best version by hand is
+                      taken within a round; the table has the median over rounds.
+    trace, lower,     Of the jitted step, with jax's caches cleared before: the least of three, or of fewer if one
+    compile           takes long.
 
-    python benchmarks/cpu.py            measure, write the results and the table in README.md; minutes
-    python benchmarks/cpu.py --table    only the table, from the results that are there
-
-Exit status 1 if a target is missed: jaxmp's step at most 1.05 of the best by hand, trace + compile at most 2 at 1000
-leaves. Times are noisy where other programs run.
+Targets: jaxmp's step takes at most 1.05 of the best version by hand; trace + lower + compile at most 2 at 1000 leaves.
+Other programs on the machine make the times noisy.
 """
 
 import functools
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -35,7 +31,9 @@ import optax
 from jaxtyping import PyTree
 
 import jaxmp
-from benchmarks.lib.tables import HERE, markdown, parse_arguments, versions, write_readme
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import CPU, versions
 from benchmarks.programs.recipes import (
     LEARNING_RATE,
     MAX_NORM,
@@ -48,13 +46,9 @@ from benchmarks.programs.recipes import (
     selected,
 )
 
-RESULTS = HERE / "results" / "cpu.json"
-MARKERS = "<!-- cpu: written by cpu.py -->", "<!-- cpu: end -->"
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")
-
 SIDES = {10: 1280, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
 ROUNDS = {10: 40, 148: 40, 1000: 25}
-COMPILATIONS, PATIENCE = 3, 5.0  # a program is compiled so often, or until that took so many seconds
+COMPILATIONS, PATIENCE = 3, 5.0  # compilations of a program, and the seconds after which no other one starts
 STEP_TARGET, COMPILE_TARGET = 1.05, 2.0
 SCALE = 2.0**16
 BY_HAND = ("by hand, select", "by hand, cond")
@@ -69,11 +63,11 @@ class Program(NamedTuple):
     dtype: Any = jnp.float32  # of params and gradients
     scale: float = 1.0  # of gradients
     has_target: bool = False
-    max_leaves: int = 1000  # what compiles in a time that grows with the square of the leaves stops before
+    max_leaves: int = 1000  # less if the time to compile grows with the square of the leaves
 
 
 def programs() -> list[Program]:
-    """jaxmp, the same by hand, and what other libraries have."""
+    """jaxmp, the same work by hand, and other libraries."""
     adamw = optax.adamw(LEARNING_RATE)
     tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     ours = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), adamw)
@@ -97,7 +91,7 @@ def programs() -> list[Program]:
 
 
 def make_params(n_leaves: int, side: int) -> PyTree:
-    """Layers of a kernel and a bias, `n_leaves` together, float32."""
+    """Layers of a kernel and a bias, with `n_leaves` leaves in total, float32."""
     rng = np.random.default_rng(0)
     return {
         f"layer_{i:03}": {
@@ -109,7 +103,7 @@ def make_params(n_leaves: int, side: int) -> PyTree:
 
 
 def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
-    """Params, state and gradients of a program, in buffers of its own."""
+    """Params, state and gradients of a program, in its own buffers."""
     opt_state = jax.tree.map(jnp.copy, program.init(params))
     grads = jax.tree.map(lambda p: (p * (1e-2 * program.scale / SCALE * 2.0**10)).astype(program.dtype), params)
     return jax.tree.map(lambda p: jnp.array(p, program.dtype, copy=True), params), opt_state, grads
@@ -119,7 +113,7 @@ def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
 
 
 class Compiled(NamedTuple):
-    """A compiled step, and the seconds it took to make it."""
+    """A compiled step, and the seconds of each stage."""
 
     step: Any
     trace: float
@@ -128,7 +122,7 @@ class Compiled(NamedTuple):
 
 
 def compile_step(program: Program, arguments: PyTree) -> Compiled:
-    """Traces, lowers and compiles one step as if it were the first in its process."""
+    """Traces, lowers and compiles a step with empty caches."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     jax.clear_caches()
     times = [time.perf_counter()]
@@ -157,7 +151,7 @@ def time_steps(steps: list[Any], arguments: list[Any], rounds: int) -> np.ndarra
 
 
 def measure(n_leaves: int, side: int, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one tree."""
+    """The rows for one tree."""
     todo = [program for program in programs() if n_leaves <= program.max_leaves]
     params = make_params(n_leaves, side)
     arguments = [start(program, params) for program in todo]
@@ -195,7 +189,7 @@ def measure(n_leaves: int, side: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _missed(program: Program, n_leaves: int, step_ratio: float, compile_ratio: float) -> list[str]:
-    """What of the targets a row does not meet, in words."""
+    """The targets that a row misses, in words."""
     if not program.has_target:
         return []
     checks = (
@@ -208,8 +202,9 @@ def _missed(program: Program, n_leaves: int, step_ratio: float, compile_ratio: f
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as one markdown table for each tree."""
+def render(results: dict[str, Any]) -> str:
+    """One markdown table for each tree."""
+    rows = results["rows"]
     head = ["step, ms", "of by hand", "trace s", "lower s", "compile s", "of by hand"]
     texts = []
     for n_leaves in dict.fromkeys(row["leaves"] for row in rows):
@@ -229,30 +224,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(texts)
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, table(results["rows"]), results)
-        return 0
-
-    found = versions(PACKAGES, "make bench")
-    measure(2, 8, 1)  # imports and the like
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found = versions(CPU)
+    measure(2, 8, 1)  # imports and first uses
     rows = [row for n, side in SIDES.items() for row in measure(n, side, ROUNDS[n])]
-    results = {
-        "command": "python benchmarks/cpu.py",
-        "device": f"CPU, {os.cpu_count()} cores",
-        "versions": found,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, table(rows), results)
-    print(table(rows))
     missed = [f"{row['program']}, {row['leaves']} leaves: {what}" for row in rows for what in row["missed"]]
-    print("\n".join(missed), file=sys.stderr)
-    return 1 if missed else 0
+    return {"device": f"CPU, {os.cpu_count()} cores", "versions": found, "rows": rows, "missed": missed}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark("cpu step", "cpu.json", measure_all, render, lambda: {"rows": measure(2, 8, 1)})

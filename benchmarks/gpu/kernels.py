@@ -1,4 +1,4 @@
-"""Sections of `gpu.py`: the bandwidth of the device, and each kernel beside XLA's version and torch's."""
+"""Sections of the GPU run: the bandwidth of the device, and each kernel beside XLA's version and torch's."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ TREE = "GPT-2 small"
 
 
 def copy(bench: Bench) -> None:
-    """A large copy: the yardstick of all that is bound by memory."""
+    """A large copy: the reference for programs that memory bandwidth bounds."""
     x = jnp.zeros((2**12 if bench.tiny else 2**28,), jnp.float32)
     once = {"bytes": 2.0 * x.nbytes}
     programs = {"memcpy": jax.jit(jnp.copy), "kernel": jax.jit(lambda x: x * 1.5)}
@@ -24,7 +24,7 @@ def copy(bench: Bench) -> None:
 
 
 def casts(bench: Bench) -> None:
-    """cast_transpose_amax: one read of x for fp8 in both orders and the amax."""
+    """cast_transpose_amax: reads x once, writes it in fp8 in both orders, and finds the amax."""
     cast: Any = getattr(pallas_kernels, "cast_transpose_amax", None)
     if cast is None:
         bench.leave_out("cast_transpose_amax", "pallas_kernels has no such function")
@@ -46,7 +46,7 @@ def casts(bench: Bench) -> None:
 
 
 def tree(bench: Bench) -> None:
-    """What runs over a whole tree: unscaling, the norm, and the update, on the params of GPT-2 small."""
+    """Kernels over a whole tree, on the params of GPT-2 small: unscaling, the norm, the update."""
     shapes = {"kernel": trees.leaf(16, 256), "bias": trees.leaf(5)} if bench.tiny else trees.gpt2()
     size = trees.size(shapes)
     inv_scale = jnp.float32(1.0)
@@ -71,7 +71,7 @@ def tree(bench: Bench) -> None:
         _both(bench, f"multi_tensor_update AdamW, {kind}", variant, in_torch)
 
 
-# What a step of AdamW reads and writes for one param: gradient; weight, in its parts; two moments
+# Bytes that a step of AdamW reads and writes for one param: gradient; the parts of the weight; two moments
 KINDS = {
     "float32": 4 + 8 + 16,
     "float16 with float32 master": 2 + 8 + 2 + 16,
@@ -81,7 +81,7 @@ KINDS = {
 
 
 def adamw(shapes: Any, kind: str, nbytes: float, backend: str) -> Variant:
-    """One step on weights of a kind, in place."""
+    """A step on weights of one kind, in place."""
     state_dtype = jnp.int8 if "int8" in kind else jnp.float32
     rule = update.AdamW()
 
@@ -157,7 +157,7 @@ def _tensors(torch: Any, shapes: Any, dtype: str) -> list[Any]:
 
 
 def torch_unscale(shapes: Any) -> Variant:
-    """torch's own pass over the gradients of a GradScaler: in place, as many bytes as ours on float32."""
+    """The pass of torch's GradScaler over gradients: in place, with as many bytes as ours on float32."""
     torch = _torch()
     grads = _tensors(torch, shapes, "float32")
     found_inf, inv_scale = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
@@ -169,7 +169,7 @@ def torch_unscale(shapes: Any) -> Variant:
 
 
 def torch_norm(shapes: Any) -> Variant:
-    """The global norm as `torch.nn.utils.clip_grad_norm_` takes it."""
+    """The global norm as in `torch.nn.utils.clip_grad_norm_`."""
     torch = _torch()
     grads = _tensors(torch, shapes, "float16")
 

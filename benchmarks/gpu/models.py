@@ -1,7 +1,7 @@
-"""Sections of `gpu.py`: fp8 beside 16 and 32 bits in one Dense, in one transformer block, and in whole training steps.
+"""Sections of the GPU run: fp8 beside 16 and 32 bits in a Dense, in a transformer block, and in whole training steps.
 
 Layers are Llama's: RMSNorm, rotary positions, grouped-query attention, gated MLP of 3.5 times the width, no biases.
-Attention is cuDNN's flash attention where the policy computes in 16 bits, XLA's otherwise: cuDNN has none for float32.
+Attention is cuDNN's flash attention if the policy computes in 16 bits, otherwise XLA's: cuDNN has none for float32.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 
 def dense(bench: Bench) -> None:
-    """y = x w, and both gradients, on [8192, side] by [side, side], all in bfloat16 outside of the GEMMs."""
+    """y = x w and both gradients, on [8192, side] by [side, side], in bfloat16 outside the GEMMs."""
     for side in (64,) if bench.tiny else (4096, 8192):
         rows = 64 if bench.tiny else 8192
         build = functools.partial(_dense, rows, side)
@@ -40,7 +40,7 @@ def dense(bench: Bench) -> None:
 def _dense(rows: int, side: int, dot: Callable[..., jax.Array]) -> Variant:
     x, g = jax.random.normal(jax.random.key(0), (2, rows, side), jnp.bfloat16)
     w = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16) * side**-0.5
-    scales = jaxmp.fp8.Scales(*(jnp.float32(e) for e in (6.0, 13.0, 10.0)))  # log2: e4m3, e4m3 and e5m2 filled
+    scales = jaxmp.fp8.Scales(*(jnp.float32(e) for e in (6.0, 13.0, 10.0)))  # log2; they fill e4m3, e4m3 and e5m2
 
     @jax.jit
     def run(w: jax.Array, scales: Any, x: jax.Array, g: jax.Array) -> Any:
@@ -94,12 +94,12 @@ def rotated(x: jax.Array) -> jax.Array:
 
 
 def llama_of(width: int, policy: jaxmp.Policy, *, flash: bool) -> Layer:
-    """A layer of this width; at 4096 it is Llama 8B's: 32 heads, 8 of them for keys and values, 14336 hidden."""
+    """A layer of this width. At 4096 it is that of Llama 8B: 32 heads, 8 for keys and values, 14336 hidden."""
     return Layer(max(width // HEAD // 4, 1), policy.compute_dtype, flash)
 
 
 def block(bench: Bench) -> None:
-    """Forward and backward of one layer, without an optimizer."""
+    """Forward and backward pass of a layer, without an optimizer."""
     for width in (128,) if bench.tiny else (4096, 8192):
         tokens = (1, 32) if bench.tiny else (1, 4096)
         build = functools.partial(_layer_step, bench, width, tokens, trains=False)
@@ -120,7 +120,7 @@ LLAMA = "training step of a Llama layer, width {}"
 
 
 def crossover(bench: Bench) -> None:
-    """The same at smaller widths: where fp8 begins to pay."""
+    """The same at smaller widths, to find the width from which fp8 is faster."""
     for width in (128,) if bench.tiny else (512, 1024, 2048):
         tokens = (1, 32) if bench.tiny else (2, 4096)
         build = functools.partial(_layer_step, bench, width, tokens)
@@ -153,7 +153,7 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
 
 
 def precision_of(name: str) -> tuple[jaxmp.Policy, Any]:
-    """The policy of a name and, with fp8 matmuls, the recipe."""
+    """The policy with this name, and its recipe if matmuls run in fp8."""
     policy = jaxmp.get_policy(name.removesuffix("+fp8"), keep_fp32=("*Norm*",))
     return policy, jaxmp.fp8.DelayedScaling() if name.endswith("+fp8") else policy.recipe
 
@@ -172,7 +172,8 @@ def train_step(
 ) -> Variant:
     """Gradients of `loss_fn(params, batch)` and, if it `trains`, the fused AdamW, on one device, state in place.
 
-    A float16 run has a fixed loss scale: a step that is skipped would be too fast. How many were is in the row.
+    A float16 run has a fixed loss scale, because a skipped step would be too fast. The row has the number of skipped
+    steps.
     """
     inner = jaxmp.fused_adamw(1e-4, max_norm=1.0) if trains else optax.identity()
     loss_scale: Any = 1024.0 if policy.param_dtype == jnp.float16 else None
@@ -215,7 +216,7 @@ def train_step(
 
 
 def example(bench: Bench) -> None:
-    """The model of examples/train.py, as its docstring has it for one machine with GPUs."""
+    """The model of examples/train.py, in the size that its docstring gives for a machine with GPUs."""
     names = ("fp32", "fp8") if bench.tiny else ("bf16", "fp8", "fp16", "tf32", "fp32")
     size = {"width": 32, "layers": 2, "heads": 2} if bench.tiny else {"width": 512, "layers": 8, "heads": 4}
     batch = (2, 65) if bench.tiny else (128, 65)

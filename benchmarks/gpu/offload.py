@@ -1,9 +1,9 @@
-"""What state and layers in host memory cost on one GPU, and what they save: `offload` of `gpu.py`.
+"""A section of the GPU run: what state and layers in host memory cost in time and save in device memory.
 
-Three things side by side: copies over the bus alone, the update of AdamW with masters and moments here and there (and a
-step of it that is skipped, which should copy nothing), and a training step of stacked layers. Beside the times stand
-the bytes that cross the bus by count, the device memory of the compiled program by XLA's analysis, and what the
-device's allocator says is in use while the state lies where it lies.
+Three programs: copies over the bus; AdamW's update with masters and moments on the device, on the host, and on the host
+in a skipped step, which should copy nothing; and a training step of stacked layers. Each row has the time, the bytes
+that cross the bus by count, the device memory of the compiled program from XLA's analysis, and the memory in use that
+the device's allocator reports.
 """
 
 import functools
@@ -24,7 +24,7 @@ STEP = "training step of stacked layers"
 
 
 def offload(bench: Bench) -> None:
-    """All of it."""
+    """All programs."""
     bench.compare(BUS, {"in": lambda: _copy(bench, to_host=False), "out": lambda: _copy(bench, to_host=True)})
     updates = {"device": False, "host": True, "host, skipped": True}
     bench.compare(UPDATE, {name: functools.partial(_update, bench, on, name) for name, on in updates.items()})
@@ -77,7 +77,7 @@ def _step(bench: Bench, on_host: bool) -> Variant:
 
     compiled = jax.jit(train_step, donate_argnums=0).lower((params, opt_state), x).compile()
     count = layers * width * width
-    # Params in twice, gradients out and in twice, masters and moments in and out, params in (for what is kept) and out.
+    # Params in twice, gradients out and in twice, masters and moments in and out, params in (for skipped steps) and out
     crossing = (2 * 2 + 2 * 3 + 24 + 2 + 2) * count if on_host else 0
     return _carried(compiled, (params, opt_state), (x,), count, crossing, before, tokens=rows)
 
@@ -113,6 +113,6 @@ def _carried(
 
 
 def _in_use() -> int | None:
-    """Bytes that the device's allocator has given out; None where it does not say (a CPU)."""
+    """Bytes in use by the device's allocator; None if it does not report them (a CPU)."""
     stats = jax.devices()[0].memory_stats()
     return None if stats is None else stats.get("bytes_in_use")

@@ -1,31 +1,31 @@
-"""Tests and times on one GPU, in one run under 8 minutes: what the counts of `make h100` cannot say.
+"""Runs the kernels' tests and times kernels, layers and steps on a GPU, in under 8 minutes.
 
-    make gpu                                       everything, into results/gpu_<device>.json and README.md's table
-    python benchmarks/gpu.py --sections copy,casts
-    python benchmarks/gpu.py --tiny                tiny sizes on a CPU, to see that this script works
-    python benchmarks/gpu.py --table               only the table, from the results that are there
+    make gpu                                                installs what it needs, then runs everything
+    python -m benchmarks gpu                                everything: results/gpu_<device>.json, README.md's table
+    python -m benchmarks gpu --sections copy,casts          some sections
+    python -m benchmarks gpu --tiny --out FOLDER            tiny sizes on a CPU, to test the benchmark itself
+    python -m benchmarks gpu --table                        only the table, from the stored results
 
-It runs from a source tree that was never installed, in any environment with jax 0.11.2 for CUDA, flax and optax. What
-else jaxmp and its example need can be carried there as wheels, and is installed into a temporary folder, without an
-index:
+It runs in the source tree, without installing jaxmp, in any environment with jax 0.11.2 for CUDA, flax and optax. Other
+packages that jaxmp and its example need may be on PYTHONPATH, or come as wheels. Wheels are installed into a temporary
+folder, without an index:
 
-    pip download --no-deps -d wheels jmp jaxtyping wadler-lindig tyro rich matplotlib ...      (where there is an index)
-    python3 benchmarks/gpu.py --wheels wheels                                                  (on the machine)
+    pip download --no-deps -d wheels jmp jaxtyping wadler-lindig tyro rich matplotlib ...      (with an index)
+    python3 -m benchmarks gpu --wheels wheels                                                  (on the GPU's machine)
 
-or be on PYTHONPATH. Without torch, pytest, tyro, rich or matplotlib their rows are left out, and it is said why.
+Without torch, pytest, tyro, rich or matplotlib, their rows are left out, and the results give the reason.
 
-A section that fails is recorded with its error, and the next one begins; each has a budget of time. On a GPU the
-targets are checked; exit status 1 if one is missed or was not measured (rows of torch aside, where that is missing).
+If a section fails, its error is recorded and the next section starts. Each section has a time limit. On a GPU the
+targets are checked: the exit status is 1 if a target is missed or was not measured (except rows of torch, if it is
+missing).
 """
 
 import argparse
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -34,14 +34,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.lib.tables import HERE, markdown, write_between
+from benchmarks.lib.tables import README, RESULTS, ROOT, markdown, markers, with_versions, write_between
+from benchmarks.lib.versions import GPU, versions as versions_of
 
-ROOT = HERE.parent
-RESULTS = HERE / "results"
-MARKERS = "<!-- gpu: written by gpu.py -->", "<!-- gpu: end -->"
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "torch")
-LIMIT = 440.0  # seconds for all of it; what is being compiled then is finished
-# Name: (module, seconds it may take); in order of what a short run should not miss
+LIMIT = 440.0  # seconds for everything; a compilation that runs at that time is finished
+# Name: (module, time limit in seconds); the most important ones first
 SECTIONS = {
     "copy": ("kernels", 15),
     "tests": ("", 110),
@@ -56,20 +53,20 @@ SECTIONS = {
 }
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs what the command line asks for; returns the exit status."""
-    options = parse_arguments()
+    options = parse_arguments(arguments)
     if options.table:
         write_table()
         return 0
     prepare(options)
-    import jax  # only now: its platform and its memory are chosen
+    import jax  # after the environment is set
 
     from benchmarks.lib.timing import Bench
 
     device = jax.devices()[0]
     if not options.tiny and device.platform not in ("gpu", "cuda"):
-        raise SystemExit(f"this needs an NVIDIA GPU; jax found {device.device_kind}. --tiny runs on a CPU.")
+        raise SystemExit(f"this needs an NVIDIA GPU; jax found {device.device_kind}. To run on a CPU, use --tiny.")
     print(f"{device.device_kind}: {', '.join(f'{k} {v}' for k, v in versions().items())}", flush=True)
     started = time.monotonic()
     bench = Bench(tiny=options.tiny, kernels="interpret" if options.tiny else "mosaic", limit=options.limit)
@@ -83,7 +80,7 @@ def main() -> int:
         if fastest and "bytes_per_s" in row:
             row["of_copy"] = row["bytes_per_s"] / fastest
     results = {
-        "command": "python benchmarks/gpu.py",
+        "command": "python -m benchmarks gpu",
         "device": device.device_kind,
         "versions": versions(),
         "seconds": {"all": round(time.monotonic() - started, 1), **seconds},
@@ -101,41 +98,42 @@ def main() -> int:
     return 0 if all(target["holds"] is not False for target in results["targets"]) else 1
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on a CPU; no targets, no table")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder for results")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install into a temporary folder first")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for everything")
-    parser.add_argument("--table", action="store_true", help="only write README.md's table from the stored results")
-    options = parser.parse_args()
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The command line; argparse, because this also runs where tyro is missing."""
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=description)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"some of {', '.join(SECTIONS)}")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on a CPU, without targets and table")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install into a temporary folder first")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="time limit for everything, in seconds")
+    parser.add_argument("--table", action="store_true", help="only write README.md's table, from the stored results")
+    options = parser.parse_args(arguments)
     options.sections = options.sections.split(",")
     if unknown := sorted(set(options.sections) - set(SECTIONS)):
         parser.error(f"sections are {', '.join(SECTIONS)}; got {', '.join(unknown)}")
     if options.tiny and options.out == RESULTS:
-        parser.error("--tiny writes no results of a GPU: name a folder with --out")
+        parser.error("--tiny does not measure a GPU: set another folder for its results with --out")
     return options
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Environment and packages, before jax is imported."""
+    """Sets the environment and installs wheels, before jax is imported."""
     if options.tiny:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and the tests want some of the memory
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and the tests need memory too
     paths = [str(ROOT)]
     if options.wheels:
         folder = tempfile.mkdtemp(prefix="gpu-wheels-")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", folder]
         subprocess.run([*pip, *map(str, sorted(options.wheels.glob("*.whl")))], check=True)
         paths.append(folder)
-    sys.path[1:1] = paths
+    sys.path[1:1] = paths[1:]  # the folder of wheels
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_section(bench: Any, name: str) -> None:
-    """One section; whatever goes wrong in it stays in it."""
+    """Runs a section; an error in it does not stop the others."""
     module, budget = SECTIONS[name]
     bench.start(name, budget)
     if time.monotonic() > bench.ends:
@@ -151,7 +149,7 @@ def run_section(bench: Any, name: str) -> None:
 
 
 def run_tests(bench: Any) -> None:
-    """The suites of the kernels, compiled for this GPU."""
+    """The kernels' tests, compiled for this GPU."""
     if bench.tiny:
         bench.leave_out("tests", "kernels run on a GPU only")
         return
@@ -175,15 +173,15 @@ def run_tests(bench: Any) -> None:
 
 
 class Target(NamedTuple):
-    """What has to be reached on a GPU.
+    """The least that a measured value has to reach.
 
     Attributes:
-      section: that measures it.
-      what: the row.
-      of: (variant, field) of it that is looked at.
-      by: (variant, field) that it is divided by, or None.
-      least: the least that this has to be.
-      meaning: in words.
+      section: the section that measures it.
+      what: the rows with this name.
+      of: (variant, field) of the value.
+      by: (variant, field) to divide the value by, or None.
+      least: the lower bound.
+      meaning: the unit of the bound, in words.
     """
 
     section: str
@@ -195,7 +193,7 @@ class Target(NamedTuple):
 
 
 def targets() -> list[Target]:
-    """All of them."""
+    """All targets."""
     found = [Target("tests", "tests", ("mosaic", "passed"), None, 1, "the kernels' tests pass")]
     of_copy, us = ("mosaic", "of_copy"), ("mosaic", "us")
     for dtype in ("float32", "bfloat16"):
@@ -222,7 +220,7 @@ def targets() -> list[Target]:
 
 
 def check(bench: Any, sections: list[str]) -> list[dict[str, Any]]:
-    """Each target of these sections with what was got; `holds` is None where torch is missing."""
+    """The targets of these sections, with the measured values; `holds` is None if torch is missing."""
     no_torch = importlib.util.find_spec("torch") is None
     found = []
     for target in targets():
@@ -240,7 +238,7 @@ def check(bench: Any, sections: list[str]) -> list[dict[str, Any]]:
 
 
 def pays_from(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The least width from which on fp8 is faster than bf16 at every width measured, and what a Llama of it holds."""
+    """The least width above which fp8 is always faster than bf16, and the size of a Llama with that width."""
     from benchmarks.gpu.models import HEAD, LLAMA
 
     widths = {}
@@ -256,7 +254,7 @@ def pays_from(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         width = w
     if not ratios:
         return None
-    layers = None if width is None else width // HEAD  # as many as Llamas have: 16 at 2048, 32 at 4096
+    layers = None if width is None else width // HEAD  # as in Llamas: 16 at 2048, 32 at 4096
     params = None if width is None else layers * measured[width]["fp8"]["params"]
     return {"width": width, "layers": layers, "params": params, "bf16_us_over_fp8_us": ratios}
 
@@ -266,14 +264,8 @@ def pays_from(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of what is installed of all that the numbers depend on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """The versions of the packages that are installed."""
+    return versions_of((), optional=GPU)
 
 
 def tables_of(results: dict[str, Any]) -> str:
@@ -316,15 +308,10 @@ def _number(row: dict[str, Any], field: str, unit: float) -> str:
 
 
 def write_table() -> None:
-    """README.md's tables, one for each device that there are results of; nothing where there are none."""
+    """Writes README.md's tables, one for each device with stored results."""
     parts = []
     for path in sorted(RESULTS.glob("gpu_*.json")):
         results = json.loads(path.read_text())
-        found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        parts.append(f"{tables_of(results)}\n\n{results['device']}; {found}.")
+        parts.append(with_versions(tables_of(results), results))
     if parts:
-        write_between(*MARKERS, "\n\n".join(parts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        write_between(*markers("gpu"), "\n\n".join(parts), README)

@@ -1,21 +1,17 @@
-"""What autocast costs on an H100 beside the same model cast by hand, counted without one.
+"""Counts what autocast costs beside the same model cast by hand.
 
-Compiles the models of `autocast_programs.py`, forward and backward, for H100 (`h100_aot.py`), and reads the final HLO:
+The models of `benchmarks/programs/autocast.py`, forward and backward, are compiled for H100. From the final HLO:
 
-    kernels          launched, in all turns of a loop
-    read, written    by them
-    converts         instructions that change a dtype, wherever they are fused: nearly all are free
-    weights cast     elements of kernels (of Dense, Conv, LSTM) that are turned from float32 to 16 bits, in all turns
-                     of a loop, over the elements there are: 1 is each weight once
-    scratch          memory that XLA plans beside arguments and results; what the backward pass keeps is in it
+    kernels          launched, in all iterations of loops
+    read, written    bytes, by these kernels
+    converts         instructions that change a dtype, also fused ones; nearly all are free
+    weights cast     elements of kernels (of Dense, Conv, LSTM) that are cast from float32 to 16 bits, in all iterations
+                     of loops, over the number of elements: 1 means that each weight is cast once
+    scratch          memory beside arguments and results; it contains the values kept for the backward pass
 
-    python benchmarks/h100_autocast.py            compile, check the targets, write the results and README.md's table
-    python benchmarks/h100_autocast.py --table    only the table, from the results that are there
-
-Exit status 1 if a target is missed: neither kernels, nor bytes, nor casts of weights may be more than by hand.
+Target: autocast needs no more kernels, bytes or casts of weights than the cast by hand.
 """
 
-import json
 import math
 import re
 import sys
@@ -26,20 +22,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, markdown, parse_arguments, write_readme
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import H100, versions
 from benchmarks.programs import autocast as programs
 
-RESULTS = HERE / "results" / "h100_autocast.json"
-MARKERS = "<!-- h100_autocast: written by h100_autocast.py -->", "<!-- h100_autocast: end -->"
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-MOVES = {"bitcast", "copy", "reshape", "transpose", "slice", "concatenate"}  # a weight stays one
-TAKES = {"dynamic-slice", "fusion-done"}  # and here, whatever the other operands are
+MOVES = {"bitcast", "copy", "reshape", "transpose", "slice", "concatenate"}  # the result of a weight is a weight
+TAKES = {"dynamic-slice", "fusion-done"}  # the same, only by the first operand
 
 
 def cast_elements(compiled: jax.stages.Compiled, weights: Iterable[int]) -> int:
-    """How many float32 elements of the arguments numbered `weights` are converted to 16 bits, loops in all turns."""
+    """The float32 elements of the arguments `weights`, by number, that are cast to 16 bits in all iterations."""
     blocks = aot.computations(compiled)
     numbers = [m for m in map(aot.PARAMETER.search, blocks["ENTRY"]) if m]
     arguments: list[Any] = [False] * len(numbers)
@@ -49,7 +44,7 @@ def cast_elements(compiled: jax.stages.Compiled, weights: Iterable[int]) -> int:
 
 
 def _follow(block: str, blocks: dict[str, list[str]], arguments: list[Any]) -> tuple[int, Any]:
-    """(elements cast, whether the result is a weight): True, False, or for a tuple a list of these."""
+    """(elements cast, whether the result is a weight: a bool, or a list of these for a tuple)."""
     numbers = {m.group(1): int(m.group(2)) for m in map(aot.PARAMETER.search, blocks[block]) if m}
     is_weight: dict[str, Any] = {name: arguments[number] for name, number in numbers.items()}
     root = next((m.group(1) for line in blocks[block] if (m := re.match(r"\s*ROOT (%\S+) =", line))), "")
@@ -79,7 +74,7 @@ def _follow(block: str, blocks: dict[str, list[str]], arguments: list[Any]) -> t
 
 
 def kernels_of(variables: PyTree) -> dict[int, int]:
-    """Number among the program's arguments to number of elements, of each weight called "kernel"."""
+    """The number of elements of each weight named "kernel", by its position among the arguments."""
     leaves = jax.tree_util.tree_leaves_with_path(variables)
     return {i: x.size for i, (path, x) in enumerate(leaves) if jax.tree_util.keystr(path[-1:]) == "['kernel']"}
 
@@ -113,9 +108,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         if row["program"] == programs.AUTOCAST:
             hand = by_hand[row["model"], row["dtype"]]
             for what in ("kernels", "bytes", "weights_cast"):
-                ours, theirs = (
-                    r["bytes_read"] + r["bytes_written"] if what == "bytes" else r[what] for r in (row, hand)
-                )
+                ours, theirs = _cost(row, what), _cost(hand, what)
                 if ours > theirs:
                     out.append(f"{row['model']}, {row['dtype']}: {what.replace('_', ' ')} {ours}, by hand {theirs}")
     return out
@@ -125,24 +118,20 @@ def _cost(row: dict[str, Any], what: str) -> float:
     return row["bytes_read"] + row["bytes_written"] if what == "bytes" else row[what]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as markdown."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     head = ["model", "dtype", "program", "kernels", "MB read", "MB written", "converts", "weights cast", "scratch MB"]
     cells = [head]
-    for row in rows:
+    for row in results["rows"]:
         sizes = (f"{row[key] / 1e6:.0f}" for key in ("bytes_read", "bytes_written"))
         counts = str(row["converts"]), f"{row['weights_cast']:.2f}", f"{row['temp_bytes'] / 1e6:.0f}"
         cells.append([row["model"], row["dtype"], row["program"], str(row["kernels"]), *sizes, *counts])
     return markdown(cells)
 
 
-def main() -> int:
-    """Runs what the command line asks for; returns the exit status."""
-    if parse_arguments(__doc__).table:
-        results = json.loads(RESULTS.read_text())
-        write_readme(MARKERS, table(results["rows"]), results)
-        return 0
-    found, rows = versions(), []
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found, rows = versions(H100), []
     for job in programs.h100_jobs():
         rows.append(measure(job, programs.UNCAST, "fp32"))
         for name in DTYPES:
@@ -150,18 +139,7 @@ def main() -> int:
             rows += [measure(job, kind, name) for kind in kinds if kind != programs.UNCAST]
             if name == "bf16" and "scan over 4" in job.name:
                 rows.append(measure(job, programs.POWERS, name))
-    results = {
-        "command": "python benchmarks/h100_autocast.py",
-        "device": "H100 (compiled, not run)",
-        "versions": found,
-        "missed": missed(rows),
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_readme(MARKERS, table(rows), results)
-    print(table(rows), *results["missed"], sep="\n")
-    return 1 if results["missed"] else 0
+    return {"device": "H100 (compiled, not run)", "versions": found, "missed": missed(rows), "rows": rows}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark("h100 autocast", "h100_autocast.json", measure_all, render)

@@ -1,29 +1,22 @@
-"""What fp8 costs on an H100 beside its matmuls, counted without one.
+"""Counts what fp8 adds to its matmuls: in a layer, a block, the optimizer and the collectives.
 
-Compiles for H100 (`h100_aot.py`) and reads the final HLO:
+Four kinds of programs are compiled for H100, and their final HLO is read:
 
-1.  One Dense 4096x4096 on bfloat16 [8192, 4096], forward and backward. The three GEMMs are to be fp8 calls of cuBLASLt
-    with the scales inside. Everything else, casts, amaxes and transposes, is overhead, and its bytes are its time:
+1.  One Dense 4096x4096 on bfloat16 [8192, 4096], forward and backward. The three GEMMs must be fp8 calls of cuBLASLt
+  that
+    take the scales as operands. All else (casts, amaxes, transposes) is overhead, and its bytes determine its time:
 
         in MiB                      x, g [8192, 4096] bf16    W [4096, 4096] f32
         read once                   64 each                   64
-        write q and q^T             32 + 32 each              16 + 16             352 altogether, 432 if q is read again
+        write q and q^T             32 + 32 each              16 + 16             352 in total; 432 if q is read again
                                                                                   to make q^T
-    The same behind a gelu, which need not be in memory; its gradient reads x and its own (64 each) and writes (64).
+    The same after a gelu. The gelu need not be in memory; its gradient reads x and a gradient (64 each) and writes 64.
 
-2.  The optimizer's side of a step with 24 fp8 layers, which moves 72 scales and their histories.
-3.  A data-parallel step of these layers on 8 devices: flags and amaxes are to travel in one small all-reduce.
-4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight
-    (`h100_fp8_block.py`).
-
-    python benchmarks/h100_fp8.py            compile, check the targets, write the results and the tables in README.md
-    python benchmarks/h100_fp8.py --table    only the tables, from the results that are there
-
-Exit status 1 if a target is missed.
+2.  The optimizer's side of a step with 24 fp8 layers, which updates 72 scales and their histories.
+3.  A data-parallel step of these layers on 8 devices: one small all-reduce must carry all flags and amaxes.
+4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight.
 """
 
-import importlib.metadata
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,38 +31,39 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
-from benchmarks.h100.fp8_block import BLOCKS, block_cells, measure_block
-from benchmarks.h100.optimizer import SMALL, versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
 from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
+from benchmarks.programs.h100 import SMALL
 from jaxmp import fp8
 
-RESULTS = HERE / "results" / "h100_fp8.json"
-MARKERS = "<!-- h100_fp8: written by h100_fp8.py -->", "<!-- h100_fp8: end -->"
 ROWS, WIDTH = 8192, 4096
 LAYERS = 24
 MATMUL = (((1,), (0,)), ((), ()))
 FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
+BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048
+BLOCKS = ("bf16", "jaxmp.fp8.autocast", "flax Fp8DirectDotGeneralOp")
 LEAVES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
 
 
 class Target(NamedTuple):
-    """What may run beside the three GEMMs."""
+    """The most that may run beside the three GEMMs."""
 
     kernels: int
     mib: float
-    after_a_gemm: int = 0  # of the kernels, how many may read the result of a GEMM
+    after_a_gemm: int = 0  # kernels that may read the result of a GEMM
 
 
 class Layer(NamedTuple):
-    """One row of the first table: (params, x, g) -> (y, gradients), and what its params look like."""
+    """One row of the first table: a function (params, x, g) -> (y, gradients), and the shapes of its params."""
 
     name: str
     run: Callable[[PyTree, Array, Array], Any]
     params: PyTree
     target: Target | None = None
-    rounded: int = 0  # how many tensors have to be written in fp8, where the GEMMs are not in fp8
+    rounded: int = 0  # tensors that must be written in fp8, if the GEMMs are not in fp8
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -80,8 +74,8 @@ def layers() -> list[Layer]:
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
     delayed = Target(kernels=12, mib=380)
-    trained = Target(kernels=15, mib=380)  # value_and_grad makes amaxes of gradients: a scalar kernel each
-    behind_gelu = Target(kernels=14, mib=600, after_a_gemm=1)  # the gelu's own gradient
+    trained = Target(kernels=15, mib=380)  # value_and_grad makes an amax of each gradient in a scalar kernel
+    behind_gelu = Target(kernels=14, mib=600, after_a_gemm=1)  # the gradient of the gelu
     scales = fp8.Scales(scale, scale, scale)
     return [
         Layer("bf16", by_vjp(lambda w, x: x @ w.astype(x.dtype)), w),
@@ -99,7 +93,7 @@ def layers() -> list[Layer]:
 
 
 def qwix_layers() -> list[Layer]:
-    """The same in qwix's fp8, where it is installed."""
+    """The same layer in qwix's fp8, if qwix is installed."""
     try:
         import qwix
     except ImportError:
@@ -121,7 +115,7 @@ def qwix_layers() -> list[Layer]:
 
 
 def by_vjp(f: Callable[[PyTree, Array], Array]) -> Callable[..., Any]:
-    """y = f(params, x), with the gradients of sum(y * g)."""
+    """y = f(params, x), and the gradients of sum(y * g)."""
 
     def run(params: PyTree, x: Array, g: Array) -> Any:
         y, backward = jax.vjp(f, params, x)
@@ -153,7 +147,7 @@ def _blocks(recipe: Any) -> Callable[[PyTree, Array], Array]:
 
 
 def flax_dense(*args: Any, **kwargs: Any) -> nn.Module:
-    """A Dense layer whose matmul is flax's own in fp8."""
+    """A Dense layer with flax's own fp8 matmul."""
     return nn.Dense(*args, **kwargs, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
 
 
@@ -162,7 +156,7 @@ def _flax(variables: PyTree, x: Array) -> Any:
 
 
 def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
-    """A plain Dense layer, as a user trains it: in the context, and differentiated by jaxmp."""
+    """A plain Dense layer as a user trains it: inside the context, with jaxmp's gradients."""
 
     def loss_fn(params: PyTree, x: Array) -> Any:
         y: Any = nn.Dense(WIDTH, use_bias=False, dtype=x.dtype).apply({"params": params}, x)
@@ -206,7 +200,7 @@ def measure_layer(layer: Layer) -> dict[str, Any]:
 
 
 def _missed(row: dict[str, Any], target: Target) -> list[str]:
-    """What of `target` the row does not meet, in words."""
+    """The parts of `target` that the row misses, in words."""
     calls = [gemm["call"] for gemm in row["gemms"]]
     sums = {gemm["stage"]: gemm["algorithm"] for gemm in row["gemms"]}
     results = {gemm["stage"]: gemm["result"] for gemm in row["gemms"]}
@@ -224,6 +218,78 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
     return [what for holds, what in checks if not holds]
 
 
+# --- a transformer block ----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each after a norm."""
+
+    dot_general_cls: Any = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        cls = self.dot_general_cls
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(
+            HEADS, dtype=x.dtype, use_bias=False, qkv_dot_general_cls=cls, out_dot_general_cls=cls
+        )(y)
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y))
+        return x + nn.Dense(BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y)
+
+
+def measure_block(name: str, devices: int) -> dict[str, Any]:
+    """Counts for one block, forward and backward; data-parallel with reduced gradients on several devices."""
+    in_fp8 = name == "jaxmp.fp8.autocast"
+    model = Block(fp8_ops.Fp8DirectDotGeneralOp if name.startswith("flax") else None)
+    m = aot.mesh(devices)
+    x = aot.spec(m, (devices * SEQUENCES, LENGTH, BLOCK_WIDTH), jnp.bfloat16, P("data") if devices > 1 else None)
+    with fp8.autocast(enabled=in_fp8, filter=everywhere):
+        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    def run(variables: PyTree, x: Array) -> Any:
+        def loss_fn(variables: PyTree, x: Array) -> Array:
+            with fp8.autocast(enabled=in_fp8, filter=everywhere):
+                y: Any = model.apply(variables, x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(variables, x)
+        return (lax.pmean((loss, grads[0]), "data"), grads[1]) if devices > 1 else (loss, grads)
+
+    if devices > 1:
+        out_specs = (P(), P("data"))
+        run = jax.shard_map(run, mesh=m, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=False)
+    compiled = aot.compile_for(run, aot.abstract(m, variables), x, compiler_options=OPTIONS)
+    report, runs = aot.report(compiled), aot.instructions(compiled)
+    gemms = [i for i in runs if i.kind.startswith(GEMM)]
+    moved = sum(i.bytes_read + i.bytes_written for i in gemms)
+    return {
+        "block": name,
+        "devices": devices,
+        "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
+        "gemms": len(gemms),
+        "kernels": report["kernels"] - len(gemms),
+        "pallas": sum("mosaic" in i.kind for i in runs),
+        "mib": round((report["bytes_read"] + report["bytes_written"] - moved) / 2**20, 1),
+        "collectives": {kind: len(sizes) for kind, sizes in report["collectives"].items()},
+    }
+
+
+def block_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The rows of the table of blocks."""
+    head = ["transformer block", "devices", "GEMMs", "of them fp8", "kernels beside", "of them Pallas", "MiB beside"]
+    cells = [[*head, "collectives"]]
+    cells += [
+        [
+            *(str(r[key]) for key in ("block", "devices", "gemms", "fp8_gemms", "kernels", "pallas")),
+            f"{r['mib']:.0f}",
+            ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none",
+        ]
+        for r in rows
+    ]
+    return cells
+
+
 # --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
 
 
@@ -234,7 +300,7 @@ def stack_of(n: int, *, in_fp8: bool) -> PyTree:
 
 
 def loss_of_stack(params: PyTree, x: Array) -> Array:
-    """Layers one behind the other: in fp8 where they hold scales, else in bfloat16."""
+    """A sequence of layers: in fp8 if they have scales, otherwise in bfloat16."""
     for layer in params.values():
         if LEAVES[0] in layer:
             scales = fp8.Scales(*(layer[name] for name in LEAVES))
@@ -246,12 +312,12 @@ def loss_of_stack(params: PyTree, x: Array) -> Array:
 
 
 def optimizer_of(*, in_fp8: bool) -> optax.GradientTransformationExtraArgs:
-    """AdamW on float32 params, by `jaxmp.mixed_precision`."""
+    """AdamW on float32 params in `jaxmp.mixed_precision`."""
     return jaxmp.mixed_precision(optax.adamw(1e-3), "fp8" if in_fp8 else "fp32")
 
 
 def measure_update(n: int) -> dict[str, Any]:
-    """Kernels of the optimizer's side for `n` layers, and how many of them move fp8 scales."""
+    """The kernels of the optimizer's side for `n` layers, and those that fp8 adds."""
     kernels, copies = [], []
     for in_fp8 in (False, True):
         m, params, tx = aot.mesh(), stack_of(n, in_fp8=in_fp8), optimizer_of(in_fp8=in_fp8)
@@ -301,7 +367,7 @@ def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
 
 
 def missed_by_step(updates: list[dict[str, Any]], exchanges: list[dict[str, Any]]) -> list[str]:
-    """What a step with fp8 layers costs beyond its targets, in words."""
+    """The targets that a step with fp8 layers misses, in words."""
     added = [row["added"] - row["of_them_scalar_copies"] for row in updates]
     checks = [
         (added[0] <= 20, f"over 20 kernels to move the scales of {LAYERS} layers: {added[0]}"),
@@ -317,7 +383,7 @@ def missed_by_step(updates: list[dict[str, Any]], exchanges: list[dict[str, Any]
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-def tables(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
     cells = [["one layer, forward and backward", "GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
     for row in results["layers"]:
@@ -349,10 +415,7 @@ def _sizes(sizes: list[int]) -> str:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found = versions()
-    if importlib.util.find_spec("qwix"):
-        found["qwix"] = importlib.metadata.version("qwix")
-    rows = []
+    found, rows = versions(H100, optional=("qwix",)), []
     for layer in layers():
         print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
         rows.append(measure_layer(layer))
@@ -364,7 +427,6 @@ def measure_all() -> dict[str, Any]:
     updates = [measure_update(n) for n in (LAYERS, 2 * LAYERS)]
     exchanges = [measure_exchange(LAYERS, in_fp8=in_fp8) for in_fp8 in (True, False)]
     return {
-        "command": "python benchmarks/h100_fp8.py",
         "device": "H100 (compiled, not run)",
         "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
         "versions": found,
@@ -376,5 +438,4 @@ def measure_all() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, tables, measure_all))
+BENCHMARK = Benchmark("h100 fp8", "h100_fp8.json", measure_all, render)

@@ -1,14 +1,11 @@
-"""What travels when params are sharded and their kernels are kept in fp8: read off a program compiled for 8 H100s.
+"""Counts what devices exchange for sharded params whose kernels are stored in fp8.
 
-Three Dense 4096x4096 under jit, params, masters and moments split over 8 devices along their first axis (FSDP), the
-batch [8192, 4096] over the same devices. Each kernel has to be gathered for its forward GEMM, and its gradient to be
-scattered. Counted for each program: what is gathered, in which dtype and how many bytes a weight; whether a kernel runs
-over the shards before they are gathered (a cast); what the gradients' reduce-scatter sends; bytes of scratch memory.
+Three Dense 4096x4096 under jit: params, masters and moments are split over 8 devices along their first axis (FSDP), and
+the batch [8192, 4096] over the same devices. Each kernel is gathered for its forward GEMM, and its gradient is
+scattered. Counted in each program: the dtype of the gathered weights and their bytes; whether a cast runs on the shards
+before they are gathered; the bytes that the gradients' reduce-scatter sends; scratch memory.
 
-    python benchmarks/h100_fp8_weights.py            compile, check, write the results and the table in README.md
-    python benchmarks/h100_fp8_weights.py --table    only the table, from the results that are there
-
-Exit status 1 if, with kernels stored in fp8, anything but one byte a weight is gathered, or anything is cast before.
+Target: kernels stored in fp8 are gathered as one byte per weight, without a cast before.
 """
 
 import re
@@ -23,13 +20,12 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import H100, versions
 from benchmarks.programs.fp8_matmuls import OPTIONS, everywhere
 
-RESULTS = HERE / "results" / "h100_fp8_weights.json"
-MARKERS = "<!-- h100_fp8_weights: written by h100_fp8_weights.py -->", "<!-- h100_fp8_weights: end -->"
 DEVICES, LAYERS, ROWS, WIDTH = 8, 3, 8192, 4096
 WEIGHTS = LAYERS * WIDTH * WIDTH
 _GATHER = re.compile(r"all-gather(?:-start)?\((%[\w.\-]+)")
@@ -51,7 +47,7 @@ PROGRAMS = (
 
 
 class Net(nn.Module):
-    """Dense layers one behind the other."""
+    """A sequence of Dense layers."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -100,12 +96,12 @@ def measure(program: Program) -> dict[str, Any]:
 
 
 def _split(tree: PyTree, m: Mesh) -> PyTree:
-    """Abstract arguments: matrices split along their first axis, all else on every device."""
+    """Abstract arguments: large matrices are split along their first axis, the rest is replicated."""
     return aot.abstract(m, tree, lambda x: P("data") if x.ndim == 2 and x.size >= WIDTH**2 else P())
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What the last program, with kernels in fp8, does not hold to."""
+    """The targets that the last program, with kernels in fp8, misses."""
     row = rows[-1]
     checks = (
         (row["gathered_dtypes"] == ["f8e4m3fn"], f"gathered in {row['gathered_dtypes']}"),
@@ -115,7 +111,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     return [what for holds, what in checks if not holds]
 
 
-def table(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
     head = [
         "params",
@@ -136,12 +132,11 @@ def table(results: dict[str, Any]) -> str:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(), []
+    found, rows = versions(H100), []
     for program in PROGRAMS:
         print(f"compiling: {program.name}", file=sys.stderr, flush=True)
         rows.append(measure(program))
     return {
-        "command": "python benchmarks/h100_fp8_weights.py",
         "device": f"{DEVICES} x H100 (compiled, not run)",
         "versions": found,
         "rows": rows,
@@ -149,5 +144,4 @@ def measure_all() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))
+BENCHMARK = Benchmark("h100 fp8_weights", "h100_fp8_weights.json", measure_all, render)

@@ -1,31 +1,27 @@
-"""FSDP on 8, 64 and 512 H100s: what a step moves, in which dtype, and what hides behind matmuls.
+"""Counts what a step with FSDP exchanges on 8, 64 and 512 H100s; also writes scaling.md.
 
-A transformer (`fsdp_programs.py`) is compiled, not run. Counted in the final program: each collective with its dtype
-and bytes, those that are scheduled to run while a matmul does, the all-reduces of flags, scratch memory, and whether
-params and state are updated in place.
+The transformer of `benchmarks/programs/fsdp.py` is compiled, not run. Counted in the final program: each collective
+with its dtype and bytes, the collectives that are scheduled to overlap with a matmul, the all-reduces of flags, and
+scratch memory; and whether params and state are updated in place.
 
-    python benchmarks/h100_fsdp.py            compile, check, write the results, README.md's table and scaling.md
-    python benchmarks/h100_fsdp.py --table    only the tables, from the results that are there
-
-Exit status 1 if under a 16-bit policy anything is gathered in float32, if flags take more than one all-reduce, if what
-they send grows with the number of devices, or if a donated buffer is not reused.
+Targets: nothing is gathered in float32 under a 16-bit policy, one all-reduce carries all flags, its size does not grow
+with the number of devices, all donated buffers are reused, and the planner's numbers are close.
 """
 
 import sys
 from typing import Any
 
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import ROOT, markdown, with_versions
+from benchmarks.lib.versions import H100, versions
 from benchmarks.programs import fsdp as fp
 
-RESULTS = HERE / "results" / "h100_fsdp.json"
-SCALING = HERE / "scaling.md"
-MARKERS = "<!-- h100_fsdp: written by h100_fsdp.py -->", "<!-- h100_fsdp: end -->"
+SCALING = ROOT / "benchmarks" / "scaling.md"
 SCALED = ("fp16, jit with shardings", "fp16, reduced in float16", "fp16, reduced in float32")
 DEVICES = (8, 64, 512)
-# Public figures, bytes a second and direction: NVLink 4 of an H100 SXM (900 GB/s both ways), and one 400 Gb/s
-# InfiniBand adapter for each GPU, as a DGX H100 has them.
+# Published bytes per second in one direction: NVLink 4 of an H100 SXM (900 GB/s in both), and one 400 Gb/s
+# InfiniBand adapter for each GPU, as in a DGX H100.
 NVLINK, INFINIBAND, GPUS_PER_NODE = 450e9, 50e9, 8
 
 
@@ -52,13 +48,13 @@ def measure(program: fp.Program, devices: int) -> dict[str, Any]:
 
 
 def planned(program: fp.Program, devices: int) -> dict[str, int]:
-    """The planner's word on the same step."""
+    """The planner's bytes for the same step."""
     plan = fp.planned(program, devices)
     return {"planned_argument_bytes": plan.stored + plan.batch, "planned_peak_bytes": plan.peak}
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What the programs do not hold to."""
+    """The targets that the programs miss, in words."""
     found = []
     for row in rows:
         name = f"{row['program']}, {row['devices']} devices"
@@ -66,7 +62,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: gathers in float32")
         if row["flag_reductions"] != 1:
             found.append(f"{name}: {row['flag_reductions']} all-reduces of flags")
-        if row["alias_bytes"] < row["output_bytes"] - 1024:  # scalars aside
+        if row["alias_bytes"] < row["output_bytes"] - 1024:  # without scalars
             found.append(f"{name}: {row['output_bytes'] - row['alias_bytes']} bytes are not updated in place")
         if "planned_peak_bytes" in row:
             arguments = row["planned_argument_bytes"] / row["argument_bytes"]
@@ -89,8 +85,8 @@ def _sent(row: dict[str, Any], kind: str) -> str:
     return ", ".join(f"{e['count']} x {dtype}, {e['bytes'] / 1e6:.0f} MB" for dtype, e in parts.items()) or "none"
 
 
-def table(results: dict[str, Any]) -> str:
-    """README.md's table; scaling.md is written by the way."""
+def render(results: dict[str, Any]) -> str:
+    """The table of README.md; also writes scaling.md."""
     SCALING.write_text(scaling(results))
     head = ["program, 8 devices", "all-gather", "reduce-scatter", "flags", "hidden", "scratch GB"]
     cells = [head]
@@ -104,7 +100,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def seconds(row: dict[str, Any]) -> tuple[float, float]:
-    """(on NVLink, with InfiniBand between nodes): all bytes over the slowest link of a ring, one way."""
+    """Times on NVLink, and with InfiniBand between nodes: all bytes over the slowest link of a ring, one way."""
     n = row["devices"]
     gathered, scattered, reduced = (
         sum(e["bytes"] for e in row["traffic"].get(kind, {}).values())
@@ -115,7 +111,7 @@ def seconds(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def scaling(results: dict[str, Any]) -> str:
-    """The page of what grows with the number of devices."""
+    """The text of scaling.md: the costs that depend on the number of devices."""
     head = ["program", "devices", "all-gather", "reduce-scatter", "all-reduce, bytes"]
     head += ["args GB", "planned", "peak GB", "planned", "NVLink ms", "IB ms"]
     cells = [head]
@@ -128,43 +124,42 @@ def scaling(results: dict[str, Any]) -> str:
             sizes = [f"{n / 1e9:.3f}" for pair in pairs for n in pair]
             times = (f"{1e3 * on_nvlink:.2f}", f"{1e3 * on_infiniband:.2f}" if row["devices"] > GPUS_PER_NODE else "-")
             cells.append([row["program"], str(row["devices"]), *moved, *sizes, *times])
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return f"""# What a step costs between devices
+    return f"""# Communication between devices in a step
 
-Written by `h100_fsdp.py` from programs compiled for 8, 64 and 512 H100s; nothing was run. The model is a transformer
-of width {fp.WIDTH} with {fp.LAYERS} layers and {results["params"] / 1e6:.0f} million params.
-Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and moments are cut over all devices.
+`python -m benchmarks h100 fsdp` writes this page from programs compiled for 8, 64 and 512 H100s; nothing was run. The
+model is a transformer of width {fp.WIDTH} with {fp.LAYERS} layers and {results["params"] / 1e6:.0f} million params.
+Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and moments are sharded over all devices.
 
 {markdown(cells)}
 
-- Bytes are those of the whole tensors, which a ring moves through each device but for the factor (n - 1) / n: they do
-  not grow with the number of devices, while what each device holds (args: params, masters, moments, batch) falls.
-- args and peak (with XLA's scratch memory) are of one device, beside what `jaxmp.memory.plan` says from shapes alone.
-- The all-reduces are of the gradients of leaves that are not cut (the gains of norms), the flags, the gradient norm
-  and the loss, 20 bytes without the first: the same for every number of devices. Flags and amaxes take one of them,
-  whatever the number of leaves. That costs latency, not bandwidth.
-- The s32 gather under plain jit is XLA's, of all tokens of the batch, for the gradient of the embedding.
-- The times are bytes over public bandwidths, {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and
-  {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s InfiniBand adapter per GPU: the least that the links allow to a flat
-  ring; latency, congestion and what hides behind matmuls are not in them.
-- At 512 devices a step of this size is bound by the links between nodes. FSDP inside of a node and replicas between
-  nodes (a mesh with the axes "data" and "fsdp") moves the params over NVLink, and over InfiniBand one all-reduce of
-  each device's part of the gradients: `jaxmp.reduce_gradients("data", jnp.float16)`.
+- Bytes are those of the whole tensors. A ring moves (n - 1) / n of them through each device, so they do not grow with
+  the number of devices. The memory of each device (args: params, masters, moments, batch) shrinks.
+- args and peak (with XLA's scratch memory) are of one device. "planned" is the result of `jaxmp.memory.plan`, which
+  needs only shapes.
+- The all-reduces carry the gradients of the leaves that are not sharded (the gains of norms), the flags, the gradient
+  norm and the loss. Without the gradients they carry 20 bytes, for any number of devices. One of them carries all flags
+  and amaxes, for any number of leaves. It costs latency, not bandwidth.
+- Under plain jit, XLA adds the s32 gather of all tokens of the batch, for the gradient of the embedding.
+- The times are bytes divided by published bandwidths: {NVLINK / 1e9:.0f} GB/s for NVLink 4 in one direction and
+  {INFINIBAND / 1e9:.0f} GB/s for one 400 Gb/s InfiniBand adapter per GPU. They are lower bounds for a flat ring,
+  without latency, congestion and overlap with matmuls.
+- At 512 devices the links between nodes bound a step of this size. FSDP within each node and replicas between nodes (a
+  mesh with the axes "data" and "fsdp") move the params over NVLink. InfiniBand then carries one all-reduce of each
+  device's part of the gradients: `jaxmp.reduce_gradients("data", jnp.float16)`.
 
-{results["device"]}; {found}. Command: `{results["command"]}`.
+{with_versions(f"Command: `{results['command']}`.", results)}
 """
 
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(), []
+    found, rows = versions(H100), []
     for devices in DEVICES:
         for program in fp.PROGRAMS:
             if devices == 8 or program.name in SCALED:
                 print(f"compiling for {devices}: {program.name}", file=sys.stderr, flush=True)
                 rows.append(measure(program, devices))
     return {
-        "command": "python benchmarks/h100_fsdp.py",
         "device": f"{', '.join(map(str, DEVICES))} x H100 (compiled, not run)",
         "versions": found,
         "params": fp.count(),
@@ -173,5 +168,4 @@ def measure_all() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))
+BENCHMARK = Benchmark("h100 fsdp", "h100_fsdp.json", measure_all, render)

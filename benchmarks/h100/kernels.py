@@ -1,14 +1,11 @@
-"""Every Pallas kernel, compiled for an H100 that is not there: registers, spills, bytes, and what a mesh makes of it.
+"""Checks every Pallas kernel: its registers, spills and bytes, and whether a mesh gathers its operands.
 
-ptxas says how many registers a thread holds, and whether some had to be spilled to memory: a kernel that is bound by
-memory traffic must spill none. The final HLO says what is read and written; on eight devices under plain jit, that
-nothing is gathered for a kernel that says itself how it is split.
+ptxas prints the registers of a thread and the bytes that it spills to memory. The final HLO has the bytes that are read
+and written.
 
-    python benchmarks/h100_kernels.py            compile, check, write the results and the tables in README.md
-    python benchmarks/h100_kernels.py --table    only the tables, from the results that are there
-
-A new kernel is a line in `kernels()`. Exit status 1 if a kernel spills, reads or writes more than it has to, or makes
-XLA gather its operand.
+Targets: no kernel spills registers (they are bound by memory traffic), no kernel reads or writes more than it has to,
+and under plain jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel,
+add a row in `kernels()`.
 """
 
 import functools
@@ -20,26 +17,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before jax is imported
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before a kernel is compiled
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
 from pallas_kernels import moments as moments_of, update as update_kernel
 
-RESULTS = HERE / "results" / "h100_kernels.json"
-MARKERS = "<!-- h100_kernels: written by h100_kernels.py -->", "<!-- h100_kernels: end -->"
 SIDE = 4096
 SLACK = 0.2  # MiB: partial results and scalars
 
 
 class Kernel(NamedTuple):
-    """One row: a function whose arguments are `arguments`, and what it has to move at least."""
+    """One row: a function, its arguments, and the least that it has to move."""
 
     name: str
     variant: str
@@ -47,11 +43,11 @@ class Kernel(NamedTuple):
     arguments: tuple[Any, ...]  # trees of abstract arrays
     least_mib: float
     donated: tuple[int, ...] = ()
-    unread_mib: float = 0.0  # of operands that are written in place and never read
+    unread_mib: float = 0.0  # operands that are written in place and never read
 
 
 def kernels() -> list[Kernel]:
-    """All kernels, in the dtypes that are worth a row. The first tensor decides about the bytes of a wide result."""
+    """All kernels, in the important dtypes. A wide result has the dtype of the first tensor."""
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     k = pallas_kernels
     return [
@@ -93,7 +89,7 @@ def kernels() -> list[Kernel]:
 
 
 def _over_trees() -> Iterator[Kernel]:
-    """Rows of the kernels over many leaves: a matrix, and small leaves that need blocks of every size."""
+    """Kernels over many leaves: a matrix, and small leaves that need blocks of every size."""
     k, scalar = pallas_kernels, jax.ShapeDtypeStruct((), jnp.float32)
     one_byte = SIDE**2 / 2**20
 
@@ -140,7 +136,7 @@ def _over_trees() -> Iterator[Kernel]:
 
         grads = tree(dtype)
         weights = [(g, jax.ShapeDtypeStruct(g.shape, master), moments(g)) for g in grads]
-        scales = 16 * SIDE**2 / 256 / 2**20 if jnp.dtype(state).itemsize == 1 else 0  # two, read and written
+        scales = 16 * SIDE**2 / 256 / 2**20 if jnp.dtype(state).itemsize == 1 else 0  # of two moments, read and written
         yield Kernel(
             f"multi_tensor_update: {name}",
             jnp.dtype(dtype).name,
@@ -155,7 +151,7 @@ def _over_trees() -> Iterator[Kernel]:
 def _matrix(
     name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False
 ) -> Iterator[Kernel]:
-    """Rows of a kernel on square matrices: each is read once, each value written twice in fp8, and wide if it is."""
+    """Rows of a kernel on square matrices: reads each once, writes each value twice in fp8, and wide if `wide`."""
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = jnp.dtype(dtype).itemsize
         x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
@@ -194,7 +190,7 @@ def measure(kernel: Kernel) -> dict[str, Any]:
 
 @contextmanager
 def said_by_ptxas() -> Iterator[list[str]]:
-    """What the compiler prints in this region, which it does behind Python's back."""
+    """The compiler's output in this region, which bypasses Python's `sys.stdout`."""
     said: list[str] = []
     sys.stdout.flush()
     with tempfile.TemporaryFile(mode="w+") as file:
@@ -212,7 +208,7 @@ def said_by_ptxas() -> Iterator[list[str]]:
 
 
 def measure_split(spec: P) -> dict[str, Any]:
-    """cast_transpose_amax of a matrix that is split over eight devices, under plain jit."""
+    """cast_transpose_amax of a matrix split over eight devices, under plain jit."""
     m = aot.mesh(8, ("a", "b"), (4, 2))
     arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
     compiled = aot.compile_for(lambda x, s: pallas_kernels.cast_transpose_amax(x, s, jnp.float8_e4m3fn), *arguments)
@@ -233,7 +229,7 @@ def _padded(spec: P) -> tuple[Any, ...]:
     return (*spec, *[None] * (2 - len(spec)))
 
 
-def tables(results: dict[str, Any]) -> str:
+def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
     cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "holds"]]
     cells += [
@@ -264,13 +260,12 @@ def tables(results: dict[str, Any]) -> str:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found = versions()
+    found = versions(H100)
     rows = []
     for kernel in kernels():
         print(f"compiling: {kernel.name} of {kernel.variant}", file=sys.stderr, flush=True)
         rows.append(measure(kernel))
     return {
-        "command": "python benchmarks/h100_kernels.py",
         "device": "H100 (compiled, not run)",
         "side": SIDE,
         "versions": found,
@@ -279,5 +274,4 @@ def measure_all() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, tables, measure_all))
+BENCHMARK = Benchmark("h100 kernels", "h100_kernels.json", measure_all, render)

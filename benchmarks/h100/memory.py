@@ -1,20 +1,14 @@
-"""The planner (`jaxmp.memory`) against XLA: what is planned beside `compiled.memory_analysis()`.
+"""Compares the plans of jaxmp.memory with XLA's memory analysis.
 
-Compiles the steps of `memory_programs.py` from abstract arguments, for this CPU and, without having one, for an H100
-(`h100_aot.py`), and compares:
+The steps of `benchmarks/programs/memory.py` are compiled from abstract arguments, for this CPU and for an H100:
 
-    state       params and the optimizer's state, beside the step's arguments; target 5 %
+    state       planned params and optimizer state, beside the step's arguments; target 5 %
     gradients   beside the outputs of `jaxmp.value_and_grad`; target 5 %
-    temp        activations, temporaries and gradients at the worst moment, `peak` less what is there anyway, beside the
-                scratch memory of the whole step, params and state donated; target 20 %, on the H100
+    temp        activations, temporaries and gradients at the peak, without stored arrays, beside the scratch memory of
+                the whole step with params and state donated; target 20 %, on the H100
 
-On the CPU nothing is aimed at: XLA fuses less there, keeps transposed copies of operands of matmuls, and float32 copies
-of 16-bit ones.
-
-    python benchmarks/memory.py            compile, write the results and the table in README.md; minutes
-    python benchmarks/memory.py --table    only the table, from the results that are there
-
-Exit status 1 if a target is missed. A model that the planner's rules were not found on has no target for temp.
+The CPU has no target for temp: there XLA fuses less, and keeps transposed copies of matmuls' operands and float32
+copies of 16-bit operands. Models that the planner's rules were not derived from have no target for temp either.
 """
 
 import sys
@@ -22,14 +16,13 @@ from typing import Any
 
 import jax
 
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
 from benchmarks.programs.memory import Case, cases
 
-RESULTS = HERE / "results" / "memory.json"
-MARKERS = "<!-- memory: written by memory.py -->", "<!-- memory: end -->"
-EXACT, NEAR = 0.05, 0.20  # targets, as parts
+EXACT, NEAR = 0.05, 0.20  # targets, as fractions
 
 
 def measure(case: Case, *, compiles_for_h100: bool = True) -> dict[str, Any]:
@@ -65,7 +58,7 @@ def measure(case: Case, *, compiles_for_h100: bool = True) -> dict[str, Any]:
 
 
 def missed(row: dict[str, Any]) -> list[str]:
-    """What of the targets a row does not meet, in words."""
+    """The targets that a row misses, in words."""
     checks = [("state", "state_xla", EXACT), ("gradients", "gradients_xla", EXACT)]
     checks += [("temp", "temp_h100", NEAR)] if row["is_known"] and "temp_h100" in row else []
     return [
@@ -75,8 +68,8 @@ def missed(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def table(results: dict[str, Any]) -> str:
-    """The rows as markdown."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     head = ["model", "precision", "state MB", "of XLA's", "gradients MB", "of XLA's", "activations MB", "temp MB"]
     cells = [[*head, "of XLA's, H100", "of XLA's, CPU", "holds"]]
     for row in results["rows"]:
@@ -94,14 +87,12 @@ def _megabytes(n: int) -> str:
 
 
 def measure_all() -> dict[str, Any]:
-    """The results."""
+    """All results."""
     return {
-        "command": "python benchmarks/memory.py",
         "device": "Compiled for H100 and CPU, not run",
-        "versions": versions(),
+        "versions": versions(H100),
         "rows": [measure(case) for case in cases()],
     }
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))
+BENCHMARK = Benchmark("h100 memory", "memory.json", measure_all, render)

@@ -1,15 +1,12 @@
-"""Counts of what a look at a step adds, in a program compiled for an H100 that need not be there.
+"""Counts what jaxmp.monitor adds to a step.
 
-    python benchmarks/h100_monitor.py            compile, check, write the results and README.md's table
-    python benchmarks/h100_monitor.py --table    only the table, from the results that are there
+Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: alone, after `step_stats` at every tenth
+step, and after `step_stats` at every step. A conditional counts as its more expensive branch, the watched step.
 
-Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW; with `step_stats` before it at one step of
-ten, and at every step. A conditional counts as its dearer branch: the step that is looked at. Exit status 1 if a
-donated buffer is not reused or is copied, or if a look takes more memory than the bits of the largest tensor. See
-`h100_aot` for what such a count can tell, and what not.
+Targets: every donated buffer is reused and none is copied; the statistics need no more scratch memory than the bits of
+the largest tensor.
 """
 
-import sys
 from typing import Any
 
 import jax
@@ -17,19 +14,18 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, holds, markdown, run
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
 
-RESULTS = HERE / "results" / "h100_monitor.json"
-MARKERS = "<!-- h100_monitor: written by h100_monitor.py -->", "<!-- h100_monitor: end -->"
 LAYERS, ROWS, COLUMNS = 4, 1024, 4096
 LARGEST = ROWS * COLUMNS
 KINDS = ("as it is", "step_stats, every 10 steps", "step_stats, every step")
 
 
 def compile_step(kind: str) -> Any:
-    """The optimizer's side of a step, with a look before it or without."""
+    """The optimizer's side of a step, with statistics before it or without."""
     shapes = {f"layer_{i}": {"kernel": (ROWS, COLUMNS), "bias": (COLUMNS,)} for i in range(LAYERS)}
 
     def of(dtype: Any) -> Any:
@@ -49,8 +45,8 @@ def compile_step(kind: str) -> Any:
     return aot.compile_for(step, *args, donate_argnums=(1, 2))
 
 
-def measure() -> dict[str, Any]:
-    """The rows of the table."""
+def measure_all() -> dict[str, Any]:
+    """All results."""
     n_params, rows = LAYERS * (LARGEST + COLUMNS), []
     for kind in KINDS:
         found = aot.report(compile_step(kind), n_params=n_params)
@@ -58,16 +54,15 @@ def measure() -> dict[str, Any]:
         row["largest_copy_bytes"] = found["largest_copy_bytes"]
         rows.append(row)
     return {
-        "command": "python benchmarks/h100_monitor.py",
         "device": "H100, compiled for and not run",
-        "versions": versions(),
+        "versions": versions(H100),
         "n_params": n_params,
         "rows": [row | {"missed": missed(row, rows[0])} for row in rows],
     }
 
 
 def missed(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    """What a row does not hold to."""
+    """The targets that a row misses, in words."""
     checks = (
         (row["alias_bytes"] == plain["alias_bytes"], f"{row['alias_bytes']} donated bytes reused"),
         (row["largest_copy_bytes"] < LARGEST, f"a copy of {row['largest_copy_bytes']} bytes"),
@@ -76,8 +71,8 @@ def missed(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     return [f"{row['program']}: {what}" for fine, what in checks if not fine]
 
 
-def table(results: dict[str, Any]) -> str:
-    """The rows as markdown."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     cells = [["program", "kernels", "B/param", "scratch MB", "reused MB", "holds"]]
     for row in results["rows"]:
         numbers = [f"{row['bytes_per_param']:.1f}", f"{row['temp_bytes'] / 1e6:.1f}", f"{row['alias_bytes'] / 1e6:.1f}"]
@@ -85,5 +80,4 @@ def table(results: dict[str, Any]) -> str:
     return markdown(cells)
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure))
+BENCHMARK = Benchmark("h100 monitor", "h100_monitor.json", measure_all, render)

@@ -1,12 +1,10 @@
-"""Counts of what state in host memory does, in programs compiled for H100s that need not be there.
+"""Counts the copies and the scratch memory of a step with its state in host memory.
 
-    python benchmarks/h100_offload.py            compile, check, write the results and README.md's table
-    python benchmarks/h100_offload.py --table    only the table, from the results that are there
+Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW. Counted are the copies over the bus and
+their bytes, the host arrays that are updated in place, scratch memory on the device, and collectives.
 
-Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: copies over the bus and their bytes, host
-arrays that are updated where they stand, XLA's scratch on the device, and collectives. Exit status 1 if an array is not
-copied in once and out once or not updated where it stands, if a collective is added, or if windows of one leaf take the
-scratch of more than four. See `h100_aot` for what such a count can tell, and what not.
+Targets: each array is copied in once and out once and is updated in place, no collective is added, and windows of one
+leaf need scratch memory for at most four leaves.
 """
 
 import re
@@ -19,22 +17,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from benchmarks.h100.optimizer import versions
 from benchmarks.lib import aot
-from benchmarks.lib.tables import HERE, holds, markdown, run
-
-RESULTS = HERE / "results" / "h100_offload.json"
-MARKERS = "<!-- h100_offload: written by h100_offload.py -->", "<!-- h100_offload: end -->"
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
 
 WIDTH, LAYERS = 1024, 8
 COUNT = LAYERS * WIDTH * WIDTH
-LEAF = 12 * WIDTH * WIDTH  # bytes of one master and its moments
+LEAF = 12 * WIDTH * WIDTH  # bytes of a master and its moments
 DEVICES = (1, 8)
 WINDOWS = (None, LEAF, 2**30)
 
 
 class HostSharding(NamedSharding):
-    """A sharding in pinned host memory, of devices that were only described to XLA, which know no memories."""
+    """A sharding in pinned host memory: devices that are only described to XLA list no memories."""
 
     memory_kind = property(lambda self: "pinned_host")  # pyright: ignore[reportAssignmentType]
 
@@ -46,14 +42,14 @@ class HostSharding(NamedSharding):
 
 
 class Case(NamedTuple):
-    """One program; `window` is in bytes, None for a state on the device without `stream_updates`."""
+    """One program; `window` in bytes, or None for a state on the device without `stream_updates`."""
 
     devices: int
     window: int | None
 
 
 def missed(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
-    """What a row does not hold to, beside that of a state on the device."""
+    """The targets that a row misses, in words; `baseline` is the row with the state on the device."""
     bytes_each_way = 0 if row["window_bytes"] is None else 12 * COUNT // row["devices"]
     copies = 0 if row["window_bytes"] is None else 3 * LAYERS
     expected = {
@@ -69,13 +65,13 @@ def missed(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
     if row["window_bytes"] == LEAF and row["scratch_bytes"] > most:
         found.append(f"scratch of {row['scratch_bytes']} bytes, over {most}")
     if row["window_bytes"] is not None and row["window_bytes"] > LEAF and row["scratch_bytes"] <= most:
-        found.append("all leaves at once take no more scratch than windows of one: these show nothing")
+        found.append("all leaves at once need no more scratch than windows of one leaf: the comparison shows nothing")
     return found
 
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(), []
+    found, rows = versions(H100), []
     for devices in DEVICES:
         of_these = []
         for window in WINDOWS:
@@ -83,7 +79,6 @@ def measure_all() -> dict[str, Any]:
             of_these.append(count(Case(devices, window)))
         rows += [row | {"missed": missed(row, of_these[0])} for row in of_these]
     return {
-        "command": "python benchmarks/h100_offload.py",
         "device": f"{' and '.join(map(str, DEVICES))} x H100 (compiled, not run)",
         "versions": found,
         "leaves": LAYERS,
@@ -92,8 +87,8 @@ def measure_all() -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """README.md's table."""
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
     head = ["devices", "window MiB", "copies in", "MiB in", "copies out", "MiB out", "in place MiB", "scratch MiB"]
     cells = [[*head, "collectives", "holds"]]
     for row in results["rows"]:
@@ -105,7 +100,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def count(case: Case) -> dict[str, Any]:
-    """What a program does, as a row."""
+    """The row of a program."""
     mesh = aot.mesh(case.devices)
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-3))
     if case.window is not None:
@@ -131,8 +126,8 @@ def count(case: Case) -> dict[str, Any]:
         "window_bytes": case.window,
         "copies_in": len(ins),
         "copies_out": len(outs),
-        "bytes_in": sum(map(aot._bytes, ins)),
-        "bytes_out": sum(map(aot._bytes, outs)),
+        "bytes_in": sum(map(aot.nbytes, ins)),
+        "bytes_out": sum(map(aot.nbytes, outs)),
         "in_place_bytes": memory.host_alias_size_in_bytes,
         "scratch_bytes": memory.temp_size_in_bytes,
         "collectives": len(re.findall(r" all-reduce(?:-start)?\(| all-gather(?:-start)?\(", text)),
@@ -140,14 +135,13 @@ def count(case: Case) -> dict[str, Any]:
 
 
 def partition(x: Any) -> PartitionSpec:
-    """How an array lies: split along its first axis, as FSDP does it."""
+    """Arrays are split along their first axis, as in FSDP; scalars are replicated."""
     return PartitionSpec("data") if x.ndim else PartitionSpec()
 
 
 def on_host(mesh: Mesh, x: Any) -> Any:
-    """An abstract array in host memory; scalars stay."""
+    """An abstract array in host memory; scalars stay on the device."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HostSharding(mesh, partition(x))) if x.ndim else x
 
 
-if __name__ == "__main__":
-    sys.exit(run(__doc__, RESULTS, MARKERS, table, measure_all))
+BENCHMARK = Benchmark("h100 offload", "h100_offload.json", measure_all, render)

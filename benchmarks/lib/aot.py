@@ -1,10 +1,10 @@
-"""Compile a JAX function for NVIDIA H100 on a machine without a GPU, and count what it would do.
+"""Compiles a JAX function for an NVIDIA H100 on a machine without a GPU, and counts what the program would do.
 
-XLA compiles for a GPU it is told about (`h100_sxm.txtpb`) just as it does for one it finds. The result cannot be run,
-but it can be read: which kernels are launched, which buffers each one reads and writes, what is copied, what is sent
-between devices. For a program bound by memory traffic, as the optimizer's side of a step is, bytes are time.
+XLA can compile for a GPU that is only described (`h100_sxm.txtpb`). The program cannot run here, but its final HLO can
+be read: which kernels it launches, which buffers each kernel reads and writes, what it copies, what it sends between
+devices. If memory traffic bounds a program, like the optimizer's side of a step, its bytes determine its time.
 
-Needs a CUDA plugin beside jax, no driver and no GPU (about 1 GB):
+This needs a CUDA plugin for jax, but no driver and no GPU (about 1 GB):
 
     pip install "jax==0.11.2" jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc
 
@@ -12,16 +12,19 @@ Needs a CUDA plugin beside jax, no driver and no GPU (about 1 GB):
     >>> c = compile_for(step, spec(m, (4096, 4096), "float16"), donate_argnums=0)
     >>> report(c, n_params=4096 * 4096)
 
-How bytes are counted: every instruction of the final HLO that runs reads its operands once and writes its results once.
-A buffer that two kernels read counts twice, one that a kernel reads several times counts once; caches count for
-nothing. A slice reads what it takes out, not what it takes it from. A conditional counts as its dearest branch, a loop
-as one turn of its body, or as all of them if asked (`every_turn`); then what is written into a part of an array where
-it stands counts as that part. What a kernel of our own does with its operands the HLO does not say: it counts as
-reading all, unless `report` is told how many bytes are there to be written only (what is updated in place has to be an
-operand).
+How bytes are counted:
 
-What this cannot tell: time, GEMM autotuning, run-time faults. Import it before anything else touches jax: it pins the
-local platform to cpu.
+- Every executed instruction of the final HLO reads each operand once and writes each result once. A buffer counts once
+  for each kernel that reads it, even if the kernel reads it several times. Caches are ignored.
+- A slice reads only the part that it takes.
+- A conditional counts as its most expensive branch.
+- A loop counts as one iteration, or as all iterations with `every_turn=True`. In the second case, an in-place update of
+  a part of an array counts only that part.
+- The HLO does not say how our own kernels use their operands: all operands count as read. `report(unread_bytes=...)`
+  subtracts operands that a kernel only writes (a buffer that is updated in place has to be an operand).
+
+Not visible here: times, autotuning of GEMMs, errors at run time. Import this module before jax: it makes jax use the
+CPU of this machine.
 """
 
 import math
@@ -59,7 +62,7 @@ _FREE = {
 _FREE |= {f"{c}-done" for c in _COLLECTIVES}
 _SLICE = ("slice", "dynamic-slice")
 _MOVES = {"parameter", "bitcast", "tuple", "copy", "reshape", "slice", "concatenate"}
-_BLOCK = ("while", "conditional", "call")  # these launch nothing themselves: their computations do
+_BLOCK = ("while", "conditional", "call")  # they launch nothing; their computations do
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*?)\)(?:, (.*)|$)")
@@ -67,7 +70,7 @@ PARAMETER = re.compile(r"(%[\w.\-]+) = .* parameter\((\d+)\)")
 
 
 class Instruction(NamedTuple):
-    """One line of HLO that runs, with what it moves."""
+    """One executed line of HLO, and the bytes that it moves."""
 
     op: str  # "fusion", "copy", "all-reduce", ...
     kind: str  # the fusion's kind or the custom call's target
@@ -80,7 +83,7 @@ class Instruction(NamedTuple):
 
 
 def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tuple[int, ...] | None = None) -> Mesh:
-    """A mesh of `n_devices` H100s that do not exist."""
+    """A mesh of `n_devices` H100s that are only described."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_TARGET.read_text(), topology=f"1x1x{n_devices}"
     )
@@ -88,25 +91,25 @@ def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tup
 
 
 def spec(m: Mesh, shape: tuple[int, ...], dtype: Any, partition: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
-    """An abstract argument of `shape` and `dtype`, laid out over mesh `m` (replicated unless `partition` says else)."""
+    """An abstract argument of `shape` and `dtype` on mesh `m`; replicated without a `partition`."""
     sharding = NamedSharding(m, PartitionSpec() if partition is None else partition)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
 
 def abstract(m: Mesh, tree: Any, partition: Callable[[Any], PartitionSpec] | None = None) -> Any:
-    """`spec` of every leaf of a tree; `partition` says how one lies, else it lies on every device."""
+    """`spec` of every leaf of a tree; `partition` returns the partition of a leaf, None replicates all."""
     return jax.tree.map(lambda x: spec(m, x.shape, x.dtype, partition and partition(x)), tree)
 
 
 def compile_for(
     f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
 ) -> jax.stages.Compiled:
-    """`jax.jit(f, **jit_kwargs)` lowered on abstract `args` and compiled for the device they are laid out on."""
+    """Lowers `jax.jit(f, **jit_kwargs)` on abstract `args` and compiles it for their devices."""
     return jax.jit(f, **jit_kwargs).lower(*args).compile(compiler_options=compiler_options)
 
 
 def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
-    """Name of each HLO computation to its lines; the entry computation is there as "ENTRY" too."""
+    """The lines of each HLO computation by name; the entry computation also by the name "ENTRY"."""
     text = re.sub(r"/\*.*?\*/", "", compiled.as_text() or "")
     out: dict[str, list[str]] = {}
     lines: list[str] = []
@@ -121,7 +124,7 @@ def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
 
 
 def instructions(compiled: jax.stages.Compiled, *, every_turn: bool = False) -> list[Instruction]:
-    """What runs, in the order of the final HLO: kernels, copies and collectives; of loops one turn, or `every_turn`."""
+    """Kernels, copies and collectives in the order of the final HLO; one iteration of each loop, or `every_turn`."""
     blocks = computations(compiled)
     return list(_walk("ENTRY", blocks, every_turn))
 
@@ -134,24 +137,24 @@ def report(
     Args:
       compiled: what `compile_for` returned.
       n_params: number of parameters to divide by.
-      unread_bytes: of operands of Mosaic kernels that are aliased with a result and never read, as the model's params
-        are beside float32 masters. They are taken off the bytes read.
-      every_turn: counts a loop as often as it turns, where XLA knows how often.
+      unread_bytes: bytes of Mosaic kernels' operands that share their buffer with a result and are never read, like the
+        model's params if there are float32 masters. They are subtracted from the bytes read.
+      every_turn: counts every iteration of a loop, if XLA knows their number.
 
     Returns:
-      kernels: instructions that launch something, collectives left out.
-      bytes_read, bytes_written: by kernels, packing left out; bytes_per_param: their sum over `n_params`.
-      packing_bytes: read and written by kernels that do nothing but gather what a collective sends, or scatter what it
-        brought. It belongs to the exchange of gradients, not to what is done with them.
-      mosaic_bytes_read: of the bytes read those by Mosaic kernels.
-      between_bytes: of those read and written, by XLA's kernels between a collective and a Mosaic kernel: the division
-        of a mean by the number of devices, say, which XLA fuses with kernels of its own and cannot fuse with ours.
-      copies, largest_copy_bytes: of one buffer to another, unchanged.
-      collectives: bytes that each one moves in, by kind, in order.
-      temp_bytes, alias_bytes: of XLA's memory analysis: scratch, and outputs that live in donated inputs.
+      kernels: number of instructions that launch something, without collectives.
+      bytes_read, bytes_written: by kernels, without packing; bytes_per_param: their sum divided by `n_params`.
+      packing_bytes: read and written by kernels that only gather the input of a collective or scatter its output. They
+        are part of the exchange of gradients, not of the update.
+      mosaic_bytes_read: the part of bytes_read that Mosaic kernels read.
+      between_bytes: read and written by XLA's kernels between a collective and a Mosaic kernel. An example is the
+        division of a mean by the number of devices: XLA can fuse it with its own kernels, but not with ours.
+      copies, largest_copy_bytes: copies of a buffer to another one, unchanged.
+      collectives: input bytes of each collective, by kind, in order.
+      temp_bytes, alias_bytes: from XLA's memory analysis: scratch memory, and outputs in donated inputs.
 
     Raises:
-      ValueError: `unread_bytes` that no Mosaic kernel has among its operands.
+      ValueError: `unread_bytes` exceed the operands of all Mosaic kernels.
     """
     blocks = computations(compiled)
     runs = list(_walk("ENTRY", blocks, every_turn))
@@ -189,8 +192,8 @@ def report(
     }
 
 
-def _bytes(type_text: str) -> int:
-    """Size of an HLO type, "f32[8,128]{1,0}" or a tuple of such."""
+def nbytes(type_text: str) -> int:
+    """Bytes of an HLO type, "f32[8,128]{1,0}" or a tuple of types."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
     return sum(_ITEMSIZE.get(t, 0) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in found)
 
@@ -204,14 +207,14 @@ def parse(lines: list[str]) -> Iterator[tuple[str, str, str, list[str], str]]:
 
 
 def _called(attributes: str) -> list[str]:
-    """Computations that a while, a conditional or a call runs."""
+    """Names of the computations that a while, a conditional or a call runs."""
     if branches := re.search(r"branch_computations=\{(.*?)\}", attributes):
         return re.findall(r"%[\w.\-]+", branches.group(1))
     return re.findall(r"(?:body|true_computation|false_computation|to_apply)=(%[\w.\-]+)", attributes)
 
 
 def running(blocks: dict[str, list[str]], name: str = "ENTRY") -> list[list[str]]:
-    """The lines of the entry computation and of the loops, branches and calls in it, of each once."""
+    """The lines of the entry computation, and of all loops, branches and calls in it, each once."""
     found = [blocks[name]]
     for _, _, op, _, attributes in parse(blocks[name]):
         if op in _BLOCK:
@@ -221,14 +224,14 @@ def running(blocks: dict[str, list[str]], name: str = "ENTRY") -> list[list[str]
 
 
 def turns(op: str, attributes: str) -> int:
-    """How often a while turns, as far as XLA knows; 1 of anything else."""
+    """The number of iterations of a while, if XLA knows it; otherwise 1."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes) if op == "while" else None
     return int(known.group(1)) if known else 1
 
 
 def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) -> Iterator[Instruction]:
     types: dict[str, str] = {}
-    sources: dict[str, frozenset[str]] = {}  # what runs behind each name
+    sources: dict[str, frozenset[str]] = {}  # the executed instructions behind each name
     for name, type_text, op, operands, attributes in parse(blocks[block]):
         types[name] = type_text
         behind = frozenset().union(*(sources.get(operand, frozenset()) for operand in operands))
@@ -237,15 +240,15 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
             inner = [list(_walk(c, blocks, every_turn)) for c in _called(attributes)]
             dearest = max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
             yield from dearest * (turns(op, attributes) if every_turn else 1)
-        elif op not in _FREE and 'custom_call_target="AllocateBuffer"' not in attributes:  # memory, nothing in it
+        elif op not in _FREE and 'custom_call_target="AllocateBuffer"' not in attributes:  # moves nothing
             kind = re.search(r"kind=(\w+)", attributes) or re.search(r'custom_call_target="([^"]+)"', attributes)
             body = re.search(r"calls=(%[\w.\-]+)", attributes)
             fused = blocks.get(body.group(1), []) if body else []
             sliced = _sliced(fused) if fused else {}
-            reads = {operand: sliced.get(i, _bytes(types.get(operand, ""))) for i, operand in enumerate(operands)}
-            written = _bytes(type_text)
+            reads = {operand: sliced.get(i, nbytes(types.get(operand, ""))) for i, operand in enumerate(operands)}
+            written = nbytes(type_text)
             if op == "fusion-start":  # its type is (operands, result, a number)
-                written -= sum(_bytes(types.get(operand, "")) for operand in operands) + 4
+                written -= sum(nbytes(types.get(operand, "")) for operand in operands) + 4
             if every_turn:
                 for i, kept in _updated(fused).items():
                     reads[operands[i]], written = 0, written - kept
@@ -257,21 +260,21 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
 
 
 def _sliced(body: list[str]) -> dict[int, int]:
-    """Bytes read of each parameter of a fused computation that is only ever sliced, by the parameter's number."""
+    """Bytes read from each parameter of a fused computation that is only sliced, by the parameter's number."""
     numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
     taken: dict[str, int] = {}
     whole: set[str] = set()
     for _, type_text, op, operands, _ in parse(body):
         for i, operand in enumerate(operands):
             if op in _SLICE and i == 0:
-                taken[operand] = taken.get(operand, 0) + _bytes(type_text)
+                taken[operand] = taken.get(operand, 0) + nbytes(type_text)
             else:
                 whole.add(operand)
     return {number: taken[name] for name, number in numbers.items() if name in taken and name not in whole}
 
 
 def _updated(body: list[str]) -> dict[int, int]:
-    """Bytes left as they stand of each parameter of a fused computation that is only updated in part, by its number."""
+    """Bytes that a fused computation leaves unchanged in each parameter that it only updates in part, by its number."""
     numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
     types: dict[str, str] = {}
     kept: dict[str, int] = {}
@@ -279,7 +282,7 @@ def _updated(body: list[str]) -> dict[int, int]:
     for name, type_text, op, operands, _ in parse(body):
         types[name] = type_text
         if op == "dynamic-update-slice":
-            kept[operands[0]] = _bytes(type_text) - _bytes(types[operands[1]])
+            kept[operands[0]] = nbytes(type_text) - nbytes(types[operands[1]])
             used |= set(operands[1:])
         else:
             used |= set(operands)
@@ -287,7 +290,7 @@ def _updated(body: list[str]) -> dict[int, int]:
 
 
 def _only_moves(i: Instruction, blocks: dict[str, list[str]], moves: set[str] = _MOVES) -> bool:
-    """Whether an instruction, or all that is fused in it, only takes values from one place to another."""
+    """Whether an instruction, with everything that is fused into it, only moves values."""
     if i.op != "fusion":
         return i.op.split("-")[0] in moves
     return {op for _, _, op, _, _ in parse(blocks[i.body])} <= moves

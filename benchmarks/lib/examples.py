@@ -7,14 +7,14 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from benchmarks.lib.tables import HERE
+from benchmarks.lib.tables import ROOT
 
 
 def _load(name: str) -> ModuleType:
     """A script of examples/ as a module, under its bare name."""
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, HERE.parent / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -1,11 +1,13 @@
 """Times of programs on one device, side by side in one process.
 
-Calls are queued many at a time between two waits, and the windows of all variants take turns, so that a clock that
-drifts does so for all; reported is the median over windows. What a call reads is larger than the GPU's second-level
-cache (50 MB on an H100), or several buffers take turns (`copies`). Beside the time stands what the host took to queue a
-call: where it comes close, the program waited for Python, and the time is that of launching, not of the kernel.
+A window is many calls in a row, with one wait at the end. The windows of all variants alternate, so a drifting clock
+affects all of them; the median over windows is reported. The input of a call is larger than the GPU's L2 cache (50 MB
+on an H100), or several buffers alternate (`copies`).
 
-A variant that cannot be built or fails is recorded with its error, and the others go on.
+The time that the host needs to queue a call is reported too. If it is close to the total, the program waited for
+Python, and the time is the launch time, not the kernel's.
+
+If a variant fails, its error is recorded and the other variants are measured.
 """
 
 import statistics
@@ -21,14 +23,14 @@ CACHE = 50 * 2**20  # bytes
 
 
 class Variant(NamedTuple):
-    """One way to do something.
+    """One of the programs that are compared.
 
     Attributes:
-      call: queues it once and returns what to wait for.
-      wait: waits for that, and so for all that was queued before.
-      copies: how often it is done in one call.
-      work: what one doing amounts to: `bytes` moved at least, `flops`, `tokens`.
-      notes: what else belongs into the row.
+      call: queues the program once and returns its result.
+      wait: waits for a result, and so for all earlier calls.
+      copies: how many times one call does the work.
+      work: the amount of work: the least `bytes` to move, `flops`, `tokens`.
+      notes: returns more fields for the row.
     """
 
     call: Callable[[], Any]
@@ -39,14 +41,14 @@ class Variant(NamedTuple):
 
 
 class LeftOut(Exception):
-    """Something is not measured here, for a reason that is no failure."""
+    """Raised to leave out a measurement for a reason that is not a failure."""
 
 
 class Bench:
-    """What all sections share: sizes, clocks, and the rows that they write."""
+    """State that all sections share: sizes, time limits, and the rows."""
 
     def __init__(self, *, tiny: bool, kernels: str, limit: float):
-        """`tiny`: sizes for a CPU; `kernels`: the backend that kernels run on, "mosaic" or "interpret"; `limit`: s."""
+        """`tiny`: sizes for a CPU; `kernels`: the kernels' backend, "mosaic" or "interpret"; `limit`: in seconds."""
         self.tiny, self.kernels = tiny, kernels
         self.rows: list[dict[str, Any]] = []
         self.left_out: list[dict[str, str]] = []
@@ -54,12 +56,12 @@ class Bench:
         self.ends = self.section_ends = time.monotonic() + limit
 
     def start(self, section: str, budget: float) -> None:
-        """Begins a section that may take `budget` seconds."""
+        """Starts a section that may take `budget` seconds."""
         self.section = section
         self.section_ends = min(self.ends, time.monotonic() + budget)
 
     def leave_out(self, what: str, reason: str | Exception) -> None:
-        """Writes down, and says, what is not measured: for a reason, or because it failed."""
+        """Records and prints what is not measured, with a reason or the error."""
         row = {"section": self.section, "what": what}
         if isinstance(reason, Exception):
             row["traceback"] = "".join(traceback.format_exception(reason))[-4000:]
@@ -68,7 +70,7 @@ class Bench:
         print(f"left out: {self.section}, {what}: {reason}", flush=True)
 
     def compare(self, what: str, variants: dict[str, Callable[[], Variant]]) -> None:
-        """Builds, warms up and times the variants of one thing, and adds a row for each."""
+        """Builds, warms up and times the variants, and adds a row for each."""
         built: dict[str, Variant] = {}
         for name, build in variants.items():
             if time.monotonic() > self.section_ends:
@@ -92,16 +94,16 @@ class Bench:
             print(f"{self.section}: {what}, {name}: {times['us']:.1f} us", *rates, sep="  ", flush=True)
 
     def us(self, what: str, variant: str) -> float | None:
-        """The time of a row, if it is there."""
+        """The time of a row, or None."""
         return self.value(what, variant, "us")
 
     def value(self, what: str, variant: str, field: str) -> float | None:
-        """A field of a row, if it is there."""
+        """A field of a row, or None."""
         return next((r.get(field) for r in self.rows if (r["what"], r["variant"]) == (what, variant)), None)
 
 
 def side_by_side(variants: dict[str, Variant], *, window: float, rounds: int) -> dict[str, dict[str, float]]:
-    """Of each variant the median time in us, the fastest and slowest window, and the host's part of it."""
+    """For each variant the median, fastest and slowest time over windows, and the host's time, in us."""
     counts = {}
     for name, variant in variants.items():
         seconds, _ = _window(variant, 1)
@@ -120,7 +122,7 @@ def side_by_side(variants: dict[str, Variant], *, window: float, rounds: int) ->
 
 
 def _window(variant: Variant, count: int) -> tuple[float, float]:
-    """Seconds for one of `count` calls, and those after which the host had queued them."""
+    """Seconds per call over `count` calls: until the device has finished, and until the host has queued them."""
     result = None
     started = time.perf_counter()
     for _ in range(count):
@@ -131,7 +133,7 @@ def _window(variant: Variant, count: int) -> tuple[float, float]:
 
 
 def carried(step: Callable[..., Any], state: Any, *others: Any) -> Callable[[], Any]:
-    """A call that moves `state` on: for programs that are given their buffers to write in."""
+    """A call that keeps its result as the next `state`: for programs that donate their state."""
     held = [state]
 
     def call() -> Any:
@@ -142,5 +144,5 @@ def carried(step: Callable[..., Any], state: Any, *others: Any) -> Callable[[], 
 
 
 def copies_for(nbytes: int, *, tiny: bool) -> int:
-    """How many buffers of this size it takes to be out of the cache when the first comes round again."""
+    """The number of buffers of this size that together do not fit into the cache."""
     return 2 if tiny else max(2, -(-4 * CACHE // nbytes))

@@ -1,4 +1,4 @@
-"""The parameters that benchmarks run on: shapes and names as in the models, no values."""
+"""Shapes and names of models' params, without values."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ def leaf(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def gpt2(layers: int = 12) -> PyTree:
-    """GPT-2 small as flax names it: 148 leaves, 124.4 million values; with 83 layers 1000 leaves, 627.5 million."""
+    """GPT-2 small as flax names it: 148 leaves, 124.4 million values. With 83 layers: 1000 leaves, 627.5 million."""
     width, vocabulary, positions = 768, 50257, 1024
 
     def dense(n_in: int, n_out: int) -> PyTree:
@@ -32,7 +32,7 @@ def gpt2(layers: int = 12) -> PyTree:
 
 
 def llama_1b() -> PyTree:
-    """A Llama of 16 layers and 1.5 billion values in 147 leaves: that of 3.2 1B, with a head of its own."""
+    """Llama 3.2 1B with an untied output head: 16 layers, 147 leaves, 1.5 billion values."""
     layers, width, hidden, kv_width, vocabulary = 16, 2048, 8192, 512, 128256
     block = {
         "attention": {"q": leaf(width, width), "k": leaf(width, kv_width), "v": leaf(width, kv_width)}
@@ -51,15 +51,15 @@ def cast(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def on_device(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """The shape of what one device holds of an array that may be split."""
+    """The shape of one device's part of an array."""
     return x.sharding.shard_shape(x.shape) if x.sharding else x.shape
 
 
 def size(tree: PyTree) -> int:
-    """How many values of a tree a device holds."""
+    """The number of values of a tree on one device."""
     return sum(math.prod(on_device(x)) for x in jax.tree.leaves(tree))
 
 
 def nbytes(tree: PyTree) -> int:
-    """How many bytes of a tree a device holds."""
+    """The bytes of a tree on one device."""
     return sum(math.prod(on_device(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

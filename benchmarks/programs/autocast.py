@@ -1,15 +1,15 @@
-"""Models as they are written for float32, and the same cast by hand: what autocast's cost is measured on.
+"""Models in float32, the same models cast by hand, and under autocast.
 
-Every model takes `cast`: None leaves each dtype to flax; a `Cast` is what a careful user writes into the layers. The
-params are the same either way, float32 and of the same names, so one tree serves all three programs
+Every model takes `cast`: with None, flax chooses each dtype; a `Cast` sets the dtypes that a careful user would write
+into the layers. The params are the same float32 tree in all programs:
 
     uncast      model                               everything in float32
-    by hand     model(cast=Cast(dtype))             matmuls and convolutions in `dtype`, norms, softmax and loss in
-                                                    float32, and what is between layers in float32 as they leave it
+    by hand     model(cast=Cast(dtype))             matmuls and convolutions in `dtype`; norms, softmax, loss and the
+                                                    values between layers in float32
     autocast    jaxmp.autocast(loss of the model without a cast, dtype)
 
-and a fourth, for what there is beyond: by hand with `Cast(dtype, narrow=True)`, where residuals between layers are in
-`dtype` too. It rounds more often than torch.autocast or jaxmp.autocast do, and moves less.
+A fourth program, by hand with `Cast(dtype, narrow=True)`, also keeps the residuals between layers in `dtype`. It rounds
+more often than torch.autocast and jaxmp.autocast, and moves fewer bytes.
 """
 
 import functools
@@ -27,14 +27,14 @@ import jaxmp
 F32 = jnp.float32
 UNCAST, BY_HAND, AUTOCAST, NARROW = "uncast", "by hand", "jaxmp.autocast", "by hand, 16-bit residuals"
 KINDS = (UNCAST, BY_HAND, AUTOCAST, NARROW)
-POWERS = 'jaxmp.autocast(allow=["integer_pow"])'  # the cube in a gelu, which autocast keeps in float32 as torch does
+POWERS = 'jaxmp.autocast(allow=["integer_pow"])'  # the cube in a gelu: autocast keeps it in float32, as torch does
 
 
 class Cast(NamedTuple):
-    """What a user writes into the layers of a model."""
+    """The dtypes that a user writes into the layers of a model."""
 
     dtype: Any  # of matmuls and convolutions
-    narrow: bool = False  # whether residuals are in it too
+    narrow: bool = False  # whether residuals have this dtype too
 
     @property
     def residual(self) -> Any:
@@ -53,7 +53,7 @@ def attend(qkv: Array, cast: Cast | None) -> Array:
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm; x is [B*T, D]: CPUs multiply 16 bits fast in 2 dimensions only."""
+    """Attention and an MLP, each after a norm; x is [B*T, D]: CPUs multiply 16 bits fast only in 2 dimensions."""
 
     heads: int
     length: int
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class ScannedBlock(Block):
-    """The same as `nn.scan` wants it: one turn of a loop."""
+    """The same with the signature of `nn.scan`: one iteration of a loop."""
 
     @nn.compact
     def __call__(self, x: Array) -> Any:
@@ -125,7 +125,7 @@ class CNN(nn.Module):
 
 
 class LSTM(nn.Module):
-    """flax's LSTM over [B, T, D], logits [B, 10] from its last state; its weights serve in every turn of the loop."""
+    """flax's LSTM over [B, T, D], logits [B, 10] from its last state; each iteration uses the same weights."""
 
     width: int
     cast: Cast | None = None
@@ -142,7 +142,7 @@ class LSTM(nn.Module):
 
 
 class Job(NamedTuple):
-    """A model and the shapes it is trained on."""
+    """A model and the shapes of its batch."""
 
     name: str
     model: Callable[..., nn.Module]  # of `cast`
@@ -151,7 +151,7 @@ class Job(NamedTuple):
 
 
 def language_job(name: str, *, batch: int, length: int, **sizes: Any) -> Job:
-    """A `Transformer` of `sizes`, on `batch` sequences of `length` tokens."""
+    """A `Transformer` with these `sizes`, on `batch` sequences of `length` tokens."""
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     return Job(
         name, functools.partial(Transformer, **sizes), tokens, jax.ShapeDtypeStruct((batch * length,), jnp.int32)
@@ -159,7 +159,7 @@ def language_job(name: str, *, batch: int, length: int, **sizes: Any) -> Job:
 
 
 def h100_jobs() -> list[Job]:
-    """What is compiled for H100."""
+    """The models that are compiled for H100."""
     sizes = {"width": 1024, "heads": 16, "vocabulary": 4096}
     labels = jax.ShapeDtypeStruct((64,), jnp.int32)
     images, sequences = jax.ShapeDtypeStruct((64, 64, 64, 3), F32), jax.ShapeDtypeStruct((64, 64, 1024), F32)
@@ -172,12 +172,12 @@ def h100_jobs() -> list[Job]:
 
 
 def example_job() -> Job:
-    """The sizes of examples/train.py."""
+    """A transformer in the sizes of examples/train.py."""
     return language_job("transformer", batch=16, length=64, width=96, layers=2, heads=4, vocabulary=256)
 
 
 def initial(job: Job) -> PyTree:
-    """The model's variables, float32."""
+    """The model's variables in float32."""
     return job.model().init(jax.random.key(0), jnp.zeros(job.x.shape, job.x.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Matmuls in fp8, as programs for H100 that hold them are compiled and read."""
+"""The fp8 matmuls in a program that was compiled for H100."""
 
 import re
 from typing import Any
@@ -8,18 +8,18 @@ import jax
 from benchmarks.lib import aot
 
 GEMM, FP8_GEMM = "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
-# Without a device nothing is autotuned, and the default would be an untuned Triton kernel in the place of cuBLASLt.
+# Nothing is autotuned without a device: XLA would choose an untuned Triton kernel instead of cuBLASLt.
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def everywhere(path: str, layer: Any) -> bool:
-    """For `filter=`: one layer is the first and the last at once, and those stay as they are by default."""
+    """For `filter=`: by default the first and the last layer stay as they are, and a single layer is both."""
     del path, layer
     return True
 
 
 def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
-    """Each call of cuBLASLt: its stage, the dtypes of operands and result, how it sums, how many operands it has."""
+    """Each call of cuBLASLt: its stage, the dtypes of its operands and result, how it accumulates."""
     found, types = [], {}
     for name, type_text, op, operands, attributes in aot.parse(aot.computations(compiled)["ENTRY"]):
         types[name] = type_text
@@ -40,7 +40,7 @@ def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
 
 
 def written_in_fp8(compiled: jax.stages.Compiled) -> int:
-    """How many fp8 tensors of more than one number the kernels write: roundings that XLA left in the program."""
+    """The number of fp8 tensors, scalars excluded, that kernels write: roundings that XLA kept in the program."""
     runs = aot.parse(aot.computations(compiled)["ENTRY"])
     return sum(len(re.findall(r"f8e[45]m\w+\[\d", type_text)) for _, type_text, op, _, _ in runs if op == "fusion")
 

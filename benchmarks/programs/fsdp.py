@@ -1,7 +1,7 @@
-"""A transformer cut over many H100s, as programs that are compiled and read: what moves, in which dtype, how often.
+"""A transformer sharded over many H100s: its training steps are compiled, and their collectives are counted.
 
-Each device has 8 sequences of 512 tokens. Params, masters and Adam's moments are cut over the axis "fsdp"; one step is
-forward, backward, the reduction of the gradients, clipping, the finite check, AdamW and the new 16-bit params.
+Each device has 8 sequences of 512 tokens. Params, masters and Adam's moments are sharded over the axis "fsdp". A step
+is forward, backward, the reduction of the gradients, clipping, the finite check, AdamW and the new 16-bit params.
 """
 
 import functools
@@ -21,7 +21,7 @@ from benchmarks.lib import aot
 from jaxmp import fsdp
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, ROWS = 2048, 16, 4, 50257, 512, 8
-# As one sets them for FSDP: collectives run beside matmuls, and are not merged into ones that nothing could hide.
+# The usual settings for FSDP: collectives overlap with matmuls, and are not merged into ones too large to overlap.
 OPTIONS = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_all_gather_combine_threshold_bytes": 2**20,
@@ -34,12 +34,13 @@ class Program(NamedTuple):
 
     Attributes:
       name: for the table.
-      manual: jax.shard_map with `jaxmp.fsdp.gather` as collectives; or plain jit, where XLA inserts them.
-      policy: of the params.
-      reduce_dtype: in which gradients are summed; None for their own.
-      again: gathered params are freed and gathered again, all else saved as this policy says; None: they are kept.
-      microbatches: how many, and whether gradients are reduced once for all of them.
-      once: gathered before the first microbatch, reduced behind the last.
+      manual: jax.shard_map with the collectives of `jaxmp.fsdp.gather`; otherwise plain jit, and XLA inserts them.
+      policy: the precision policy.
+      reduce_dtype: the dtype in which gradients are summed; None for their own.
+      again: if gathered params are freed and gathered again for the backward pass, the checkpoint policy for all other
+        values; None if gathered params are kept.
+      microbatches: the number of microbatches.
+      once: params are gathered before the first microbatch, and gradients are reduced after the last.
     """
 
     name: str
@@ -65,7 +66,7 @@ PROGRAMS = (
 
 
 def params32() -> PyTree:
-    """The params' shapes: embeddings, `LAYERS` blocks, a last norm; the embedding is the last matrix, too."""
+    """The params' shapes: embeddings, `LAYERS` blocks, a last norm; the embedding is also the output matrix."""
     f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     block = {
         "qkv": f32((WIDTH, 3 * WIDTH)),
@@ -155,7 +156,7 @@ def compiled(program: Program, devices: int) -> Any:
 
 
 def planned(program: Program, devices: int) -> Any:
-    """What `jaxmp.memory.plan` says of the step, without a mesh of devices that exist: no whole params in it."""
+    """The plan of `jaxmp.memory.plan` for the step, on an abstract mesh; no device holds the whole params."""
     mesh = AbstractMesh((devices,), ("fsdp",))
     policy, layout, tx, padded = _set_up(program, mesh)
     tokens = jax.ShapeDtypeStruct((ROWS * devices, LENGTH + 1), jnp.int32)
@@ -167,8 +168,10 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def traffic(executable: Any, devices: int) -> dict[str, dict[str, dict[str, int]]]:
-    """Of each kind of collective and dtype: how many run in a step, and the bytes of what each device ends up with,
-    or for a reduction starts with: what a ring moves in and out of a device but for the factor (n - 1) / n."""
+    """For each kind of collective and dtype: the number in a step, and the bytes of the whole tensor on each device.
+
+    That is the result of a gather or the input of a reduction. A ring moves (n - 1) / n of it into and out of a device.
+    """
     found: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in KINDS}
     for i in aot.instructions(executable, every_turn=True):
         kind = next((kind for kind in KINDS if i.op.startswith(kind)), None)
@@ -181,7 +184,7 @@ def traffic(executable: Any, devices: int) -> dict[str, dict[str, dict[str, int]
 
 
 def flag_reductions(executable: Any) -> int:
-    """All-reduces that combine flags and amaxes: by MAX, or by AND or OR under plain jit."""
+    """The number of all-reduces that combine flags and amaxes: by MAX, or by AND or OR under plain jit."""
     blocks = aot.computations(executable)
     found = 0
     for lines in aot.running(blocks):
@@ -193,7 +196,7 @@ def flag_reductions(executable: Any) -> int:
 
 
 def overlapped(executable: Any) -> tuple[int, int]:
-    """(gathers and scatters that run while a matmul does, how many there are), as scheduled; loops count once."""
+    """(gathers and scatters scheduled to overlap with a matmul, all gathers and scatters); loops count once."""
     hidden = total = 0
     for lines in aot.running(aot.computations(executable)):
         runs = list(aot.parse(lines))

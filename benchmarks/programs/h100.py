@@ -1,4 +1,4 @@
-"""The programs that `h100.py` compiles: what one is, and jaxmp's."""
+"""The optimizer's side of a step, as programs to compile for H100: in jaxmp, by hand, in flax and in optax."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -10,13 +10,22 @@ from jaxtyping import PyTree
 
 import jaxmp
 from benchmarks.lib import trees
-from benchmarks.programs.recipes import LEARNING_RATE, MAX_NORM, Step
+from benchmarks.programs.recipes import (
+    LEARNING_RATE,
+    MAX_NORM,
+    Step,
+    branched,
+    by_hand,
+    flax_dynamic_scale,
+    plain,
+    selected,
+)
 
-SMALL = 1024  # bytes: what is below is a scalar or a handful of flags, what is above costs bandwidth
+SMALL = 1024  # bytes: scalars and a few flags are below this, tensors above
 
 
 class Tree(NamedTuple):
-    """What is trained."""
+    """The params of a model."""
 
     name: str
     shapes: PyTree
@@ -28,11 +37,11 @@ LLAMA = Tree("Llama 1B", trees.llama_1b())
 
 
 class Target(NamedTuple):
-    """What a program may cost; every field is checked."""
+    """The most that a program may cost; every field is checked."""
 
     bytes_per_param: float
-    small_all_reduces: int  # for flags (and sums), each at most SMALL bytes
-    rounded_leaves: int = 0  # leaves for which a rounding to 16 bits has to be in the program
+    small_all_reduces: int  # for flags and sums, each at most SMALL bytes
+    rounded_leaves: int = 0  # leaves whose rounding to 16 bits must be in the program
     kernels: int | None = None
     largest_copy_bytes: int = SMALL
     stored_bytes_per_param: float | None = None  # params and optimizer state
@@ -42,14 +51,14 @@ class Program(NamedTuple):
     """One row of the table."""
 
     name: str
-    mode: str  # how many devices, and how they share the work
+    mode: str  # the number of devices, and how they share the work
     step: Step
     init: Callable[[PyTree], Any]  # from float32 params
     devices: int = 1
     params_dtype: Any = jnp.float16
     target: Target | None = None
     tree: Tree = GPT2
-    writes_params_only: bool = False  # its kernels take the params as operands, and never read them
+    writes_params_only: bool = False  # its kernels have the params as operands, but never read them
 
 
 def jaxmp_programs() -> Iterator[Program]:
@@ -78,9 +87,9 @@ def fused_programs() -> Iterator[Program]:
     one = Program(name, "1 device", applied(tx), tx.init, writes_params_only=True)
     few = Target(30.5, 0, kernels=32, largest_copy_bytes=0)
     yield one._replace(target=few)
-    # 4 more: what the mean divides by the number of devices is written and read once more, before the kernel takes it.
+    # 4 more: XLA writes the mean over devices, and the kernel reads it.
     yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
-    # Each device works on its part; sums over leaves that are split are added: norm and flag, saturated weights.
+    # Each device updates its part. Two sums over split leaves are reduced: norm with flag, saturated weights.
     yield one._replace(mode="8, jit", devices=8, target=few)
     yield one._replace(
         mode="8, jit, split",
@@ -115,3 +124,20 @@ def applied(tx: optax.GradientTransformation) -> Step:
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     return step
+
+
+def baseline_programs() -> Iterator[Program]:
+    """The same work without jaxmp."""
+    adamw = optax.adamw(LEARNING_RATE)
+    clipped = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    for how, taken_if in (("select", selected), ("branch", branched)):
+        init, step = by_hand(taken_if)
+        one = Program(f"by hand, {how}: fp16 params, fp32 masters, clip, adamw", "1 device", step, init)
+        for tree in (GPT2, MANY, LLAMA):
+            yield one._replace(tree=tree)
+    for name, tx in (("adamw", adamw), ("clip + adamw", clipped)):
+        init, step = flax_dynamic_scale(tx)
+        yield Program(f"flax DynamicScale, f32 params, {name}", "1 device", step, init, params_dtype=jnp.float32)
+    for name, tx in (("adamw", adamw), ("clip + adamw", clipped)):
+        init, step = plain(tx)
+        yield Program(f"optax.{name}, f32, no scaling", "1 device", step, init, params_dtype=jnp.float32)

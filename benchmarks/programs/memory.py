@@ -1,7 +1,8 @@
-"""Training steps whose memory is planned and compiled: shapes only, nothing is ever allocated.
+"""Training steps whose memory is planned and compiled from shapes, without allocating anything.
 
-The transformer of examples/train.py and GPT-2 small, on which the rules of `jaxmp/_buffers.py` were found; and, to see
-whether they hold elsewhere, models of `autocast_programs.py` that had no part in it.
+The planner's rules (`jaxmp/_src/memory/buffers.py`) were derived from the transformer of examples/train.py and from
+GPT-2 small. The models of `benchmarks/programs/autocast.py` were not used for that: they show whether the rules
+generalize.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ F32 = jnp.float32
 
 
 class Case(NamedTuple):
-    """A step: what `jaxmp.memory.plan` is asked, and what is compiled."""
+    """A step: the arguments of `jaxmp.memory.plan`, and the function that is compiled."""
 
     model: str
     precision: str
@@ -32,15 +33,15 @@ class Case(NamedTuple):
     optimizer: optax.GradientTransformation
     loss_fn: Callable[..., Array]
     batch: tuple[Any, ...]
-    is_known: bool = True  # whether the planner's rules were found on this model
-    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # where it is traced
+    is_known: bool = True  # whether the planner's rules were derived from this model
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered to trace it
 
     @property
     def name(self) -> str:
         return f"{self.model}, {self.precision}"
 
     def plan(self) -> jaxmp.memory.Plan:
-        """What the planner says."""
+        """The plan of `jaxmp.memory.plan`."""
         with self.within():
             return jaxmp.memory.plan(
                 self.params, self.policy, optimizer=self.optimizer, loss_fn=self.loss_fn, batch=self.batch
@@ -65,7 +66,7 @@ class GPT2(nn.Module):
     """GPT-2 with tied embeddings: int32 [B, T] -> float32 logits [B, T, V]; 124.4 million params in its small size."""
 
     dtype: Any
-    is_rematerialized: bool = False  # each block computes its forward pass twice
+    is_rematerialized: bool = False  # each block runs its forward pass twice
     layers: int = 12
     width: int = 768
     heads: int = 12
@@ -86,7 +87,7 @@ class GPT2(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """12 h^2 + 13 h params: 3 h^2 for q, k, v, h^2 behind the attention, 8 h^2 in the MLP; biases 9 h, norms 4 h."""
+    """12 h^2 + 13 h params: 3 h^2 for q, k, v, h^2 after the attention, 8 h^2 in the MLP; biases 9 h, norms 4 h."""
 
     heads: int
     length: int
@@ -103,7 +104,7 @@ class GPT2Block(nn.Module):
 
 
 def example(precision: str, cfg: train.Config | None = None, name: str = "examples/train.py") -> Case:
-    """The example's model, optimizer and precision, all of its batch on one device."""
+    """The example's model, optimizer and precision, with the whole batch on one device."""
     cfg = cfg or train.Config()
     policy, recipe, small_state = train.precision_of(precision)
     model = train.Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
@@ -137,7 +138,7 @@ def gpt2(precision: str, *, batch: int = 2, length: int = 1024, **sizes: Any) ->
 
 
 def others(precision: str) -> Iterator[Case]:
-    """Models that the rules were not found on: loops, convolutions, statistics of batches."""
+    """Models that the rules were not derived from: loops, convolutions, batch statistics."""
     policy = jaxmp.get_policy(precision)
     cast = None if precision == "fp32" else Cast(policy.compute_dtype)
     sizes: dict[str, Any] = {"width": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "scan": True}
@@ -164,7 +165,7 @@ def _other(name: str, precision: str, model: nn.Module, x: Any, y: Any) -> Case:
 
 
 def cases() -> list[Case]:
-    """All that `memory.py` compiles."""
+    """All steps that `h100 memory` compiles."""
     wide = train.Config(width=256, seq_len=256)
     found = [example(p) for p in ("fp32", "bf16", "fp16", "fp8", "bf16+8bit")]
     found += [example(p, wide, "the same, width 256, 16 x 256") for p in ("fp32", "bf16", "fp16")]

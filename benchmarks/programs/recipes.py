@@ -1,7 +1,7 @@
-"""One step of training in mixed precision as other libraries have it, and as one writes it without any.
+"""A step of mixed-precision training written by hand, and as other libraries do it.
 
-What the benchmarks measure jaxmp against. Each recipe is a pair `(init, step)`: `init` makes its state from float32
-params, `step(params, state, grads)` returns the next params and state, in the order in which they came.
+Benchmarks compare jaxmp with these. Each recipe is a pair `(init, step)`: `init` makes the state from float32 params,
+`step(params, state, grads)` returns the next params and state.
 """
 
 import functools
@@ -21,7 +21,7 @@ Step = Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]  # (params, opt_state
 
 
 class ByHandState(NamedTuple):
-    """fp16 training as one writes it without a library."""
+    """State of fp16 training without a library."""
 
     masters: PyTree  # float32, as params
     adamw: Any
@@ -30,24 +30,24 @@ class ByHandState(NamedTuple):
 
 
 def selected(finite: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> PyTree:
-    """`update(old)` where the step is taken, else `old`: always computed, then selected."""
+    """`update(old)` if the gradients are finite, else `old`: always computed, then selected."""
     return select(finite, update(old), old)
 
 
 def branched(finite: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> PyTree:
-    """The same as a branch: a skipped step computes nothing, but the device waits for the flag."""
+    """The same with `lax.cond`: a skipped step computes nothing, but the device waits for the flag."""
     return lax.cond(finite, update, lambda old: old, old)
 
 
 def by_hand(taken_if: Callable[..., PyTree] = selected) -> tuple[Callable[[PyTree], ByHandState], Step]:
-    """Unscale, clip, AdamW on masters, `selected` or `branched`, cast: jnp and optax, nothing else."""
+    """Unscale, clip, AdamW on masters, `selected` or `branched`, cast: only jnp and optax."""
     adamw = optax.adamw(LEARNING_RATE)
 
     def init(params: PyTree) -> ByHandState:
         return ByHandState(params, adamw.init(params), jnp.float32(2.0**16), jnp.int32(0))
 
     def step(params: PyTree, state: ByHandState, grads: PyTree) -> tuple[PyTree, ByHandState]:
-        del params  # the masters are the truth
+        del params  # remade from the masters
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
         norm = optax.tree.norm(grads)
@@ -69,7 +69,7 @@ def by_hand(taken_if: Callable[..., PyTree] = selected) -> tuple[Callable[[PyTre
 
 
 def flax_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
-    """flax's recipe for float16 compute: `DynamicScale` round the gradient, float32 params, select."""
+    """flax's recipe for float16 compute: `DynamicScale` around the gradient, float32 params, select."""
 
     def init(params: PyTree) -> Any:
         return tx.init(params), DynamicScale(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
@@ -77,7 +77,7 @@ def flax_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTr
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         opt_state, dynamic_scale = state
 
-        def loss_fn(params: PyTree) -> Float[Array, ""]:  # the loss with these gradients
+        def loss_fn(params: PyTree) -> Float[Array, ""]:  # a loss whose gradients are `grads`
             return sum(map(jnp.vdot, jax.tree.leaves(params), jax.tree.leaves(grads)), jnp.float32(0.0))
 
         dynamic_scale, finite, _, grads = dynamic_scale.value_and_grad(loss_fn)(params)
@@ -93,7 +93,10 @@ def jmp_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTre
     """jmp's recipe: float32 params, `DynamicLossScale`, `select_tree`."""
 
     def init(params: PyTree) -> Any:
-        return tx.init(params), (jnp.float32(65536.0), jnp.int32(0))  # leaves: the object itself cannot be lowered
+        return tx.init(params), (
+            jnp.float32(65536.0),
+            jnp.int32(0),
+        )  # leaves: jit cannot lower the object
 
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         opt_state, scale_leaves = state
@@ -110,7 +113,7 @@ def jmp_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTre
 
 
 def plain(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
-    """optax in float32: nothing scaled, nothing skipped."""
+    """optax in float32, without scaling or skipping."""
 
     def step(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -120,5 +123,5 @@ def plain(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], St
 
 
 def select(finite: Array, new: PyTree, old: PyTree) -> PyTree:
-    """The tree `new` where the step is taken, else `old`."""
+    """The tree `new` if the gradients are finite, else `old`."""
     return jax.tree.map(functools.partial(jnp.where, finite), new, old)
