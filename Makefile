@@ -94,20 +94,11 @@ docs: $(STAMP)/dev
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 bench: $(STAMP)/examples
-	status=0; for name in cpu cpu_autocast cpu_monitor; do $(VENV)/bin/python benchmarks/$$name.py $(ARGS) || status=1; done; exit $$status
+	$(VENV)/bin/python -m benchmarks cpu $(ARGS)
 
-# Compiling for an H100 takes the CUDA plugin of one jax version, but neither a GPU nor a driver.
+# Compiling for an H100 needs the CUDA plugin of one jax version, but neither a GPU nor a driver.
 h100: $(VENV_H100)/.jaxmp-$(KEY)/h100
-	$(VENV_H100)/bin/python benchmarks/h100.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_fp8.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_fp8_weights.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_flat.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_fsdp.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_kernels.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_autocast.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_monitor.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/h100_offload.py $(ARGS)
-	$(VENV_H100)/bin/python benchmarks/memory.py $(ARGS)
+	$(VENV_H100)/bin/python -m benchmarks h100 $(ARGS)
 
 $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and the CUDA compiler into $(VENV_H100): minutes, once.'
@@ -115,9 +106,9 @@ $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc qwix
 	@touch $@
 
-# torch is compared with where it is installed beside: $(VENV_GPU)/bin/pip install torch
+# To compare with torch, install it first: $(VENV_GPU)/bin/pip install torch
 gpu: $(VENV_GPU)/.jaxmp-$(KEY)/gpu
-	$(VENV_GPU)/bin/python benchmarks/gpu.py $(ARGS)
+	$(VENV_GPU)/bin/python -m benchmarks gpu $(ARGS)
 
 $(VENV_GPU)/.jaxmp-$(KEY)/gpu: | $(VENV_GPU)/.jaxmp-$(KEY)/made
 	@echo 'Installing jaxmp and jax for CUDA into $(VENV_GPU): minutes, once.'

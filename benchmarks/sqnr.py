@@ -1,21 +1,22 @@
-"""How well narrow formats hold the gradients of a model, scaled by nobody, by one number, or by one for each tensor.
+"""Measures how precisely narrow formats hold gradients that are scaled in different ways.
 
-A residual MLP of six blocks in float32, at its start and after training; `make bench` does not run it, as it measures
-no time: `python benchmarks/sqnr.py`, half a minute on two idle cores. Looked at are the gradients of the outputs of its
-matmuls, which are what a backward pass in fp8 casts, of one batch of 1024 rows under a mean. Each is cast to a format
-and back, and compared with what it was. After a jump, all are 16 times as large as those of the steps before.
+The model is a residual MLP of six blocks in float32, before and after training. The tensors are the gradients of the
+outputs of its matmuls, for one batch of 1024 rows and the mean of their losses: a backward pass in fp8 casts these.
+Each tensor is cast to a format and back, and compared with the original. "After a jump" means that all gradients are 16
+times as large as in the steps before. This takes half a minute on two idle cores and measures no times.
 
     SQNR = 10 log10(sum x^2 / sum (x - cast(x))^2), in dB, sums in float64
 
-* unscaled: cast as it is.
-* loss-scaled: one power of two for all tensors, the largest at which none overflowed in the step before: what a dynamic
-  loss scale looks for.
-* delayed, current: a power of two for each tensor, from the amaxes of the 16 steps before, or from itself.
-* unit-scaled: another model, of the same shape, whose weights start with variance 1 and whose operations divide by
-  constants, so that values and gradients have variance 1 at the start (Blake et al. 2023, arXiv 2303.11257). Its
-  gradients are cast as they are.
-* propagated: each tensor with a scale that follows from those of its operands, with one measured scale, at the logits
-  (Balança et al. 2024, arXiv 2407.17353), by our reading of the published rules; weights keep the scale of their start.
+* unscaled: a plain cast.
+* loss-scaled: one power of two for all tensors, the largest without an overflow in the step before. A dynamic loss
+  scale searches for this number.
+* delayed, current: one power of two for each tensor, from the amaxes of the 16 steps before, or from the tensor itself.
+* unit-scaled: another model of the same shape. Its weights start with variance 1, and its operations divide by
+  constants, so values and gradients have variance 1 at the start (Blake et al. 2023, arXiv 2303.11257). Its gradients
+  are cast without a scale.
+* propagated: the scale of each tensor follows from the scales of its operands; only the scale of the gradient of the
+  logits is measured (Balança et al. 2024, arXiv 2407.17353, in our reading of the published rules). Weights keep their
+  initial scale.
 """
 
 import functools
@@ -27,12 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import ROOT, markdown
+from benchmarks.lib.versions import versions
 from jaxmp import fp8
-from tables import HERE, markdown, run, versions
 
-RESULTS = HERE / "results" / "sqnr.json"
-PAGE = HERE.parent / "docs" / "explanation" / "alternatives.md"
-MARKERS = ("<!-- sqnr: written by benchmarks/sqnr.py -->", "<!-- sqnr: end -->")
 FEATURES, WIDTH, HIDDEN, CLASSES, BLOCKS, ROWS = 64, 128, 512, 64, 6, 1024
 HISTORY, STEPS, TAU, JUMP = 16, 200, 0.1, 16.0
 WHEN = ("at the start", "trained", "after a jump")
@@ -49,7 +49,7 @@ def norm(x):
 
 
 def plain_loss(params, probes, x, y):
-    """A model as one writes it. Probes are zeros added to the outputs of matmuls, whose gradients are looked at."""
+    """The plain model. Probes are zeros added to the outputs of matmuls: their gradients are the ones to measure."""
 
     def linear(name, x):
         return x @ params[name] + probes[name]
@@ -62,7 +62,7 @@ def plain_loss(params, probes, x, y):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def scaled(x, forward, backward):
-    """x, multiplied by one constant on the way forth and its gradient by another on the way back."""
+    """x, multiplied by one constant in the forward pass; its gradient, by another in the backward pass."""
     return x * forward
 
 
@@ -70,17 +70,17 @@ scaled.defvjp(lambda x, forward, backward: (x * forward, None), lambda forward, 
 
 
 def unit_loss(params, probes, x, y):
-    """The same model by the rules of unit scaling; forward and backward of a matmul share the mean of their factors."""
+    """The model by the rules of unit scaling; a matmul uses the mean of its forward and backward factor for both."""
 
     def linear(name, x, *, first=False):
         fan_in, fan_out = SHAPES[name]
         forward, backward = fan_in**-0.5, fan_out**-0.5
-        if not first:  # the input of the first one has no gradient
+        if not first:  # the input of the first matmul needs no gradient
             forward = backward = math.sqrt(forward * backward)
         out = scaled(scaled(x, 1.0, backward) @ scaled(params[name], 1.0, ROWS**-0.5), forward, 1.0)
         return out + probes[name]
 
-    gelu = math.sqrt(1 / 0.588 * 1 / 0.675)  # of the root mean squares of gelu and of its derivative
+    gelu = math.sqrt(1 / 0.588 * 1 / 0.675)  # from the root mean squares of gelu and its derivative
     h = linear("in", x, first=True)
     for i in range(BLOCKS):
         branch, skip = scaled(h, 1.0, TAU**0.5), scaled(h, 1.0, (1 - TAU) ** 0.5)
@@ -91,20 +91,20 @@ def unit_loss(params, probes, x, y):
 
 
 def make_params(key, *, unit):
-    """Weights of variance 1 / fan_in, or of variance 1."""
+    """Weights with variance 1 / fan_in, or with variance 1."""
     keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
     return {k: jax.random.normal(keys[k], s) * (1.0 if unit else s[0] ** -0.5) for k, s in SHAPES.items()}
 
 
 def make_batch(teacher, key, rows=ROWS):
-    """Rows of noise, labelled by another network."""
+    """Rows of noise, and the labels that another network gives them."""
     x = jax.random.normal(key, (rows, FEATURES))
     return x, jnp.argmax(jnp.tanh(x @ teacher["a"]) @ teacher["b"], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradients_of(loss, params, batch):
-    """The gradients of the outputs of all matmuls, as float32 arrays by name."""
+    """The gradients of the outputs of all matmuls: float32 arrays by name."""
     probes = {name: jnp.zeros((ROWS, shape[1])) for name, shape in SHAPES.items()}
     return jax.grad(loss, argnums=1)(params, probes, *batch)
 
@@ -115,14 +115,14 @@ def amax(x):
 
 
 def through(x, scale, dtype):
-    """x, scaled, cast to a format, and back: float32."""
+    """x scaled, cast to a format and back, as float32."""
     if dtype == jnp.float16:
-        return (x * scale).astype(dtype).astype(jnp.float32) / scale  # op by op: no compiler takes the cast away
+        return (x * scale).astype(dtype).astype(jnp.float32) / scale  # not jitted: XLA could remove the cast
     return fp8.dequantize(fp8.quantize(x, scale, dtype), scale, jnp.float32)
 
 
 def sqnr(x, y):
-    """In dB; 300 where nothing was lost, and -300 where a value became inf."""
+    """In dB; 300 if y equals x, -300 if a value became inf."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     noise = np.sum((x - y) ** 2)
     if noise == 0 or not np.isfinite(noise):
@@ -131,19 +131,19 @@ def sqnr(x, y):
 
 
 def lost(x, y):
-    """The part of the values that are not zero and come out as zero."""
+    """The fraction of values that are nonzero in x and zero in y."""
     return float(np.mean(np.asarray((x != 0) & (y == 0))))
 
 
 def floor_pow2(x):
-    """The largest power of two that is not above x."""
+    """The largest power of two up to x."""
     return 2.0 ** math.floor(math.log2(x))
 
 
 def propagated_scales(gradients):
-    """What a gradient's magnitude is taken for, from the logits back, by the rules of scale propagation."""
+    """The magnitude of each gradient by the rules of scale propagation, from the logits backward."""
     weight = {name: floor_pow2(shape[0] ** -0.5) for name, shape in SHAPES.items()}
-    stream = [1.0]  # the scale of h in front of each block, and behind the last
+    stream = [1.0]  # the scale of h before each block, and after the last
     for _ in range(BLOCKS):
         stream.append(floor_pow2(math.hypot(stream[-1], 1.0)))
 
@@ -160,7 +160,7 @@ def propagated_scales(gradients):
 
 
 def scales_of(gradients, earlier, dtype):
-    """For each way of scaling a float32 scale for each tensor; `earlier` are the gradients of steps before."""
+    """The scale of each tensor for each way of scaling; `earlier` are the gradients of the steps before."""
     largest = float(jnp.finfo(dtype).max)
     one = floor_pow2(largest / max(float(amax(g)) for g in earlier[-1].values()))
     ways = {"unscaled": dict.fromkeys(gradients, 1.0), "loss-scaled": dict.fromkeys(gradients, one)}
@@ -178,7 +178,7 @@ def scales_of(gradients, earlier, dtype):
 
 
 def rows_of(when, plain, earlier, unit):
-    """A row for each format and way."""
+    """A row for each format and each way of scaling."""
     rows = []
     for format_name, dtype in FORMATS.items():
         ways = {way: (plain, scales) for way, scales in scales_of(plain, earlier, dtype).items()}
@@ -193,8 +193,8 @@ def rows_of(when, plain, earlier, unit):
     return rows
 
 
-def train(loss, params, teacher, learning_rate):
-    """Adam in float32; the params at the end, and the loss of the first and the last steps."""
+def train(loss, params, teacher, learning_rate, steps):
+    """Trains with Adam in float32; returns the final params and all losses."""
     probes = {name: jnp.zeros((1, shape[1])) for name, shape in SHAPES.items()}
     tx = optax.adam(learning_rate)
     key = jax.random.key(7)
@@ -206,21 +206,21 @@ def train(loss, params, teacher, learning_rate):
         return optax.apply_updates(params, updates), state, value
 
     state, losses = tx.init(params), []
-    for i in range(STEPS):
+    for i in range(steps):
         params, state, value = step(i, params, state)
         losses.append(float(value))
     return params, losses
 
 
-def measure() -> dict[str, Any]:
-    """All rows, and what they were measured with."""
+def measure(steps: int = STEPS) -> dict[str, Any]:
+    """All results, after training for that many steps."""
     first, second, third = jax.random.split(jax.random.key(0), 3)
     teacher = {"a": jax.random.normal(first, (FEATURES, 64)) / 8, "b": jax.random.normal(second, (64, CLASSES))}
     batches = [make_batch(teacher, jax.random.key(100 + i)) for i in range(HISTORY + 1)]
     models = {}
     for name, loss, rate in (("plain", plain_loss, 1e-3), ("unit", unit_loss, 1e-3 * WIDTH**0.5)):
         params = make_params(third, unit=name == "unit")
-        trained, losses = train(loss, params, teacher, rate)
+        trained, losses = train(loss, params, teacher, rate, steps)
         models[name] = (loss, {"at the start": params, "trained": trained}, losses)
     rows, size = [], {}
     for when in ("at the start", "trained"):
@@ -235,11 +235,10 @@ def measure() -> dict[str, Any]:
             found = [float(jnp.sqrt(jnp.mean(g**2))) for g in gradients.values()]
             size[f"{name}, {when}"] = {"least_rms": min(found), "most_rms": max(found)}
     loss = {name: [losses[0], losses[-1]] for name, (_, _, losses) in models.items()}
-    loss["unit"] = [value / ROWS for value in loss["unit"]]  # it is a sum
+    loss["unit"] = [value / ROWS for value in loss["unit"]]  # a sum over rows
     return {
-        "command": "python benchmarks/sqnr.py",
         "device": "CPU",
-        "versions": versions(("jax", "jaxlib", "optax", "jaxmp"), "make bench"),
+        "versions": versions(("jax", "jaxlib", "optax", "jaxmp")),
         "gradients": size,
         "loss": loss,
         "rows": rows,
@@ -247,7 +246,7 @@ def measure() -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """A table for each format: the worst tensor of each way, and the most of a tensor that became zero."""
+    """A table for each format: for each way of scaling the worst tensor, and the most that a tensor lost to zero."""
     tables = []
     for format_name in FORMATS:
         cells = [[format_name, *WHEN]]
@@ -260,9 +259,15 @@ def render(results: dict[str, Any]) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Decibels, and what was lost."""
+    """Decibels, and the fraction lost."""
     return "overflows" if row["worst_db"] == -300 else f"{row['worst_db']:.1f} dB ({row['most_lost']:.0%})"
 
 
-if __name__ == "__main__":
-    raise SystemExit(run(__doc__, RESULTS, MARKERS, render, measure, page=PAGE))
+BENCHMARK = Benchmark(
+    "sqnr",
+    "sqnr.json",
+    measure,
+    render,
+    functools.partial(measure, steps=2),
+    page=ROOT / "docs" / "explanation" / "alternatives.md",
+)

@@ -36,7 +36,7 @@ def examples() -> dict[str, str]:
 
 @functools.cache
 def sections() -> dict[str, str]:
-    """The sections of benchmarks/README.md: the page of each, and its text with its heading as the title."""
+    """The sections of benchmarks/README.md by page; the heading of a section is the title of its page."""
     parts = re.split(r"^## (?=.)", (ROOT / BENCHMARKS).read_text(), flags=re.MULTILINE)[1:]
     return {
         f"performance/{slugify(part.splitlines()[0], '-')}.md": "# " + part.replace("\n### ", "\n## ") for part in parts
@@ -44,15 +44,15 @@ def sections() -> dict[str, str]:
 
 
 def results() -> str:
-    """The overview of benchmarks/results: each file, and the command that made it."""
+    """The overview: the files of benchmarks/results, and the commands that made them."""
     lines = [
         "# Performance",
         "",
-        "No number here is copied by hand: scripts measure or count, store their results as JSON, and write the tables",
-        "from them. Programs *compiled for H100* were never run. Pages with times measured on a GPU say so.",
+        "Nobody copies these numbers by hand: `python -m benchmarks` measures or counts, stores the results as JSON,",
+        "and writes the tables. Programs that are *compiled for H100* were not run; what was timed on a GPU says so.",
         "",
         *(f"- [{text.splitlines()[0][2:]}]({Path(page).name})" for page, text in sections().items()),
-        "- [What a step costs between devices](scaling.md)",
+        "- [Communication between devices in a step](scaling.md)",
         "",
         "| results | on | with | made by |",
         "|---|---|---|---|",
@@ -68,7 +68,7 @@ def results() -> str:
 
 
 def losses() -> list[str]:
-    """Held-out losses of the stored runs over seeds; each policy is compared with its baseline."""
+    """Held-out losses of the stored runs over seeds, each policy beside the one that it is compared with."""
     lines = []
     for name in ("parity", "parity_8bit"):
         found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())

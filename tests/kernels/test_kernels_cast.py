@@ -173,7 +173,7 @@ def test_in_shard_map_each_device_casts_its_own(check_vma):
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P(("a", "b"))], ids=str)
 def test_under_jit_the_kernel_says_how_it_is_split(spec):
-    """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100_kernels.py."""
+    """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100/kernels.py."""
     x = matrix(F32, (512, 128))
     split = jax.device_put(x, NamedSharding(auto_mesh(), spec))
     f = jax.jit(lambda x, s: cast(x, s, E4M3))

@@ -16,9 +16,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-import memory as benchmark  # benchmarks/memory.py
-import memory_programs
 import train
+from benchmarks.h100 import memory as benchmark
+from benchmarks.programs import memory as memory_programs
 from jaxmp import memory
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
@@ -421,7 +421,7 @@ def test_gpt2_is_planned_as_xla_has_it(precision):
 
 
 def test_plans_are_those_that_were_held_against_an_h100():
-    """The recorded comparison: made by benchmarks/memory.py, which compiles for the H100."""
+    """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
     results = json.loads(benchmark.RESULTS.read_text())
     rows = {(row["model"], row["precision"]): row for row in results["rows"]}
     assert {("examples/train.py", p) for p in ("fp32", "bf16", "fp16", "fp8", "bf16+8bit")} < rows.keys()

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import autocast_programs
-import cpu
-import cpu_autocast
-import cpu_monitor
 import jaxmp
-import tables
+from benchmarks.cpu import autocast as cpu_autocast, monitor as cpu_monitor, step as cpu
+from benchmarks.lib import tables
+from benchmarks.programs import autocast as autocast_programs
 from helpers import assert_bitwise, assert_close
 
 F32 = np.float32

@@ -1,4 +1,4 @@
-"""`benchmarks/h100_aot.py` counts what a program moves: here programs written by hand, of eight numbers each."""
+"""`benchmarks/lib/aot.py` counts what a program moves: here programs written by hand, of eight numbers each."""
 
 from types import SimpleNamespace
 
@@ -40,8 +40,7 @@ ENTRY %main (grad: f16[8], param: f16[8], master: f32[8]) -> (f16[8], f32[8]) {
 
 @pytest.fixture
 def report(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from h100_aot import report
+    from benchmarks.lib.aot import report
 
     def of(text, **kwargs):
         memory = SimpleNamespace(temp_size_in_bytes=0, alias_size_in_bytes=0)
@@ -136,7 +135,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_casts_of_weights_are_found_in_loops_and_fusions(report):
-    import h100_autocast
+    from benchmarks.h100 import autocast as h100_autocast
 
     compiled = SimpleNamespace(as_text=lambda: LOOP)
     assert h100_autocast.cast_elements(compiled, {1}) == 2 * 8  # each of its 16 elements once
@@ -147,7 +146,7 @@ def test_casts_of_weights_are_found_in_loops_and_fusions(report):
 
 
 def test_autocast_misses_its_target_only_where_it_costs_more_than_by_hand(report):
-    import h100_autocast
+    from benchmarks.h100 import autocast as h100_autocast
 
     row = {"model": "m", "dtype": "bf16", "bytes_read": 10, "bytes_written": 5, "weights_cast": 1.0, "kernels": 7}
     hand, ours = row | {"program": "by hand"}, row | {"program": "jaxmp.autocast", "bytes_read": 9, "bytes_written": 6}

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` without a GPU: it runs with tiny sizes, records what fails, and judges results by its targets."""
+"""`python -m benchmarks gpu` without a GPU: it runs with tiny sizes, records what fails, and judges results by its targets."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ENVIRONMENT = compiled_quickly(ENVIRONMENT)
 
 
 def run(*arguments):
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.gpu.run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
 
 
@@ -35,15 +35,14 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu
+    from benchmarks.gpu import run as gpu
 
     return gpu
 
 
 @pytest.fixture
 def bench(gpu):
-    from gpu_timing import Bench
+    from benchmarks.lib.timing import Bench
 
     return Bench(tiny=True, kernels="interpret", limit=100.0)
 
@@ -87,7 +86,7 @@ def test_nothing_fails_and_what_is_left_out_has_its_reason(results):
 
 def test_offload_runs_and_counts_what_crosses_the_bus(gpu, bench):
     del gpu
-    import gpu_offload
+    from benchmarks.gpu import offload as gpu_offload
 
     bench.start("offload", 100.0)
     gpu_offload.offload(bench)
@@ -104,7 +103,7 @@ def test_offload_runs_and_counts_what_crosses_the_bus(gpu, bench):
 
 
 def test_a_variant_that_fails_leaves_the_others(bench):
-    from gpu_timing import Variant
+    from benchmarks.lib.timing import Variant
 
     def broken():
         raise RuntimeError("no such kernel\nand more")
@@ -118,7 +117,7 @@ def test_a_variant_that_fails_leaves_the_others(bench):
 
 
 def test_a_section_that_fails_leaves_the_others(gpu, bench, monkeypatch):
-    import gpu_kernels
+    from benchmarks.gpu import kernels as gpu_kernels
 
     monkeypatch.setattr(gpu_kernels, "copy", lambda bench: 1 / 0)
     gpu.run_section(bench, "copy")

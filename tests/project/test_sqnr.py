@@ -1,4 +1,4 @@
-"""benchmarks/sqnr.py: its two models are what it says, its measures are right, and the page has its stored results."""
+"""python -m benchmarks sqnr: its two models are what it says, its measures are right, and the page has its stored results."""
 
 import json
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import sqnr
-import tables
+from benchmarks import sqnr
+from benchmarks.lib import tables
 from helpers import assert_close
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("sqnr")]

@@ -5,7 +5,7 @@ trains and saves until it is killed with SIGKILL. It writes down, in a file that
 was at each step and which saves were finished. At the end the parent trains the same steps without a break and
 compares digests of every bit of params and state.
 
-    python tests/checkpoint_job.py --kills 50
+    python tests/support/checkpoint_job.py --kills 50
 """
 
 import argparse
@@ -163,7 +163,7 @@ def main():
         lives = run(directory, args.kills, args.seconds, args.seed)
         left = sorted(x.name for x in (pathlib.Path(directory) / "steps").iterdir())
     record = judge(lives) | {"left_behind": left, "versions": {"jax": jax.__version__, "orbax": _orbax.__version__}}
-    record["command"] = f"python tests/checkpoint_job.py --kills {args.kills} --seed {args.seed}"
+    record["command"] = f"python tests/support/checkpoint_job.py --kills {args.kills} --seed {args.seed}"
     text = json.dumps(record, indent=2)
     print(text)
     if args.out:

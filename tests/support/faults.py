@@ -310,7 +310,7 @@ def main() -> int:
             f"{regime_name}, {precision}: {sum(done.values())} faults, {time.perf_counter() - start:.0f} s", flush=True
         )
     results = {
-        "command": f"python tests/faults.py --count {arguments.count} --seed {arguments.seed}",
+        "command": f"python tests/support/faults.py --count {arguments.count} --seed {arguments.seed}",
         "device": f"CPU, {DEVICES} simulated devices",
         "versions": {"jax": jax.__version__, "optax": optax.__version__},
         "faults": sum(row["faults"] for row in rows),

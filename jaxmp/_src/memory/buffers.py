@@ -12,7 +12,7 @@ mask, of floats), and recomputed otherwise (a norm's output, of its input). Walk
 buffer is born where it is written and dies behind its last reader, and the most that lives at once is the peak.
 
 Where this differs from XLA: order (XLA may move equations), workspaces of libraries and padding inside of kernels,
-fusions that a cost model declines. `benchmarks/memory.py` holds it against XLA's own analysis.
+fusions that a cost model declines. `benchmarks/h100/memory.py` holds it against XLA's own analysis.
 """
 
 import math

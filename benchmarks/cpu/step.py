@@ -1,0 +1,236 @@
+"""Times the optimizer's side of a step, and its compilation, beside versions by hand and other libraries.
+
+Every program takes one step of clipping by the global norm and AdamW on the same tree: about eight million params in
+10, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two versions by hand do the same
+work: float16 params and gradients, float32 masters and moments, a dynamic loss scale, no step after an overflow.
+
+    a step            All programs run in each round, in a different order. The ratio to the best version by hand is
+                      taken within a round; the table has the median over rounds.
+    trace, lower,     Of the jitted step, with jax's caches cleared before: the least of three, or of fewer if one
+    compile           takes long.
+
+Targets: jaxmp's step takes at most 1.05 of the best version by hand; trace + lower + compile at most 2 at 1000 leaves.
+Other programs on the machine make the times noisy.
+"""
+
+import functools
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+import jaxmp
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import CPU, versions
+from benchmarks.programs.recipes import (
+    LEARNING_RATE,
+    MAX_NORM,
+    Step,
+    branched,
+    by_hand,
+    flax_dynamic_scale,
+    jmp_dynamic_scale,
+    plain,
+    selected,
+)
+
+SIDES = {10: 1280, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
+ROUNDS = {10: 40, 148: 40, 1000: 25}
+COMPILATIONS, PATIENCE = 3, 5.0  # compilations of a program, and the seconds after which no other one starts
+STEP_TARGET, COMPILE_TARGET = 1.05, 2.0
+SCALE = 2.0**16
+BY_HAND = ("by hand, select", "by hand, cond")
+
+
+class Program(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    init: Callable[[PyTree], Any]  # from float32 params
+    step: Step
+    dtype: Any = jnp.float32  # of params and gradients
+    scale: float = 1.0  # of gradients
+    has_target: bool = False
+    max_leaves: int = 1000  # less if the time to compile grows with the square of the leaves
+
+
+def programs() -> list[Program]:
+    """jaxmp, the same work by hand, and other libraries."""
+    adamw = optax.adamw(LEARNING_RATE)
+    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    ours = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), adamw)
+    fp16, bf16 = jaxmp.mixed_precision(ours, "fp16"), jaxmp.mixed_precision(ours, "bf16")
+
+    def apply(tx: optax.GradientTransformation, params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    in_fp16 = {"dtype": jnp.float16, "scale": SCALE}
+    return [
+        Program("jaxmp.apply_gradients", fp16.init, functools.partial(apply, fp16), **in_fp16, has_target=True),
+        Program("jaxmp update + optax.apply_updates", *plain(fp16), **in_fp16),
+        Program(BY_HAND[0], *by_hand(selected), **in_fp16, max_leaves=148),
+        Program(BY_HAND[1], *by_hand(branched), **in_fp16),
+        Program("jaxmp.apply_gradients, bf16", bf16.init, functools.partial(apply, bf16), jnp.bfloat16),
+        Program("flax DynamicScale, f32 params", *flax_dynamic_scale(tx), max_leaves=148),
+        Program("jmp DynamicLossScale, f32 params", *jmp_dynamic_scale(tx), scale=SCALE, max_leaves=148),
+        Program("optax.apply_if_finite, f32", *plain(optax.apply_if_finite(tx, 10))),
+        Program("optax, f32, nothing scaled or skipped", *plain(tx)),
+    ]
+
+
+def make_params(n_leaves: int, side: int) -> PyTree:
+    """Layers of a kernel and a bias, with `n_leaves` leaves in total, float32."""
+    rng = np.random.default_rng(0)
+    return {
+        f"layer_{i:03}": {
+            "kernel": jnp.asarray(rng.normal(size=(side, side)) / side**0.5, jnp.float32),
+            "bias": jnp.asarray(rng.normal(size=side), jnp.float32),
+        }
+        for i in range(n_leaves // 2)
+    }
+
+
+def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
+    """Params, state and gradients of a program, in its own buffers."""
+    opt_state = jax.tree.map(jnp.copy, program.init(params))
+    grads = jax.tree.map(lambda p: (p * (1e-2 * program.scale / SCALE * 2.0**10)).astype(program.dtype), params)
+    return jax.tree.map(lambda p: jnp.array(p, program.dtype, copy=True), params), opt_state, grads
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    """A compiled step, and the seconds of each stage."""
+
+    step: Any
+    trace: float
+    lower: float
+    compile: float
+
+
+def compile_step(program: Program, arguments: PyTree) -> Compiled:
+    """Traces, lowers and compiles a step with empty caches."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    traced = jax.jit(program.step, donate_argnums=(0, 1)).trace(*shapes)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    return Compiled(compiled, *(after - before for before, after in itertools.pairwise(times)))
+
+
+def time_steps(steps: list[Any], arguments: list[Any], rounds: int) -> np.ndarray:
+    """Seconds of each step in each round, [rounds, steps]. `arguments` are donated."""
+    seconds = np.zeros((rounds, len(steps)))
+    for r in range(-3, rounds):  # the first three warm up
+        order = np.random.default_rng(r + 3).permutation(len(steps))
+        for i in order:
+            params, opt_state, grads = arguments[i]
+            before = time.perf_counter()
+            params, opt_state = jax.block_until_ready(steps[i](params, opt_state, grads))
+            if r >= 0:
+                seconds[r, i] = time.perf_counter() - before
+            arguments[i] = params, opt_state, grads
+    return seconds
+
+
+def measure(n_leaves: int, side: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows for one tree."""
+    todo = [program for program in programs() if n_leaves <= program.max_leaves]
+    params = make_params(n_leaves, side)
+    arguments = [start(program, params) for program in todo]
+    made: list[list[Compiled]] = []
+    for program, args in zip(todo, arguments, strict=True):
+        print(f"{n_leaves} leaves, compiling: {program.name}", file=sys.stderr, flush=True)
+        runs, begun = [compile_step(program, args)], time.perf_counter()
+        while len(runs) < COMPILATIONS and sum(runs[0][1:]) + time.perf_counter() - begun < PATIENCE:
+            runs.append(compile_step(program, args)._replace(step=None))
+        made.append(runs)
+    print(f"{n_leaves} leaves, {rounds} rounds", file=sys.stderr, flush=True)
+    seconds = time_steps([runs[0].step for runs in made], arguments, rounds)
+
+    names = [program.name for program in todo]
+    hands = [names.index(name) for name in BY_HAND if name in names]
+    best = min(hands, key=lambda i: np.median(seconds[:, i]))
+    ratios = np.median(seconds / seconds[:, [best]], axis=0)
+    parts = ("trace", "lower", "compile")
+    spent = [{part: min(getattr(run, part) for run in runs) for part in parts} for runs in made]
+    least = min(sum(spent[i].values()) for i in hands)
+    return [
+        {
+            "leaves": n_leaves,
+            "params": sum(x.size for x in jax.tree.leaves(params)),
+            "program": program.name,
+            "step_ms": round(1e3 * statistics.median(seconds[:, i]), 2),
+            "least_step_ms": round(1e3 * seconds[:, i].min(), 2),
+            "step_ratio": round(float(ratios[i]), 3),
+            **{f"{part}_s": round(spent[i][part], 3) for part in parts},
+            "compile_ratio": round(sum(spent[i].values()) / least, 2),
+            "missed": _missed(program, n_leaves, ratios[i], sum(spent[i].values()) / least),
+        }
+        for i, program in enumerate(todo)
+    ]
+
+
+def _missed(program: Program, n_leaves: int, step_ratio: float, compile_ratio: float) -> list[str]:
+    """The targets that a row misses, in words."""
+    if not program.has_target:
+        return []
+    checks = (
+        (step_ratio <= STEP_TARGET, f"a step of {step_ratio:.2f}"),
+        (compile_ratio <= COMPILE_TARGET or n_leaves < 1000, f"trace + compile of {compile_ratio:.2f}"),
+    )
+    return [what for holds, what in checks if not holds]
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def render(results: dict[str, Any]) -> str:
+    """One markdown table for each tree."""
+    rows = results["rows"]
+    head = ["step, ms", "of by hand", "trace s", "lower s", "compile s", "of by hand"]
+    texts = []
+    for n_leaves in dict.fromkeys(row["leaves"] for row in rows):
+        cells = [[f"{n_leaves} leaves", *head]]
+        for row in rows:
+            if row["leaves"] == n_leaves:
+                cells.append(
+                    [
+                        row["program"],
+                        f"{row['step_ms']:.1f}",
+                        f"{row['step_ratio']:.2f}",
+                        *(f"{row[part]:.2f}" for part in ("trace_s", "lower_s", "compile_s")),
+                        f"{row['compile_ratio']:.2f}",
+                    ]
+                )
+        texts.append(markdown(cells))
+    return "\n\n".join(texts)
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found = versions(CPU)
+    measure(2, 8, 1)  # imports and first uses
+    rows = [row for n, side in SIDES.items() for row in measure(n, side, ROUNDS[n])]
+    missed = [f"{row['program']}, {row['leaves']} leaves: {what}" for row in rows for what in row["missed"]]
+    return {"device": f"CPU, {os.cpu_count()} cores", "versions": found, "rows": rows, "missed": missed}
+
+
+BENCHMARK = Benchmark("cpu step", "cpu.json", measure_all, render, lambda: {"rows": measure(2, 8, 1)})

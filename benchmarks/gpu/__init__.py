@@ -1,0 +1,1 @@
+"""Times on the GPU of this machine."""

@@ -1,0 +1,189 @@
+"""Sections of the GPU run: the bandwidth of the device, and each kernel beside XLA's version and torch's."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from benchmarks.lib import trees
+from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, copies_for
+from pallas_kernels import moments, update
+
+TREE = "GPT-2 small"
+
+
+def copy(bench: Bench) -> None:
+    """A large copy: the reference for programs that memory bandwidth bounds."""
+    x = jnp.zeros((2**12 if bench.tiny else 2**28,), jnp.float32)
+    once = {"bytes": 2.0 * x.nbytes}
+    programs = {"memcpy": jax.jit(jnp.copy), "kernel": jax.jit(lambda x: x * 1.5)}
+    bench.compare("copy", {name: lambda f=f: Variant(lambda: f(x), work=once) for name, f in programs.items()})
+
+
+def casts(bench: Bench) -> None:
+    """cast_transpose_amax: reads x once, writes it in fp8 in both orders, and finds the amax."""
+    cast: Any = getattr(pallas_kernels, "cast_transpose_amax", None)
+    if cast is None:
+        bench.leave_out("cast_transpose_amax", "pallas_kernels has no such function")
+        return
+    for side in (128,) if bench.tiny else (4096, 8192):
+        for dtype in (jnp.float32, jnp.bfloat16):
+
+            def variant(backend: str, side: int = side, dtype: Any = dtype) -> Variant:
+                copies = copies_for(side * side * 2, tiny=bench.tiny)
+                xs = list(jax.random.normal(jax.random.key(0), (copies, side, side), dtype))
+
+                def run(xs: list[jax.Array], scale: jax.Array) -> Any:
+                    return [cast(x, scale, jnp.float8_e4m3fn, backend=backend) for x in xs]
+
+                call = functools.partial(jax.jit(run), xs, jnp.float32(4.0))
+                return Variant(call, copies=copies, work={"bytes": side * side * (jnp.dtype(dtype).itemsize + 2.0)})
+
+            _both(bench, f"cast_transpose_amax, {side}x{side} {jnp.dtype(dtype).name}", variant)
+
+
+def tree(bench: Bench) -> None:
+    """Kernels over a whole tree, on the params of GPT-2 small: unscaling, the norm, the update."""
+    shapes = {"kernel": trees.leaf(16, 256), "bias": trees.leaf(5)} if bench.tiny else trees.gpt2()
+    size = trees.size(shapes)
+    inv_scale = jnp.float32(1.0)
+    for dtype in (jnp.float16, jnp.float32):
+
+        def unscale(backend: str, dtype: Any = dtype) -> Variant:
+            f = jax.jit(functools.partial(pallas_kernels.unscale_and_check, backend=backend))
+            call = functools.partial(f, _random(shapes, dtype), inv_scale)
+            return Variant(call, work={"bytes": size * (jnp.dtype(dtype).itemsize + 4.0)})
+
+        in_torch = {"torch": lambda: torch_unscale(shapes)} if dtype == jnp.float32 else {}
+        _both(bench, f"unscale_and_check, {jnp.dtype(dtype).name}", unscale, in_torch)
+
+    def norm(backend: str) -> Variant:
+        f = jax.jit(functools.partial(pallas_kernels.gradient_norm, backend=backend))
+        return Variant(functools.partial(f, _random(shapes, jnp.float16), inv_scale), work={"bytes": size * 2.0})
+
+    _both(bench, "gradient_norm, float16", norm, {"torch": lambda: torch_norm(shapes)})
+    for kind, nbytes in KINDS.items():
+        in_torch = {"torch": lambda: torch_adamw(shapes)} if kind == "float32" else {}
+        variant = functools.partial(adamw, shapes, kind, size * nbytes)
+        _both(bench, f"multi_tensor_update AdamW, {kind}", variant, in_torch)
+
+
+# Bytes that a step of AdamW reads and writes for one param: gradient; the parts of the weight; two moments
+KINDS = {
+    "float32": 4 + 8 + 16,
+    "float16 with float32 master": 2 + 8 + 2 + 16,
+    "bfloat16 with 16 bits of remainder": 2 + 4 + 4 + 16,
+    "bfloat16 with 8 bits of remainder, int8 moments": 2 + 4 + 2 + 4,
+}
+
+
+def adamw(shapes: Any, kind: str, nbytes: float, backend: str) -> Variant:
+    """A step on weights of one kind, in place."""
+    state_dtype = jnp.int8 if "int8" in kind else jnp.float32
+    rule = update.AdamW()
+
+    dtype = jnp.dtype(kind.split()[0])  # of the gradients
+
+    def weight(w: jax.Array) -> tuple[Any, ...]:
+        held = tuple(moments.zeros(w.shape, state_dtype, signed=signed) for signed in rule.signed)
+        if "remainder" in kind:
+            return *moments.split(w, jnp.dtype(jnp.int8 if "8 bits" in kind else jnp.int16)), held
+        return None if kind == "float32" else w.astype(dtype), w, held
+
+    def step(weights: list[tuple[Any, ...]], grads: list[jax.Array], number: jax.Array) -> list[tuple[Any, ...]]:
+        one = jnp.float32(1.0)
+        moved, _ = update.multi_tensor_update(
+            [update.Weight(g, *w) for g, w in zip(grads, weights, strict=True)],
+            rule,
+            factor=one,
+            learning_rate=one * 1e-4,
+            step=number,
+            scalars=(one * 0.1, one * 0.001),
+            taken=number > 0,
+            backend=backend,
+        )
+        return [(w.param, w.master, w.moments) for w in moved]
+
+    params, grads = jax.tree.leaves(_random(shapes, jnp.float32)), jax.tree.leaves(_random(shapes, dtype, seed=1))
+    weights = jax.jit(lambda params: list(map(weight, params)))(params)
+    call = carried(jax.jit(step, donate_argnums=0), weights, grads, jnp.int32(1))
+    return Variant(call, work={"bytes": float(nbytes)})
+
+
+def _both(
+    bench: Bench, what: str, variant: Callable[[str], Variant], more: dict[str, Callable[[], Variant]] | None = None
+) -> None:
+    """The kernel beside XLA, and beside `more`."""
+
+    def kernel() -> Variant:
+        if bench.kernels == "interpret" and (reason := pallas_kernels.why_no_kernels()):
+            raise LeftOut(reason)
+        return variant(bench.kernels)
+
+    more = {} if more is None else more
+    bench.compare(what, {"xla": lambda: variant("xla"), bench.kernels: kernel, **more})
+
+
+def _random(shapes: Any, dtype: Any, seed: int = 0) -> Any:
+    def draw() -> Any:
+        leaves, treedef = jax.tree.flatten(shapes)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        return treedef.unflatten(
+            [jax.random.normal(k, x.shape, jnp.float32).astype(dtype) for k, x in zip(keys, leaves, strict=True)]
+        )
+
+    return jax.jit(draw)()
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as e:
+        raise LeftOut(f"torch is missing: {e}") from e
+    if not torch.cuda.is_available():
+        raise LeftOut("torch sees no GPU")
+    return torch
+
+
+def _tensors(torch: Any, shapes: Any, dtype: str) -> list[Any]:
+    found = [x.shape for x in jax.tree.leaves(shapes)]
+    return [torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for shape in found]
+
+
+def torch_unscale(shapes: Any) -> Variant:
+    """The pass of torch's GradScaler over gradients: in place, with as many bytes as ours on float32."""
+    torch = _torch()
+    grads = _tensors(torch, shapes, "float32")
+    found_inf, inv_scale = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+
+    def call() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+    return Variant(call, lambda _: torch.cuda.synchronize(), work={"bytes": trees.size(shapes) * 8.0})
+
+
+def torch_norm(shapes: Any) -> Variant:
+    """The global norm as in `torch.nn.utils.clip_grad_norm_`."""
+    torch = _torch()
+    grads = _tensors(torch, shapes, "float16")
+
+    def call() -> Any:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+
+    return Variant(call, lambda _: torch.cuda.synchronize(), work={"bytes": trees.size(shapes) * 2.0})
+
+
+def torch_adamw(shapes: Any) -> Variant:
+    """`torch.optim.AdamW(fused=True)` on float32 params."""
+    torch = _torch()
+    params = [torch.nn.Parameter(x) for x in _tensors(torch, shapes, "float32")]
+    for p, g in zip(params, _tensors(torch, shapes, "float32"), strict=True):
+        p.grad = g
+    step = torch.optim.AdamW(params, lr=1e-4, fused=True).step
+    return Variant(step, lambda _: torch.cuda.synchronize(), work={"bytes": trees.size(shapes) * 28.0})

@@ -1,0 +1,145 @@
+"""Counts what autocast costs beside the same model cast by hand.
+
+The models of `benchmarks/programs/autocast.py`, forward and backward, are compiled for H100. From the final HLO:
+
+    kernels          launched, in all iterations of loops
+    read, written    bytes, by these kernels
+    converts         instructions that change a dtype, also fused ones; nearly all are free
+    weights cast     elements of kernels (of Dense, Conv, LSTM) that are cast from float32 to 16 bits, in all iterations
+                     of loops, over the number of elements: 1 means that each weight is cast once
+    scratch          memory beside arguments and results; it contains the values kept for the backward pass
+
+Target: autocast needs no more kernels, bytes or casts of weights than the cast by hand.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import H100, versions
+from benchmarks.programs import autocast as programs
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+MOVES = {"bitcast", "copy", "reshape", "transpose", "slice", "concatenate"}  # the result of a weight is a weight
+TAKES = {"dynamic-slice", "fusion-done"}  # the same, only by the first operand
+
+
+def cast_elements(compiled: jax.stages.Compiled, weights: Iterable[int]) -> int:
+    """The float32 elements of the arguments `weights`, by number, that are cast to 16 bits in all iterations."""
+    blocks = aot.computations(compiled)
+    numbers = [m for m in map(aot.PARAMETER.search, blocks["ENTRY"]) if m]
+    arguments: list[Any] = [False] * len(numbers)
+    for number in weights:
+        arguments[number] = True
+    return _follow("ENTRY", blocks, arguments)[0]
+
+
+def _follow(block: str, blocks: dict[str, list[str]], arguments: list[Any]) -> tuple[int, Any]:
+    """(elements cast, whether the result is a weight: a bool, or a list of these for a tuple)."""
+    numbers = {m.group(1): int(m.group(2)) for m in map(aot.PARAMETER.search, blocks[block]) if m}
+    is_weight: dict[str, Any] = {name: arguments[number] for name, number in numbers.items()}
+    root = next((m.group(1) for line in blocks[block] if (m := re.match(r"\s*ROOT (%\S+) =", line))), "")
+    cast = 0
+    for name, type_text, op, operands, attributes in aot.parse(blocks[block]):
+        given = [is_weight.get(operand, False) for operand in operands]
+        result: Any = False
+        if op == "parameter":
+            continue
+        if op == "tuple":
+            result = given
+        elif op == "get-tuple-element":
+            index = int(re.search(r"index=(\d+)", attributes).group(1))  # type: ignore
+            result = given[0][index] if isinstance(given[0], list) else False
+        elif op in MOVES:
+            result = all(x is True for x in given)
+        elif op in TAKES:
+            result = given[0]
+        elif op == "convert" and given[0] is True and re.match(r"bf16|f16", type_text):
+            cast += math.prod(int(d) for d in re.findall(r"\d+", type_text.split("[")[1].split("]")[0]))
+        elif inner := re.search(r"(?:calls|body|to_apply)=(%[\w.\-]+)", attributes):
+            if op in ("fusion", "fusion-start", "call", "while"):
+                found, result = _follow(inner.group(1), blocks, given)
+                cast += found * aot.turns(op, attributes)
+        is_weight[name] = result
+    return cast, is_weight.get(root, False)
+
+
+def kernels_of(variables: PyTree) -> dict[int, int]:
+    """The number of elements of each weight named "kernel", by its position among the arguments."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables)
+    return {i: x.size for i, (path, x) in enumerate(leaves) if jax.tree_util.keystr(path[-1:]) == "['kernel']"}
+
+
+def measure(job: programs.Job, kind: str, name: str) -> dict[str, Any]:
+    """The row of one program."""
+    print(f"compiling: {job.name}, {name}, {kind}", file=sys.stderr, flush=True)
+    m = aot.mesh()
+    shapes = jax.eval_shape(lambda: programs.initial(job)), job.x, job.y
+    run = programs.program(job, kind, DTYPES.get(name, jnp.float32))
+    arguments = jax.tree.map(lambda x: aot.spec(m, x.shape, x.dtype), shapes)
+    compiled = aot.compile_for(run, *arguments, keep_unused=True)
+    counts = aot.report(compiled, every_turn=True)
+    weights = kernels_of(shapes[0])
+    return {
+        "model": job.name,
+        "dtype": name,
+        "program": kind,
+        **{key: counts[key] for key in ("kernels", "bytes_read", "bytes_written")},
+        "converts": len(re.findall(r" convert\(", compiled.as_text() or "")),
+        "weights_cast": round(cast_elements(compiled, weights) / sum(weights.values()), 3),
+        "temp_bytes": counts["temp_bytes"],
+    }
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    """Where autocast costs more than the cast by hand, in words."""
+    by_hand = {(row["model"], row["dtype"]): row for row in rows if row["program"] == programs.BY_HAND}
+    out = []
+    for row in rows:
+        if row["program"] == programs.AUTOCAST:
+            hand = by_hand[row["model"], row["dtype"]]
+            for what in ("kernels", "bytes", "weights_cast"):
+                ours, theirs = _cost(row, what), _cost(hand, what)
+                if ours > theirs:
+                    out.append(f"{row['model']}, {row['dtype']}: {what.replace('_', ' ')} {ours}, by hand {theirs}")
+    return out
+
+
+def _cost(row: dict[str, Any], what: str) -> float:
+    return row["bytes_read"] + row["bytes_written"] if what == "bytes" else row[what]
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    head = ["model", "dtype", "program", "kernels", "MB read", "MB written", "converts", "weights cast", "scratch MB"]
+    cells = [head]
+    for row in results["rows"]:
+        sizes = (f"{row[key] / 1e6:.0f}" for key in ("bytes_read", "bytes_written"))
+        counts = str(row["converts"]), f"{row['weights_cast']:.2f}", f"{row['temp_bytes'] / 1e6:.0f}"
+        cells.append([row["model"], row["dtype"], row["program"], str(row["kernels"]), *sizes, *counts])
+    return markdown(cells)
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found, rows = versions(H100), []
+    for job in programs.h100_jobs():
+        rows.append(measure(job, programs.UNCAST, "fp32"))
+        for name in DTYPES:
+            kinds = programs.KINDS if name == "bf16" else programs.KINDS[:-1]
+            rows += [measure(job, kind, name) for kind in kinds if kind != programs.UNCAST]
+            if name == "bf16" and "scan over 4" in job.name:
+                rows.append(measure(job, programs.POWERS, name))
+    return {"device": "H100 (compiled, not run)", "versions": found, "missed": missed(rows), "rows": rows}
+
+
+BENCHMARK = Benchmark("h100 autocast", "h100_autocast.json", measure_all, render)

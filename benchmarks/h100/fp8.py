@@ -1,0 +1,441 @@
+"""Counts what fp8 adds to its matmuls: in a layer, a block, the optimizer and the collectives.
+
+Four kinds of programs are compiled for H100, and their final HLO is read:
+
+1.  One Dense 4096x4096 on bfloat16 [8192, 4096], forward and backward. The three GEMMs must be fp8 calls of cuBLASLt
+  that
+    take the scales as operands. All else (casts, amaxes, transposes) is overhead, and its bytes determine its time:
+
+        in MiB                      x, g [8192, 4096] bf16    W [4096, 4096] f32
+        read once                   64 each                   64
+        write q and q^T             32 + 32 each              16 + 16             352 in total; 432 if q is read again
+                                                                                  to make q^T
+    The same after a gelu. The gelu need not be in memory; its gradient reads x and a gradient (64 each) and writes 64.
+
+2.  The optimizer's side of a step with 24 fp8 layers, which updates 72 scales and their histories.
+3.  A data-parallel step of these layers on 8 devices: one small all-reduce must carry all flags and amaxes.
+4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.linen import fp8_ops
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+import jaxmp
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
+from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
+from benchmarks.programs.h100 import SMALL
+from jaxmp import fp8
+
+ROWS, WIDTH = 8192, 4096
+LAYERS = 24
+MATMUL = (((1,), (0,)), ((), ()))
+FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
+BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048
+BLOCKS = ("bf16", "jaxmp.fp8.autocast", "flax Fp8DirectDotGeneralOp")
+LEAVES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
+
+
+class Target(NamedTuple):
+    """The most that may run beside the three GEMMs."""
+
+    kernels: int
+    mib: float
+    after_a_gemm: int = 0  # kernels that may read the result of a GEMM
+
+
+class Layer(NamedTuple):
+    """One row of the first table: a function (params, x, g) -> (y, gradients), and the shapes of its params."""
+
+    name: str
+    run: Callable[[PyTree, Array, Array], Any]
+    params: PyTree
+    target: Target | None = None
+    rounded: int = 0  # tensors that must be written in fp8, if the GEMMs are not in fp8
+
+
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+
+def layers() -> list[Layer]:
+    """The same Dense layer in bfloat16, in jaxmp's recipes, and in flax's own fp8."""
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    delayed = Target(kernels=12, mib=380)
+    trained = Target(kernels=15, mib=380)  # value_and_grad makes an amax of each gradient in a scalar kernel
+    behind_gelu = Target(kernels=14, mib=600, after_a_gemm=1)  # the gradient of the gelu
+    scales = fp8.Scales(scale, scale, scale)
+    return [
+        Layer("bf16", by_vjp(lambda w, x: x @ w.astype(x.dtype)), w),
+        Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, scales), delayed),
+        Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), trained),
+        Layer("jaxmp.fp8.dot_general, CurrentScaling", by_vjp(_current), w, Target(kernels=16, mib=630)),
+        Layer("jaxmp.fp8.dot_general, BlockScaling", by_vjp(_blocks(fp8.BlockScaling())), w, rounded=5),
+        Layer("jaxmp.fp8.dot_general, MXFP8", by_vjp(_blocks(fp8.MXFP8())), w, rounded=6),
+        Layer("linen Dense, flax Fp8DirectDotGeneralOp", by_vjp(_flax), _params(flax_dense, False)),
+        Layer('jaxmp.fp8.dot_general(activation="gelu")', by_vjp(_gelu_fused), (w, scales), behind_gelu),
+        Layer("gelu, then jaxmp.fp8.dot_general", by_vjp(_behind_gelu(_delayed)), (w, scales)),
+        Layer("gelu, then flax Fp8DirectDotGeneralOp", by_vjp(_behind_gelu(_flax)), _params(flax_dense, False)),
+        *qwix_layers(),
+    ]
+
+
+def qwix_layers() -> list[Layer]:
+    """The same layer in qwix's fp8, if qwix is installed."""
+    try:
+        import qwix
+    except ImportError:
+        return []
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    provider = qwix.QtProvider([qwix.QtRule(weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)])
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        return qwix.quantize_model(nn.Dense(*args, **kwargs), provider)
+
+    def run(variables: PyTree, x: Array) -> Any:
+        return dense(WIDTH, use_bias=False, dtype=x.dtype).apply(variables, x)
+
+    params = _params(dense, False)
+    return [
+        Layer("linen Dense, qwix QtProvider", by_vjp(run), params),
+        Layer("gelu, then qwix QtProvider", by_vjp(_behind_gelu(run)), params),
+    ]
+
+
+def by_vjp(f: Callable[[PyTree, Array], Array]) -> Callable[..., Any]:
+    """y = f(params, x), and the gradients of sum(y * g)."""
+
+    def run(params: PyTree, x: Array, g: Array) -> Any:
+        y, backward = jax.vjp(f, params, x)
+        return y, backward(g)
+
+    return run
+
+
+def _delayed(params: PyTree, x: Array) -> Array:
+    w, scales = params
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
+
+
+def _gelu_fused(params: PyTree, x: Array) -> Array:
+    w, scales = params
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales, activation="gelu")
+
+
+def _behind_gelu(f: Callable[[PyTree, Array], Array]) -> Callable[[PyTree, Array], Array]:
+    return lambda params, x: f(params, jax.nn.gelu(x))
+
+
+def _current(w: Array, x: Array) -> Array:
+    return fp8.dot_general(x, w, MATMUL, recipe=fp8.CurrentScaling())
+
+
+def _blocks(recipe: Any) -> Callable[[PyTree, Array], Array]:
+    return lambda w, x: fp8.dot_general(x, w, MATMUL, recipe=recipe)
+
+
+def flax_dense(*args: Any, **kwargs: Any) -> nn.Module:
+    """A Dense layer with flax's own fp8 matmul."""
+    return nn.Dense(*args, **kwargs, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+
+
+def _flax(variables: PyTree, x: Array) -> Any:
+    return flax_dense(WIDTH, use_bias=False, dtype=x.dtype).apply(variables, x)
+
+
+def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
+    """A plain Dense layer as a user trains it: inside the context, with jaxmp's gradients."""
+
+    def loss_fn(params: PyTree, x: Array) -> Any:
+        y: Any = nn.Dense(WIDTH, use_bias=False, dtype=x.dtype).apply({"params": params}, x)
+        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
+
+    params = variables["params"]
+    opt_state = jaxmp.mixed_precision(optax.identity(), "fp8").init(params)
+    with fp8.autocast(filter=everywhere):
+        grad_fn = jaxmp.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+        (_, y), grads = grad_fn(params, x, opt_state=opt_state)
+    return y, grads
+
+
+def _params(dense: Callable[..., Any], autocast: bool) -> PyTree:
+    layer = dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)
+    with fp8.autocast(enabled=autocast, filter=everywhere):
+        return jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16))
+
+
+def measure_layer(layer: Layer) -> dict[str, Any]:
+    """Compiles one layer and returns its row."""
+    m = aot.mesh()
+    x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16)
+    compiled = aot.compile_for(layer.run, aot.abstract(m, layer.params), x, x, compiler_options=OPTIONS)
+    runs = aot.instructions(compiled)
+    names = {i.name for i in runs if i.kind.startswith(GEMM)}
+    beside = [i for i in runs if i.name not in names]
+    row = {
+        "program": layer.name,
+        "kernels": len(beside),
+        "mib": round(sum(i.bytes_read + i.bytes_written for i in beside) / 2**20, 1),
+        "gemms": gemms(compiled),
+        "kernels_after_a_gemm": sum(bool(i.sources & names) for i in beside),
+        "written_in_fp8": written_in_fp8(compiled),
+        "target": layer.target._asdict() if layer.target else None,
+    }
+    row["missed"] = _missed(row, layer.target) if layer.target else []
+    if row["written_in_fp8"] < layer.rounded:
+        row["missed"].append(f"{row['written_in_fp8']} of {layer.rounded} tensors rounded to fp8")
+    return row
+
+
+def _missed(row: dict[str, Any], target: Target) -> list[str]:
+    """The parts of `target` that the row misses, in words."""
+    calls = [gemm["call"] for gemm in row["gemms"]]
+    sums = {gemm["stage"]: gemm["algorithm"] for gemm in row["gemms"]}
+    results = {gemm["stage"]: gemm["result"] for gemm in row["gemms"]}
+    operands = {gemm["stage"]: gemm["operands"] for gemm in row["gemms"]}
+    after = row["kernels_after_a_gemm"]
+    checks = (
+        (calls == [FP8_GEMM] * 3, f"GEMMs: {', '.join(calls)}"),
+        (sums == {"fprop": FAST, "dgrad": FULL, "wgrad": FULL}, f"sums: {sums}"),
+        (results == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "f32"}, f"results: {results}"),
+        (all(found.count("f32") == 2 for found in operands.values()), f"operands: {operands}"),
+        (after <= target.after_a_gemm, f"{after} kernels on the result of a GEMM"),
+        (row["kernels"] <= target.kernels, f"over {target.kernels} kernels"),
+        (row["mib"] <= target.mib, f"over {target.mib} MiB"),
+    )
+    return [what for holds, what in checks if not holds]
+
+
+# --- a transformer block ----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each after a norm."""
+
+    dot_general_cls: Any = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        cls = self.dot_general_cls
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(
+            HEADS, dtype=x.dtype, use_bias=False, qkv_dot_general_cls=cls, out_dot_general_cls=cls
+        )(y)
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y))
+        return x + nn.Dense(BLOCK_WIDTH, use_bias=False, dtype=x.dtype, dot_general_cls=cls)(y)
+
+
+def measure_block(name: str, devices: int) -> dict[str, Any]:
+    """Counts for one block, forward and backward; data-parallel with reduced gradients on several devices."""
+    in_fp8 = name == "jaxmp.fp8.autocast"
+    model = Block(fp8_ops.Fp8DirectDotGeneralOp if name.startswith("flax") else None)
+    m = aot.mesh(devices)
+    x = aot.spec(m, (devices * SEQUENCES, LENGTH, BLOCK_WIDTH), jnp.bfloat16, P("data") if devices > 1 else None)
+    with fp8.autocast(enabled=in_fp8, filter=everywhere):
+        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    def run(variables: PyTree, x: Array) -> Any:
+        def loss_fn(variables: PyTree, x: Array) -> Array:
+            with fp8.autocast(enabled=in_fp8, filter=everywhere):
+                y: Any = model.apply(variables, x)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(variables, x)
+        return (lax.pmean((loss, grads[0]), "data"), grads[1]) if devices > 1 else (loss, grads)
+
+    if devices > 1:
+        out_specs = (P(), P("data"))
+        run = jax.shard_map(run, mesh=m, in_specs=(P(), P("data")), out_specs=out_specs, check_vma=False)
+    compiled = aot.compile_for(run, aot.abstract(m, variables), x, compiler_options=OPTIONS)
+    report, runs = aot.report(compiled), aot.instructions(compiled)
+    gemms = [i for i in runs if i.kind.startswith(GEMM)]
+    moved = sum(i.bytes_read + i.bytes_written for i in gemms)
+    return {
+        "block": name,
+        "devices": devices,
+        "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
+        "gemms": len(gemms),
+        "kernels": report["kernels"] - len(gemms),
+        "pallas": sum("mosaic" in i.kind for i in runs),
+        "mib": round((report["bytes_read"] + report["bytes_written"] - moved) / 2**20, 1),
+        "collectives": {kind: len(sizes) for kind, sizes in report["collectives"].items()},
+    }
+
+
+def block_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The rows of the table of blocks."""
+    head = ["transformer block", "devices", "GEMMs", "of them fp8", "kernels beside", "of them Pallas", "MiB beside"]
+    cells = [[*head, "collectives"]]
+    cells += [
+        [
+            *(str(r[key]) for key in ("block", "devices", "gemms", "fp8_gemms", "kernels", "pallas")),
+            f"{r['mib']:.0f}",
+            ", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) or "none",
+        ]
+        for r in rows
+    ]
+    return cells
+
+
+# --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
+
+
+def stack_of(n: int, *, in_fp8: bool) -> PyTree:
+    """Float32 params of `n` small layers."""
+    scales = dict.fromkeys(LEAVES, jnp.zeros(())) if in_fp8 else {}
+    return {f"layer_{i}": {"kernel": jnp.zeros((256, 256)), **scales} for i in range(n)}
+
+
+def loss_of_stack(params: PyTree, x: Array) -> Array:
+    """A sequence of layers: in fp8 if they have scales, otherwise in bfloat16."""
+    for layer in params.values():
+        if LEAVES[0] in layer:
+            scales = fp8.Scales(*(layer[name] for name in LEAVES))
+            x = fp8.dot_general(x, layer["kernel"], MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
+        else:
+            x = x @ layer["kernel"].astype(x.dtype)
+        x = jnp.tanh(x)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def optimizer_of(*, in_fp8: bool) -> optax.GradientTransformationExtraArgs:
+    """AdamW on float32 params in `jaxmp.mixed_precision`."""
+    return jaxmp.mixed_precision(optax.adamw(1e-3), "fp8" if in_fp8 else "fp32")
+
+
+def measure_update(n: int) -> dict[str, Any]:
+    """The kernels of the optimizer's side for `n` layers, and those that fp8 adds."""
+    kernels, copies = [], []
+    for in_fp8 in (False, True):
+        m, params, tx = aot.mesh(), stack_of(n, in_fp8=in_fp8), optimizer_of(in_fp8=in_fp8)
+
+        def step(params: PyTree, opt_state: Any, grads: PyTree, tx: Any = tx) -> tuple[PyTree, Any]:
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+        shapes = aot.abstract(m, params), aot.abstract(m, jax.eval_shape(tx.init, params))
+        compiled = aot.compile_for(step, *shapes, shapes[0], donate_argnums=(0, 1), keep_unused=True)
+        runs = aot.instructions(compiled)
+        kernels.append(len(runs))
+        copies.append(sum(i.op == "copy" and i.bytes_written <= 4 for i in runs))
+    added = kernels[1] - kernels[0]
+    return {
+        "layers": n,
+        "scales": 3 * n,
+        "kernels": kernels[1],
+        "without_fp8": kernels[0],
+        "added": added,
+        "of_them_scalar_copies": copies[1] - copies[0],
+    }
+
+
+def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
+    """Collectives of a whole data-parallel step on eight devices, `reduce_gradients` in the chain."""
+    m, params = aot.mesh(8), stack_of(n, in_fp8=in_fp8)
+    tx = optax.chain(jaxmp.reduce_gradients(), optimizer_of(in_fp8=in_fp8))
+
+    def step(params: PyTree, opt_state: Any, x: Array) -> tuple[PyTree, Any, Array]:
+        loss, grads = jaxmp.value_and_grad(loss_of_stack)(params, x, opt_state=opt_state)
+        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        return params, opt_state, lax.pmean(loss, "data")
+
+    spread = jax.shard_map(step, mesh=m, in_specs=(P(), P(), P("data")), out_specs=P())
+    shapes = aot.abstract(m, params), aot.abstract(m, jax.eval_shape(tx.init, params))
+    x = aot.spec(m, (8 * 256, 256), jnp.bfloat16, P("data"))
+    compiled = aot.compile_for(spread, *shapes, x, donate_argnums=(0, 1), keep_unused=True, compiler_options=OPTIONS)
+    report = aot.report(compiled)
+    reduces = report["collectives"].get("all-reduce", [])
+    return {
+        "layers": n,
+        "scales": 3 * n if in_fp8 else 0,
+        "small_all_reduces": [size for size in reduces if size <= SMALL],
+        "other_all_reduces": [size for size in reduces if size > SMALL],
+        "other_collectives": sorted(set(report["collectives"]) - {"all-reduce"}),
+    }
+
+
+def missed_by_step(updates: list[dict[str, Any]], exchanges: list[dict[str, Any]]) -> list[str]:
+    """The targets that a step with fp8 layers misses, in words."""
+    added = [row["added"] - row["of_them_scalar_copies"] for row in updates]
+    checks = [
+        (added[0] <= 20, f"over 20 kernels to move the scales of {LAYERS} layers: {added[0]}"),
+        (added[1] <= 30, f"over 30 kernels to move the scales of {2 * LAYERS} layers: {added[1]}"),
+    ]
+    for row in exchanges:
+        small = row["small_all_reduces"]
+        checks.append((len(small) == 1, f"{len(small)} small all-reduces for {row['scales']} scales, not 1"))
+        checks.append((not row["other_collectives"], f"collectives: {', '.join(row['other_collectives'])}"))
+    return [what for holds, what in checks if not holds]
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    cells = [["one layer, forward and backward", "GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
+    for row in results["layers"]:
+        target = row["target"]
+        in_fp8 = sum(gemm["call"] == FP8_GEMM for gemm in row["gemms"])
+        cells.append(
+            [
+                row["program"],
+                f"{in_fp8} fp8" if in_fp8 else f"{len(row['gemms'])} bf16",
+                str(row["kernels"]),
+                f"{row['mib']:.0f}",
+                f"{target['kernels']} and {target['mib']}" if target else "",
+                holds(row, has_target=target is not None),
+            ]
+        )
+    head = ["fp8 layers", "scales", "kernels of the optimizer's side", "without fp8", "added", "of them scalar copies"]
+    updates = [head, *([str(n) for n in row.values()] for row in results["updates"])]
+    exchanges = [["8 devices, shard_map: layers", "scales", "small all-reduces", "all-reduces of gradients"]]
+    exchanges += [
+        [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
+        for r in results["exchanges"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, block_cells(results["blocks"]), updates, exchanges))
+
+
+def _sizes(sizes: list[int]) -> str:
+    return ", ".join(f"{size} B" for size in sizes) or "none"
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found, rows = versions(H100, optional=("qwix",)), []
+    for layer in layers():
+        print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
+        rows.append(measure_layer(layer))
+    blocks = []
+    for name, devices in [(name, devices) for devices in (1, 8) for name in BLOCKS]:
+        print(f"compiling: a block, {name}, {devices} devices", file=sys.stderr, flush=True)
+        blocks.append(measure_block(name, devices))
+    print(f"compiling: a step with {LAYERS} layers", file=sys.stderr, flush=True)
+    updates = [measure_update(n) for n in (LAYERS, 2 * LAYERS)]
+    exchanges = [measure_exchange(LAYERS, in_fp8=in_fp8) for in_fp8 in (True, False)]
+    return {
+        "device": "H100 (compiled, not run)",
+        "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
+        "versions": found,
+        "layers": rows,
+        "blocks": blocks,
+        "updates": updates,
+        "exchanges": exchanges,
+        "missed": missed_by_step(updates, exchanges),
+    }
+
+
+BENCHMARK = Benchmark("h100 fp8", "h100_fp8.json", measure_all, render)

@@ -1,0 +1,277 @@
+"""Checks every Pallas kernel: its registers, spills and bytes, and whether a mesh gathers its operands.
+
+ptxas prints the registers of a thread and the bytes that it spills to memory. The final HLO has the bytes that are read
+and written.
+
+Targets: no kernel spills registers (they are bound by memory traffic), no kernel reads or writes more than it has to,
+and under plain jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel,
+add a row in `kernels()`.
+"""
+
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before a kernel is compiled
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
+from pallas_kernels import moments as moments_of, update as update_kernel
+
+SIDE = 4096
+SLACK = 0.2  # MiB: partial results and scalars
+
+
+class Kernel(NamedTuple):
+    """One row: a function, its arguments, and the least that it has to move."""
+
+    name: str
+    variant: str
+    run: Callable[..., Any]
+    arguments: tuple[Any, ...]  # trees of abstract arrays
+    least_mib: float
+    donated: tuple[int, ...] = ()
+    unread_mib: float = 0.0  # operands that are written in place and never read
+
+
+def kernels() -> list[Kernel]:
+    """All kernels, in the important dtypes. A wide result has the dtype of the first tensor."""
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    k = pallas_kernels
+    return [
+        *_matrix("cast_transpose_amax", lambda x, s: k.cast_transpose_amax(x, s, e4m3), inputs=1),
+        *_matrix("cast_transpose_amax, e5m2", lambda x, s: k.cast_transpose_amax(x, s, e5m2), inputs=1),
+        *(
+            row
+            for f in ("gelu", "silu")
+            for row in _matrix(
+                f"{f}_cast_transpose_amax",
+                lambda x, s, f=f: k.activation_cast_transpose_amax(x, s, e4m3, activation=f),
+                inputs=1,
+            )
+        ),
+        *(
+            row
+            for f in ("gelu", "silu")
+            for row in _matrix(
+                f"{f}_grad_cast_transpose_amax",
+                lambda g, x, s, f=f: k.activation_grad_cast_transpose_amax(g, x, s, e5m2, activation=f),
+                inputs=2,
+                wide=True,
+            )
+        ),
+        *_matrix(
+            "silu_gated_cast_transpose_amax",
+            lambda a, b, s: k.silu_gated_cast_transpose_amax(a, b, s, e4m3),
+            inputs=2,
+        ),
+        *_matrix(
+            "silu_gated_grad_cast_transpose_amax",
+            lambda g, a, b, s, t: k.silu_gated_grad_cast_transpose_amax(g, a, b, (s, t), e5m2),
+            inputs=3,
+            values=2,
+            wide=True,
+        ),
+        *_over_trees(),
+    ]
+
+
+def _over_trees() -> Iterator[Kernel]:
+    """Kernels over many leaves: a matrix, and small leaves that need blocks of every size."""
+    k, scalar = pallas_kernels, jax.ShapeDtypeStruct((), jnp.float32)
+    one_byte = SIDE**2 / 2**20
+
+    def tree(dtype: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((SIDE, SIDE), (1000,), (13,))]
+
+    half = tree(jnp.float16)
+    yield Kernel("gradient_norm", "float16", k.gradient_norm, (half, scalar), 2 * one_byte)
+    yield Kernel(
+        "unscale_and_check", "float16", k.unscale_and_check, (half, scalar), 6 * one_byte, unread_mib=4 * one_byte
+    )
+    for dtype, size in ((jnp.bfloat16, 2), (jnp.float8_e4m3fn, 1)):
+
+        def cast(masters: Any, scale: Any, dtype: Any = dtype) -> Any:
+            return k.cast_tree(masters, dtype, scale=scale)
+
+        name = f"cast_tree to {jnp.dtype(dtype).name}"
+        yield Kernel(
+            name, "float32", cast, (tree(jnp.float32), scalar), (4 + size) * one_byte, unread_mib=size * one_byte
+        )
+
+    def update(weights: Any, grads: Any, factor: Any, taken: Any, rule: Any) -> Any:
+        bound = [update_kernel.Weight(g, *w) for g, w in zip(grads, weights, strict=True)]
+        scalars = (factor, factor) if len(rule.signed) == 2 else ()
+        rest = {"factor": factor, "learning_rate": factor, "step": factor, "scalars": scalars, "taken": taken}
+        moved, _ = k.multi_tensor_update(bound, rule, **rest)
+        return [(w.param, w.master, w.moments) for w in moved]
+
+    flag = jax.ShapeDtypeStruct((), jnp.bool_)
+    adamw, lion, sgd = update_kernel.AdamW(), update_kernel.Lion(), update_kernel.Momentum()
+    forms = (
+        ("AdamW", adamw, jnp.float16, jnp.float32, jnp.float32, 28, 2),
+        ("AdamW, split masters", adamw, jnp.bfloat16, jnp.int16, jnp.float32, 26, 0),
+        ("AdamW, 24-bit masters, int8 moments", adamw, jnp.bfloat16, jnp.int8, jnp.int8, 12, 0),
+        ("AdamW, bfloat16 moments", adamw, jnp.bfloat16, jnp.float32, jnp.bfloat16, 20, 2),
+        ("AdamW, e4m3 moments", adamw, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, 16, 2),
+        ("Lion", lion, jnp.float16, jnp.float32, jnp.float32, 20, 2),
+        ("SGD with momentum", sgd, jnp.float16, jnp.float32, jnp.float32, 20, 2),
+    )
+    for name, rule, dtype, master, state, moved, unread in forms:
+
+        def moments(x: jax.ShapeDtypeStruct, rule: Any = rule, state: Any = state) -> tuple[Any, ...]:
+            return tuple(moments_of.like(x.shape, state, signed=signed) for signed in rule.signed)
+
+        grads = tree(dtype)
+        weights = [(g, jax.ShapeDtypeStruct(g.shape, master), moments(g)) for g in grads]
+        scales = 16 * SIDE**2 / 256 / 2**20 if jnp.dtype(state).itemsize == 1 else 0  # of two moments, read and written
+        yield Kernel(
+            f"multi_tensor_update: {name}",
+            jnp.dtype(dtype).name,
+            functools.partial(update, rule=rule),
+            (weights, grads, scalar, flag),
+            moved * one_byte + scales,
+            donated=(0,),
+            unread_mib=unread * one_byte,
+        )
+
+
+def _matrix(
+    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False
+) -> Iterator[Kernel]:
+    """Rows of a kernel on square matrices: reads each once, writes each value twice in fp8, and wide if `wide`."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        size = jnp.dtype(dtype).itemsize
+        x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        least = (inputs * size + values * (2 + wide * size)) * SIDE**2 / 2**20
+        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values, least)
+
+
+def measure(kernel: Kernel) -> dict[str, Any]:
+    """Compiles one kernel and returns its row."""
+    m = aot.mesh()
+    arguments = aot.abstract(m, kernel.arguments)
+    with said_by_ptxas() as said:
+        compiled = aot.compile_for(kernel.run, *arguments, donate_argnums=kernel.donated)
+    runs = aot.instructions(compiled)
+    ours = [i for i in runs if "mosaic" in i.kind]
+    row = {
+        "kernel": kernel.name,
+        "variant": kernel.variant,
+        "registers": max((int(n) for n in re.findall(r"Used (\d+) registers", said[0])), default=None),
+        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said[0])),
+        "launches": len(ours),
+        "beside": len(runs) - len(ours),
+        "mib": round(sum(i.bytes_read + i.bytes_written for i in runs) / 2**20 - kernel.unread_mib, 2),
+        "least_mib": kernel.least_mib,
+    }
+    checks = (
+        (bool(ours), "it is not in the program"),
+        (row["registers"] is not None, "ptxas said nothing"),
+        (not row["spilled_bytes"], f"{row['spilled_bytes']} bytes spilled"),
+        (row["mib"] <= kernel.least_mib + SLACK, f"{row['mib']} MiB, not {kernel.least_mib}"),
+    )
+    row["missed"] = [what for holds, what in checks if not holds]
+    return row
+
+
+@contextmanager
+def said_by_ptxas() -> Iterator[list[str]]:
+    """The compiler's output in this region, which bypasses Python's `sys.stdout`."""
+    said: list[str] = []
+    sys.stdout.flush()
+    with tempfile.TemporaryFile(mode="w+") as file:
+        kept = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stdout.flush()
+            for descriptor, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            file.seek(0)
+            said.append(file.read())
+
+
+def measure_split(spec: P) -> dict[str, Any]:
+    """cast_transpose_amax of a matrix split over eight devices, under plain jit."""
+    m = aot.mesh(8, ("a", "b"), (4, 2))
+    arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
+    compiled = aot.compile_for(lambda x, s: pallas_kernels.cast_transpose_amax(x, s, jnp.float8_e4m3fn), *arguments)
+    report = aot.report(compiled)
+    found = report["collectives"]
+    small = sum(found.get("all-reduce", [])) <= 4 and set(found) <= {"all-reduce"}
+    q, q_t, _ = compiled.output_shardings
+    checks = (
+        (small, f"collectives: {found}"),
+        (any("mosaic" in i.kind for i in aot.instructions(compiled)), "the kernel is not in the program"),
+        (_padded(q.spec) == _padded(spec), f"q is split as {q.spec}"),
+        (_padded(q_t.spec) == _padded(spec)[::-1], f"q.T is split as {q_t.spec}"),
+    )
+    return {"x": str(spec), "collectives": found, "missed": [what for holds, what in checks if not holds]}
+
+
+def _padded(spec: P) -> tuple[Any, ...]:
+    return (*spec, *[None] * (2 - len(spec)))
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "holds"]]
+    cells += [
+        [
+            row["kernel"],
+            row["variant"],
+            str(row["registers"]),
+            f"{row['spilled_bytes']} B",
+            str(row["launches"]),
+            str(row["beside"]),
+            f"{row['mib']:.1f}",
+            f"{row['least_mib']:.0f}",
+            holds(row),
+        ]
+        for row in results["kernels"]
+    ]
+    split = [["cast_transpose_amax under jit, x on a 4 x 2 mesh (a, b) as", "collectives", "holds"]]
+    split += [
+        [
+            row["x"],
+            ", ".join(f"{kind} of {sum(sizes)} B" for kind, sizes in row["collectives"].items()) or "none",
+            holds(row),
+        ]
+        for row in results["split"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, split))
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found = versions(H100)
+    rows = []
+    for kernel in kernels():
+        print(f"compiling: {kernel.name} of {kernel.variant}", file=sys.stderr, flush=True)
+        rows.append(measure(kernel))
+    return {
+        "device": "H100 (compiled, not run)",
+        "side": SIDE,
+        "versions": found,
+        "kernels": rows,
+        "split": [measure_split(spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())],
+    }
+
+
+BENCHMARK = Benchmark("h100 kernels", "h100_kernels.json", measure_all, render)

@@ -1,0 +1,83 @@
+"""Counts what jaxmp.monitor adds to a step.
+
+Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: alone, after `step_stats` at every tenth
+step, and after `step_stats` at every step. A conditional counts as its more expensive branch, the watched step.
+
+Targets: every donated buffer is reused and none is copied; the statistics need no more scratch memory than the bits of
+the largest tensor.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
+
+LAYERS, ROWS, COLUMNS = 4, 1024, 4096
+LARGEST = ROWS * COLUMNS
+KINDS = ("as it is", "step_stats, every 10 steps", "step_stats, every step")
+
+
+def compile_step(kind: str) -> Any:
+    """The optimizer's side of a step, with statistics before it or without."""
+    shapes = {f"layer_{i}": {"kernel": (ROWS, COLUMNS), "bias": (COLUMNS,)} for i in range(LAYERS)}
+
+    def of(dtype: Any) -> Any:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), shapes, is_leaf=lambda s: isinstance(s, tuple))
+
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-3)), "fp16")
+
+    def step(grads: Any, params: Any, opt_state: Any, i: jax.Array) -> Any:
+        when = {KINDS[0]: False, KINDS[1]: i % 10 == 0, KINDS[2]: True}[kind]
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, when=when)
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), stats
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    args = aot.abstract(
+        aot.mesh(1), (of(jnp.float16), of(jnp.float16), jax.eval_shape(tx.init, of(jnp.float32)), count)
+    )
+    return aot.compile_for(step, *args, donate_argnums=(1, 2))
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    n_params, rows = LAYERS * (LARGEST + COLUMNS), []
+    for kind in KINDS:
+        found = aot.report(compile_step(kind), n_params=n_params)
+        row = {"program": kind, **{k: found[k] for k in ("kernels", "bytes_per_param", "temp_bytes", "alias_bytes")}}
+        row["largest_copy_bytes"] = found["largest_copy_bytes"]
+        rows.append(row)
+    return {
+        "device": "H100, compiled for and not run",
+        "versions": versions(H100),
+        "n_params": n_params,
+        "rows": [row | {"missed": missed(row, rows[0])} for row in rows],
+    }
+
+
+def missed(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """The targets that a row misses, in words."""
+    checks = (
+        (row["alias_bytes"] == plain["alias_bytes"], f"{row['alias_bytes']} donated bytes reused"),
+        (row["largest_copy_bytes"] < LARGEST, f"a copy of {row['largest_copy_bytes']} bytes"),
+        (row["temp_bytes"] <= 4.1 * LARGEST, f"{row['temp_bytes']} bytes of scratch"),
+    )
+    return [f"{row['program']}: {what}" for fine, what in checks if not fine]
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    cells = [["program", "kernels", "B/param", "scratch MB", "reused MB", "holds"]]
+    for row in results["rows"]:
+        numbers = [f"{row['bytes_per_param']:.1f}", f"{row['temp_bytes'] / 1e6:.1f}", f"{row['alias_bytes'] / 1e6:.1f}"]
+        cells.append([row["program"], str(row["kernels"]), *numbers, holds(row)])
+    return markdown(cells)
+
+
+BENCHMARK = Benchmark("h100 monitor", "h100_monitor.json", measure_all, render)

@@ -1,0 +1,147 @@
+"""Counts the copies and the scratch memory of a step with its state in host memory.
+
+Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW. Counted are the copies over the bus and
+their bytes, the host arrays that are updated in place, scratch memory on the device, and collectives.
+
+Targets: each array is copied in once and out once and is updated in place, no collective is added, and windows of one
+leaf need scratch memory for at most four leaves.
+"""
+
+import re
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxmp
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import H100, versions
+
+WIDTH, LAYERS = 1024, 8
+COUNT = LAYERS * WIDTH * WIDTH
+LEAF = 12 * WIDTH * WIDTH  # bytes of a master and its moments
+DEVICES = (1, 8)
+WINDOWS = (None, LEAF, 2**30)
+
+
+class HostSharding(NamedSharding):
+    """A sharding in pinned host memory: devices that are only described to XLA list no memories."""
+
+    memory_kind = property(lambda self: "pinned_host")  # pyright: ignore[reportAssignmentType]
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), "pinned_host"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostSharding) and super().__eq__(other)
+
+
+class Case(NamedTuple):
+    """One program; `window` in bytes, or None for a state on the device without `stream_updates`."""
+
+    devices: int
+    window: int | None
+
+
+def missed(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """The targets that a row misses, in words; `baseline` is the row with the state on the device."""
+    bytes_each_way = 0 if row["window_bytes"] is None else 12 * COUNT // row["devices"]
+    copies = 0 if row["window_bytes"] is None else 3 * LAYERS
+    expected = {
+        "copies_in": copies,
+        "copies_out": copies,
+        "bytes_in": bytes_each_way,
+        "bytes_out": bytes_each_way,
+        "in_place_bytes": bytes_each_way,
+        "collectives": baseline["collectives"],
+    }
+    found = [f"{name} are {row[name]}, not {n}" for name, n in expected.items() if row[name] != n]
+    most = 4 * LEAF // row["devices"] + 2**20
+    if row["window_bytes"] == LEAF and row["scratch_bytes"] > most:
+        found.append(f"scratch of {row['scratch_bytes']} bytes, over {most}")
+    if row["window_bytes"] is not None and row["window_bytes"] > LEAF and row["scratch_bytes"] <= most:
+        found.append("all leaves at once need no more scratch than windows of one leaf: the comparison shows nothing")
+    return found
+
+
+def measure_all() -> dict[str, Any]:
+    """All results."""
+    found, rows = versions(H100), []
+    for devices in DEVICES:
+        of_these = []
+        for window in WINDOWS:
+            print(f"compiling for {devices}: windows of {window} bytes", file=sys.stderr, flush=True)
+            of_these.append(count(Case(devices, window)))
+        rows += [row | {"missed": missed(row, of_these[0])} for row in of_these]
+    return {
+        "device": f"{' and '.join(map(str, DEVICES))} x H100 (compiled, not run)",
+        "versions": found,
+        "leaves": LAYERS,
+        "params": COUNT,
+        "rows": rows,
+    }
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown."""
+    head = ["devices", "window MiB", "copies in", "MiB in", "copies out", "MiB out", "in place MiB", "scratch MiB"]
+    cells = [[*head, "collectives", "holds"]]
+    for row in results["rows"]:
+        mib = {name: "-" if n is None else f"{n / 2**20:.0f}" for name, n in row.items() if "bytes" in name}
+        moved = (str(row["copies_in"]), mib["bytes_in"], str(row["copies_out"]), mib["bytes_out"])
+        kept = (mib["in_place_bytes"], mib["scratch_bytes"], str(row["collectives"]))
+        cells.append([str(row["devices"]), mib["window_bytes"], *moved, *kept, holds(row)])
+    return markdown(cells)
+
+
+def count(case: Case) -> dict[str, Any]:
+    """The row of a program."""
+    mesh = aot.mesh(case.devices)
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    if case.window is not None:
+        inner = jaxmp.offload.stream_updates(inner, window_bytes=case.window)
+    tx = jaxmp.mixed_precision(inner, "fp16")
+    params32 = {f"layer_{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
+    opt_state = aot.abstract(mesh, jax.eval_shape(tx.init, params32), partition)
+    params = aot.abstract(mesh, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), params32), partition)
+    if case.window is not None:
+        opt_state = opt_state._replace(guarded=jax.tree.map(lambda x: on_host(mesh, x), opt_state.guarded))
+
+    def step(params: Any, opt_state: Any, grads: Any) -> Any:
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    compiled = aot.compile_for(step, params, opt_state, params, donate_argnums=(0, 1))
+    text = compiled.as_text() or ""
+    shape, host_shape = r"\w+\[[\d,]*\]\{[\d,]*\}", r"\w+\[[\d,]*\]\{[\d,]*:S\(5\)\}"
+    ins = re.findall(rf"= \(({shape}), {host_shape}, .* copy-start\(", text)
+    outs = re.findall(rf"= \({host_shape}, ({shape}), .* copy-start\(", text)
+    memory: Any = compiled.memory_analysis()
+    return {
+        "devices": case.devices,
+        "window_bytes": case.window,
+        "copies_in": len(ins),
+        "copies_out": len(outs),
+        "bytes_in": sum(map(aot.nbytes, ins)),
+        "bytes_out": sum(map(aot.nbytes, outs)),
+        "in_place_bytes": memory.host_alias_size_in_bytes,
+        "scratch_bytes": memory.temp_size_in_bytes,
+        "collectives": len(re.findall(r" all-reduce(?:-start)?\(| all-gather(?:-start)?\(", text)),
+    }
+
+
+def partition(x: Any) -> PartitionSpec:
+    """Arrays are split along their first axis, as in FSDP; scalars are replicated."""
+    return PartitionSpec("data") if x.ndim else PartitionSpec()
+
+
+def on_host(mesh: Mesh, x: Any) -> Any:
+    """An abstract array in host memory; scalars stay on the device."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HostSharding(mesh, partition(x))) if x.ndim else x
+
+
+BENCHMARK = Benchmark("h100 offload", "h100_offload.json", measure_all, render)

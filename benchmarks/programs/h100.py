@@ -1,0 +1,143 @@
+"""The optimizer's side of a step, as programs to compile for H100: in jaxmp, by hand, in flax and in optax."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+import jaxmp
+from benchmarks.lib import trees
+from benchmarks.programs.recipes import (
+    LEARNING_RATE,
+    MAX_NORM,
+    Step,
+    branched,
+    by_hand,
+    flax_dynamic_scale,
+    plain,
+    selected,
+)
+
+SMALL = 1024  # bytes: scalars and a few flags are below this, tensors above
+
+
+class Tree(NamedTuple):
+    """The params of a model."""
+
+    name: str
+    shapes: PyTree
+
+
+GPT2 = Tree("GPT-2 small", trees.gpt2())
+MANY = Tree("1000 leaves", trees.gpt2(layers=83))
+LLAMA = Tree("Llama 1B", trees.llama_1b())
+
+
+class Target(NamedTuple):
+    """The most that a program may cost; every field is checked."""
+
+    bytes_per_param: float
+    small_all_reduces: int  # for flags and sums, each at most SMALL bytes
+    rounded_leaves: int = 0  # leaves whose rounding to 16 bits must be in the program
+    kernels: int | None = None
+    largest_copy_bytes: int = SMALL
+    stored_bytes_per_param: float | None = None  # params and optimizer state
+
+
+class Program(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    mode: str  # the number of devices, and how they share the work
+    step: Step
+    init: Callable[[PyTree], Any]  # from float32 params
+    devices: int = 1
+    params_dtype: Any = jnp.float16
+    target: Target | None = None
+    tree: Tree = GPT2
+    writes_params_only: bool = False  # its kernels have the params as operands, but never read them
+
+
+def jaxmp_programs() -> Iterator[Program]:
+    """`jaxmp.mixed_precision` in its two forms, on one device and on eight that hold the same params."""
+    inner = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
+    tx = jaxmp.mixed_precision(inner, "fp16")
+
+    def update(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    forms = (
+        ("jaxmp.apply_gradients", applied(tx), 30.5, 0),
+        ("jaxmp update + optax.apply_updates", update, 32.5, len(jax.tree.leaves(GPT2.shapes))),
+    )
+    for name, step, limit, rounded in forms:
+        yield Program(name, "1 device", step, tx.init, target=Target(limit, 0, rounded))
+        yield Program(name, "8, jit", step, tx.init, devices=8, target=Target(limit, 0, rounded))
+        yield Program(name, "8, shard_map", step, tx.init, devices=8, target=Target(limit, 1, rounded))
+
+
+def fused_programs() -> Iterator[Program]:
+    """`jaxmp.fused_adamw` in a few launches: with masters, with split masters, and with moments in 8 bits."""
+    name = "jaxmp.fused_adamw, fp16"
+    tx = jaxmp.mixed_precision(_fused_adamw(), "fp16")
+    one = Program(name, "1 device", applied(tx), tx.init, writes_params_only=True)
+    few = Target(30.5, 0, kernels=32, largest_copy_bytes=0)
+    yield one._replace(target=few)
+    # 4 more: XLA writes the mean over devices, and the kernel reads it.
+    yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
+    # Each device updates its part. Two sums over split leaves are reduced: norm with flag, saturated weights.
+    yield one._replace(mode="8, jit", devices=8, target=few)
+    yield one._replace(
+        mode="8, jit, split",
+        devices=8,
+        tree=LLAMA,
+        target=few._replace(kernels=64, small_all_reduces=2, largest_copy_bytes=4),
+    )
+    yield one._replace(tree=MANY, target=few._replace(kernels=None))
+    yield one._replace(tree=LLAMA, target=few)
+
+    tx = jaxmp.mixed_precision(_fused_adamw(), "bf16", remainder_bits=16)
+    name = "jaxmp.fused_adamw, bf16, 16 bits of remainder"
+    split = Program(name, "1 device", applied(tx), tx.init, params_dtype=jnp.bfloat16)
+    yield split._replace(target=few._replace(bytes_per_param=28.5))
+
+    tx = jaxmp.mixed_precision(_fused_adamw(state_dtype=jnp.int8), "bf16", remainder_bits=8)
+    name = "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments"
+    small = split._replace(name=name, step=applied(tx), init=tx.init)
+    small = small._replace(target=few._replace(bytes_per_param=14.5, stored_bytes_per_param=7.0))
+    yield small
+    yield small._replace(tree=LLAMA)
+
+
+def _fused_adamw(**kwargs: Any) -> optax.GradientTransformation:
+    return jaxmp.fused_adamw(LEARNING_RATE, max_norm=MAX_NORM, **kwargs)
+
+
+def applied(tx: optax.GradientTransformation) -> Step:
+    """A step through `jaxmp.apply_gradients`."""
+
+    def step(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    return step
+
+
+def baseline_programs() -> Iterator[Program]:
+    """The same work without jaxmp."""
+    adamw = optax.adamw(LEARNING_RATE)
+    clipped = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    for how, taken_if in (("select", selected), ("branch", branched)):
+        init, step = by_hand(taken_if)
+        one = Program(f"by hand, {how}: fp16 params, fp32 masters, clip, adamw", "1 device", step, init)
+        for tree in (GPT2, MANY, LLAMA):
+            yield one._replace(tree=tree)
+    for name, tx in (("adamw", adamw), ("clip + adamw", clipped)):
+        init, step = flax_dynamic_scale(tx)
+        yield Program(f"flax DynamicScale, f32 params, {name}", "1 device", step, init, params_dtype=jnp.float32)
+    for name, tx in (("adamw", adamw), ("clip + adamw", clipped)):
+        init, step = plain(tx)
+        yield Program(f"optax.{name}, f32, no scaling", "1 device", step, init, params_dtype=jnp.float32)
