@@ -151,7 +151,7 @@ def test_finite_replays_are_held_against_what_was_observed(tmp_path, observed, v
 
 
 def test_a_program_that_is_finite_one_by_one_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay_lib._op_walk, "walk", lambda *args: None)
+    monkeypatch.setattr(replay_lib.first_bad_op, "walk", lambda *args: None)
     found = replay(capture(tmp_path, linear_loss, *params_and_batch(x=jnp.inf), loss_scale=1.0))
     assert (found.verdict, found.bad_op) == ("deterministic", None)
     assert "operation by operation all is finite: the compiled program computes otherwise" in str(found)

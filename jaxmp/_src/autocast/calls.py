@@ -16,7 +16,6 @@ from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.emit import Emitter, cast
 from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
 from jaxmp._src.programs import jaxprs
-from jaxmp._src.programs.jaxprs import written
 
 _FEW = 8  # equations: a call of fewer is not worth a trace of its own
 
@@ -25,8 +24,8 @@ def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     """`jax.jit` and `jax.checkpoint`: the same equation with another function in it."""
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
-    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    if eqn.primitive.name != "remat2" and len(plan.steps) <= _FEW and not _has_shardings(eqn):
+    name, is_remat = jaxprs.body_name(eqn), eqn.primitive.name in jaxprs.REMATS
+    if not is_remat and len(plan.steps) <= _FEW and not _has_shardings(eqn):
         return emitter.run(plan, consts, operands)
     if id(plan) not in emitter.retraced:
 
@@ -35,7 +34,7 @@ def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
         emitter.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
     jaxpr, extra = jaxprs.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
-    if extra and eqn.primitive.name != "remat2":  # a jit has shardings for each of its operands, and none for these
+    if extra and not is_remat:  # a jit has shardings for each of its operands, and none for these
         return emitter.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
 
@@ -213,7 +212,7 @@ def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
         given = list(values)
         for i, x in zip(floats, moving, strict=True):
             given[i] = x
-        out = list(zip(written(eqn, given), eqn.outvars, strict=True))
+        out = list(zip(jaxprs.run_as_traced(eqn, given), eqn.outvars, strict=True))
         return [x for x, v in out if v.aval.dtype in FLOATS], [x for x, v in out if v.aval.dtype not in FLOATS]
 
     return function
@@ -252,10 +251,7 @@ def _cast_all(values: Any, results: tuple[Value, ...]) -> list[Any]:
 
 
 CALLS = {
-    "jit": _call,
-    "pjit": _call,
-    "remat2": _call,
-    "checkpoint": _call,
+    **dict.fromkeys(jaxprs.JITS | jaxprs.REMATS, _call),
     "closed_call": _closed_call,
     "core_call": _closed_call,
     "cond": _cond,

@@ -25,8 +25,9 @@ import numpy as np
 from jax.extend.core import primitives
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.programs import jaxprs
 
-ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+ALLOW = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 
 FORCE_FP32 = frozenset(
     {
@@ -83,7 +84,7 @@ POWERS = frozenset({"integer_pow", "square"})
 BOUNDED = frozenset({"tanh", "logistic", "erf", "erfc", "sin", "cos", "sign"})
 
 # A cast before these is a cast of the same or fewer values.
-BEFORE_CAST = frozenset({"reshape", "squeeze", "transpose", "rev", "broadcast_in_dim", "copy", "copy_p"})
+BEFORE_CAST = jaxprs.REARRANGES | {"broadcast_in_dim"}
 
 LOW_MARK = "jaxmp.autocast.low"  # a name on values that are in 16 bits from there on (see `_op_modules`)
 

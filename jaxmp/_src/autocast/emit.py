@@ -17,7 +17,7 @@ from jax.extend import core
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
-from jaxmp._src.programs.jaxprs import written
+from jaxmp._src.programs import jaxprs
 
 
 class Emitter:
@@ -79,7 +79,7 @@ class Emitter:
         if step.how == "call":
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
-            return written(eqn, operands)
+            return jaxprs.run_as_traced(eqn, operands)
         if eqn.primitive.name in _SCATTERS:
             return [_scatter(eqn, operands)]
         bound = eqn.primitive.bind(*operands, **_params(step))

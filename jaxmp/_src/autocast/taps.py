@@ -25,13 +25,10 @@ from jaxtyping import Array, PyTree
 from jaxmp._src.autocast import emit, flax_modules
 from jaxmp._src.programs import array_functions, jaxprs, module_paths
 
-MATMULS = ("dot_general", "conv_general_dilated")
-_ENTERED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "scan")
-# What a param may go through on its way to a matmul, as the operation's first operand.
-_MOVES = frozenset(
-    {"transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "rev"}
-    | {"copy", "copy_p", "name", "sharding_constraint", "reduce_precision"}
-)
+_ENTERED = (jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE) | {"scan"}
+# Operations that a param may go through before a matmul, as their first operand.
+_MOVES = jaxprs.REARRANGES | jaxprs.HANDS_ON
+_MOVES |= {"convert_element_type", "reduce_precision", "broadcast_in_dim", "slice", "dynamic_slice"}
 
 
 class Site(NamedTuple):
@@ -190,21 +187,21 @@ class _Walk:
             with emit.where(eqn):
                 if name == "scan":
                     return self._scan(eqn, operands, origins, stack, key)
-                if name in ("remat2", "checkpoint"):
+                if name in jaxprs.REMATS:
                     return self._checkpoint(eqn, operands, origins, stack, key)
                 results, found = self.run(jaxpr, consts, _placed(eqn, "in", operands), origins, stack, key)
                 return _placed(eqn, "out", results), found
-        if name in MATMULS and self.replace is not None:
+        if name in jaxprs.MATMULS and self.replace is not None:
             site = Site(key, module_paths.path_of(stack), module_paths.module_of(stack), eqn, origins)
-            return [self.replace(site, lambda *given: jaxprs.written(eqn, list(given))[0], operands)], {}
-        return jaxprs.written(eqn, operands), {}
+            return [self.replace(site, lambda *given: jaxprs.run_as_traced(eqn, list(given))[0], operands)], {}
+        return jaxprs.run_as_traced(eqn, operands), {}
 
     def _has_hooks(self, eqn: Any, stack: str) -> bool:
         """Whether something inside of a call is looked at or changed; else it stays the call it is."""
         if self.observe and module_paths.is_backward(stack):
             return False
         for inner in jaxprs.functions_of(eqn)[0][0].eqns:
-            if self.replace and inner.primitive.name in MATMULS:
+            if self.replace and inner.primitive.name in jaxprs.MATMULS:
                 return True
             if self.observe and module_paths.chain(str(inner.source_info.name_stack)):
                 return True
@@ -226,8 +223,8 @@ class _Walk:
             return [*results, *leaves]
 
         closed = jax.make_jaxpr(function)(*operands)
-        opened, extra = jaxprs.without_constants(eqn.params["jaxpr"], closed)
-        out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {"jaxpr": opened}))
+        opened, extra = jaxprs.without_constants(eqn.params[jaxprs.body_name(eqn)], closed)
+        out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {jaxprs.body_name(eqn): opened}))
         n = len(eqn.outvars)
         return list(out[:n]), jax.tree.unflatten(treedef, out[n:])
 

@@ -144,7 +144,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
     for i, eqn in enumerate(jaxpr.eqns):
         name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
         variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-        if name in ("dot_general", "conv_general_dilated"):
+        if name in jaxprs.MATMULS:
             if regions.lists_of(eqn, lists).group(name) == "allow":
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
@@ -163,7 +163,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
                 if matmul in features and bias not in features and features[matmul].hold(_axes(matmul, bias, varies)):
                     biased.add(i)
                     features[out] = features[matmul]
-        elif name in ("jit", "pjit") and (functions := jaxprs.functions_of(eqn)):
+        elif name in jaxprs.JITS and (functions := jaxprs.functions_of(eqn)):
             inner, outer = functions[0][0], eqn.outvars
             found = _find_biased(inner, regions.lists_of(eqn, lists))[1]
             features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}

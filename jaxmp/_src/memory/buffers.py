@@ -25,13 +25,10 @@ import jax.numpy as jnp
 
 from jaxmp._src.programs import jaxprs
 
-_MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
-_VIEWS = frozenset(  # the same bytes, or read as such
-    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "rev"}
-    | {"pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard"}
-)
+_MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
+_VIEWS = jaxprs.REARRANGES | jaxprs.HANDS_ON  # the same bytes, or read as such
 _LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
-_LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
+_BODIES = jaxprs.CONTROL_FLOW | {"shard_map"}
 _KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
 _WRITES = frozenset(
     {"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k"}
@@ -108,7 +105,7 @@ class _Program:
                 continue
             avals = [v.aval for v in eqn.outvars]
             if name == "shard_map":  # of its results, what one device holds
-                avals = [v.aval for v in jaxprs.open_jaxpr(eqn.params["jaxpr"])[0].outvars]
+                avals = [v.aval for v in jaxprs.functions_of(eqn)[0][0].outvars]
             written = [self._new(aval) for aval in avals]
             names |= dict(zip(eqn.outvars, written, strict=True))
             self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
@@ -189,7 +186,7 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
 
 def _forced(program: _Program) -> set[int]:
     """Values that are buffers whatever reads them."""
-    firm = set(program.inputs) | {w for op in program.ops if op.name in _MATMULS | _LOOPS for w in op.writes}
+    firm = set(program.inputs) | {w for op in program.ops if op.name in _MATMULS | _BODIES for w in op.writes}
     forced: set[int] = set()
 
     def force(value: int, by_matmul: bool = False) -> None:
@@ -207,10 +204,10 @@ def _forced(program: _Program) -> set[int]:
         if output is not None:
             force(output)
     for op in program.ops:
-        if op.is_barrier or op.name in _MATMULS | _LOOPS | _KERNELS:
+        if op.is_barrier or op.name in _MATMULS | _BODIES | _KERNELS:
             for r in op.reads:
                 force(r, op.name == "dot_general")
-        if op.name in _MATMULS | _LOOPS | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
+        if op.name in _MATMULS | _BODIES | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
             forced |= set(op.writes)
     return forced
 
@@ -258,7 +255,7 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
     now = most = 0
     for t, op in enumerate(program.ops):
         written = [w for w in op.writes if w in stored and (with_outputs or w not in held)]
-        in_place = op.name not in _MATMULS | _LOOPS | _KERNELS  # a fusion may write over what it is the last to read
+        in_place = op.name not in _MATMULS | _BODIES | _KERNELS  # a fusion may write over what it is the last to read
         for b in dying[t] if in_place else ():
             now -= alive.pop(b, 0) if b not in held else 0
         for w in written:
@@ -272,7 +269,7 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
 
 def _inside(op: _Op) -> int:
     """What the body of a loop or of a branch takes beside its operands, in one turn."""
-    if op.name not in _LOOPS:
+    if op.name not in _BODIES:
         return 0
     return max((usage(jaxpr).peak for jaxpr, _ in jaxprs.functions_of(op.eqn)), default=0)
 

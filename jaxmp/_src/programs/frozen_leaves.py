@@ -10,23 +10,19 @@ included. What cannot be followed counts as trained: the leaf then has a master 
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend import core
 from jaxtyping import PyTree
 
-_SHAPE_ONLY = {"broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose"}
-_KEEP_ZERO = _SHAPE_ONLY | {"neg"}
-_ALL_ZERO = {
-    "select_n": 1,
-    "concatenate": 0,
-    "add": 0,
-    "sub": 0,
-    "add_any": 0,
-}  # from which operand on all must be zero
-_CALLS = {"pjit", "jit", "closed_call", "remat2", "checkpoint"}
+from jaxmp._src.programs import jaxprs
+
+_MOVES = jaxprs.REARRANGES | jaxprs.HANDS_ON | {"broadcast_in_dim", "convert_element_type"}
+_KEEP_ZERO = _MOVES | {"neg"}
+# The result is zero if all operands from this one on are.
+_ALL_ZERO = {"select_n": 1, "concatenate": 0, "add": 0, "sub": 0, "add_any": 0}
 
 
 def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
@@ -63,10 +59,10 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
     finite: set[Any] = set()  # floats that were made from bools and integers
 
     def is_zero(v: Any) -> bool:
-        return _is_zero_constant(v.val) if isinstance(v, jax.extend.core.Literal) else v in zeros
+        return _is_zero_constant(v.val) if isinstance(v, core.Literal) else v in zeros
 
     def is_finite(v: Any) -> bool:
-        if isinstance(v, jax.extend.core.Literal):
+        if isinstance(v, core.Literal):
             return bool(np.all(np.isfinite(v.val)))
         return v in finite or not jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
@@ -83,19 +79,18 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
         else:
             results = _zero_results_of_call(eqn, operands)
         zeros |= {v for v, r in zip(eqn.outvars, results, strict=False) if r}
-        if name in _SHAPE_ONLY and is_finite(eqn.invars[0]):
+        if name in _MOVES and is_finite(eqn.invars[0]):
             finite |= set(eqn.outvars)
     return [is_zero(v) for v in jaxpr.outvars]
 
 
 def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
-    if "branches" in eqn.params:  # cond: zero in every branch
-        branches = [_zero_outputs(b.jaxpr, b.consts, operands[1:]) for b in eqn.params["branches"]]
-        return [all(results) for results in zip(*branches, strict=True)]
-    called = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
-    if called is None:
+    name = eqn.primitive.name
+    if name != "cond" and name not in jaxprs.CALLS:
         return [False] * len(eqn.outvars)
-    return _zero_outputs(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)
+    given = operands[1:] if name == "cond" else operands
+    found = [_zero_outputs(jaxpr, consts, given) for jaxpr, consts in jaxprs.functions_of(eqn)]
+    return [all(results) for results in zip(*found, strict=True)]  # of a cond: zero in every branch
 
 
 def _is_zero_constant(x: Any) -> bool:

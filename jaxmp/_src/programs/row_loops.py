@@ -13,14 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._src.devices import host_memory
-
-# What gives each element of its result from the same element of its operands, and says no shape in its parameters.
-_ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf erf_inv exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow rem "
-    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan tanh xor "
-    "bitcast_convert_type device_put stop_gradient reduce_precision".split()
-)
+from jaxmp._src.programs import jaxprs
 
 
 class Rows(NamedTuple):
@@ -124,7 +117,4 @@ def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
 def _is_elementwise(eqn: Any) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return eqn.invars[0].aval.shape == ()
-    if eqn.primitive.name == "bitcast_convert_type":
-        return eqn.invars[0].aval.dtype.itemsize == eqn.outvars[0].aval.dtype.itemsize
-    shapes = {v.aval.shape for v in eqn.outvars}
-    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
+    return jaxprs.is_elementwise(eqn)

@@ -29,7 +29,6 @@ from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import jaxprs, row_loops
 
 _IN_FLIGHT = 2
-_CALLS = ("jit", "pjit")
 
 
 class Window(NamedTuple):
@@ -153,10 +152,10 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            results = _inlined(eqn.params["jaxpr"], operands)
+        if eqn.primitive.name in jaxprs.JITS:  # other calls have rules for derivatives, which writing out would lose
+            results = _inlined(eqn.params[jaxprs.body_name(eqn)], operands)
         else:
-            results = jaxprs.written(eqn, operands)
+            results = jaxprs.run_as_traced(eqn, operands)
         held |= dict(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import linecache
 import os
+import pathlib
 import sysconfig
 from typing import Any
 
@@ -249,6 +250,6 @@ def _libraries() -> tuple[str, ...]:
     """Folders whose lines are not the user's."""
     stdlib = sysconfig.get_paths()["stdlib"]
     packages = (os.path.dirname(module.__file__ or "") for module in (jax, jaxlib, flax, optax, np, pallas_kernels))
-    own = os.path.dirname(__file__)
+    own = str(pathlib.Path(__file__).parents[2])  # the folder of jaxmp
     parts = [f"{stdlib}{os.sep}{name}" for name in ("contextlib.py", "functools.py", "runpy.py", "threading.py")]
     return (*(f"{folder}{os.sep}" for folder in (*packages, own)), *parts)

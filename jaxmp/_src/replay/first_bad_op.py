@@ -22,12 +22,7 @@ from jaxmp._src.autocast import flax_modules
 from jaxmp._src.programs import array_functions, jaxprs, module_paths
 from jaxmp._src.replay import bad_operation, nonfinite
 
-_ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
-    | {"log1p", "neg", "sign", "tanh", "logistic", "sin", "cos", "tan", "erf", "max", "min", "convert_element_type"}
-    | {"add_any", "reduce_precision", "abs"}
-)
-_LOOPS = frozenset({"scan", "while"})
+_ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
 _MOST_WALKS = 3  # iterations of one loop that are looked into; the first that turns bad has the answer
 _NONE: frozenset[int] = frozenset()
 _NOTES = {1: "makes NaN of inf", 2: "an operand is infinite from the start, as a constant of the program"}
@@ -154,7 +149,7 @@ class _Walker:
         inherited = frozenset().union(*tainted)
         name = eqn.primitive.name
         inner = [_NONE] * len(results)
-        if name in _LOOPS or name == "cond" or name in jaxprs.CALLS:
+        if name in _ENTERED:
             inner = self.inside(eqn, operands, tainted, place)
         worst = max(_severities(operands), default=0)
         found = []
@@ -164,11 +159,11 @@ class _Walker:
                 continue
             bad = ~_is_finite(results[i])
             rank = 0 if not worst else 1 if severity > worst else 2
-            if rank and name in _ELEMENTWISE and (fresh := _fresh(bad, operands)).any():
+            if rank and jaxprs.is_elementwise(eqn) and (fresh := _fresh(bad, operands)).any():
                 bad, rank = fresh, 0
             if rank < 2 or not inherited:
                 note = _NOTES.get(rank, "")
-                if name in _LOOPS | jaxprs.CALLS | {"cond"}:
+                if name in _ENTERED:
                     note = "compiled as one program its result is not finite, operation by operation it is"
                 origin = bad_operation.describe(eqn, operands, results, i, place, bad, note)
                 found.append(inherited | self.add(origin, rank))
