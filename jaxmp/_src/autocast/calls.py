@@ -15,7 +15,7 @@ from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.emit import Emitter, cast
 from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
-from jaxmp._src.programs import jaxprs
+from jaxmp._src.programs import array_functions, jaxprs
 
 _FEW = 8  # equations: a call of fewer is not worth a trace of its own
 
@@ -209,9 +209,7 @@ def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
     """An equation as it was traced, as a function of some of its floats; what it gives besides floats comes second."""
 
     def function(*moving: Any) -> Any:
-        given = list(values)
-        for i, x in zip(floats, moving, strict=True):
-            given[i] = x
+        given = array_functions.with_values(values, floats, moving)
         out = list(zip(jaxprs.run_as_traced(eqn, given), eqn.outvars, strict=True))
         return [x for x, v in out if v.aval.dtype in FLOATS], [x for x, v in out if v.aval.dtype not in FLOATS]
 

@@ -5,7 +5,6 @@ bound or called here is ordinary JAX: it can be differentiated, batched, compile
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ class Emitter:
                 for v, dtype in zip(eqn.invars, step.operands, strict=True)
             ]
             # What runs as it was written brings its name along.
-            with contextlib.nullcontext() if step.how == "written" else where(eqn):
+            with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
                 results = self._run_step(step, operands)
             held |= dict(zip(eqn.outvars, results, strict=True))
             known |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -134,18 +133,3 @@ def _scatter(eqn: Any, operands: list[Any]) -> Any:
         unique_indices=params["unique_indices"],
         mode=params["mode"],
     )
-
-
-@contextlib.contextmanager
-def where(eqn: Any) -> Iterator[None]:
-    """What an equation was traced under: its name in a profile, and contexts such as `compute_on`.
-
-    Args:
-      eqn: the equation.
-    """
-    with contextlib.ExitStack() as stack:
-        scope = regions.scope_of(eqn)
-        if scope:
-            stack.enter_context(jax.named_scope(scope))
-        stack.enter_context(eqn.ctx.manager)
-        yield

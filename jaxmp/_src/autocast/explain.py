@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, flax_modules, regions, rewrite
+from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
-from jaxmp._src.programs import jaxprs
+from jaxmp._src.programs import array_functions, jaxprs
 
 
 class ExplainedOp(NamedTuple):
@@ -120,19 +119,14 @@ def explain_autocast(
 
         return run
 
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [
-        i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
-    ]
+    def call(*args: Any, **kwargs: Any) -> None:
+        flax_layers.call(fn, explained, args, kwargs)
 
-    def call(*arrays: Any) -> Any:
-        given = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        args, kwargs = jax.tree.unflatten(treedef, given)
-        flax_modules.call(fn, explained, args, kwargs)
+    def is_input(x: Any) -> bool:
+        return array_functions.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
-    jax.eval_shape(call, *(leaves[i] for i in places))
+    inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)), is_input)
+    jax.eval_shape(lambda *values: inputs.call(call, values), *inputs.values)
     return found[0]
 
 

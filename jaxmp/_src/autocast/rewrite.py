@@ -28,9 +28,8 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
 
-from jaxmp._src.autocast import calls, cast_lists, emit, flax_modules, planner, regions
+from jaxmp._src.autocast import calls, cast_lists, emit, flax_layers, planner, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.programs import array_functions
 
@@ -52,7 +51,7 @@ class Autocast:
     def __enter__(self) -> "Autocast":
         if self._output_dtype is not None:
             raise ValueError("autocast: a region has no output to cast; output_dtype= is for functions")
-        region = flax_modules.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
+        region = flax_layers.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
         region.__enter__()
         vars(self._entered).setdefault("regions", []).append(region)
         return self
@@ -161,11 +160,6 @@ def autocast(
     return _wrap(fn, lists, output_dtype, inherits=dtype is None)
 
 
-def is_module(x: Any) -> bool:
-    """Whether `x` is a flax module, which is a tree to jax as well."""
-    return isinstance(x, (linen.Module, nnx.Module))
-
-
 def no_autocast(fn: F) -> F:
     """A function that autocast leaves as it was written, wherever it is called.
 
@@ -218,7 +212,7 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         here = _inherited(lists) if inherits else lists
-        out = flax_modules.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+        out = flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
         if output_dtype is None:
             return out
         return jax.tree.map(lambda x: x.astype(output_dtype) if is_float_array(x) else x, out)

@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import Seen, TensorStats
+from jaxmp._src.programs import taps
 
 
 def watch_activations(

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.numerics import casting
 from jaxmp._src.numerics.quantize import largest_magnitude
+from jaxmp._src.programs import taps
 
 
 class Grid(NamedTuple):

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.bridges import linen_fp8, nnx_fp8
 from jaxmp._src.fp8 import matmul, scale_leaves
 from jaxmp._src.fp8.recipes import CurrentScaling
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import taps
 
 _JITTED = type(jax.jit(lambda: None))
 

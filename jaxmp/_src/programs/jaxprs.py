@@ -4,6 +4,8 @@ Some equations call, branch or loop: they hold further jaxprs. `functions_of` op
 their primitive gives the parameter. Files that ask what a primitive does take its name from the tables here.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -130,6 +132,14 @@ def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
 
 def _closed(jaxpr: Any, consts: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextlib.contextmanager
+def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
+    """The name stack of an equation (or `scope` in its place) and contexts such as `compute_on`, as it was traced."""
+    scope = str(eqn.source_info.name_stack) if scope is None else scope
+    with jax.named_scope(scope) if scope else contextlib.nullcontext(), eqn.ctx.manager:
+        yield
 
 
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:

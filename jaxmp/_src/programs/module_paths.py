@@ -8,38 +8,30 @@ named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib
-import contextvars
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from jaxmp._src.base import regions
-
 _MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
 _REGION = re.compile(r"jaxmp\.autocast\(\d+\)")
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
 
-_ACTIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_module_paths", default=False)
-# A part of the key under which `jax.jit` keeps what it traced: with markers it is another program.
+# A part of the key under which `jax.jit` caches what it traced: with markers it is another program.
 _KEY = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Calls of modules that are traced inside leave markers."""
-    with regions.region(_ACTIVE, True), _KEY("jaxmp.module"):
+    """The trace of a function whose modules leave markers; jitted functions are traced anew in it."""
+    with _KEY("jaxmp.module"):
         yield
 
 
-def at(path: str) -> contextlib.AbstractContextManager[Any]:
-    """The scope of a call of the module at `path`; nothing where nothing is marked.
-
-    Args:
-      path: the path of its params, `Block_0/Dense_1`; "" for the root.
-    """
-    return jax.named_scope(f"jaxmp.module({path})") if _ACTIVE.get() else contextlib.nullcontext()
+def marker(path: str) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a call of the module at `path`, the path of its params; "" for the root."""
+    return jax.named_scope(f"jaxmp.module({path})")
 
 
 def join(outer: str, inner: str) -> str:

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import flax_modules
-from jaxmp._src.programs import array_functions, jaxprs, module_paths
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
 from jaxmp._src.replay import bad_operation, nonfinite
 
 _ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
@@ -54,32 +53,18 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
       >>> bad.where(), bad.operands[0].amax, bad.float32_amax
       ('mul in head (forward)', 300.0, 90000.0)
     """
-    leaves = array_functions.leaves_of((args, kwargs))
-    places = [i for i, x in enumerate(leaves.values) if array_functions.is_array(x)]
-
-    def flat(*arrays: Any) -> Any:
-        given = list(leaves.values)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        args, kwargs = leaves.rebuild(given)
-        return named(fn)(*args, **kwargs)
-
-    values = [leaves.values[i] for i in places]
-    closed = jax.make_jaxpr(flat)(*values)
-    return walk(closed, values, [leaves.paths[i].partition("/")[2] for i in places])
+    inputs = array_functions.Inputs(array_functions.leaves_of((args, kwargs)))
+    closed = jax.make_jaxpr(lambda *arrays: inputs.call(named(fn), arrays))(*inputs.values)
+    return walk(closed, inputs.values, inputs.paths)
 
 
 def named(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, in which the operations of flax's modules carry the paths of these modules."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        nodes = [
-            x
-            for x in jax.tree.leaves((args, kwargs), is_leaf=array_functions.is_module)
-            if array_functions.is_module(x)
-        ]
+        nodes = filter(array_functions.is_module, jax.tree.leaves((args, kwargs), is_leaf=array_functions.is_module))
         with module_paths.marking():
-            return flax_modules.with_hooks(fn, nodes)(*args, **kwargs)
+            return flax_modules.with_hook(fn, nodes, flax_modules.leave_marker)(*args, **kwargs)
 
     return function
 

@@ -209,19 +209,18 @@ class _Step:
     """A step of a capture, traced once: compiled, or walked through."""
 
     def __init__(self, capture: captures.Capture, loss_fn: Callable[..., Any], dtype: Any = None):
-        leaves = array_functions.leaves_of((capture.args, capture.kwargs))
-        places = [i for i, x in enumerate(leaves.values) if array_functions.is_array(x)]
-        self.paths = [leaves.paths[i].partition("/")[2] for i in places]
-        self.arrays = [leaves.values[i] for i in places]
+        inputs = array_functions.Inputs(array_functions.leaves_of((capture.args, capture.kwargs)))
+        self.paths, self.arrays = inputs.paths, inputs.values
         if dtype is not None:
             self.arrays = [jnp.asarray(x).astype(dtype) if x.dtype in _NARROW else x for x in self.arrays]
 
+        named = first_bad_op.named(loss_fn)
+
         def step(loss_scale: Any, *arrays: Any) -> Any:
-            given = list(leaves.values)
-            for i, x in zip(places, arrays, strict=True):
-                given[i] = x
-            args, kwargs = leaves.rebuild(given)
-            return _value_and_grad(capture.options, first_bad_op.named(loss_fn), args, kwargs, loss_scale)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return _value_and_grad(capture.options, named, args, kwargs, loss_scale)
+
+            return inputs.call(run, arrays)
 
         self.closed, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), *self.arrays)
         self.treedef = jax.tree.structure(shapes)

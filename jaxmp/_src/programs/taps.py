@@ -22,8 +22,7 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from jaxmp._src.autocast import emit, flax_modules
-from jaxmp._src.programs import array_functions, jaxprs, module_paths
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
 
 _ENTERED = (jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE) | {"scan"}
 # Operations that a param may go through before a matmul, as their first operand.
@@ -121,7 +120,7 @@ def _call(fn: Callable[..., Any], walk: "_Walk", args: Any, kwargs: Any) -> tupl
 
         return run
 
-    return flax_modules.call(fn, transform, args, kwargs), collected
+    return flax_modules.call(fn, transform, args, kwargs, flax_modules.leave_marker), collected
 
 
 def _is_input(x: Any) -> bool:
@@ -184,7 +183,7 @@ class _Walk:
         name = eqn.primitive.name
         if name in _ENTERED and self._has_hooks(eqn, stack):
             jaxpr, consts = jaxprs.functions_of(eqn)[0]
-            with emit.where(eqn):
+            with jaxprs.where(eqn):
                 if name == "scan":
                     return self._scan(eqn, operands, origins, stack, key)
                 if name in jaxprs.REMATS:
