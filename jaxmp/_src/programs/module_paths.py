@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 _MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
-_REGION = re.compile(r"jaxmp\.autocast\(\d+\)")
+# Regions of autocast are scopes too, `jaxmp.autocast(float16)`, and no modules.
+REGION = "jaxmp.autocast"
+REGIONS = re.compile(re.escape(REGION) + r"\(([^()]*)\)")
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
 
 # A part of the key under which `jax.jit` caches what it traced: with markers it is another program.
@@ -51,7 +53,7 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
       stack: a name stack; that of an equation in a nested function begins at that function.
       base: the path that it begins at.
     """
-    *marked, rest = _pieces(_REGION.sub("", stack))
+    *marked, rest = _pieces(REGIONS.sub("", stack))
     found: list[str] = []
     for scopes, path in marked:
         # The scope right before a marker is flax's own name for the module.
