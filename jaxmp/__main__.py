@@ -11,7 +11,6 @@ python -m jaxmp replay captures module:loss_fn     a step of jaxmp.monitor.captu
 
 import argparse
 import functools
-import importlib
 import importlib.metadata
 import platform
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp._src.base import tables
+from jaxmp._src.base import named_functions, tables
 from jaxmp._src.fp8 import backends
 from jaxmp._src.memory import plan
 from jaxmp._src.numerics import formats
@@ -79,8 +78,7 @@ def _print_formats() -> int:
 
 def _plans_of(what: str) -> dict[str, plan.Plan]:
     """What the argument of `memory` stands for; its errors are argparse's."""
-    module, colon, function = what.partition(":")
-    if not colon:
+    if ":" not in what:
         try:
             number = float(what)
         except ValueError:
@@ -88,12 +86,8 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
         if not 1 <= number < 1e18:
             raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
         return plan.overview(number)
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise argparse.ArgumentTypeError(f"{what!r} is not there: {e}") from e
-    made = make()
-    plans = {function: made} if isinstance(made, plan.Plan) else made
+    made = _function_of(what)()
+    plans = {what.rpartition(":")[2]: made} if isinstance(made, plan.Plan) else made
     if not isinstance(plans, dict) or not all(isinstance(p, plan.Plan) for p in plans.values()):
         raise argparse.ArgumentTypeError(
             f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
@@ -108,7 +102,7 @@ def _print_plans(plans: dict[str, plan.Plan]) -> int:
 
 def _function_of(name: str) -> Callable[..., Any]:
     try:
-        return replay.function_of(name)
+        return named_functions.function_of(name)
     except Exception as e:  # whatever a module of the user raises when it is imported
         raise argparse.ArgumentTypeError(str(e)) from e
 

@@ -14,6 +14,7 @@ from flax import nnx
 import jaxmp
 from helpers import assert_bitwise
 from jaxmp import __main__ as command
+from jaxmp._src.base import named_functions
 from jaxmp._src.replay import replay as replay_lib
 from jaxmp.monitor import capture, load_capture, replay
 
@@ -210,7 +211,7 @@ def test_an_nnx_module_with_state_and_keys(tmp_path):
 
 def test_without_a_name_the_function_is_passed(tmp_path):
     path = capture(tmp_path, lambda p, x: linear_loss(p, x), *params_and_batch(), loss_scale=1.0)
-    with pytest.raises(ValueError, match="a replay needs the loss function; got '', which cannot be imported. Name it"):
+    with pytest.raises(ValueError, match="a replay needs the loss function: '' cannot be imported. Name a function"):
         replay(path)
     assert replay(load_capture(path), linear_loss, times=1).clean
 
@@ -258,7 +259,8 @@ def script(tmp_path):
     """A training script; (its path, a capture of a step that it would take)."""
     path = tmp_path / "train_job.py"
     path.write_text(SCRIPT)
-    module = replay_lib._module_of_file(path)
+    named_functions.function_of(f"{path}:loss_fn")
+    module = sys.modules[path.stem]
     yield (
         path,
         lambda x: capture(
@@ -294,9 +296,9 @@ def test_the_exit_status_is_the_verdict(script, capsys, x, status, verdict):
         (["FOLDER", "no_such_module:loss_fn"], "'no_such_module:loss_fn' is not there: No module named"),
         (["FOLDER", "train_job:no_loss"], "'train_job:no_loss' is not there: module 'train_job' has no attribute"),
         (["FOLDER", "no/such.py:loss_fn"], "'no/such.py:loss_fn' is not there"),
-        (["FOLDER", "loss_fn"], "a replay needs the loss function; got 'loss_fn', which cannot be imported"),
+        (["FOLDER", "loss_fn"], "'loss_fn' cannot be imported. Name a function as module:function or file.py:function"),
         (["FOLDER", "train_job:broken"], "no such param"),
-        (["MAIN"], "a replay needs the loss function; got '__main__:loss_fn', which cannot be imported. Name it as"),
+        (["MAIN"], "a replay needs the loss function: '__main__:loss_fn' cannot be imported. Name a function as"),
         (["FOLDER", "--times", "0"], "times must be a number of replays >= 1; got 0"),
         ([], "the following arguments are required: capture"),
     ],

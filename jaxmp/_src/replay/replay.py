@@ -8,13 +8,10 @@ with smaller loss scales, and in float32.
 
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._src.base import named_functions
 from jaxmp._src.bridges import nnx as nnx_bridge
 from jaxmp._src.programs import array_functions, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
@@ -152,7 +150,13 @@ def replay(
         raise ValueError(f"times must be a number of replays >= 1; got {times}")
     if loss_fn is None:
         is_loaded = isinstance(capture, captures.Capture)
-        loss_fn = function_of(capture.function if is_loaded else captures.find_capture(capture)[1]["function"])
+        name = capture.function if is_loaded else captures.find_capture(capture)[1]["function"]
+        try:
+            loss_fn = named_functions.function_of(name)
+        except ValueError as e:
+            raise ValueError(
+                f"a replay needs the loss function: {e}, or pass the function to jaxmp.monitor.replay"
+            ) from e
     if not isinstance(capture, captures.Capture):
         main = sys.modules.get(getattr(loss_fn, "__module__", ""))
         capture = captures.load_capture(capture, like=like, functions_of=main)
@@ -165,44 +169,6 @@ def replay(
         in_float32 = _is_finite_in_float32(capture, loss_fn)
     verdict, because = _judge(capture, runs, bad_op, finite_scale)
     return Replay(verdict, because, capture, runs, bad_op, finite_scale, in_float32, _notes(capture, in_float32))
-
-
-def function_of(name: str) -> Callable[..., Any]:
-    """A function by `module:name` or `folder/file.py:name`.
-
-    A file is run as a module of its name: what it does as a script must stand under `if __name__ == "__main__"`.
-
-    Raises:
-      ValueError: there is no such function.
-    """
-    module_name, _, path = name.rpartition(":")
-    if not module_name or module_name == "__main__":
-        raise ValueError(
-            f"a replay needs the loss function; got {name!r}, which cannot be imported. Name it as module:function or "
-            f"file.py:function, or pass it to jaxmp.monitor.replay."
-        )
-    try:
-        found: Any = _module_of_file(Path(module_name)) if module_name.endswith(".py") else None
-        found = found or importlib.import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, FileNotFoundError) as e:
-        raise ValueError(f"{name!r} is not there: {e}") from e
-    return found
-
-
-def _module_of_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # as its name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))  # as Python does for a script
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
-    return module
 
 
 class _Step:
