@@ -23,7 +23,7 @@ Where we differ from torch.autocast:
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -60,30 +60,21 @@ class Autocast:
         self._entered.regions.pop().__exit__(*exception)
 
 
+class _Options(TypedDict, total=False):
+    """The keywords of `autocast`, for its overloads."""
+
+    enabled: bool
+    allow: Iterable[str]
+    force_fp32: Iterable[str]
+    widest: Iterable[str]
+    modules: Mapping[str, Any] | None
+    output_dtype: Any
+
+
 @overload
-def autocast(
-    fn: None = None,
-    dtype: Any = None,
-    *,
-    enabled: bool = True,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
-    output_dtype: Any = None,
-) -> Autocast: ...
+def autocast(fn: None = None, dtype: Any = None, **options: Unpack[_Options]) -> Autocast: ...
 @overload
-def autocast(
-    fn: F,
-    dtype: Any = None,
-    *,
-    enabled: bool = True,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
-    output_dtype: Any = None,
-) -> F: ...
+def autocast(fn: F, dtype: Any = None, **options: Unpack[_Options]) -> F: ...
 def autocast(
     fn: Any = None,
     dtype: Any = None,
