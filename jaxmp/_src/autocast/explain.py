@@ -10,6 +10,7 @@ from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
+from jaxmp._src.base import tables
 from jaxmp._src.programs import array_functions, jaxprs
 
 
@@ -60,16 +61,10 @@ class Explanation(NamedTuple):
             (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
             for r in self.rows
         ]
-        widths = [max(len(line[i]) for line in (titles, *lines)) for i in range(len(titles))]
-
-        def line(cells: tuple[str, ...]) -> str:
-            return "  ".join(
-                c.rjust(w) if i in (2, 6) else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-
         total = sum(self.flops_by_dtype().values()) or 1
         shares = ", ".join(f"{100 * n / total:.1f}% in {d}" for d, n in self.flops_by_dtype().items() if n)
-        return "\n".join([line(titles), *map(line, lines), f"{self.casts} casts; FLOPs: {shares or 'none'}"])
+        table = tables.columns([titles, *lines], "<<><<<>")
+        return f"{table}\n{self.casts} casts; FLOPs: {shares or 'none'}"
 
     __repr__ = __str__
 

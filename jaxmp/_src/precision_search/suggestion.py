@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from jaxmp._src.base import tables
 from jaxmp._src.precision_search.format_noise import TENSORS, Noise
 
 DTYPE_NAMES = {"fp16": "jnp.float16", "bf16": "jnp.bfloat16", "fp32": "jnp.float32"}
@@ -142,29 +143,26 @@ class Suggestion(NamedTuple):
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        titles = (
-            "module",
-            "runs in",
-            "format",
-            "x dB",
-            "w dB",
-            "y dB",
-            "dy dB",
-            "dx dB",
-            "dw dB",
-            "over",
-            "under",
-            "subn.",
-            "grad dB",
+        least, highest = self.loss_scales
+        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
+        mix = self.mix
+        all_together = (
+            f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
+            f"(float32: {mix.reference_loss:.6g})"
         )
-        table: list[tuple[str, ...]] = [(*titles, "cosine", "loss diff", "because of")]
+        return "\n".join([self._table(), "", all_together, *((scale,) if self._uses_float16 else ()), "", self.code])
+
+    def _table(self) -> str:
+        noises = [f"{tensor} dB" for tensor in TENSORS]
+        numbers = (*noises, "over", "under", "subn.", "grad dB", "cosine", "loss diff")
+        rows: list[tuple[str, ...]] = [("module", "runs in", "format", *numbers, "because of")]
         module = None
         for row in self.evidence:
             first = row.module != module
             module = row.module
             found = [t for t in self.tensors if t.module == module and t.format == row.format]
             noises = [[t.noise for t in found if t.tensor == tensor] for tensor in TENSORS]
-            table.append(
+            rows.append(
                 (
                     (module or "(top)") if first else "",
                     self.formats[module] if first else "",
@@ -177,26 +175,7 @@ class Suggestion(NamedTuple):
                     row.reason,
                 )
             )
-        widths = [max(len(line[i]) for line in table) for i in range(len(titles) + 2)]
-        lines = [
-            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False)))
-            + f"  {line[-1]}"
-            for line in table
-        ]
-        least, highest = self.loss_scales
-        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
-        mix = self.mix
-        return "\n".join(
-            [
-                *(line.rstrip() for line in lines),
-                "",
-                f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
-                f"(float32: {mix.reference_loss:.6g})",
-                *((scale,) if self._uses_float16 else ()),
-                "",
-                self.code,
-            ]
-        )
+        return tables.columns(rows, "<<<" + ">" * len(numbers))
 
     __repr__ = __str__
 
