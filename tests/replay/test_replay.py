@@ -108,7 +108,7 @@ def test_a_layer_that_overflows_is_deterministic_and_named(tmp_path):
     assert (found.bad_op.module, found.bad_op.primitive, found.bad_op.backward) == ("body", "dot_general", False)
     assert found.finite_scale is None
     assert "3 replays are not finite at any loss scale down to 1, at dot_general in body (forward)" in str(found)
-    assert "note: modules with a dtype= of their own, and autocast, compute in it also" in str(found)
+    assert "note: modules with their own dtype=, and autocast, compute in that dtype even" in str(found)
     assert found.float32 is False  # as the layers say float16
 
 
@@ -116,7 +116,7 @@ def test_what_changes_from_replay_to_replay_is_not_reproducible(tmp_path):
     found = replay(capture(tmp_path, noisy_loss, *params_and_batch(), loss_scale=1.0), times=2)
     assert found.verdict == "not reproducible" and not found.clean
     assert len({run.digest for run in found.runs}) == 2
-    assert "2 replays of the same inputs differ among themselves" in str(found)
+    assert "2 replays of the same inputs differ." in str(found)
 
 
 @pytest.mark.parametrize(("where", "path"), [("batch", "1[2, 3]"), ("params", "0/w[3, 1]")])
@@ -140,8 +140,8 @@ def test_arguments_that_are_not_finite_are_named(tmp_path, where, path):
         ({"loss": 4e3}, "transient", "had a loss of 4000, and 3 replays are finite, with equal bits, with a loss of 4"),
         ({"loss": float("nan")}, "transient", "the step was not finite, and 3 replays are finite, with equal bits"),
         ({"loss": 4.0, "grads_finite": False}, "transient", "the step was not finite, and 3 replays are finite"),
-        ({"loss": 4.0, "skipped": 1.0}, "transient", "(If skip_if skipped it, and not an overflow, say so with"),
-        ({}, "transient", "how the step itself went was not observed"),
+        ({"loss": 4.0, "skipped": 1.0}, "transient", "(If skip_if skipped it, and not an overflow, pass"),
+        ({}, "transient", "nothing was observed of the step itself"),
     ],
     ids=["skip_if", "same loss", "spike", "nan", "gradients", "skipped", "nothing"],
 )
@@ -155,7 +155,7 @@ def test_a_program_that_is_finite_one_by_one_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setattr(replay_lib.first_bad_op, "walk", lambda *args: None)
     found = replay(capture(tmp_path, linear_loss, *params_and_batch(x=jnp.inf), loss_scale=1.0))
     assert (found.verdict, found.bad_op) == ("deterministic", None)
-    assert "operation by operation all is finite: the compiled program computes otherwise" in str(found)
+    assert "operation by operation all is finite: the compiled program computes other numbers" in str(found)
 
 
 # The same step

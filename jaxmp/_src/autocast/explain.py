@@ -22,10 +22,10 @@ class ExplainedOp(NamedTuple):
       name: the primitive, or the function that a list names.
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
-      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (nothing but
-        those of `force_fp32` reads it); or `written` (left as it is).
-      count: how many there are; those in a loop count once for each iteration that is known.
-      flops: their floating-point operations in all: 2 m n k for a matmul, one for each element elsewhere.
+      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
+        of `force_fp32` read it); or `written` (unchanged).
+      count: how many there are; one in a scan counts once for each iteration.
+      flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
 
     module: str
@@ -38,7 +38,7 @@ class ExplainedOp(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `explain_autocast` returns: rows to work with, and a table when printed.
+    """The result of `explain_autocast`: rows, and a table when printed.
 
     Attributes:
       rows: one for each kind of operation in each module, in the order they run.
@@ -49,7 +49,7 @@ class Explanation(NamedTuple):
     casts: int
 
     def flops_by_dtype(self) -> dict[str, int]:
-        """The share of each dtype."""
+        """The floating-point operations in each dtype."""
         totals: dict[str, int] = {}
         for row in self.rows:
             totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
@@ -79,7 +79,7 @@ def explain_autocast(
     modules: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What `autocast(fn, dtype, ...)` would run in which dtype, by operation and by module. Nothing is computed.
+    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
 
     Args:
       fn: the function.
@@ -170,7 +170,7 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
 
 
 def flops_of(eqn: Any) -> int:
-    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction."""
+    """Floating-point operations of one equation: two for each term of a contraction, one for each element elsewhere."""
     sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -1,7 +1,7 @@
-"""What differs between the jax versions we run on, and nothing else.
+"""Everything that differs between supported jax versions, and nothing else.
 
-Supported are jax 0.10.2 to the newest. Every other file uses the names below and public jax names only. What
-`pallas_kernels` needs as well stands in its `backend`.
+jax 0.10.2 and newer are supported. All other files use the names below and public jax names. Functions that
+`pallas_kernels` needs too are in its `backend`.
 """
 
 from typing import Any
@@ -16,34 +16,29 @@ from pallas_kernels.backend import as_varying as as_varying, varying_axes as var
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Names of the mesh axes that are manual where this is called: those bound by `jax.pmap` and `jax.shard_map`.
-
-    Returns `()` outside of them and under plain `jax.jit` and `jax.vmap`.
-    """
+    """Names of the mesh axes that `jax.pmap` and `jax.shard_map` bind where this is called; `()` outside."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_tracked(axis: str) -> bool:
-    """Whether jax keeps track of what varies over a bound axis: inside `jax.shard_map(check_vma=True)`.
+    """Whether jax tracks which arrays vary over a bound axis: inside `jax.shard_map(check_vma=True)`.
 
-    There an array whose `varying_axes` lack the axis is the same on all of its devices; elsewhere that says nothing.
+    There an array without the axis in its `varying_axes` is the same on all devices; elsewhere that proves nothing.
     """
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
 def trace_state() -> Any:
-    """Equal at the same level of the same trace only: another inside of a branch or a loop."""
+    """Equal only at the same level of the same trace: the body of a branch or a loop has another one."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
 def max_dtype(*, marks_fp8: bool = False) -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 
-    An extended dtype, as keys have one; arrays are converted to and from float32 with `lax.convert_element_type`. It
-    is flax's: jax has no public way to make one.
-
-    Args:
-      marks_fp8: the same with bfloat16 inside, to tell one leaf from another (see `_weights`).
+    It is an extended dtype, as keys have; arrays are converted to and from float32 with `lax.convert_element_type`. It
+    comes from flax: jax has no public way to make one. `marks_fp8` has bfloat16 inside, which marks the scale leaves
+    of stored kernels (`fp8.stored_kernels`).
     """
     return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.bfloat16 if marks_fp8 else jnp.float32))
 

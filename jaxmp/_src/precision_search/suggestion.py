@@ -1,4 +1,4 @@
-"""What `suggest_policy` returns: a proposal, as rules and as code to paste, and the evidence it stands on."""
+"""The result of `suggest_policy`: a proposal, as rules and as code to paste, and its evidence."""
 
 from typing import Any, NamedTuple
 
@@ -9,15 +9,15 @@ DTYPE_NAMES = {"fp16": "jnp.float16", "bf16": "jnp.bfloat16", "fp32": "jnp.float
 
 
 class TensorEvidence(NamedTuple):
-    """One tensor of one matmul, as one format would hold it.
+    """One tensor of one matmul in one format.
 
     Attributes:
       module: path of the module; "" outside of all.
-      gemm: which of its matmuls, in the order in which they run.
-      tensor: "x" and "w", the operands (w is the param, where there is one); "y", the result; "dy", "dx", "dw", their
+      gemm: the number of its matmul, in the order in which they run.
+      tensor: "x" and "w", the operands (w is the param, if there is one); "y", the result; "dy", "dx", "dw", their
         gradients.
-      format: "fp8" (scaled; e4m3, for dy e5m2), "fp16" (gradients under the highest loss scale) or "bf16".
-      noise: what would be lost.
+      format: "fp8" (scaled; e4m3, for dy e5m2), "fp16" (gradients with the highest loss scale) or "bf16".
+      noise: the error.
     """
 
     module: str
@@ -33,9 +33,9 @@ class ModuleEvidence(NamedTuple):
     Attributes:
       module: its path.
       format: the format.
-      gradient_sqnr: of the gradient of all params, in dB, against that in float32; inf: the same bits.
-      cosine: of the angle between both; NaN where the gradient is not finite.
-      loss_difference: the loss less that in float32.
+      gradient_sqnr: of the gradient of all params, in dB, compared with float32; inf: the same bits.
+      cosine: of the angle between both gradients; NaN if the gradient is not finite.
+      loss_difference: the loss minus the loss in float32.
       reason: why it should not run in this format; "" if it may.
     """
 
@@ -48,7 +48,7 @@ class ModuleEvidence(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """All modules in what is proposed for them, at once, against all in float32.
+    """All modules in their proposed formats, compared with all in float32.
 
     Attributes:
       gradient_sqnr, cosine: as in `ModuleEvidence`.
@@ -66,17 +66,17 @@ class Suggestion(NamedTuple):
 
     Attributes:
       formats: "fp8", "fp16", "bf16" or "fp32" by path of the module.
-      base: the policy: the 16-bit format of most operations; "fp32" where there is none.
-      keep_fp32: path globs of params, for `get_policy`: those of modules that are in neither `base` nor fp8, and norms.
+      base: the policy: the 16-bit format of most operations; "fp32" if there is none.
+      keep_fp32: path globs of params, for `get_policy`: of modules that are in neither `base` nor fp8, and of norms.
       fp8_layers: path globs of layers, for `jaxmp.fp8.autocast(filter=)` and `jaxmp.nnx.to_fp8(filter=)`.
       modules: formats by path glob, for `jaxmp.autocast(modules=)`.
-      unnamed: scopes outside of `base` that are no flax modules, which no rule reaches.
+      unnamed: scopes outside `base` that are no flax modules; no rule can name them.
       is_nnx: whether the model is an nnx module.
-      loss_scales: the least loss scale that float16 gradients of these modules need, and the highest under which none
+      loss_scales: the least loss scale that float16 gradients of these modules need, and the highest with which none
         overflows (a factor of 2 is left). Powers of two.
       tensors: one entry for each tensor and format.
-      evidence: one for each module and format.
-      mix: the proposal, run as a whole.
+      evidence: one entry for each module and format.
+      mix: the whole proposal at once.
     """
 
     formats: dict[str, str]
@@ -102,7 +102,7 @@ class Suggestion(NamedTuple):
         return {"policy": self.base, "keep_fp32": self.keep_fp32}
 
     def worst(self, format: str) -> list[str]:
-        """The modules, those first that cost most of the gradient's SQNR if they alone run in a format.
+        """The modules, sorted by the gradient's SQNR with only this module in a format, the lowest first.
 
         Args:
           format: "fp8", "fp16" or "bf16".
@@ -112,9 +112,9 @@ class Suggestion(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The proposal as code, for a place where `loss_fn` and `optimizer` (for nnx also `model`) are known.
+        """The proposal as code; it uses the names `loss_fn` and `optimizer` (for nnx also `model`).
 
-        It makes `policy`, `tx` and `low_precision_loss_fn`, to be used in place of `loss_fn`.
+        It makes `policy`, `tx`, and `low_precision_loss_fn`, which replaces `loss_fn`.
         """
         keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
         lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
@@ -138,7 +138,7 @@ class Suggestion(NamedTuple):
         lines += [f"tx = jaxmp.mixed_precision(optimizer, policy{scale})"]
         if self.unnamed:
             lines += [
-                f"# No flax modules, so no rule reaches them; run them in jaxmp.no_autocast: {list(self.unnamed)}"
+                f"# No flax modules, so no rule can name them; run them in jaxmp.no_autocast: {list(self.unnamed)}"
             ]
         return "\n".join(lines)
 
@@ -181,13 +181,7 @@ class Suggestion(NamedTuple):
 
 
 def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[str, ...]:
-    """Few path globs that fit `chosen` and nothing else of `among`.
-
-    Args:
-      chosen: paths.
-      among: all paths.
-      below: whether a glob is to fit what lies below a path in place of the path itself.
-    """
+    """Few path globs that match `chosen` and no other path of `among`; with `below`, the paths below them instead."""
     found: dict[str, None] = {}
     for path in chosen:
         parts = path.split("/")
@@ -204,11 +198,7 @@ def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[
 def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
     """For `jaxmp.autocast(modules=)`: formats by path glob of the modules that do not run in `base`.
 
-    What is said of a module holds for all that it calls: so those in it that run in another format are named, too.
-
-    Args:
-      runs_in: the format of each module.
-      base: that of the policy.
+    A format of a module holds for all modules that it calls, so those of them with another format are named too.
     """
     outside = [path for path in runs_in if runs_in[path] != base]
     found: dict[str, str] = {}

@@ -32,7 +32,7 @@ def is_array(x: Any) -> bool:
 
 
 def with_values(items: Iterable[Any], places: Iterable[int], values: Iterable[Any]) -> list[Any]:
-    """`items` with `values` at `places`."""
+    """A copy of `items` with `values` at `places`."""
     found = list(items)
     for i, x in zip(places, values, strict=True):
         found[i] = x

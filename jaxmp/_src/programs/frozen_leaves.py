@@ -1,10 +1,10 @@
 """Which params an optimizer never moves, found by reading the program of its update.
 
 A frozen leaf (`optax.set_to_zero` under a label, as LoRA fine-tuning has for the base weights) needs no float32
-master. Nothing in optax's API says which leaves are frozen, but the update itself does: traced to a jaxpr, the update
-of a frozen leaf is the constant zero, whatever the gradients, the state and the params. We follow that constant through
-the program: through shapes, casts, selections, products with something finite, and calls, both branches of a cond
-included. What cannot be followed counts as trained: the leaf then has a master it would not have needed.
+master. Nothing in optax's API says which leaves are frozen, but the update itself shows it: traced to a jaxpr, the
+update of a frozen leaf is the constant zero for all gradients, states and params. We follow that constant through the
+program: through shapes, casts, selections, products with finite values, calls, and both branches of a cond. A leaf
+whose update cannot be followed counts as trained: it then has a master that it does not need.
 """
 
 from typing import Any
@@ -46,14 +46,14 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
     try:
         state = jax.eval_shape(inner.init, params)
         program = jax.make_jaxpr(update)(params, state, params)
-    except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
+    except Exception:  # the optimizer raises the same error, with its reason, at the first real update
         return [False] * len(leaves)
     outputs = _zero_outputs(program.jaxpr, program.consts, [False] * len(program.jaxpr.invars))
     return outputs if len(outputs) == len(leaves) else [False] * len(leaves)
 
 
 def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool]:
-    """Which outputs of `jaxpr` are zero whatever the inputs, given which inputs are."""
+    """Which outputs of `jaxpr` are always zero, given which inputs are."""
     zeros = {v for v, is_zero in zip(jaxpr.invars, zero_inputs, strict=True) if is_zero}
     zeros |= {v for v, c in zip(jaxpr.constvars, consts, strict=False) if _is_zero_constant(c)}
     finite: set[Any] = set()  # floats that were made from bools and integers

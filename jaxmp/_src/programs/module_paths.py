@@ -1,10 +1,10 @@
 """Where in a model an equation comes from: paths such as `Block_0/Dense_1`, read off its name stack.
 
 A jaxpr knows nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
-(`jvp(vmap(Net))/Dense_0`). Flax names its modules there, the root by its class, methods other than `__call__` by theirs
-as well. So while a function is traced to be tapped (`_tapped`), each call of a module leaves a marker with its true
-path, `jaxmp.module(Block_0/Dense_1)`: the path of its params. A marker counts in place of all that stands left of it; a
-named scope to the right of it is a part of the module; the root's path is "".
+(`jvp(vmap(Net))/Dense_0`). Flax writes the names of its modules there, but the root has the name of its class, and
+methods other than `__call__` add their own names. So while a function is traced to be tapped (`taps`), each call of a
+module leaves a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker replaces everything to the
+left of it; a named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib
@@ -47,11 +47,9 @@ def is_backward(stack: str) -> bool:
 
 
 def chain(stack: str, base: str = "") -> tuple[str, ...]:
-    """Paths of the modules and scopes that a name stack goes through, outermost first.
+    """Paths of the modules and scopes in a name stack, outermost first; `base` is the path it begins at.
 
-    Args:
-      stack: a name stack; that of an equation in a nested function begins at that function.
-      base: the path that it begins at.
+    The name stack of an equation in a nested function begins at that function.
     """
     *marked, rest = _pieces(REGIONS.sub("", stack))
     found: list[str] = []

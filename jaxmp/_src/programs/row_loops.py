@@ -1,8 +1,8 @@
 """A part of a program that is elementwise in large arrays, run a few rows of them at a time.
 
-The params of a stack of layers are one array, [layers, ...], and so are its moments: for `_windows` that is one window,
-as large as the model. If nothing is computed of them but element by element, as Adam and most optimizers do, rows can
-go one after the other: a loop slices them out of host memory, computes, and writes them back where they stood.
+The params of a stack of layers are one array, [layers, ...], and so are its moments: for `windows` that is one window,
+as large as the model. If all computation is element by element, as in Adam and most optimizers, rows can go one after
+the other: a loop slices them out of host memory, computes, and writes them back to the same place.
 """
 
 from typing import Any, NamedTuple
@@ -35,10 +35,10 @@ def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any,
 
     Args:
       jaxpr: a program without calls.
-      makers: the number of the equation that makes each variable.
+      makers: the number of the equation that computes each variable.
       targets: variables of one shape [n, ...].
       held: variables that have values.
-      late: variables that depend on what is still to be copied in.
+      late: variables that depend on arrays which are not copied in yet.
     """
     shape = targets[0].aval.shape
     if not shape or any(v.aval.shape != shape for v in targets):
@@ -71,11 +71,11 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
     """The values of `targets`, `count` rows at a time.
 
     Args:
-      rows: from `find`; `held` has all that it reads.
+      rows: from `find`; `held` has all variables that it reads.
       targets: variables.
       into: for each target the variable whose array it replaces; of the same shape, dtype and memory.
       held: values of variables.
-      count: divides the number of rows.
+      count: a divisor of the number of rows.
     """
     shape = targets[0].aval.shape
     others = {v: held[v] for v in rows.wide if v not in into}

@@ -1,9 +1,9 @@
 """A captured step, run again alone: was it the numbers, or the machine?
 
-The step is compiled and run several times, and the bits of what it gives are compared. A fault of the hardware does not
-come back; a fault in the numbers comes back with the same bits each time; and a program that gives other bits each time
-has a source of them that no capture holds. Where it comes back the step is walked through operation by operation, tried
-with smaller loss scales, and in float32.
+The step is compiled and run several times, and the bits of its results are compared. A hardware fault does not come
+back. A fault in the numbers comes back with the same bits each time. A program whose bits differ each time depends on
+something that no capture holds. If the fault comes back, the step is run operation by operation, with smaller loss
+scales, and in float32.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxmp._src.programs import array_functions, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
 from jaxmp._src.step import states, value_and_grad
 
-# Two compilations of a step may round apart; what is called a spike is far more.
+# Two compilations of a step may round differently; a spike of the loss is far more.
 _SAME_LOSS = 0.05
 _NARROW = (jnp.float16, jnp.bfloat16)
 
@@ -36,7 +36,7 @@ class Run:
 
     Attributes:
       loss: the loss.
-      bad: where the gradients are not finite first, or None.
+      bad: the first value of the gradients that is not finite, or None.
       digest: of all bits of the loss and the gradients.
 
     Example:
@@ -50,27 +50,28 @@ class Run:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and all gradients are."""
+        """Whether the loss and all gradients are finite."""
         return self.bad is None and math.isfinite(self.loss)
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What replays of a step have shown; prints as a report.
+    """The result of replays of a step; prints as a report.
 
     Attributes:
       verdict: "transient" (the step is finite now), "reproduced" (finite, and as it was observed), "data" (an argument
         is not finite), "loss scale" (finite at a smaller one), "deterministic" (not finite, the same each time) or
         "not reproducible" (the replays differ).
       because: the verdict in a sentence.
-      capture: what was replayed.
+      capture: the capture.
       runs: the replays.
-      bad_op: the first operation that makes inf or NaN; None where all is finite, or is when run one by one.
-      finite_scale: the largest of the loss scales, halved again and again, at which the step is finite; None where
-        there is none, or no need.
-      float32: whether the step is finite with 16-bit arguments in float32 and a loss scale of 1; None where it was
-        finite anyway, or cannot be run so.
-      notes: what else is to be known.
+      bad_op: the first operation that makes inf or NaN; None if the step is finite, or finite when its operations run
+        one by one.
+      finite_scale: the largest loss scale, halved again and again, at which the step is finite; None if there is none,
+        or if the step is finite.
+      float32: whether the step is finite with 16-bit arguments in float32 and a loss scale of 1; None if it was finite
+        already, or cannot run in float32.
+      notes: other facts to know, such as other versions than in the run.
 
     Example:
       >>> import tempfile
@@ -99,14 +100,14 @@ class Replay:
         seen = {name: x for name, x in c.observed.items() if name == "loss" or not math.isnan(x)}  # NaN: not computed
         observed = ", ".join(f"{name} {x:.6g}" for name, x in seen.items())
         lines = [f"{c.path}: loss scale {c.loss_scale:.6g}", f"observed: {observed or 'nothing'}", ""]
-        same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "other bits each time"
+        same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "different bits"
         lines.append(f"replayed {len(runs)} times, compiled: {same}" if len(runs) > 1 else "replayed once, compiled")
         for run in {run.digest: run for run in runs}.values():
             lines.append(f"  loss {run.loss:.6g}, " + (f"gradient {run.bad}" if run.bad else "gradients finite"))
         if self.bad_op is not None:
             lines += ["", "operation by operation, the first that is not finite:", str(self.bad_op)]
         elif any(not r.finite for r in runs):
-            lines += ["", "operation by operation all is finite: the compiled program computes otherwise"]
+            lines += ["", "operation by operation all is finite: the compiled program computes other numbers"]
         if self.float32 is not None:
             finite = "finite" if self.float32 else "not finite"
             lines += ["", f"with 16-bit arguments in float32 and a loss scale of 1: {finite}"]
@@ -124,17 +125,17 @@ def replay(
     """Runs a captured step again, alone.
 
     Args:
-      capture: a `Capture`, its folder, or the directory of several, of which the last is taken.
-      loss_fn: the loss function; default: that of the capture, imported by its name. A region (`jaxmp.autocast`,
-        `jaxmp.fp8.autocast`) that was round the step's call must be in it, or round this call.
-      times: how often, >= 1. With once, nothing can be said about reproducibility.
+      capture: a `Capture`, its folder, or a directory of several; then the last is taken.
+      loss_fn: the loss function; default: the function named in the capture. A region (`jaxmp.autocast`,
+        `jaxmp.fp8.autocast`) that was around the call of the step must be in it, or around this call.
+      times: how often, >= 1. One run says nothing about reproducibility.
       like: see `load_capture`.
 
     Returns:
       A `Replay`: `verdict`, `clean`, `bad_op` and more. It prints as a report.
 
     Raises:
-      ValueError: the loss function has no name to import it by; what `load_capture` raises.
+      ValueError: the loss function cannot be imported by its name; the errors of `load_capture`.
 
     Example:
       >>> import tempfile
@@ -172,7 +173,7 @@ def replay(
 
 
 class _Step:
-    """A step of a capture, traced once: compiled, or walked through."""
+    """A step of a capture, traced once: run compiled, or operation by operation."""
 
     def __init__(self, capture: captures.Capture, loss_fn: Callable[..., Any], dtype: Any = None):
         inputs = array_functions.Inputs(array_functions.leaves_of((capture.args, capture.kwargs)))
@@ -231,7 +232,7 @@ def _finite_scale(step: _Step, loss_scale: float) -> float | None:
 def _is_finite_in_float32(capture: captures.Capture, loss_fn: Any) -> bool | None:
     try:
         return _Step(capture, loss_fn, jnp.float32).run(1.0).finite
-    except Exception:  # a loss that is written for its dtypes alone
+    except Exception:  # the loss function works in its own dtypes only
         return None
 
 
@@ -242,16 +243,16 @@ def _judge(
     are = f"{len(runs)} replays are" if len(runs) > 1 else "one replay is"
     if len({run.digest for run in runs}) > 1:
         return "not reproducible", (
-            f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its "
+            f"{len(runs)} replays of the same inputs differ. The step depends on something that is not among its "
             f"inputs (a callback, state of the host, an operation that is not deterministic), or the machine computes "
-            f"wrong"
+            f"wrong numbers"
         )
     if all(run.finite for run in runs):
         return _judge_finite(capture.observed, loss, are)
     if bad_op is not None and bad_op.primitive == "argument":
         argnums = capture.options["argnums"]
         among = {str(i) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
-        params = " These are the params: an earlier step, or what loaded them, made them so."
+        params = " These are the params: an earlier step or the checkpoint made them so."
         is_param = bad_op.module.partition("/")[0] in among
         return "data", f"{bad_op.where()}, before anything is computed.{params if is_param else ''}"
     where = f"at {bad_op.where()}" if bad_op is not None else "and operation by operation it is finite"
@@ -273,12 +274,12 @@ def _judge_finite(observed: dict[str, float], loss: float, are: str) -> tuple[st
         return "transient", f"the step had a loss of {then:.6g}, and {now}, with a loss of {loss:.6g}"
     if observed.get("skipped") and not observed.get("grads_finite"):
         return "transient", (
-            f"the step was skipped, and {now}. (If skip_if skipped it, and not an overflow, say so with "
+            f"the step was skipped, and {now}. (If skip_if skipped it, and not an overflow, pass "
             f"grads_finite=True in observed.)"
         )
     if then is not None:
-        return "reproduced", f"{now}, and the loss is {loss:.6g} again, as it was observed"
-    return "transient", f"{now}; how the step itself went was not observed"
+        return "reproduced", f"{now}, and the loss is {loss:.6g} again, as observed"
+    return "transient", f"{now}; nothing was observed of the step itself"
 
 
 def _notes(capture: captures.Capture, in_float32: bool | None) -> tuple[str, ...]:
@@ -289,5 +290,7 @@ def _notes(capture: captures.Capture, in_float32: bool | None) -> tuple[str, ...
         if here.get(name) != then
     ]
     if in_float32 is not None:
-        notes.append("modules with a dtype= of their own, and autocast, compute in it also when arguments are float32")
+        notes.append(
+            "modules with their own dtype=, and autocast, compute in that dtype even if the arguments are float32"
+        )
     return tuple(notes)
