@@ -1,17 +1,16 @@
-"""`python -m jaxmp`: what this installation is, and what serves it on this machine.
+"""`python -m jaxmp`: versions, devices and backends of this installation, and some tools.
 
 python -m jaxmp              the same as
 python -m jaxmp doctor       versions, devices, and which backend runs each operation, with the reason
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
-python -m jaxmp memory module:function   what a function of yours returns: a jaxmp.memory.Plan, or several by name
-python -m jaxmp replay captures module:loss_fn     a step of jaxmp.monitor.capture, again and alone: exits with 0 if the
-                                         fault does not come back, 1 if it does, 2 if it cannot be run
+python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
+python -m jaxmp replay captures module:loss_fn     runs a step of jaxmp.monitor.capture again, alone: exits with 0 if
+                                         the fault does not come back, 1 if it does, 2 if the step cannot run
 """
 
 import argparse
 import functools
-import importlib
 import importlib.metadata
 import platform
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp._src.base import tables
+from jaxmp._src.base import named_functions, tables
 from jaxmp._src.fp8 import backends
 from jaxmp._src.memory import plan
 from jaxmp._src.numerics import formats
@@ -78,9 +77,8 @@ def _print_formats() -> int:
 
 
 def _plans_of(what: str) -> dict[str, plan.Plan]:
-    """What the argument of `memory` stands for; its errors are argparse's."""
-    module, colon, function = what.partition(":")
-    if not colon:
+    """The plans that the argument of `memory` names; raises argparse's errors."""
+    if ":" not in what:
         try:
             number = float(what)
         except ValueError:
@@ -88,12 +86,8 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
         if not 1 <= number < 1e18:
             raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
         return plan.overview(number)
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as e:
-        raise argparse.ArgumentTypeError(f"{what!r} is not there: {e}") from e
-    made = make()
-    plans = {function: made} if isinstance(made, plan.Plan) else made
+    made = _function_of(what)()
+    plans = {what.rpartition(":")[2]: made} if isinstance(made, plan.Plan) else made
     if not isinstance(plans, dict) or not all(isinstance(p, plan.Plan) for p in plans.values()):
         raise argparse.ArgumentTypeError(
             f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
@@ -108,8 +102,8 @@ def _print_plans(plans: dict[str, plan.Plan]) -> int:
 
 def _function_of(name: str) -> Callable[..., Any]:
     try:
-        return replay.function_of(name)
-    except Exception as e:  # whatever a module of the user raises when it is imported
+        return named_functions.function_of(name)
+    except Exception as e:  # the user's module may raise anything when it is imported
         raise argparse.ArgumentTypeError(str(e)) from e
 
 
@@ -117,7 +111,7 @@ def _print_replay(command: argparse.ArgumentParser, parsed: argparse.Namespace) 
     try:
         like = None if parsed.like is None else parsed.like()
         found = replay.replay(parsed.capture, parsed.loss_fn, times=parsed.times, like=like)
-    except Exception as e:  # whatever the loss function raises: a status of 1 would say that the step is not finite
+    except Exception as e:  # the loss function may raise anything, and status 1 would mean that the step is not finite
         if not isinstance(e, (ValueError, FileNotFoundError)):
             traceback.print_exc()
         command.error(str(e))

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
+from jaxmp._src.autocast import cast_lists, regions
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 KEY = jax.random.key(0)
@@ -236,3 +237,48 @@ def test_what_cannot_be_autocast() -> None:
     for decorator in (jaxmp.auto_fp16, jaxmp.force_fp32):
         with pytest.raises(TypeError, match=r"write @jaxmp\.\w+\(\)"):
             decorator(lambda x: x)
+
+
+# Regions as text
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        cast_lists.OFF,
+        cast_lists.make_lists(jnp.float16),
+        cast_lists.make_lists(jnp.bfloat16, allow=("exp", "scatter-add"), force_fp32=("dot_general",), widest=("elu",)),
+        cast_lists.make_lists(jnp.bfloat16).inside("allow"),
+        cast_lists.make_lists(jnp.bfloat16).inside("force_fp32"),
+        cast_lists.make_lists(jnp.float16, modules={"a/(b)+c:d;e=f!%": jnp.float32, "Block_[0-9]/*": jnp.bfloat16}),
+    ],
+    ids=["off", "usual", "moved", "inside allow", "inside force_fp32", "modules"],
+)
+def test_lists_are_read_back_from_the_name_of_their_region(lists: cast_lists.CastLists) -> None:
+    text = regions.to_text(lists)
+    assert regions.from_text(text) == lists
+    assert not set(text) & set("()/ ")
+
+    def fn(x: jax.Array) -> jax.Array:
+        with regions.region(lists):
+            return lax.sin(x)
+
+    (eqn,) = jax.make_jaxpr(fn)(X).eqns
+    assert regions.lists_of(eqn, cast_lists.make_lists(jnp.bfloat16)) == lists
+    assert regions.scope_of(eqn) == ""
+
+
+def test_a_region_is_read_in_a_function_that_was_traced_for_another_rewrite() -> None:
+    """`jax.jit` caches what it traced, regions included."""
+    w = jnp.ones((4, 4))
+
+    @jax.jit
+    def inner(x: jax.Array) -> Any:
+        with jaxmp.autocast(dtype=jnp.float16, modules={"head": jnp.float32}):
+            y = x @ w
+            with jaxmp.autocast(enabled=False):
+                return y @ w, y
+
+    for fn in (lambda x: inner(x), lambda x: inner(2 * x)):
+        out, y = jaxmp.autocast(fn, jnp.bfloat16)(w)
+        assert (out.dtype, y.dtype) == (jnp.float32, jnp.float16)

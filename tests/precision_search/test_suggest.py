@@ -274,7 +274,7 @@ def test_errors():
     for steps in (0, 2.5, "4"):
         with pytest.raises(ValueError, match=f"steps must be a whole number, at least 1; got {steps!r}"):
             jaxmp.suggest_policy(jnp.dot, (w,), params=w, steps=steps)
-    with pytest.raises(ValueError, match="formats are some of .*, got 'fp8'"):
+    with pytest.raises(ValueError, match="formats must be some of .*; got 'fp8'"):
         jaxmp.suggest_policy(jnp.dot, (w,), "fp8", params=w)
     with pytest.raises(ValueError, match="needs params="):
         jaxmp.suggest_policy(jnp.dot, (w,))

@@ -1,4 +1,4 @@
-"""python -m benchmarks sqnr: its two models are what it says, its measures are right, and the page has its stored results."""
+"""python -m benchmarks sqnr: its two models are what it says, its measures are right, the page has its results."""
 
 import json
 

@@ -119,7 +119,7 @@ def test_a_replica_that_differs_shows():
 
 
 def test_a_tracer_is_told_of_all_finite():
-    with pytest.raises(TypeError, match=r"got float32\[2\] at w. Inside of jit ask jaxmp.all_finite\(tree\)"):
+    with pytest.raises(TypeError, match=r"got float32\[2\] at w. Inside jit call jaxmp.all_finite\(tree\)"):
         jax.jit(lambda x: monitor.first_nonfinite({"w": x}))(jnp.ones(2))
 
 

@@ -1,7 +1,8 @@
 """Operations with functions inside, run by their plans: calls, branches, loops, functions with their own derivatives.
 
-The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. They were traced for the dtypes the function was
-written in; so the rule is traced once more in these, planned like any function, and run in the dtypes that arrive.
+The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule was written for the dtypes that the
+function was written in. So the rule is traced once more in these dtypes, planned like any function, and run in the
+dtypes that arrive.
 """
 
 from typing import Any
@@ -13,30 +14,29 @@ from jax import lax
 
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.emit import Emitter, cast
+from jaxmp._src.autocast.plan_runner import PlanRunner, cast
 from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
-from jaxmp._src.programs import jaxprs
-from jaxmp._src.programs.jaxprs import written
+from jaxmp._src.programs import array_functions, jaxprs
 
-_FEW = 8  # equations: a call of fewer is not worth a trace of its own
+_FEW = 8  # equations: a call of so few is written out, which is cheaper than a trace of its own
 
 
-def _call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     """`jax.jit` and `jax.checkpoint`: the same equation with another function in it."""
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
-    name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-    if eqn.primitive.name != "remat2" and len(plan.steps) <= _FEW and not _has_shardings(eqn):
-        return emitter.run(plan, consts, operands)
-    if id(plan) not in emitter.retraced:
+    name, is_remat = jaxprs.body_name(eqn), eqn.primitive.name in jaxprs.REMATS
+    if not is_remat and len(plan.steps) <= _FEW and not _has_shardings(eqn):
+        return runner.run(plan, consts, operands)
+    if id(plan) not in runner.retraced:
 
         def function(*values: Any) -> list[Any]:
-            return emitter.run(plan, consts, values)
+            return runner.run(plan, consts, values)
 
-        emitter.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
-    jaxpr, extra = jaxprs.without_constants(eqn.params[name], emitter.retraced[id(plan)][0])
-    if extra and eqn.primitive.name != "remat2":  # a jit has shardings for each of its operands, and none for these
-        return emitter.run(plan, consts, operands)
+        runner.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
+    jaxpr, extra = jaxprs.without_constants(eqn.params[name], runner.retraced[id(plan)][0])
+    if extra and not is_remat:  # a jit has shardings for each of its operands, and none for these
+        return runner.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
 
 
@@ -45,15 +45,15 @@ def _has_shardings(eqn: Any) -> bool:
     return any(isinstance(s, jax.sharding.Sharding) for s in shardings)
 
 
-def _closed_call(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
-    return emitter.run(step.inner[0], jaxprs.functions_of(step.eqn)[0][1], operands)
+def _closed_call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+    return runner.run(step.inner[0], jaxprs.functions_of(step.eqn)[0][1], operands)
 
 
-def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _cond(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     functions = jaxprs.functions_of(step.eqn)
 
     def branch(plan: Plan, consts: Any) -> Any:
-        return lambda *values: _cast_all(emitter.run(plan, consts, values), step.results)
+        return lambda *values: _cast_all(runner.run(plan, consts, values), step.results)
 
     branches = [branch(plan, consts) for plan, (_, consts) in zip(step.inner, functions, strict=True)]
     platforms = step.eqn.params.get("branches_platforms")
@@ -63,29 +63,29 @@ def _cond(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     return list(lax.switch(operands[0], branches, *operands[1:]))
 
 
-def _while(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _while(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     params, (test, body) = step.eqn.params, step.inner
     (_, test_closed), (_, body_closed) = jaxprs.functions_of(step.eqn)
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     test_consts, body_consts = operands[:first], operands[first:second]
 
     def holds(carry: Any) -> Any:
-        return emitter.run(test, test_closed, (*test_consts, *carry))[0]
+        return runner.run(test, test_closed, (*test_consts, *carry))[0]
 
     def advance(carry: Any) -> Any:
-        return tuple(_cast_all(emitter.run(body, body_closed, (*body_consts, *carry)), step.results))
+        return tuple(_cast_all(runner.run(body, body_closed, (*body_consts, *carry)), step.results))
 
     return list(lax.while_loop(holds, advance, tuple(operands[second:])))
 
 
-def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _scan(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
     _, closed = jaxprs.functions_of(step.eqn)[0]
     n_consts, n_carry = jaxprs.scan_counts(step.eqn)
     consts = operands[:n_consts]
 
     def body(carry: Any, scanned: Any) -> Any:
-        out = _cast_all(emitter.run(plan, closed, (*consts, *carry, *scanned)), step.results)
+        out = _cast_all(runner.run(plan, closed, (*consts, *carry, *scanned)), step.results)
         return tuple(out[:n_carry]), tuple(out[n_carry:])
 
     carry, stacked = lax.scan(
@@ -100,12 +100,12 @@ def _scan(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _shard_map(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _shard_map(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
     _, consts = jaxprs.functions_of(step.eqn)[0]
 
     def function(*values: Any) -> Any:
-        return tuple(emitter.run(plan, consts, values))
+        return tuple(runner.run(plan, consts, values))
 
     run = jax.shard_map(
         function,
@@ -118,7 +118,7 @@ def _shard_map(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
     return list(run(*operands))
 
 
-def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _custom_jvp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
@@ -126,7 +126,7 @@ def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
     @jax.custom_jvp
     def function(*values: Any) -> Any:
-        return tuple(_cast_all(emitter.run(plan, consts, (*closed, *values)), step.results))
+        return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
     @function.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
@@ -137,7 +137,7 @@ def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
         traced = [v.aval.dtype for v in eqn.invars]
         moving = [tangents[i - len(closed)] for i in floats]
         dtypes = (traced, [traced[i] for i in floats])
-        (out, out_moving, rest), _ = _rerun(emitter, step, as_traced, ((*closed, *primals), moving), dtypes)
+        (out, out_moving, rest), _ = _rerun(runner, step, as_traced, ((*closed, *primals), moving), dtypes)
         is_float = [v.dtype in FLOATS for v in step.results]
         out, out_moving, rest = iter(out), iter(out_moving), iter(rest)
         primals_out = [next(out) if f else next(rest) for f in is_float]
@@ -152,7 +152,7 @@ def _custom_jvp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 @jax.tree_util.register_pytree_node_class
 class _Residuals:
-    """What the backward pass of a function keeps: arrays, and what is static: how to put them together."""
+    """The residuals of a function: arrays, and the static part that puts them together."""
 
     def __init__(self, arrays: Any, static: Any):
         self.arrays, self.static = arrays, static
@@ -165,7 +165,7 @@ class _Residuals:
         return cls(list(arrays), static)
 
 
-def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
+def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
@@ -174,14 +174,14 @@ def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
     @jax.custom_vjp
     def function(*values: Any) -> Any:
-        return tuple(_cast_all(emitter.run(plan, consts, (*closed, *values)), step.results))
+        return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
     def forward(*values: Any) -> Any:
         def as_traced(values: Any) -> Any:
             return jax.vjp(_of_floats(eqn, values, floats), *(values[i] for i in floats), has_aux=True)
 
         traced = [v.aval.dtype for v in eqn.invars]
-        (out, pull_back, rest), shapes = _rerun(emitter, step, as_traced, ((*closed, *values),), (traced,))
+        (out, pull_back, rest), shapes = _rerun(runner, step, as_traced, ((*closed, *values),), (traced,))
         arrays, treedef = jax.tree.flatten(pull_back)
         dtypes = tuple(s.dtype for s in jax.tree.leaves(shapes[1]))
         out, rest = iter(out), iter(rest)
@@ -196,7 +196,7 @@ def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
         given = [cotangents[i] for i in float_outputs]
         traced = [eqn.outvars[i].aval.dtype for i in float_outputs]
-        moving, _ = _rerun(emitter, step, as_traced, (residuals.arrays, given), (dtypes, traced))
+        moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced))
         grads: list[Any] = [None] * len(eqn.invars)
         for i, grad in zip(floats, moving, strict=True):
             grads[i] = cast(grad, step.operands[i])
@@ -207,30 +207,21 @@ def _custom_vjp(emitter: Emitter, step: Step, operands: list[Any]) -> list[Any]:
 
 
 def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
-    """An equation as it was traced, as a function of some of its floats; what it gives besides floats comes second."""
+    """An equation as it was traced, as a function of some of its floats: (its float results, its other results)."""
 
     def function(*moving: Any) -> Any:
-        given = list(values)
-        for i, x in zip(floats, moving, strict=True):
-            given[i] = x
-        out = list(zip(written(eqn, given), eqn.outvars, strict=True))
+        given = array_functions.with_values(values, floats, moving)
+        out = list(zip(jaxprs.run_as_traced(eqn, given), eqn.outvars, strict=True))
         return [x for x, v in out if v.aval.dtype in FLOATS], [x for x, v in out if v.aval.dtype not in FLOATS]
 
     return function
 
 
-def _rerun(emitter: Emitter, step: Step, rule: Any, arguments: Any, dtypes: Any) -> tuple[Any, Any]:
-    """Runs a derivative rule that was written for other dtypes, by a plan for those that arrive.
+def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: Any) -> tuple[Any, Any]:
+    """Runs a derivative rule that was written for other dtypes, by a plan for the dtypes that arrive.
 
-    Args:
-      emitter: what runs it.
-      step: the operation it belongs to.
-      rule: the rule, a function of lists of arrays.
-      arguments: the lists as they are now.
-      dtypes: for each list, the dtypes the rule was written for.
-
-    Returns:
-      The rule's results as they come, and their shapes and dtypes as they would come from the rule as it was written.
+    `rule` is a function of lists of arrays, `arguments` are these lists, `dtypes` the dtypes it was written for.
+    Returns the results, and the shapes and dtypes that the rule as written would return.
     """
     leaves, treedef = jax.tree.flatten(tuple(map(list, arguments)))
     avals = [
@@ -243,8 +234,8 @@ def _rerun(emitter: Emitter, step: Step, rule: Any, arguments: Any, dtypes: Any)
     with regions.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    plan = emitter.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
-    return jax.tree.unflatten(jax.tree.structure(shapes), emitter.run(plan, consts, leaves)), shapes
+    plan = runner.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
+    return jax.tree.unflatten(jax.tree.structure(shapes), runner.run(plan, consts, leaves)), shapes
 
 
 def _cast_all(values: Any, results: tuple[Value, ...]) -> list[Any]:
@@ -252,10 +243,7 @@ def _cast_all(values: Any, results: tuple[Value, ...]) -> list[Any]:
 
 
 CALLS = {
-    "jit": _call,
-    "pjit": _call,
-    "remat2": _call,
-    "checkpoint": _call,
+    **dict.fromkeys(jaxprs.JITS | jaxprs.REMATS, _call),
     "closed_call": _closed_call,
     "core_call": _closed_call,
     "cond": _cond,

@@ -3,13 +3,13 @@
 An operation is a primitive of a jaxpr (`dot_general`, `exp`) or a function that stands in it by name (`elu`). There
 are four groups:
 
-    allow       float16 or bfloat16: where tensor cores give the speed        matmuls, convolutions
+    allow       float16 or bfloat16: tensor cores make these fast              matmuls, convolutions
     force_fp32  float32: where 16 bits lose range or precision                exp, log, pow, rsqrt, sums, erf_inv, ...
     widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...
-    (others)    the dtypes it was written with: no 16-bit form, or none known  fft, cholesky, pallas kernels, callbacks
+    (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks
 
-PyTorch's lists name whole operations (softmax, layer_norm), of which a jaxpr shows only the parts. So the lists hold
-the parts that matter, and `_op_uses` joins them: what feeds nothing but float32 operations runs in float32 with them.
+PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the parts
+that matter, and `value_uses` joins them: operations that feed only float32 operations run in float32 too.
 
 References:
   torch/csrc/autograd, ATen/autocast_mode.h (PyTorch 2.13), CUDA lists.
@@ -26,8 +26,9 @@ from jax.extend.core import primitives
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.numerics import formats
+from jaxmp._src.programs import jaxprs
 
-ALLOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+ALLOW = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 
 FORCE_FP32 = frozenset(
     {
@@ -39,7 +40,7 @@ FORCE_FP32 = frozenset(
     }
 )
 
-# Arithmetic, and functions of which 16 bits are as good as their input.
+# Arithmetic, and functions whose result in 16 bits is as precise as their input.
 _ARITHMETIC = frozenset(
     {
         *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "add_any", "sqrt", "cbrt"),
@@ -51,7 +52,7 @@ _ARITHMETIC = frozenset(
     }
 )
 
-# What moves or picks values and computes nothing: a constant among the inputs is one value of many.
+# These move or pick values and compute nothing: a constant among the inputs is one value of many.
 MOVES = frozenset(
     {
         *("select_n", "max", "min", "clamp", "pad", "concatenate", "stack", "dynamic_update_slice", "scatter"),
@@ -61,7 +62,7 @@ MOVES = frozenset(
     }
 )
 
-# Of these every input has a dtype of its own.
+# Every input of these has a dtype of its own.
 EACH_ITS_OWN = frozenset(
     {
         *("sort", "optimization_barrier", "psum", "psum_invariant", "psum_invariant2", "pmax", "pmin", "ppermute"),
@@ -72,30 +73,30 @@ EACH_ITS_OWN = frozenset(
 
 WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
 
-# Elementwise work, free in any dtype where it is fused with what comes next.
+# Elementwise work, which costs nothing in any dtype if it is fused with the next operation.
 FUSIBLE = (_ARITHMETIC | MOVES) - {
     *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter", "gather", "sort"),
     *("reduce_window_sum", "reduce_window_max", "reduce_window_min", "dynamic_update_slice", "top_k"),
     *("sharding_constraint", "name", "cummax", "cummin", "argmax", "argmin", "dynamic_slice", "concatenate"),
 }
 
-# Powers leave the range of 16 bits and these come back into it: the tanh of GELU gives what 16 bits can hold.
+# Powers leave the range of 16 bits, and bounded functions return to it: 16 bits can hold the tanh of GELU.
 POWERS = frozenset({"integer_pow", "square"})
 BOUNDED = frozenset({"tanh", "logistic", "erf", "erfc", "sin", "cos", "sign"})
 
 # A cast before these is a cast of the same or fewer values.
-BEFORE_CAST = frozenset({"reshape", "squeeze", "transpose", "rev", "broadcast_in_dim", "copy", "copy_p"})
+BEFORE_CAST = jaxprs.REARRANGES | {"broadcast_in_dim"}
 
-LOW_MARK = "jaxmp.autocast.low"  # a name on values that are in 16 bits from there on (see `_op_modules`)
+LOW_MARK = "jaxmp.autocast.low"  # the name of results that are cast to 16 bits (see `flax_layers`)
 
-FLOATS = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))  # what autocast moves between
+FLOATS = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))  # autocast casts between these
 
 
 class CastLists(NamedTuple):
-    """What runs in which dtype: hashable, so that plans can be kept by it.
+    """Which operations run in which dtype. Hashable: a key for plans.
 
     Attributes:
-      dtype: float16 or bfloat16; None: everything as it was written.
+      dtype: float16 or bfloat16; None: all operations run as they were written.
       allow: names that run in `dtype`.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
@@ -121,7 +122,7 @@ class CastLists(NamedTuple):
         return next((group for group, names in groups if name in names), None)
 
     def inside(self, group: str) -> "CastLists":
-        """The lists within a function that is named in one: its parts follow the inputs it is given."""
+        """The lists inside a function that a list names: its parts follow the dtypes of its inputs."""
         if group == "force_fp32":
             return CastLists(None)
         return CastLists(self.dtype, frozenset(), frozenset(), self.allow | self.force_fp32 | self.widest)
@@ -143,13 +144,13 @@ def is_widening(eqn: Any) -> bool:
 
 
 def is_custom_scatter(eqn: Any) -> bool:
-    """Whether an equation scatters by a function of the user's: `x.at[i].apply(fn)`, traced for one dtype."""
+    """Whether an equation scatters with a function of the user: `x.at[i].apply(fn)`, traced for one dtype."""
     update = eqn.params.get("update_jaxpr") if eqn.primitive.name == "scatter" else None
     return update is not None and bool(update.eqns)
 
 
 def is_no_cast(eqn: Any) -> bool:
-    """Whether an equation changes only how strongly a value is typed, or from a float to the same float."""
+    """Whether an equation converts to the same dtype; perhaps only its weak type changes."""
     return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
@@ -160,28 +161,14 @@ def make_lists(
     widest: Iterable[str] = (),
     modules: Mapping[str, jax.typing.DTypeLike] | None = None,
 ) -> CastLists:
-    """The lists, with names moved into others; float32 switches autocast off.
-
-    Args:
-      dtype: float16, bfloat16 or float32.
-      allow: names that run in `dtype`, wherever they stood.
-      force_fp32: names that run in float32.
-      widest: names that run in the widest dtype of their inputs.
-      modules: dtypes of modules, by patterns of their paths.
-
-    Returns:
-      A `CastLists`.
-
-    Raises:
-      ValueError: another dtype; an unknown name; a name in two of the arguments; modules in another dtype than float32
-        where autocast is off.
-      TypeError: a list that is a bare string.
-    """
+    """The lists for the arguments of `autocast`, which move names from one list to another; checks the arguments."""
     dtype = check_dtype(dtype)
     moved: dict[str, str] = {}
     for argument, names in (("allow", allow), ("force_fp32", force_fp32), ("widest", widest)):
         if isinstance(names, str):
-            raise TypeError(f"autocast: {argument} is a collection of names, got the string {names!r}: ({names!r},)")
+            raise TypeError(
+                f"autocast: {argument} must be a collection of names, got the string {names!r}. Write ({names!r},)"
+            )
         for name in names:
             _check_name(argument, name)
             if moved.setdefault(name, argument) != argument:
@@ -207,11 +194,7 @@ def make_lists(
 
 
 def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
-    """`dtype` as a numpy dtype, if autocast can run in it.
-
-    Raises:
-      ValueError: it is none of float16, bfloat16 and float32.
-    """
+    """`dtype` as a numpy dtype; a ValueError if autocast cannot run in it."""
     check_no_device("autocast", dtype)
     try:
         given = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
@@ -241,8 +224,8 @@ def _check_name(argument: str, name: str) -> None:
     close = difflib.get_close_matches(str(name), known, n=3)
     hint = f" Close to it: {', '.join(close)}." if close else ""
     raise ValueError(
-        f"autocast: {argument} holds {name!r}, which is no primitive of jax.lax and no function autocast knows.{hint} "
-        f"jaxmp.explain_autocast(fn, *args) lists the names in a function."
+        f"autocast: {argument} holds {name!r}, which is neither a primitive of jax.lax nor a function known here.{hint}"
+        f" jaxmp.explain_autocast(fn, *args) lists the names in a function."
     )
 
 

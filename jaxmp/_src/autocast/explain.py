@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, flax_modules, regions, rewrite
+from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
-from jaxmp._src.programs import jaxprs
+from jaxmp._src.base import tables
+from jaxmp._src.programs import array_functions, jaxprs
 
 
 class ExplainedOp(NamedTuple):
@@ -22,10 +22,10 @@ class ExplainedOp(NamedTuple):
       name: the primitive, or the function that a list names.
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
-      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (nothing but
-        those of `force_fp32` reads it); or `written` (left as it is).
-      count: how many there are; those in a loop count once for each iteration that is known.
-      flops: their floating-point operations in all: 2 m n k for a matmul, one for each element elsewhere.
+      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
+        of `force_fp32` read it); or `written` (unchanged).
+      count: how many there are; one in a scan counts once for each iteration.
+      flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
 
     module: str
@@ -38,7 +38,7 @@ class ExplainedOp(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `explain_autocast` returns: rows to work with, and a table when printed.
+    """The result of `explain_autocast`: rows, and a table when printed.
 
     Attributes:
       rows: one for each kind of operation in each module, in the order they run.
@@ -49,7 +49,7 @@ class Explanation(NamedTuple):
     casts: int
 
     def flops_by_dtype(self) -> dict[str, int]:
-        """The share of each dtype."""
+        """The floating-point operations in each dtype."""
         totals: dict[str, int] = {}
         for row in self.rows:
             totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
@@ -61,16 +61,10 @@ class Explanation(NamedTuple):
             (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
             for r in self.rows
         ]
-        widths = [max(len(line[i]) for line in (titles, *lines)) for i in range(len(titles))]
-
-        def line(cells: tuple[str, ...]) -> str:
-            return "  ".join(
-                c.rjust(w) if i in (2, 6) else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-
         total = sum(self.flops_by_dtype().values()) or 1
         shares = ", ".join(f"{100 * n / total:.1f}% in {d}" for d, n in self.flops_by_dtype().items() if n)
-        return "\n".join([line(titles), *map(line, lines), f"{self.casts} casts; FLOPs: {shares or 'none'}"])
+        table = tables.columns([titles, *lines], "<<><<<>")
+        return f"{table}\n{self.casts} casts; FLOPs: {shares or 'none'}"
 
     __repr__ = __str__
 
@@ -85,7 +79,7 @@ def explain_autocast(
     modules: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What `autocast(fn, dtype, ...)` would run in which dtype, by operation and by module. Nothing is computed.
+    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
 
     Args:
       fn: the function.
@@ -121,19 +115,14 @@ def explain_autocast(
 
         return run
 
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    places = [
-        i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
-    ]
+    def call(*args: Any, **kwargs: Any) -> None:
+        flax_layers.call(fn, explained, args, kwargs)
 
-    def call(*arrays: Any) -> Any:
-        given = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        args, kwargs = jax.tree.unflatten(treedef, given)
-        flax_modules.call(fn, explained, args, kwargs)
+    def is_input(x: Any) -> bool:
+        return array_functions.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
-    jax.eval_shape(call, *(leaves[i] for i in places))
+    inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)), is_input)
+    jax.eval_shape(lambda *values: inputs.call(call, values), *inputs.values)
     return found[0]
 
 
@@ -182,7 +171,7 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
 
 
 def flops_of(eqn: Any) -> int:
-    """Floating-point operations of one equation: a multiplication and an addition for each term of a contraction."""
+    """Floating-point operations of one equation: two for each term of a contraction, one for each element elsewhere."""
     sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -1,19 +1,19 @@
 """The plan of a rewrite: the dtype that every operation of a function will run in, found without running anything.
 
-A jaxpr is walked once, forwards, with a dtype for each value. The lists (`_op_lists`) give each operation its group,
-the neighbours (`_op_uses`) may change it, and what the group means depends on the dtypes that arrive:
+A jaxpr is walked once, forwards, with a dtype for each value. The lists (`cast_lists`) give each operation its group,
+its neighbours (`value_uses`) may change the group, and the group decides on the dtype, given the dtypes that arrive:
 
     allow        every float operand is cast to `dtype`
     force_fp32   every float operand is cast to float32
     widest       to the widest among the operands that *vote*
     None         back to what the operation was traced with
 
-As in PyTorch, a single number does not vote against an array: not a literal, not a scalar array, not one of these
-broadcast. But a constant that `dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32, unless it is one
-that only picks values (`where(mask, x, -1e9)`): there the constant saturates.
+As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. But a constant that
+`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32, unless the operation only picks values
+(`where(mask, x, -1e9)`): there the constant saturates.
 
-float64, complex, integers, keys and fp8 are never cast, and an operation that has one of the floats among them runs as
-it was written.
+float64, complex, integers, keys and fp8 are never cast, and an operation on float64, complex or fp8 values runs as it
+was written.
 """
 
 from typing import Any, NamedTuple
@@ -32,13 +32,13 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Value(NamedTuple):
-    """What the plan knows of a value.
+    """What the plan knows about a value.
 
     Attributes:
       dtype: the dtype it has in the rewritten function.
       votes: whether it counts among the inputs of an operation in the widest dtype.
-      const: the number it is full of, where that is known.
-      home: the 16-bit dtype that it left for a power, to which a bounded function brings it back.
+      const: the number that all its elements are, if known.
+      home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
     """
 
     dtype: Any
@@ -52,13 +52,13 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"` in new dtypes; `"written"` in those it was traced with; `"same"` hands its operand on; `"call"`
-        has functions inside, with a plan each.
+      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"call"`:
+        it has functions inside, with a plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
-      results: what it gives.
+      results: its results.
       inner: plans of the functions inside.
-      lists: the lists that hold here, and inside.
+      lists: the lists that are used here, and inside.
     """
 
     eqn: Any
@@ -76,8 +76,8 @@ class Plan(NamedTuple):
     Attributes:
       jaxpr: the function as traced.
       steps: one for each equation.
-      inputs: what it is given.
-      outputs: what it returns.
+      inputs: its inputs.
+      outputs: its outputs.
       changed: whether anything differs from the function as it was traced.
     """
 
@@ -102,16 +102,12 @@ class Planner:
     def plan(
         self, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists, uses: Uses | None = None
     ) -> Plan:
-        """The plan of a function for inputs of certain dtypes.
+        """The plan of a function (a jaxpr and its constants) for inputs of certain dtypes.
 
-        Args:
-          function: a jaxpr and its constants.
-          inputs: what is known of its inputs.
-          lists: what runs in which dtype.
-          uses: what `find_uses` said of the jaxpr, where its caller knows more than the jaxpr shows.
+        `uses` are given where the caller knows more about the results than the jaxpr shows.
         """
         key = (id(function[0]), inputs, lists, id(uses) if uses else None)
-        if key not in self._made:  # what ids stand for is kept alive here
+        if key not in self._made:  # the objects are kept, so that no id is used twice
             found = uses or value_uses.find_uses(function[0], lists, (False,) * len(function[0].outvars))
             self._made[key] = self._make(function, inputs, lists, found), (function, uses)
         return self._made[key][0]
@@ -161,7 +157,7 @@ class Planner:
         elif group == "allow" or (i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST):
             dtype = lists.dtype
         elif i in uses.wide:
-            operands = [v._replace(home=FLOAT32) for v in operands]  # it stays there until a float32 operation reads it
+            operands = [v._replace(home=FLOAT32) for v in operands]  # float32 until a float32 operation reads it
             dtype, group = FLOAT32, "feeds float32"
         else:
             dtype = _widest(eqn, operands)
@@ -251,13 +247,13 @@ def _is_change(step: Step) -> bool:
 
 
 def _has_other_floats(eqn: Any) -> bool:
-    """Whether a float stands among the operands or results that autocast does not cast: float64, complex, fp8."""
+    """Whether an operand or result is a float that autocast does not cast: float64, complex, fp8."""
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
     return any(d not in FLOATS and (d is None or jnp.issubdtype(d, jnp.inexact)) for d in dtypes)
 
 
 def _asks_for_float32(eqn: Any) -> bool:
-    """Whether a matmul names its algorithm, or gives out more than its operands hold: then it is left as written."""
+    """Whether a matmul names its algorithm, or asks for results wider than its operands: it stays as written."""
     precision, preferred = eqn.params.get("precision"), eqn.params.get("preferred_element_type")
     if precision is not None and not isinstance(precision, (tuple, jax.lax.Precision)):
         return True
@@ -272,7 +268,7 @@ def _is_reciprocal(eqn: Any) -> bool:
 
 
 def _widest(eqn: Any, operands: list[Value]) -> Any:
-    """The dtype of an operation that follows its inputs."""
+    """The widest dtype among the inputs that vote."""
     floats = [v for v in operands if v.dtype in FLOATS]
     if not floats:
         return None
@@ -285,7 +281,7 @@ def _widest(eqn: Any, operands: list[Value]) -> Any:
 
 
 def holds(dtype: Any, number: float) -> bool:
-    """Whether a dtype has a number in its normal range; 0, inf and NaN count."""
+    """Whether a number is in the normal range of a dtype; 0, inf and NaN always are."""
     limits = jnp.finfo(dtype)
     return number == 0 or not np.isfinite(number) or float(limits.tiny) <= abs(number) <= float(limits.max)
 
@@ -302,7 +298,7 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
         if out.aval.dtype not in FLOATS or dtype is None:
             results.append(value_of(out.aval))
         elif eqn.primitive.name in cast_lists.BEFORE_CAST and len(operands) == 1:
-            # A scalar that was broadcast does not vote; a full array of one number does, but where it is only picked.
+            # A broadcast scalar does not vote. A full array of one number votes, except where values are only picked.
             const = operands[0].const
             results.append(Value(result, operands[0].votes or const is not None, const, home))
         else:
@@ -311,7 +307,7 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
 
 
 def _home(name: str, operands: list[Value], dtype: Any) -> Any:
-    """The 16-bit dtype that a result in float32 comes from, if it is float32 because of a power alone."""
+    """The 16-bit dtype that a float32 result had, if only a power made it float32."""
     if dtype != FLOAT32:
         return None
     voting = [v for v in operands if v.dtype in FLOATS and v.votes]
@@ -344,7 +340,7 @@ def _join(values: tuple[Value, ...]) -> Value:
 
 
 def _settle(carry: list[Value], step: Any) -> list[Value]:
-    """The dtypes a loop carries: those its body gives after some rounds; the widest seen where they never settle."""
+    """The dtypes that a loop carries: those its body returns after some rounds, or the widest if they never settle."""
     for widen in (False, True):
         for _ in range(len(carry) + 2):
             after = [
@@ -356,4 +352,4 @@ def _settle(carry: list[Value], step: Any) -> list[Value]:
             if after == carry:
                 return carry
             carry = after
-    raise AssertionError("joining dtypes only ever widens them")  # float16, bfloat16, float32: two steps at most
+    raise AssertionError("joining dtypes only widens them")  # float16, bfloat16, float32: two steps at most

@@ -1,36 +1,35 @@
 """Autocast: a function that was written for float32, run in 16 bits where that is fast and safe.
 
-A model casts by hand in a hundred places (`dtype=` of every layer, `astype` round every softmax and loss), or in none
-if something looks at each operation as it comes by and chooses the dtype for it. PyTorch does that in its dispatcher.
-JAX traces: the function is traced once as it is, in float32, and the jaxpr is run anew with casts put in
+Either a model casts by hand in a hundred places (`dtype=` of every layer, `astype` around every softmax and loss), or
+a library looks at each operation and chooses its dtype. PyTorch does that in its dispatcher. JAX traces: the function
+is traced once as it is, in float32, and the jaxpr is run anew with casts put in
 
-    fn  --make_jaxpr-->  jaxpr  --_op_uses, _op_plan-->  a dtype for each operation  --_op_emit-->  JAX operations
+    fn  --make_jaxpr-->  jaxpr  --value_uses, planner-->  a dtype for each operation  --plan_runner-->  JAX operations
 
-What comes out is JAX again, so it composes: under and over `jit`, `grad`, `vmap`, `scan`, `remat`, `shard_map`, and
-with layers that have derivatives of their own. Gradients have the dtypes of what they are gradients of, as a cast's
-derivative is the cast back: float32 params get float32 gradients, computed by 16-bit matmuls.
+The result is JAX again, so it composes: under and over `jit`, `grad`, `vmap`, `scan`, `remat`, `shard_map`, and with
+layers that have their own derivatives. The derivative of a cast is the cast back, so each gradient has the dtype of its
+param: float32 params get float32 gradients, computed by 16-bit matmuls.
 
 Where we differ from torch.autocast:
-- The whole function is seen before it runs. What feeds float32 operations only runs in float32, so that norms and
-  softmaxes written by hand do not overflow; a weight in a loop is cast before the loop.
-- A mean is a sum and a division in a jaxpr, so it gives float32 (torch: the input's dtype).
-- A cast to the dtype a value was traced in leaves no trace: `x.astype(jnp.float32)` in a float32 function asks for
-  nothing. `jaxmp.no_autocast` does.
-- A disabled region runs as it was written: float32 operations get float32 back (torch hands them what comes).
+- The whole function is known before it runs. Operations that feed only float32 operations run in float32, so that
+  norms and softmaxes written by hand do not overflow; a weight in a loop is cast before the loop.
+- A mean is a sum and a division in a jaxpr, so it returns float32 (torch: the input's dtype).
+- A cast to the dtype in which a value was traced is not in the jaxpr: `x.astype(jnp.float32)` in a float32 function
+  has no effect. Use `jaxmp.no_autocast`.
+- A disabled region runs as it was written: float32 operations get float32 inputs (torch: the dtype that arrives).
 - float16 masks saturate: `where(mask, x, -1e9)` gives -65504, not -inf.
 """
 
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
 
-from jaxmp._src.autocast import calls, cast_lists, emit, flax_modules, planner, regions
+from jaxmp._src.autocast import calls, cast_lists, flax_layers, plan_runner, planner, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.programs import array_functions
 
@@ -38,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Autocast:
-    """What `autocast` returns where it is given no function: a decorator, and a region for `with`."""
+    """The result of `autocast` without a function: a decorator, and a region for `with`."""
 
     def __init__(self, lists: CastLists, output_dtype: Any = None, *, inherits: bool = False):
         self._lists = lists
@@ -51,8 +50,8 @@ class Autocast:
 
     def __enter__(self) -> "Autocast":
         if self._output_dtype is not None:
-            raise ValueError("autocast: a region has no output to cast; output_dtype= is for functions")
-        region = flax_modules.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
+            raise ValueError("autocast: a region has no output to cast. Use output_dtype= with a function")
+        region = flax_layers.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
         region.__enter__()
         vars(self._entered).setdefault("regions", []).append(region)
         return self
@@ -63,30 +62,21 @@ class Autocast:
             self._lists.modules.warn_of_idle()
 
 
+class _Options(TypedDict, total=False):
+    """The keywords of `autocast`, for its overloads."""
+
+    enabled: bool
+    allow: Iterable[str]
+    force_fp32: Iterable[str]
+    widest: Iterable[str]
+    modules: Mapping[str, Any] | None
+    output_dtype: Any
+
+
 @overload
-def autocast(
-    fn: None = None,
-    dtype: Any = None,
-    *,
-    enabled: bool = True,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
-    output_dtype: Any = None,
-) -> Autocast: ...
+def autocast(fn: None = None, dtype: Any = None, **options: Unpack[_Options]) -> Autocast: ...
 @overload
-def autocast(
-    fn: F,
-    dtype: Any = None,
-    *,
-    enabled: bool = True,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
-    output_dtype: Any = None,
-) -> F: ...
+def autocast(fn: F, dtype: Any = None, **options: Unpack[_Options]) -> F: ...
 def autocast(
     fn: Any = None,
     dtype: Any = None,
@@ -98,29 +88,29 @@ def autocast(
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Any:
-    """Runs a function in mixed precision, as it is: `torch.autocast` for JAX.
+    """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
 
-    Matmuls and convolutions run in `dtype`; what needs float32 (exp, log, powers, sums, norms, softmax, losses) in
-    float32; the rest in the widest dtype of its inputs. float64, complex, integers, keys and fp8 are left alone.
-    Params stay float32 outside, and so do their gradients. `fn` is traced in float32 whatever it is given, so that
-    with 16-bit params it is the same function: their gradients are 16-bit, its loss is float32.
+    Matmuls and convolutions run in `dtype`. Operations that need float32 (exp, log, powers, sums, norms, softmax,
+    losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
+    not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
+    the same function with 16-bit params: their gradients are 16-bit, its loss is float32.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
         with jaxmp.autocast(dtype=jnp.float16): ...                 a region
 
-    As a region it reaches the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
-    `jaxmp.nnx.value_and_grad`, and, inside of an autocast function, every operation: `with autocast(enabled=False)`
-    there runs as it was written. What was jitted outside of a region is traced anew in it. Of nested ones the innermost
-    counts, whatever transformations lie between.
+    A region changes the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
+    `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
+    `with autocast(enabled=False)` run as they were written. A function that was jitted outside a region is traced anew
+    in it. The innermost of nested regions counts, also with transformations in between.
 
     Args:
       fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
-      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off. None for that of the
+      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off. None: the dtype of the
         region or function around it, and float16 outside of all.
       enabled: False is the same as float32.
-      allow: names of primitives that run in `dtype` besides, or in spite of, the lists. `jaxmp.explain_autocast` gives
-        the names in a function.
+      allow: names of primitives that run in `dtype`, in addition to the lists or against them. `jaxmp.explain_autocast`
+        shows the names in a function.
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
@@ -130,11 +120,12 @@ def autocast(
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
 
     Returns:
-      The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is a
-      context manager as well.
+      The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is also a
+      context manager.
 
     Raises:
-      ValueError: a dtype it cannot run in (fp8: `jaxmp.fp8.autocast` does); an unknown name in a list, or one in two.
+      ValueError: a dtype it cannot run in (for fp8 use `jaxmp.fp8.autocast`); an unknown name in a list; a name in two
+        lists.
       TypeError: `fn` is not callable.
 
     Warns:
@@ -168,16 +159,11 @@ def autocast(
     return _wrap(fn, lists, output_dtype, inherits=dtype is None)
 
 
-def is_module(x: Any) -> bool:
-    """Whether `x` is a flax module, which is a tree to jax as well."""
-    return isinstance(x, (linen.Module, nnx.Module))
-
-
 def no_autocast(fn: F) -> F:
-    """A function that autocast leaves as it was written, wherever it is called.
+    """A function that autocast does not change, wherever it is called.
 
     Args:
-      fn: the function. In an autocast function it gets back the dtypes it was traced with.
+      fn: the function. In an autocast function its inputs are cast back to the dtypes it was traced with.
 
     Returns:
       The function.
@@ -191,13 +177,9 @@ def no_autocast(fn: F) -> F:
 
 
 def by_region(fn: F) -> F:
-    """`fn` under the lists of the region it is called in: what functions that are handed to jaxmp go through.
+    """`fn` under the lists of the region it is called in: jaxmp wraps every function that a user passes in this.
 
-    Args:
-      fn: the function.
-
-    Returns:
-      `fn` itself where there is no region, or where an autocast function that is being traced will see to it.
+    Returns `fn` itself outside of regions, and inside an autocast function, which rewrites what it calls.
     """
     lists = regions.current()
     return fn if lists is None or lists.dtype is None or regions.is_tracing() else _wrap(fn, lists, None)
@@ -213,19 +195,19 @@ def _is_dtype(fn: Any) -> bool:
 
 
 def _inherited(lists: CastLists) -> CastLists:
-    """The lists with the dtype of the region or function that they are used in, if it has one."""
+    """The lists with the dtype of the region or function around them, if it has one."""
     outer = regions.current()
     return lists if outer is None or outer.dtype is None or lists.dtype is None else lists._replace(dtype=outer.dtype)
 
 
 def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False) -> Any:
     if isinstance(fn, type):
-        raise TypeError(f"autocast: decorate the __call__ of {fn.__name__}, or a function that calls it, not the class")
+        raise TypeError(f"autocast: decorate the __call__ of {fn.__name__} or a function that calls it, not the class")
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         here = _inherited(lists) if inherits else lists
-        out = flax_modules.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+        out = flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
         around = regions.current()
         if around is None or here.modules is not around.modules:  # a region warns at its end
             here.modules.warn_of_idle()
@@ -246,8 +228,8 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
         traced = Traced(fn, lists, args, kwargs)
         plan = traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)
         with regions.rewritten():
-            emitter = emit.Emitter(traced.planner, calls.CALLS)
-            return traced.unflatten(emitter.run(plan, traced.consts, traced.values))
+            runner = plan_runner.PlanRunner(traced.planner, calls.CALLS)
+            return traced.unflatten(runner.run(plan, traced.consts, traced.values))
 
     return wrapped
 
@@ -263,7 +245,7 @@ class Traced(array_functions.Traced):
             # A numpy scalar is a number to Python code, which may ask for it.
             is_input=lambda x: is_float_array(x) and not isinstance(x, np.generic),
             context=regions.tracing(lists),
-            # In float32, whatever comes: a function of 16-bit params is no other function.
+            # Always in float32: with 16-bit params it must be the same function.
             as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
         )
         self.inputs = tuple(planner.value_of(aval) for aval in self.avals)

@@ -1,16 +1,16 @@
-"""Who uses a value: what a list of single operations cannot know, read off the jaxpr before anything runs.
+"""Which operations use a value. A list of single operations cannot know that; the jaxpr shows it before anything runs.
 
 A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alone would run in the wrong dtype. Four
-questions about its neighbours put that right:
+questions about its neighbours correct that:
 
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
   before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
-- **Does a power end in a bounded function?** GELU's cube does, in a tanh. bfloat16 has the range for it, and what the
-  backward pass needs is half as large.
-- **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, and not again in
-  every iteration.
+- **Does a power end in a bounded function?** GELU's cube ends in a tanh. bfloat16 has the range for it, and the
+  residuals of the backward pass are half as large.
+- **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, not in every
+  iteration.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from jaxmp._src.programs import jaxprs
 
 
 class Uses(NamedTuple):
-    """What `find_uses` found; equations by their place in the jaxpr.
+    """The answers to these questions; equations are numbered by their place in the jaxpr.
 
     Attributes:
       low_inputs: for each input, whether only operations in 16 bits use it.
       wide_inputs: for each input, whether only operations in float32 use it.
-      low: equations all of whose results go to operations in 16 bits only.
-      wide: equations all of whose results go to operations in float32 only.
+      low: equations whose results go to operations in 16 bits only.
+      wide: equations whose results go to operations in float32 only.
       biased: equations that add a bias to a matmul or a convolution.
-      tamed: equations all of whose results come to no more than bounded functions make of them.
-      inner: for each equation with functions inside, what was found in them.
+      tamed: equations whose results all end in bounded functions.
+      inner: for each equation with functions inside, the answers for these.
     """
 
     low_inputs: tuple[bool, ...]
@@ -46,7 +46,7 @@ class Uses(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Axes of a matmul's result that one operand alone decides: those of the weights, whichever side they are on."""
+    """Axes of a matmul's result that come from one operand alone; the weights may be on either side."""
 
     left: frozenset[int]
     right: frozenset[int]
@@ -61,13 +61,7 @@ class Features(NamedTuple):
 def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> Uses:
     """Answers these questions for every equation of a jaxpr.
 
-    Args:
-      jaxpr: the function.
-      lists: what runs in which dtype, outside of regions that say otherwise.
-      wide_outputs: for each output, whether its caller uses it in float32 only.
-
-    Returns:
-      A `Uses`.
+    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only.
     """
     biased, _ = _find_biased(jaxpr, lists)
     low: dict[Any, bool] = {}
@@ -137,14 +131,14 @@ def _uses_of_operands(eqn: Any, functions: Any, inner: tuple[Uses, ...]) -> list
 
 
 def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any, Features]]:
-    """Sums of a matmul's result and what varies along its features only; and the features of all such results."""
+    """The sums of a matmul's result and a value that varies along its features only; and the features of results."""
     features: dict[Any, Features] = {}
-    varies: dict[Any, frozenset[int]] = {}  # of values that were broadcast: the axes along which they are not constant
+    varies: dict[Any, frozenset[int]] = {}  # for broadcast values, the axes along which they are not constant
     biased = set()
     for i, eqn in enumerate(jaxpr.eqns):
         name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
         variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-        if name in ("dot_general", "conv_general_dilated"):
+        if name in jaxprs.MATMULS:
             if regions.lists_of(eqn, lists).group(name) == "allow":
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
@@ -163,7 +157,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
                 if matmul in features and bias not in features and features[matmul].hold(_axes(matmul, bias, varies)):
                     biased.add(i)
                     features[out] = features[matmul]
-        elif name in ("jit", "pjit") and (functions := jaxprs.functions_of(eqn)):
+        elif name in jaxprs.JITS and (functions := jaxprs.functions_of(eqn)):
             inner, outer = functions[0][0], eqn.outvars
             found = _find_biased(inner, regions.lists_of(eqn, lists))[1]
             features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}
@@ -193,7 +187,7 @@ def _features_of(eqn: Any) -> Features:
 
 
 def _place_in_reshape(eqn: Any, shape: tuple[int, ...]) -> dict[int, int]:
-    """Where axes are after a reshape; those that were split or joined are nowhere."""
+    """The new place of each axis after a reshape; axes that were split or joined have none."""
     new = eqn.outvars[0].aval.shape
     old_kept, new_kept = [a for a, n in enumerate(shape) if n > 1], [a for a, n in enumerate(new) if n > 1]
     if [shape[a] for a in old_kept] == [new[a] for a in new_kept]:

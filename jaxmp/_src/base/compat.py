@@ -1,4 +1,4 @@
-"""What differs between the jax versions we run on, and nothing else.
+"""Everything that differs between supported jax versions, and nothing else.
 
 We support jax 0.10.2 to the newest version. Every other file uses the names below and public jax names only.
 `pallas_kernels.backend` holds what `pallas_kernels` needs too.
@@ -16,15 +16,12 @@ from pallas_kernels.backend import as_varying as as_varying, varying_axes as var
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Names of the mesh axes that are manual where this is called: those bound by `jax.pmap` and `jax.shard_map`.
-
-    Returns `()` outside of them and under plain `jax.jit` and `jax.vmap`.
-    """
+    """Names of the mesh axes that `jax.pmap` and `jax.shard_map` bind where this is called; `()` outside."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_tracked(axis: str) -> bool:
-    """Whether jax keeps track of what varies over a bound axis: inside `jax.shard_map(check_vma=True)`.
+    """Whether jax tracks which arrays vary over a bound axis: inside `jax.shard_map(check_vma=True)`.
 
     There, an array without the axis in its `varying_axes` is equal on all devices of the axis. Elsewhere it may vary.
     """

@@ -134,6 +134,10 @@ class Patterns:
         """Warns of each pattern that no path has fitted, if there were paths. Returns whether it warned."""
         return warn_of_idle(self._argument, self.values, self._paths, of=self._of, stacklevel=stacklevel + 1)
 
+    def with_values(self, values: Mapping[str, Any]) -> "Patterns":
+        """Other patterns of the same argument."""
+        return Patterns(self._argument, values, of=self._of)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Patterns) and list(self.values.items()) == list(other.values.items())
 

@@ -1,18 +1,18 @@
-"""What a traced function keeps in memory, and when: buffers, read off its jaxpr.
+"""The memory of a traced function over time: its buffers, found in its jaxpr.
 
-A jaxpr names every intermediate, and a compiler stores few of them. XLA on a GPU stores what a matmul, a reduction or
-a loop writes; what lies between (casts, additions, activations, masks) it computes inside the kernel that reads it,
-again for each reader if need be. So each value here is one of two things:
+A jaxpr names every intermediate, and a compiler stores few of them. XLA on a GPU stores the results of matmuls,
+reductions and loops. Operations in between (casts, additions, activations, masks) are computed inside the kernel that
+reads them, again for each reader if necessary. So each value here is one of two things:
 
-    a *buffer*      it has memory: an input, what a matmul, reduction, scatter or loop writes, and what such a one reads
-    *recomputed*    it has none; it stands for the buffers it is computed from, and keeps those alive
+    a *buffer*      has memory: inputs, and the operands and results of matmuls, reductions, scatters and loops
+    *recomputed*    has no memory: it stands for the buffers it is computed from, and keeps those alive
 
-A value with several readers is a buffer where it is smaller than what it would be recomputed from (x + f(x), of two; a
-mask, of floats), and recomputed otherwise (a norm's output, of its input). Walking through the equations in order, a
-buffer is born where it is written and dies behind its last reader, and the most that lives at once is the peak.
+A value with several readers is a buffer if it is smaller than the buffers it would be recomputed from (x + f(x) from
+two; a mask from floats), and is recomputed otherwise (a norm's output from its input). With the equations in order, a
+buffer lives from the equation that writes it to its last reader. The peak is the most that lives at once.
 
-Where this differs from XLA: order (XLA may move equations), workspaces of libraries and padding inside of kernels,
-fusions that a cost model declines. `benchmarks/h100/memory.py` holds it against XLA's own analysis.
+Where this differs from XLA: order (XLA may move equations), workspaces of libraries, padding inside kernels, fusions
+that XLA's cost model rejects. `benchmarks/memory.py` compares it with XLA's own analysis.
 """
 
 import math
@@ -25,13 +25,10 @@ import jax.numpy as jnp
 
 from jaxmp._src.programs import jaxprs
 
-_MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_dot"})
-_VIEWS = frozenset(  # the same bytes, or read as such
-    {"reshape", "squeeze", "expand_dims", "transpose", "copy", "rev"}
-    | {"pvary", "pcast", "sharding_constraint", "mesh_cast", "reshard"}
-)
+_MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
+_VIEWS = jaxprs.REARRANGES | jaxprs.HANDS_ON  # the same bytes, or read as such
 _LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
-_LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
+_BODIES = jaxprs.CONTROL_FLOW | {"shard_map"}
 _KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
 _WRITES = frozenset(
     {"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k"}
@@ -39,18 +36,18 @@ _WRITES = frozenset(
     | {"threefry2x32", "random_bits", "random_wrap", "random_unwrap", "optimization_barrier"}
 )
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
-_SLACK = 1.15  # a recomputed value may read a little beside its main operand: a mean, a bias
-_ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to the first, in arrays of more values than the second
+_SLACK = 1.15  # a recomputed value may read small operands besides its main one: a mean, a bias
+_ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to multiples of 8, in arrays of more values than _LARGE
 
 
 class Usage(NamedTuple):
-    """Bytes beside a function's inputs.
+    """Bytes in addition to a function's inputs.
 
     Attributes:
-      saved: what its first part computes and its second part reads, as the jaxpr has it, nothing recomputed.
+      saved: values of the jaxpr that its first part computes and its second part reads, with nothing recomputed.
       kept: the same in buffers.
-      scratch: the most that buffers take at once, outputs left out.
-      peak: the same with outputs, each from where it is written on.
+      scratch: the most that buffers take at once, without outputs.
+      peak: the same with outputs, each from the equation that writes it.
     """
 
     saved: int
@@ -66,11 +63,11 @@ class _Op(NamedTuple):
     name: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    is_barrier: bool = False  # what it reads is stored, though it calls nothing: the start of a rematerialization
+    is_barrier: bool = False  # its operands are stored although it computes nothing: the start of a rematerialization
 
 
 class _Program:
-    """A jaxpr with its calls written out and what reaches no output left out."""
+    """A jaxpr with its calls written out, without equations that no output needs."""
 
     def __init__(self, jaxpr: Any, output_bytes: Sequence[int | None] | None = None):
         self.sizes: list[int] = []
@@ -107,8 +104,8 @@ class _Program:
                 names |= dict(zip(eqn.outvars, written, strict=True))
                 continue
             avals = [v.aval for v in eqn.outvars]
-            if name == "shard_map":  # of its results, what one device holds
-                avals = [v.aval for v in jaxprs.open_jaxpr(eqn.params["jaxpr"])[0].outvars]
+            if name == "shard_map":  # the part of its results on one device
+                avals = [v.aval for v in jaxprs.functions_of(eqn)[0][0].outvars]
             written = [self._new(aval) for aval in avals]
             names |= dict(zip(eqn.outvars, written, strict=True))
             self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
@@ -126,13 +123,13 @@ class _Program:
 
 
 def usage(jaxpr: Any, *, output_bytes: Sequence[int | None] | None = None) -> Usage:
-    """What a function takes beside its inputs; its first part ends where its first output is computed.
+    """The memory of a function in addition to its inputs; its first part ends where its first output is computed.
 
     For `jax.value_and_grad(f)` the first output is the loss, and the two parts are the forward and backward pass.
 
     Args:
-      jaxpr: of the function, as `jax.make_jaxpr` makes it.
-      output_bytes: of its outputs, where a device holds a part of them; None is the jaxpr's size.
+      jaxpr: of the function, from `jax.make_jaxpr`.
+      output_bytes: for each output the bytes on one device; None: the size in the jaxpr.
     """
     program = _Program(jaxpr, output_bytes)
     bases, stored = _find_buffers(program)
@@ -147,7 +144,7 @@ def usage(jaxpr: Any, *, output_bytes: Sequence[int | None] | None = None) -> Us
 
 
 def nbytes(x: Any) -> int:
-    """The bytes of an array, abstract or not; 0 of what has no shape."""
+    """The bytes of an array or abstract value; 0 if it has no shape."""
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape"):
         return 0
@@ -155,7 +152,7 @@ def nbytes(x: Any) -> int:
 
 
 def _saved(program: _Program, turn: int, starts: dict[int, int]) -> int:
-    """What is computed up to `turn` and read behind it; views of one value count once."""
+    """Bytes that are computed up to `turn` and read after it; views of one value count once."""
     found = set()
     for op in program.ops[turn + 1 :]:
         if not op.is_barrier:
@@ -188,8 +185,8 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
 
 
 def _forced(program: _Program) -> set[int]:
-    """Values that are buffers whatever reads them."""
-    firm = set(program.inputs) | {w for op in program.ops if op.name in _MATMULS | _LOOPS for w in op.writes}
+    """Values that are buffers for any readers."""
+    firm = set(program.inputs) | {w for op in program.ops if op.name in _MATMULS | _BODIES for w in op.writes}
     forced: set[int] = set()
 
     def force(value: int, by_matmul: bool = False) -> None:
@@ -207,16 +204,16 @@ def _forced(program: _Program) -> set[int]:
         if output is not None:
             force(output)
     for op in program.ops:
-        if op.is_barrier or op.name in _MATMULS | _LOOPS | _KERNELS:
+        if op.is_barrier or op.name in _MATMULS | _BODIES | _KERNELS:
             for r in op.reads:
                 force(r, op.name == "dot_general")
-        if op.name in _MATMULS | _LOOPS | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
+        if op.name in _MATMULS | _BODIES | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
             forced |= set(op.writes)
     return forced
 
 
 def _readers_that_store(program: _Program, forced: set[int]) -> dict[int, set[int]]:
-    """For each value the equations with buffers for results that it ends in, through what is recomputed."""
+    """For each value the equations that write a buffer from it, through recomputed values."""
     ends: dict[int, set[int]] = defaultdict(set)
     for t in range(len(program.ops) - 1, -1, -1):
         op = program.ops[t]
@@ -241,7 +238,7 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
 
 
 def _behind_casts(program: _Program, bases: dict[int, set[int]], op: _Op) -> set[int]:
-    """The largest buffer behind each operand that is a cast: its padded copy is made of what was cast."""
+    """The largest buffer behind each operand that is a cast: the padded copy holds the value before the cast."""
     found = set()
     for value in (_behind_views(program, r) for r in op.reads):
         cast = program.producer.get(value)
@@ -258,7 +255,9 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
     now = most = 0
     for t, op in enumerate(program.ops):
         written = [w for w in op.writes if w in stored and (with_outputs or w not in held)]
-        in_place = op.name not in _MATMULS | _LOOPS | _KERNELS  # a fusion may write over what it is the last to read
+        in_place = (
+            op.name not in _MATMULS | _BODIES | _KERNELS
+        )  # a fusion may overwrite an operand that nobody reads later
         for b in dying[t] if in_place else ():
             now -= alive.pop(b, 0) if b not in held else 0
         for w in written:
@@ -271,8 +270,8 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
 
 
 def _inside(op: _Op) -> int:
-    """What the body of a loop or of a branch takes beside its operands, in one turn."""
-    if op.name not in _LOOPS:
+    """The memory of the body of a loop or branch in addition to its operands, in one turn."""
+    if op.name not in _BODIES:
         return 0
     return max((usage(jaxpr).peak for jaxpr, _ in jaxprs.functions_of(op.eqn)), default=0)
 

@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.memory import buffers, measured as measured_lib, overview as overview_lib, shards
 from jaxmp._src.numerics import casting
@@ -211,8 +211,7 @@ def table(plans: Mapping[str, Plan]) -> str:
     rows.append(["P", *(_readable(p.num_params, ("", " K", " M", " G", " T"), "") for p in columns)])
     each = [(p.stored + p.gradients) * p.num_devices / max(p.num_params, 1) for p in columns]
     rows.append(["bytes a parameter", *(f"{b:.2f}" for b in each)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("   ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return tables.columns(rows, gap=3)
 
 
 def beside_measured(planned: Plan, device: Any = None) -> str | None:
@@ -241,7 +240,7 @@ def beside_measured(planned: Plan, device: Any = None) -> str | None:
     ]
     if found.fragmentation is not None:
         lines.append(("fragmentation", "", f"{found.fragmentation:.0%}", ""))
-    return "\n".join(f"{name:14s} {a:>10s} {b:>10s}  {c}".rstrip() for name, a, b, c in lines)
+    return tables.columns(lines, "<>>")
 
 
 def overview(num_params: float) -> dict[str, Plan]:

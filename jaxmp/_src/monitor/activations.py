@@ -12,11 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base.tree_paths import Patterns
 from jaxmp._src.devices import collectives
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import LeafCounts, TensorStats
+from jaxmp._src.programs import taps
 
 _FILTER = "watch_activations(filter=)"
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._src.autocast import cast_lists, rewrite
+from jaxmp._src.programs import array_functions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,5 +137,5 @@ def _cast_arrays(tree: Any, before: Any, after: Any) -> Any:
     return jax.tree.map(
         lambda x: jnp.asarray(x, after) if rewrite.is_float_array(x) and x.dtype == before else x,
         tree,
-        is_leaf=rewrite.is_module,
+        is_leaf=array_functions.is_module,
     )

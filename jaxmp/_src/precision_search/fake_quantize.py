@@ -1,26 +1,27 @@
 """Fake quantization: a function in float32 whose matmuls get the roundings of another format, or none, by choice.
 
-What a format costs shows in the gradient of the whole model, and which layer is to blame shows when one layer after
-the other is switched. So every matmul y = x w with the gradient g of y is run as
+The gradient of the whole model shows what a format costs, and switching one layer after the other shows which layer is
+the cause. So every matmul y = x w with the gradient g of y is run as
 
     y  = R(F(x) F(w))        F rounds operands, R results
-    dx = R(B(g) F(w)^T)      B rounds what comes back
+    dx = R(B(g) F(w)^T)      B rounds gradients that come back
     dw = R(F(x)^T B(g))
 
-in float32, with roundings that really happen (`casting.round_to_grid`; XLA takes casts away) and are *data*: a few
-numbers for each matmul, arguments of the compiled program. One program serves every choice.
+in float32, with roundings that XLA cannot remove (`casting.round_to_grid`; it removes pairs of casts). The roundings
+are *data*: a few numbers for each matmul, arguments of the compiled program. One program serves every choice.
 
     format      F              B              R
     "fp32"      -              -              -
     "bf16"      bfloat16       bfloat16       bfloat16
-    "fp16"      float16        float16        float16: beyond 65504 is inf; gradients under the loss scale
+    "fp16"      float16        float16        float16: inf beyond 65504; gradients times the loss scale
     "fp8"       e4m3, scaled   e5m2, scaled   bfloat16
     "e4m3"      e4m3, scaled   e4m3, scaled   bfloat16
     "e5m2"      e5m2, scaled   e5m2, scaled   bfloat16
     "off"       the result is zero
 
-Scaled is by the power of two of `jaxmp.fp8.CurrentScaling`: one for each tensor, from the tensor itself. Sums inside of
-a matmul are float32, as in a tensor core (which adds fp8 products with fewer bits). What is no matmul stays float32.
+"Scaled" means by the power of two of `jaxmp.fp8.CurrentScaling`: one for each tensor, from the tensor itself. Sums
+inside a matmul are float32, as in a tensor core (which adds fp8 products with fewer bits). All other operations stay in
+float32.
 """
 
 import functools
@@ -33,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.numerics import casting, float_bits, formats
 from jaxmp._src.numerics.quantize import largest_magnitude
+from jaxmp._src.programs import taps
 
 
 class Grid(NamedTuple):
@@ -44,10 +45,10 @@ class Grid(NamedTuple):
 
     Attributes:
       limit: the largest finite number.
-      overflow: from here on a value becomes inf; NaN: it saturates at the limit.
+      overflow: from this value on the result is inf; NaN: values saturate at the limit.
       smallest_normal: the smallest number with all bits of the mantissa.
       step: the spacing of numbers above 1.
-      scaled: 1: the tensor is multiplied by the scale that its own amax gives; 0: by `factor`.
+      scaled: 1: the tensor is multiplied by the scale for its own amax; 0: by `factor`.
       factor: a power of two; a loss scale.
     """
 
@@ -60,12 +61,12 @@ class Grid(NamedTuple):
 
 
 class Roundings(NamedTuple):
-    """What one matmul gets.
+    """The roundings of one matmul.
 
     Attributes:
       operand: of x and w.
       result: of y.
-      cotangent: of the gradient that comes back.
+      cotangent: of the gradient of y.
       gradient: of the gradients of x and w.
       kept: 1, or 0 for a matmul that is switched off.
     """
@@ -89,7 +90,7 @@ def grid(name: str, loss_scale: float = 1.0) -> Grid:
     """
     info = jnp.finfo(formats.DTYPES[name])
     largest, step = float(info.max), 2.0**-info.nmant
-    # Halfway to the next number, which would be rounded to even, to what the format has no number for.
+    # Halfway to the next number that the format lacks: round-to-even would go up to it.
     halfway = {8: np.nan, 16: largest + 2.0 ** np.floor(np.log2(largest)) * step / 2, 32: np.inf}
     smallest = max(float(info.smallest_normal), 2.0**-126 / step)  # float32 has no smaller spacing
     factor = loss_scale if name == "fp16" else 1.0
@@ -97,24 +98,21 @@ def grid(name: str, loss_scale: float = 1.0) -> Grid:
 
 
 def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results: str | None = None) -> Roundings:
-    """The roundings of a matmul that runs in a format; see the module's table.
+    """The roundings of a matmul that runs in a format of the table above, or in a pair (forward, backward).
 
-    Args:
-      format: a name of the table, or the names for (forward, backward).
-      loss_scale: of float16 gradients, a power of two.
-      results: "fp32", "bf16" or "fp16": the format of results; default: the table's.
-
-    Raises:
-      ValueError: a name that is none; a loss scale that is no power of two.
+    `results` ("fp32", "bf16" or "fp16") replaces the table's format of results.
     """
     pair = format if isinstance(format, tuple) else (("e4m3", "e5m2") if format == "fp8" else (format, format))
     if len(pair) != 2 or any(name not in NAMES or name == "fp8" for name in pair):
         names = ", ".join(map(repr, NAMES))
-        raise ValueError(f"a format is one of {names}, or a pair of these but fp8, (forward, backward); got {format!r}")
-    if math.frexp(loss_scale)[0] != 0.5 or not 2.0**-126 <= loss_scale <= 2.0**126:  # it is divided by in its bits
         raise ValueError(
-            f"loss_scale must be a power of two from 2^-126 to 2^126, or gradients would not come back as they were; "
-            f"got {loss_scale}. Give 2.0**n."
+            f"a format is one of {names}, or a pair (forward, backward) of these without fp8; got {format!r}"
+        )
+    # Division by a power of two changes only the exponent bits.
+    if math.frexp(loss_scale)[0] != 0.5 or not 2.0**-126 <= loss_scale <= 2.0**126:
+        raise ValueError(
+            f"loss_scale must be a power of two from 2^-126 to 2^126, because other scales round gradients; "
+            f"got {loss_scale}. Pass 2.0**n."
         )
     forward, backward = (("fp32" if name == "off" else name) for name in pair)
     result = results or ("bf16" if forward in ("e4m3", "e5m2") else forward)
@@ -129,12 +127,7 @@ def roundings(format: str | tuple[str, str], *, loss_scale: float = 1.0, results
 
 
 def rounded(x: Float[Array, "..."], by: Grid) -> Float[Array, "..."]:
-    """`x` as a format holds it, in the dtype of x.
-
-    Args:
-      x: floats of any shape.
-      by: the rounding.
-    """
+    """`x` rounded, in its own dtype."""
     wide = x.astype(jnp.float32)
     return rounded_under(wide, scale_of(largest_magnitude(wide), by), by).astype(x.dtype)
 
@@ -148,13 +141,9 @@ def rounded_under(x: Float[Array, "..."], scale: Float[Array, ""], by: Grid) -> 
 
 
 def scale_of(largest: Float[Array, ""], by: Grid) -> Float[Array, ""]:
-    """What a tensor is multiplied by before it is rounded: float32[], the largest power of two that saturates nothing.
+    """The scale of a tensor with this largest magnitude: float32[], the largest power of two that saturates nothing.
 
-    That of `CurrentScaling`, but 2^100 times the format's range for tensors that are still smaller.
-
-    Args:
-      largest: float32[], its largest magnitude.
-      by: the rounding.
+    The same as of `CurrentScaling`, but at most 2^100 times the format's range.
     """
     below = float_bits.power_of_two_below(largest)
     inverse = float_bits.inverse_of_power_of_two(jnp.maximum(below, np.float32(2.0**-100)))
@@ -166,7 +155,7 @@ def scale_of(largest: Float[Array, ""], by: Grid) -> Float[Array, ""]:
 
 @jax.custom_vjp
 def both_ways(x: Array, forward: Grid, backward: Grid) -> Array:
-    """`x` rounded by `forward`; its gradient, rounded by `backward`, as if nothing had been rounded."""
+    """`x` rounded by `forward`; its gradient is the cotangent, rounded by `backward`."""
     del backward
     return rounded(x, forward)
 
@@ -184,13 +173,7 @@ both_ways.defvjp(_both_forward, _both_backward)
 
 
 def quantized_matmul(run: Callable[..., Array], operands: list[Any], by: Roundings) -> Array:
-    """A matmul with roundings.
-
-    Args:
-      run: the matmul.
-      operands: its operands.
-      by: the roundings; leaves are float32[].
-    """
+    """The matmul `run(*operands)` with roundings."""
     by = jax.tree.map(jnp.asarray, by)
     out = run(*(both_ways(x, by.operand, by.gradient) if _is_float(x) else x for x in operands))
     if not _is_float(out):
@@ -205,14 +188,14 @@ def _is_float(x: Any) -> bool:
 def fake_quantize(
     fn: Callable[..., Any], rules: Mapping[str, str | tuple[str, str]], *, loss_scale: float = 1.0
 ) -> Callable[..., Any]:
-    """`fn`, with the matmuls and convolutions of some modules in another format: to find out which of them matters.
+    """`fn`, with the matmuls and convolutions of some modules in another format: to find out which module matters.
 
         loss, grads = jax.value_and_grad(fake_quantize(loss_fn, {"Block_1/*": "fp8", "head": "off"}))(params, batch)
 
-    Values are rounded to the format and go on in float32, forwards and backwards: see the table above (operands,
-    results, and the gradients of both). Give it a function in float32. It runs under jit, grad, vmap and remat, and
-    looks into scans (all layers of one are one module), but not into `cond`, `while`, `shard_map`, and functions with
-    derivatives of their own. Under `vmap` a scale is that of one example. Reverse differentiation only.
+    Values are rounded to the format and stay float32, in the forward and in the backward pass: see the table above
+    (operands, results, and the gradients of both). Pass a function in float32. It runs under jit, grad, vmap and remat,
+    and rounds in scans (all layers of a scan are one module), but not in `cond`, `while`, `shard_map`, and functions
+    with their own derivatives. Under `vmap` each example has its own scale. Reverse differentiation only.
 
     Args:
       fn: any function of pytrees; flax modules included (an nnx module has paths where it is an argument).

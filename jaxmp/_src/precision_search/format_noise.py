@@ -1,13 +1,13 @@
-"""What each format would make of the tensors of a matmul: noise, and what is lost at the ends of its range.
+"""The error of each format in the tensors of a matmul: noise, and values lost at the ends of its range.
 
 For a tensor x and its rounding q(x),
 
     noise = sum (x - q(x))^2 / sum x^2        SQNR = -10 log10(noise) dB
 
-All is added up over calls, iterations and steps, noise as a mean of tensors, so that sums are the only thing needed.
-So the numbers travel as gradients: each matmul multiplies nothing by a *probe*, a vector of zeros, whose "gradient" is
-what was measured. That goes through scans, remat and vmap as any gradient does, and finds those of the cotangents,
-which exist in the backward pass only.
+Everything is summed over calls, iterations and steps; the noise is a mean over tensors. Only sums are needed, so the
+numbers travel as gradients: each matmul has a *probe*, a vector of zeros that changes nothing, whose "gradient" is the
+measurement. It passes through scans, remat and vmap as any gradient does, and it can measure the cotangents too, which
+exist in the backward pass only.
 """
 
 from collections.abc import Callable
@@ -26,20 +26,20 @@ from jaxmp._src.precision_search.fake_quantize import Grid
 FORMATS = ("fp8", "fp16", "bf16")
 TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
 BACKWARD = ("dy", "dx", "dw")
-CAST_TO_FP8 = ("x", "w", "dy")  # what an fp8 matmul casts; the others come out of one in 16 bits
+CAST_TO_FP8 = ("x", "w", "dy")  # the tensors that an fp8 matmul casts; its results have 16 bits
 _EXPONENTS = 256  # float32's exponent field
 _COUNTS = 3  # calls, elements, elements that are not zero
 SIZE = _COUNTS + 4 * len(FORMATS) + _EXPONENTS
 
 
 class Noise(NamedTuple):
-    """What was measured of one tensor in one format.
+    """The error of one tensor in one format.
 
     Attributes:
-      sqnr: in dB; inf: nothing was lost; -inf: something became inf or NaN.
+      sqnr: in dB; inf: nothing was lost; -inf: a value became inf or NaN.
       overflow: the share of elements beyond the range.
-      underflow: the share of elements, zeros aside, that become zero.
-      subnormal: the share of elements, zeros aside, below the smallest normal number, where bits or all are lost.
+      underflow: the share of nonzero elements that become zero.
+      subnormal: the share of nonzero elements below the smallest normal number, where some or all bits are lost.
     """
 
     sqnr: float
@@ -49,12 +49,9 @@ class Noise(NamedTuple):
 
 
 def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: bool) -> Float[Array, "n"]:
-    """The sums of one tensor: a vector that `read` understands; those of several calls may be added.
+    """The sums of one tensor, a vector for `read`; vectors of several calls may be added.
 
-    Args:
-      x: floats of any shape.
-      loss_scale: float32[], of gradients in float16.
-      backward: whether it is a gradient: e5m2 in place of e4m3.
+    `loss_scale` (float32[]) is for gradients in float16. Gradients (`backward`) are rounded to e5m2 in place of e4m3.
     """
     x = x.astype(jnp.float32)
     largest = largest_magnitude(x)
@@ -82,13 +79,13 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
 
 
 def _count(which: Array) -> Array:
-    """How many are true: float32[], rounded once; a sum of ones in float32 stops at 2^24."""
+    """How many are true, float32[]; counted in integers, because a sum of ones in float32 stops at 2^24."""
     return jnp.sum(which, dtype=jnp.uint32).astype(jnp.float32)
 
 
 @jax.custom_vjp
 def _watched(x: Array, probe: Array, probe_of_gradient: Array, loss_scale: Array) -> Array:
-    """`x`; the gradients of the probes are what was measured of it and of its gradient."""
+    """`x`; the gradients of the probes are the measurements of `x` and of its gradient."""
     del probe, probe_of_gradient, loss_scale
     return x
 
@@ -109,14 +106,9 @@ _watched.defvjp(_forwards, _backwards)
 def watched_matmul(
     run: Callable[..., Array], operands: list[Any], weight: int, probes: Float[Array, "6 n"], loss_scale: Any
 ) -> Array:
-    """A matmul as it is; the gradients of `probes` are what was measured of `TENSORS`.
+    """A matmul, unchanged; the gradients of `probes` (zeros) are the measurements of `TENSORS`.
 
-    Args:
-      run: the matmul.
-      operands: its operands.
-      weight: which of them is w.
-      probes: zeros.
-      loss_scale: float32[], of gradients in float16.
+    `weight` is the number of the operand that is w.
     """
     of = dict(zip(TENSORS, probes, strict=True))
     names = ("w", "x") if weight == 0 else ("x", "w")
@@ -125,11 +117,7 @@ def watched_matmul(
 
 
 def read(measured: np.ndarray) -> dict[str, Noise]:
-    """By format, what was measured; empty if nothing was.
-
-    Args:
-      measured: a sum of vectors from `measure`.
-    """
+    """The error in each format, from a sum of vectors of `measure`; empty if nothing was measured."""
     calls, elements, nonzero = (float(v) for v in measured[:_COUNTS])
     if not calls:
         return {}
@@ -153,27 +141,18 @@ def decibel(noise: float) -> float:
 
 
 def exponents(measured: np.ndarray) -> np.ndarray:
-    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (never any) to 128 (inf and NaN)."""
+    """How many elements of gradients lie in [2^e, 2^(e+1)), for e from -127 (always 0) to 128 (inf and NaN)."""
     return np.asarray(measured[..., -_EXPONENTS:], np.float64)
 
 
 def highest_loss_scale(histogram: np.ndarray) -> float:
-    """The largest power of two that leaves gradients a factor of 2 below float16's limit.
-
-    Args:
-      histogram: what `exponents` gave, added up over the gradients.
-    """
+    """The largest power of two that leaves gradients a factor of 2 below float16's limit, from their `exponents`."""
     finite = np.flatnonzero(histogram[1:-1])
     return 2.0 ** (14 - int(finite[-1] + 1 - 127)) if len(finite) else 1.0
 
 
 def least_loss_scale(histogram: np.ndarray, max_underflow: float) -> float:
-    """The smallest power of two, at least 1, under which no more than a share of gradients becomes zero in float16.
-
-    Args:
-      histogram: what `exponents` gave.
-      max_underflow: this share.
-    """
+    """The smallest power of two >= 1 with which at most this share of gradients becomes zero in float16."""
     total = histogram.sum()
     lost = np.cumsum(histogram) / total if total else np.zeros(len(histogram))
     first_kept = int(np.argmax(lost > max_underflow)) if (lost > max_underflow).any() else 127

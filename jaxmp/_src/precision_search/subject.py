@@ -1,4 +1,4 @@
-"""The model that `suggest_policy` measures: its loss as a function of params, and where its matmuls are."""
+"""The model that `suggest_policy` measures: its loss as a function of params, and the places of its matmuls."""
 
 import inspect
 import warnings
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from jaxmp._src.autocast import taps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.bridges import linen_fp8, nnx_fp8
 from jaxmp._src.fp8 import matmul, scale_leaves
 from jaxmp._src.fp8.recipes import CurrentScaling
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import taps
 
 _JITTED = type(jax.jit(lambda: None))
 
@@ -24,11 +24,11 @@ class Gemm(NamedTuple):
     """A matmul of the model.
 
     Attributes:
-      site: where it is.
-      module: path of the module it is in, or of the named scope where it is in none.
+      site: its place.
+      module: path of its module, or of its named scope outside modules.
       weight: which operand is the weight.
-      param: path of the param that this is, if it is one.
-      is_data: whether the other operand is an argument, but no param: no step of training computes its gradient.
+      param: path of the weight if it is a param.
+      is_data: whether the other operand is an argument but no param: training does not compute its gradient.
       why_not_fp8: why it cannot run in fp8; "" if it can.
     """
 
@@ -41,26 +41,18 @@ class Gemm(NamedTuple):
 
 
 class Subject:
-    """The model, whatever it is written in.
-
-    Args:
-      model: a loss function of params, or an nnx module.
-      batch: the loss's other arguments.
-      params: for a loss function.
-      loss_fn: for a module.
-      has_aux: whether the loss function returns `(loss, aux)`.
-    """
+    """The model: a loss function with params, or an nnx module with a loss function."""
 
     def __init__(self, model: Any, batch: Any, params: PyTree, loss_fn: Any, has_aux: bool):
         self.is_nnx = isinstance(model, nnx.Module)
         self._model, self._has_aux = model, has_aux
         self._loss_fn: Any = loss_fn if self.is_nnx else model
-        if isinstance(self._loss_fn, _JITTED):  # what was traced before would not be looked at again
+        if isinstance(self._loss_fn, _JITTED):  # a jitted function is not traced again
             self._loss_fn = inspect.unwrap(self._loss_fn, stop=lambda fn: not isinstance(fn, _JITTED))
         if self.is_nnx and loss_fn is None:
             raise ValueError("suggest_policy: an nnx module needs loss_fn=, a function `loss_fn(model, *batch)`")
         if not self.is_nnx and params is None:
-            raise ValueError("suggest_policy: a loss function needs params=, the params that it is called with first")
+            raise ValueError("suggest_policy: a loss function needs params=, its first argument")
         if self.is_nnx:
             self._graphdef, variables, self._rest = nnx.split(model, nnx.Param, ...)
             params = nnx.as_pure(variables)
@@ -68,7 +60,7 @@ class Subject:
         if scales:
             raise ValueError(
                 f"suggest_policy measures a model that is written for float32; {scales[0]} is an fp8 scale. Initialize "
-                f"it outside of jaxmp.fp8.autocast, without Fp8DotGeneral."
+                f"it outside jaxmp.fp8.autocast, without Fp8DotGeneral."
             )
         self.params = casting.cast_floats(params, jnp.float32)
         self.batch = casting.cast_floats(tuple(batch), jnp.float32)
@@ -76,7 +68,7 @@ class Subject:
         if not self.gemms:
             raise ValueError(
                 "suggest_policy: no matmul or convolution of floats was found in the loss function; those in cond, "
-                "while, shard_map and functions with derivatives of their own are not looked at"
+                "while, shard_map and functions with their own derivatives are not searched"
             )
 
     def loss(self, hook: taps.Replace) -> Callable[..., Any]:
@@ -113,11 +105,12 @@ class Subject:
             layers.add(path)
             return False
 
-        with linen_fp8.autocast(CurrentScaling(), filter=note):  # it asks for each layer of linen that could run in fp8
+        # It calls the filter for each layer of linen that could run in fp8.
+        with linen_fp8.autocast(CurrentScaling(), filter=note):
             jax.eval_shape(self.loss(hook), self.params, self.batch)
         if self.is_nnx:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that no layer was turned to fp8
+                warnings.simplefilter("ignore")  # "no layer was turned to fp8"
                 nnx_fp8.to_fp8(self._model, CurrentScaling(), filter=note)
         return [self._gemm(sites[key], layers) for key in sorted(sites)]
 

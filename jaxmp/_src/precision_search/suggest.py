@@ -1,15 +1,15 @@
 """Which module can run in which format: measured in a few steps, decided by named thresholds, and checked.
 
-A policy is a guess until the tensors have been looked at: one layer has activations beyond float16's range, the
-gradients of another lie below it, a third has outliers that leave no fp8 numbers for all the rest. So
+A policy is a guess until the tensors are measured: one layer has activations beyond float16's range, the gradients of
+another lie below it, and outliers in a third leave no fp8 numbers for the other values. So
 
-    1. a few steps in float32, in which every matmul measures what each format would make of its operands, its result
-       and its gradient (`_gemm_noise`); twice, as float16's loss scale is only known after the first time
-    2. for each module and format, the gradient of the whole model with this module alone in the format, against that
-       in float32 (`_fake_quantize`): one compiled program, the roundings are arguments
-    3. a decision for each module, then the proposal as a whole, run in the same way
+    1. a few steps in float32, in which every matmul measures the error of each format in its operands, its result and
+       its gradient (`format_noise`); twice, because float16's loss scale is known only after the first time
+    2. for each module and format, the gradient of the whole model with only this module in the format, compared with
+       the gradient in float32 (`fake_quantize`): one compiled program, the roundings are arguments
+    3. a decision for each module, then a run of the whole proposal in the same way
 
-Three programs are compiled, however many modules there are.
+Three programs are compiled, for any number of modules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,15 @@ from jaxmp._src.step.policy import get_policy
 
 
 class Thresholds(NamedTuple):
-    """What a module must keep to run in a format. SQNRs are in dB, for e4m3 32 and e5m2 26 where nothing is lost.
+    """Limits for a module in a format. SQNRs are in dB; without overflow and underflow e4m3 has 32, e5m2 26.
 
     Attributes:
-      tensor_sqnr: by format, of each tensor of its matmuls.
-      gradient_sqnr: by format, of the gradient of the whole model with this module alone in the format.
+      tensor_sqnr: by format, the least SQNR of each tensor of its matmuls.
+      gradient_sqnr: by format, the least SQNR of the gradient of the whole model with only this module in the format.
       overflow: the largest share of a tensor that may lie beyond the range.
-      underflow: by format, the largest share of a tensor (zeros aside) that may become zero.
-      mix_sqnr: of the gradient with all modules as proposed. Below it the module that costs most is moved to the
-        next wider format, until it holds.
+      underflow: by format, the largest share of the nonzero values of a tensor that may become zero.
+      mix_sqnr: the least SQNR of the gradient with all modules as proposed. If it is lower, the module that costs most
+        moves to the next wider format, until the limit holds.
 
     Example:
       >>> Thresholds(mix_sqnr=20.0).gradient_sqnr["fp8"]
@@ -67,35 +67,36 @@ def suggest_policy(
 ) -> Suggestion:
     """Measures a model for a few steps and proposes which modules run in fp8, float16, bfloat16 or float32.
 
-    The model trains `steps` steps on `batch` in float32. Each matmul and convolution is looked at: what every format
-    would make of its operands (fp8: e4m3, with a scale for each tensor), its result, and its gradient (fp8: e5m2;
-    float16: under the best loss scale, which is found first). Then each module alone is rounded to each format,
-    forwards and backwards, and the gradient of the whole model compared. The policy is the 16-bit format in which most
-    of the model keeps the thresholds. A module that keeps them in fp8 as well runs in fp8, if it can at all (Dense,
-    DenseGeneral, Einsum and their nnx twins, sides that are multiples of 16); one that does not keep them in the
-    policy's format runs in the other, or stays float32. The whole proposal is run as well, and its gradient and loss
-    stand beside.
+    The model trains `steps` steps on `batch` in float32. Each matmul and convolution measures the error of every format
+    in its operands (fp8: e4m3, with a scale for each tensor), its result, and its gradient (fp8: e5m2; float16: with
+    the best loss scale, which is found first). Then each module alone is rounded to each format, forward and backward,
+    and the gradient of the whole model is compared with float32. The policy is the 16-bit format in which most of the
+    model keeps the thresholds. A module that also keeps them in fp8 runs in fp8, if it can (Dense, DenseGeneral, Einsum
+    and the same layers of nnx, with sides that are multiples of 16). A module that does not keep them in the policy's
+    format runs in the other 16-bit format, or stays float32. The whole proposal is run too; its gradient and loss are
+    reported.
 
-    It is an emulation: results and operands of matmuls are rounded, all else is float32, and sums inside of a matmul,
-    too. Modules in `cond`, `while` and functions with derivatives of their own are not looked at and are not named;
-    layers in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
-    checkpoint, too.
+    It is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a matmul, is
+    float32. Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
+    in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
+    checkpoint too.
 
     Args:
-      model: a loss function `loss_fn(params, *batch) -> f32[]` in float32, as it would be given to `jaxmp.autocast`; or
+      model: a loss function `loss_fn(params, *batch) -> f32[]` in float32, as for `jaxmp.autocast`; or
         an nnx module.
       batch: a tuple of the loss's other arguments: pytrees of arrays.
-      formats: of "fp8", "fp16" and "bf16", those to be tried. Of 16-bit formats that serve alike, the first counts.
+      formats: those of "fp8", "fp16" and "bf16" to try. If two 16-bit formats are equally good, the first is taken.
       params: pytree of params, for a loss function; floats are measured in float32.
-      loss_fn: for an nnx module, `loss_fn(model, *batch) -> f32[]`. Only `nnx.Param`s move.
+      loss_fn: for an nnx module, `loss_fn(model, *batch) -> f32[]`. Only `nnx.Param`s are trained.
       optimizer: an optax optimizer for the steps; default `optax.adam(1e-3)`.
       steps: how many.
       has_aux: whether the loss function returns `(loss, aux)`.
-      thresholds: what decides.
+      thresholds: the limits.
 
     Returns:
-      A `Suggestion`. Printed, it is a table of the evidence with the reasons, and code to paste; `code` is that
-      alone, `policy_kwargs`, `fp8_layers` and `modules` are the rules as data, `worst("fp8")` names who is to blame.
+      A `Suggestion`. Printed, it is a table of the evidence with the reasons, and code to paste. `code` is only the
+      code; `policy_kwargs`, `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that
+      cost most.
 
     Raises:
       ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
@@ -111,15 +112,15 @@ def suggest_policy(
     """
     unknown = [name for name in formats if name not in FORMATS]
     if unknown or not formats or isinstance(formats, str):
-        raise ValueError(f"suggest_policy: formats are some of {FORMATS}, got {formats!r}")
+        raise ValueError(f"suggest_policy: formats must be some of {FORMATS}; got {formats!r}")
     if not isinstance(steps, int | np.integer) or steps < 1:
         raise ValueError(f"suggest_policy: steps must be a whole number, at least 1; got {steps!r}")
     for field in ("tensor_sqnr", "gradient_sqnr", "underflow"):
         missing = [name for name in formats if name not in getattr(thresholds, field)]
         if missing:
             raise ValueError(
-                f"suggest_policy: thresholds.{field} needs a number for each format that is tried; it has none for "
-                f"{missing}. Give them, or leave these out of formats."
+                f"suggest_policy: thresholds.{field} needs a number for each format in formats; it has none for "
+                f"{missing}. Add them, or remove these formats."
             )
     with get_policy("fp32").default_matmul_precision():
         subject = Subject(model, batch, params, loss_fn, has_aux)
@@ -128,16 +129,7 @@ def suggest_policy(
 
 
 class _Decision:
-    """What is proposed, from what was measured.
-
-    Args:
-      subject: the model.
-      measured: [matmul, tensor, n].
-      loss_scale: the highest.
-      trial: runs it rounded.
-      formats: those to be tried.
-      thresholds: what decides.
-    """
+    """The proposal for a model, from its measured sums [matmul, tensor, n] and the highest loss scale."""
 
     def __init__(
         self,
@@ -188,7 +180,7 @@ class _Decision:
         )
 
     def _try(self, path: str, name: str) -> ModuleEvidence:
-        """A module alone in a format, and why it should not be."""
+        """A module alone in a format, and the reason against it, if any."""
         results = self.widest if name == "fp8" else name
         mix = self._mix({path: name}, results)
         reason = self._why_not(path, name)
@@ -221,7 +213,7 @@ class _Decision:
         return next((name for name in names if not self.evidence[path, name].reason), "fp32")
 
     def _base(self) -> str:
-        """The 16-bit format in which most operations may run, of equals the first; float32 if there is none."""
+        """The 16-bit format in which most operations may run (the first of equals); float32 if there is none."""
         flops = {}
         for name in self.formats:
             may = [path for path in self.gemms if name != "fp8" and not self.evidence[path, name].reason]
@@ -230,7 +222,7 @@ class _Decision:
         return best if flops[best] else "fp32"
 
     def _flops(self, i: int) -> float:
-        """Of a matmul in all its calls: one in a scan runs once for each layer."""
+        """The operations of a matmul in all its calls: one in a scan runs once for each layer."""
         return self.measured[i, 0, 0] * explain.flops_of(self.subject.gemms[i].site.eqn)
 
     def _mix(self, chosen: dict[str, str], base: str) -> Mix:
@@ -243,7 +235,7 @@ class _Decision:
         return self.trial.run([of(gemm) for gemm in self.subject.gemms])
 
     def _least_loss_scale(self, chosen: dict[str, str], base: str) -> float:
-        """What float16 gradients need; those of fp8 modules are float16 where `base` is."""
+        """The loss scale that float16 gradients need; those of fp8 modules are float16 if `base` is."""
         in_fp16 = [path for path, name in chosen.items() if name == "fp16" or (name == "fp8" and base == "fp16")]
         histograms = format_noise.exponents(self.measured)[:, [TENSORS.index(name) for name in BACKWARD]]
         found = [h for path in in_fp16 for i in self.gemms[path] for h in histograms[i]]
@@ -252,7 +244,7 @@ class _Decision:
         return max(format_noise.least_loss_scale(h, self.thresholds.underflow["fp16"]) for h in found)
 
     def _exceptions(self, chosen: dict[str, str], base: str) -> tuple[dict[str, str], tuple[str, ...]]:
-        """Formats by pattern of the flax modules outside of `base`; and the scopes outside of it that are none."""
+        """Formats by glob of the flax modules outside `base`; and the scopes outside `base` that are no modules."""
         runs_in = {path: base if name == "fp8" else name for path, name in chosen.items()}
         named = [path for path in chosen if self.subject.gemms[self.gemms[path][0]].site.module is not None]
         found = exceptions({path: runs_in[path] for path in named}, base)

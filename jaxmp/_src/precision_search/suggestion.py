@@ -1,24 +1,24 @@
-"""What `suggest_policy` returns: a proposal, as rules and as code to paste, and the evidence it stands on."""
+"""The result of `suggest_policy`: a proposal, as rules and as code to paste, and its evidence."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.numerics import formats
 from jaxmp._src.precision_search.format_noise import TENSORS, Noise
 
 
 class TensorEvidence(NamedTuple):
-    """One tensor of one matmul, as one format would hold it.
+    """One tensor of one matmul in one format.
 
     Attributes:
       module: path of the module; "" outside of all.
-      gemm: which of its matmuls, in the order in which they run.
-      tensor: "x" and "w", the operands (w is the param, where there is one); "y", the result; "dy", "dx", "dw", their
+      gemm: the number of its matmul, in the order in which they run.
+      tensor: "x" and "w", the operands (w is the param, if there is one); "y", the result; "dy", "dx", "dw", their
         gradients.
-      format: "fp8" (scaled; e4m3, for dy e5m2), "fp16" (gradients under the highest loss scale) or "bf16".
-      noise: what would be lost.
+      format: "fp8" (scaled; e4m3, for dy e5m2), "fp16" (gradients with the highest loss scale) or "bf16".
+      noise: the error.
     """
 
     module: str
@@ -34,9 +34,9 @@ class ModuleEvidence(NamedTuple):
     Attributes:
       module: its path.
       format: the format.
-      gradient_sqnr: of the gradient of all params, in dB, against that in float32; inf: the same bits.
-      cosine: of the angle between both; NaN where the gradient is not finite.
-      loss_difference: the loss less that in float32.
+      gradient_sqnr: of the gradient of all params, in dB, compared with float32; inf: the same bits.
+      cosine: of the angle between both gradients; NaN if the gradient is not finite.
+      loss_difference: the loss minus the loss in float32.
       reason: why it should not run in this format; "" if it may.
     """
 
@@ -49,7 +49,7 @@ class ModuleEvidence(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """All modules in what is proposed for them, at once, against all in float32.
+    """All modules in their proposed formats, compared with all in float32.
 
     Attributes:
       gradient_sqnr, cosine: as in `ModuleEvidence`.
@@ -73,11 +73,11 @@ class Suggestion(NamedTuple):
       modules: formats by pattern, for `jaxmp.autocast(modules=)`.
       unnamed: scopes outside of `base` that are no flax modules, which no rule reaches.
       is_nnx: whether the model is an nnx module.
-      loss_scales: the least loss scale that float16 gradients of these modules need, and the highest under which none
+      loss_scales: the least loss scale that float16 gradients of these modules need, and the highest with which none
         overflows (a factor of 2 is left). Powers of two.
       tensors: one entry for each tensor and format.
-      evidence: one for each module and format.
-      mix: the proposal, run as a whole.
+      evidence: one entry for each module and format.
+      mix: the whole proposal at once.
     """
 
     formats: dict[str, str]
@@ -103,7 +103,7 @@ class Suggestion(NamedTuple):
         return {"policy": self.base, "keep_fp32": self.keep_fp32}
 
     def worst(self, format: str) -> list[str]:
-        """The modules, those first that cost most of the gradient's SQNR if they alone run in a format.
+        """The modules, sorted by the gradient's SQNR with only this module in a format, the lowest first.
 
         Args:
           format: "fp8", "fp16" or "bf16".
@@ -113,9 +113,9 @@ class Suggestion(NamedTuple):
 
     @property
     def code(self) -> str:
-        """The proposal as code, for a place where `loss_fn` and `optimizer` (for nnx also `model`) are known.
+        """The proposal as code; it uses the names `loss_fn` and `optimizer` (for nnx also `model`).
 
-        It makes `policy`, `tx` and `low_precision_loss_fn`, to be used in place of `loss_fn`.
+        It makes `policy`, `tx`, and `low_precision_loss_fn`, which replaces `loss_fn`.
         """
         keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
         lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
@@ -140,34 +140,31 @@ class Suggestion(NamedTuple):
         lines += [f"tx = jaxmp.mixed_precision(optimizer, policy{scale})"]
         if self.unnamed:
             lines += [
-                f"# No flax modules, so no rule reaches them; run them in jaxmp.no_autocast: {list(self.unnamed)}"
+                f"# No flax modules, so no rule can name them; run them in jaxmp.no_autocast: {list(self.unnamed)}"
             ]
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        titles = (
-            "module",
-            "runs in",
-            "format",
-            "x dB",
-            "w dB",
-            "y dB",
-            "dy dB",
-            "dx dB",
-            "dw dB",
-            "over",
-            "under",
-            "subn.",
-            "grad dB",
+        least, highest = self.loss_scales
+        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
+        mix = self.mix
+        all_together = (
+            f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
+            f"(float32: {mix.reference_loss:.6g})"
         )
-        table: list[tuple[str, ...]] = [(*titles, "cosine", "loss diff", "because of")]
+        return "\n".join([self._table(), "", all_together, *((scale,) if self._uses_float16 else ()), "", self.code])
+
+    def _table(self) -> str:
+        noises = [f"{tensor} dB" for tensor in TENSORS]
+        numbers = (*noises, "over", "under", "subn.", "grad dB", "cosine", "loss diff")
+        rows: list[tuple[str, ...]] = [("module", "runs in", "format", *numbers, "because of")]
         module = None
         for row in self.evidence:
             first = row.module != module
             module = row.module
             found = [t for t in self.tensors if t.module == module and t.format == row.format]
             noises = [[t.noise for t in found if t.tensor == tensor] for tensor in TENSORS]
-            table.append(
+            rows.append(
                 (
                     (module or "(top)") if first else "",
                     self.formats[module] if first else "",
@@ -180,26 +177,7 @@ class Suggestion(NamedTuple):
                     row.reason,
                 )
             )
-        widths = [max(len(line[i]) for line in table) for i in range(len(titles) + 2)]
-        lines = [
-            "  ".join(c.ljust(w) if i < 3 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False)))
-            + f"  {line[-1]}"
-            for line in table
-        ]
-        least, highest = self.loss_scales
-        scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
-        mix = self.mix
-        return "\n".join(
-            [
-                *(line.rstrip() for line in lines),
-                "",
-                f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
-                f"(float32: {mix.reference_loss:.6g})",
-                *((scale,) if self._uses_float16 else ()),
-                "",
-                self.code,
-            ]
-        )
+        return tables.columns(rows, "<<<" + ">" * len(numbers))
 
     __repr__ = __str__
 
@@ -228,11 +206,7 @@ def globs(chosen: list[str], among: list[str], *, below: bool = False) -> tuple[
 def exceptions(runs_in: dict[str, str], base: str) -> dict[str, str]:
     """For `jaxmp.autocast(modules=)`: formats by pattern of the modules that do not run in `base`.
 
-    A module's format holds for all modules that it calls, so those in it that run in another format are named too.
-
-    Args:
-      runs_in: the format of each module.
-      base: that of the policy.
+    A format of a module holds for all modules that it calls, so those of them with another format are named too.
     """
     among = list(runs_in)
     outside = [path for path in runs_in if runs_in[path] != base]

@@ -1,4 +1,4 @@
-"""What `suggest_policy` runs: steps that measure, and gradients with some matmuls rounded."""
+"""The runs of `suggest_policy`: steps that measure, and gradients with some matmuls rounded."""
 
 from typing import Any
 
@@ -18,17 +18,8 @@ from jaxmp._src.precision_search.suggestion import Mix
 def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, float, PyTree]:
     """Trains in float32, twice from the same start: float16's loss scale is known only after the first time.
 
-    Args:
-      subject: the model.
-      optimizer: an optax optimizer.
-      steps: how many.
-
-    Returns:
-      What was measured, [matmul, tensor, n], zeros for the gradients of data; the highest loss scale; the params
-      after the steps.
-
-    Raises:
-      ValueError: the loss is not finite.
+    Returns the measured sums [matmul, tensor, n], zeros for the gradients of data; the highest loss scale; the params
+    after the steps. A loss that is not finite is a ValueError.
     """
 
     @jax.jit
@@ -52,8 +43,8 @@ def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, f
             total += np.asarray(found, np.float64)
             if not np.isfinite(loss):
                 raise ValueError(
-                    f"suggest_policy: the loss in float32 is {loss} in step {i + 1} of {steps}; a model that fails "
-                    f"there has no lower precision. Give another optimizer=, or look at the batch."
+                    f"suggest_policy: the loss in float32 is {loss} in step {i + 1} of {steps}; a model that fails in "
+                    f"float32 fails in lower precision. Pass another optimizer=, or check the batch."
                 )
         total[[gemm.is_data for gemm in subject.gemms], TENSORS.index("dx")] = 0
         return total, params
@@ -66,14 +57,9 @@ def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, f
 
 
 class Trial:
-    """Gradients of the model with its matmuls rounded, against those in float32; compiled once.
+    """Gradients of the model at `params` with its matmuls rounded, compared with float32; compiled once.
 
-    Args:
-      subject: the model.
-      params: the params of the gradients.
-
-    Raises:
-      ValueError: the gradient in float32 is zero or not finite.
+    A gradient in float32 that is zero or not finite is a ValueError.
     """
 
     def __init__(self, subject: Subject, params: PyTree):
@@ -102,7 +88,8 @@ class Trial:
 def _compare(grads: PyTree, reference: PyTree) -> tuple[Array, Array]:
     """Noise to signal and the cosine of the angle between two trees, as one vector each."""
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
-    unit = jnp.max(jnp.stack([jnp.max(jnp.abs(r), initial=0) for _, r in pairs]))  # squares of tiny ones would be zero
+    # The unit, because squares of tiny gradients would be zero.
+    unit = jnp.max(jnp.stack([jnp.max(jnp.abs(r), initial=0) for _, r in pairs]))
     signal, noise, own, product = (
         sum((jnp.sum(f(g / unit, r / unit)) for g, r in pairs), jnp.float32(0))
         for f in (lambda g, r: r * r, lambda g, r: (g - r) ** 2, lambda g, r: g * g, lambda g, r: g * r)

@@ -1,32 +1,28 @@
 """Which params an optimizer never moves, found by reading the program of its update.
 
 A frozen leaf (`optax.set_to_zero` under a label, as LoRA fine-tuning has for the base weights) needs no float32
-master. Nothing in optax's API says which leaves are frozen, but the update itself does: traced to a jaxpr, the update
-of a frozen leaf is the constant zero, whatever the gradients, the state and the params. We follow that constant through
-the program: through shapes, casts, selections, products with something finite, and calls, both branches of a cond
-included. What cannot be followed counts as trained: the leaf then has a master it would not have needed.
+master. Nothing in optax's API says which leaves are frozen, but the update itself shows it: traced to a jaxpr, the
+update of a frozen leaf is the constant zero for all gradients, states and params. We follow that constant through the
+program: through shapes, casts, selections, products with finite values, calls, and both branches of a cond. A leaf
+whose update cannot be followed counts as trained: it then has a master that it does not need.
 """
 
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend import core
 from jaxtyping import PyTree
 
-_SHAPE_ONLY = {"broadcast_in_dim", "convert_element_type", "reshape", "copy", "squeeze", "transpose"}
-_KEEP_ZERO = _SHAPE_ONLY | {"neg"}
-_ALL_ZERO = {
-    "select_n": 1,
-    "concatenate": 0,
-    "add": 0,
-    "sub": 0,
-    "add_any": 0,
-}  # from which operand on all must be zero
-_CALLS = {"pjit", "jit", "closed_call", "remat2", "checkpoint"}
+from jaxmp._src.programs import jaxprs
+
+_MOVES = jaxprs.REARRANGES | jaxprs.HANDS_ON | {"broadcast_in_dim", "convert_element_type"}
+_KEEP_ZERO = _MOVES | {"neg"}
+# The result is zero if all operands from this one on are.
+_ALL_ZERO = {"select_n": 1, "concatenate": 0, "add": 0, "sub": 0, "add_any": 0}
 
 
 def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[bool]:
@@ -50,23 +46,23 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
     try:
         state = jax.eval_shape(inner.init, params)
         program = jax.make_jaxpr(update)(params, state, params)
-    except Exception:  # whatever an optimizer raises here it raises again, with its reason, at the first real update
+    except Exception:  # the optimizer raises the same error, with its reason, at the first real update
         return [False] * len(leaves)
     outputs = _zero_outputs(program.jaxpr, program.consts, [False] * len(program.jaxpr.invars))
     return outputs if len(outputs) == len(leaves) else [False] * len(leaves)
 
 
 def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool]:
-    """Which outputs of `jaxpr` are zero whatever the inputs, given which inputs are."""
+    """Which outputs of `jaxpr` are always zero, given which inputs are."""
     zeros = {v for v, is_zero in zip(jaxpr.invars, zero_inputs, strict=True) if is_zero}
     zeros |= {v for v, c in zip(jaxpr.constvars, consts, strict=False) if _is_zero_constant(c)}
     finite: set[Any] = set()  # floats that were made from bools and integers
 
     def is_zero(v: Any) -> bool:
-        return _is_zero_constant(v.val) if isinstance(v, jax.extend.core.Literal) else v in zeros
+        return _is_zero_constant(v.val) if isinstance(v, core.Literal) else v in zeros
 
     def is_finite(v: Any) -> bool:
-        if isinstance(v, jax.extend.core.Literal):
+        if isinstance(v, core.Literal):
             return bool(np.all(np.isfinite(v.val)))
         return v in finite or not jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
@@ -83,19 +79,18 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
         else:
             results = _zero_results_of_call(eqn, operands)
         zeros |= {v for v, r in zip(eqn.outvars, results, strict=False) if r}
-        if name in _SHAPE_ONLY and is_finite(eqn.invars[0]):
+        if name in _MOVES and is_finite(eqn.invars[0]):
             finite |= set(eqn.outvars)
     return [is_zero(v) for v in jaxpr.outvars]
 
 
 def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
-    if "branches" in eqn.params:  # cond: zero in every branch
-        branches = [_zero_outputs(b.jaxpr, b.consts, operands[1:]) for b in eqn.params["branches"]]
-        return [all(results) for results in zip(*branches, strict=True)]
-    called = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
-    if called is None:
+    name = eqn.primitive.name
+    if name != "cond" and name not in jaxprs.CALLS:
         return [False] * len(eqn.outvars)
-    return _zero_outputs(getattr(called, "jaxpr", called), getattr(called, "consts", ()), operands)
+    given = operands[1:] if name == "cond" else operands
+    found = [_zero_outputs(jaxpr, consts, given) for jaxpr, consts in jaxprs.functions_of(eqn)]
+    return [all(results) for results in zip(*found, strict=True)]  # of a cond: zero in every branch
 
 
 def _is_zero_constant(x: Any) -> bool:

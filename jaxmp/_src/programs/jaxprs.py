@@ -1,18 +1,51 @@
-"""Jaxprs read and put together: what an equation calls, and equations as functions.
+"""Jaxprs read and put together: one vocabulary of primitives, the functions inside an equation, equations as functions.
 
-Equations that call, branch or loop hold further jaxprs; `functions_of` opens them, whatever their primitive calls them.
+Some equations call, branch or loop: they hold further jaxprs. `functions_of` opens all of them, under any name that
+their primitive gives the parameter. Files that ask what a primitive does take its name from the tables here.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.extend.core
 from jax.extend import core
 
-# Primitives that call one function with their own operands: what is true of a call is true inside.
-CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+# A call of a function with the equation's own operands: what is true of a call is true inside.
+JITS = frozenset({"jit", "pjit"})  # can be written out in place: nothing but the name is lost
+REMATS = frozenset({"remat2", "checkpoint"})  # have a policy for the backward pass
+WITH_OWN_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+CALLS = JITS | REMATS | WITH_OWN_DERIVATIVE | {"closed_call", "core_call"}
+LOOPS = frozenset({"scan", "while"})
+CONTROL_FLOW = LOOPS | {"cond"}
+
+MATMULS = frozenset({"dot_general", "conv_general_dilated"})
+RAGGED_MATMULS = frozenset({"ragged_dot", "ragged_dot_general"})
+
+# Each element of the result is computed from the same element of the operands; no parameter names a shape.
+# `is_elementwise` asks this of an equation: some of these also take operands of other shapes.
+ELEMENTWISE = frozenset(
+    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf erf_inv exp exp2 expm1 floor ge gt "
+    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow rem "
+    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan tanh xor "
+    "bitcast_convert_type device_put stop_gradient reduce_precision".split()
 )
+
+# Data movement: the result has every element of the operand once, ...
+REARRANGES = frozenset({"reshape", "squeeze", "transpose", "rev", "copy", "copy_p"})  # ... perhaps in another place
+HANDS_ON = frozenset(  # ... unchanged: the equation says something about the value
+    {"name", "sharding_constraint", "pvary", "pcast", "mesh_cast", "reshard"}
+)
+
+
+def is_elementwise(eqn: Any) -> bool:
+    """Whether each element of the result comes from the same element of the operands, or from scalars."""
+    if eqn.primitive.name not in ELEMENTWISE:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    operands = {v.aval.shape for v in eqn.invars}
+    return shape in operands and operands <= {shape, ()} and {v.aval.shape for v in eqn.outvars} == {shape}
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -23,29 +56,32 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """The functions inside an equation that calls, branches or loops, each with its constants; else `()`.
 
-    The bodies of reductions, scatters, kernels and the like are none of these.
+    The bodies of reductions, scatters and kernels do not count.
     """
     name, params = eqn.primitive.name, eqn.params
     if name == "cond":
         return tuple(open_jaxpr(branch) for branch in params["branches"])
     if name == "while":
         return open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return (open_jaxpr(params["call_jaxpr"]),)
     if name in CALLS or name in ("scan", "shard_map"):
-        return (open_jaxpr(params.get("jaxpr", params.get("call_jaxpr"))),)
+        return (open_jaxpr(params[body_name(eqn)]),)
     return ()
 
 
+def body_name(eqn: Any) -> str:
+    """The parameter that holds the function of an equation with one function."""
+    return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+
+
 def function_name(eqn: Any) -> str:
-    """What the function that an equation calls is named; the primitive's own name where it has none."""
+    """The name of the function that an equation calls, or the name of the primitive."""
     return str(eqn.params.get("name", eqn.primitive.name))
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
 
-    Told by shapes, as the parameters that say it differ between versions: what is scanned over has an axis more.
+    Shapes tell, because the parameters differ between versions: an array that is scanned over has one more axis.
     """
     body: Any = open_jaxpr(eqn.params["jaxpr"])[0]
     stacked = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
@@ -55,13 +91,13 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 
 def as_function(eqn: Any) -> Any:
-    """What an equation does, as a function of its operands that are not literals; rules of its own included."""
-    operands = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)))
+    """An equation as a function of its operands that are not literals; its derivative rules are kept."""
+    operands = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
     names = ("",) * len(operands), ("",) * len(eqn.outvars)
-    about = jax.extend.core.DebugInfo("autocast", eqn.primitive.name, *names)
-    jaxpr = jax.extend.core.Jaxpr((), operands, eqn.outvars, [eqn], eqn.effects, about)
-    run = jax.extend.core.jaxpr_as_fun(_closed(jaxpr, ()))
-    places = [operands.index(v) for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)]
+    about = core.DebugInfo("autocast", eqn.primitive.name, *names)
+    jaxpr = core.Jaxpr((), operands, eqn.outvars, [eqn], eqn.effects, about)
+    run = core.jaxpr_as_fun(_closed(jaxpr, ()))
+    places = [operands.index(v) for v in eqn.invars if not isinstance(v, core.Literal)]
 
     def function(*values: Any) -> list[Any]:
         by_place = dict(zip(places, values, strict=True))
@@ -70,39 +106,47 @@ def as_function(eqn: Any) -> Any:
     return function
 
 
+def run_as_traced(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The results of an equation as it was traced, with its derivative rules, for all of its operands."""
+    run = as_function(eqn)
+    return list(run(*(x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal))))
+
+
 def jaxpr_as_function(jaxpr: Any, consts: Any) -> Any:
     """A jaxpr with its constants, as a function that returns the list of its results."""
-    return jax.extend.core.jaxpr_as_fun(_closed(jaxpr, consts))
+    return core.jaxpr_as_fun(_closed(jaxpr, consts))
 
 
 def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-    """Equations in their order as one function: (function, the variables it takes, those whose values it returns)."""
+    """Equations in their order as one function: (function, the variables it takes, the variables it returns)."""
     made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars))
-    used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal))
+    used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, core.Literal))
     inside = set(made)
     operands = list(dict.fromkeys(v for v in used if v not in inside))
     names = ("",) * len(operands), ("",) * len(made)
-    about = jax.extend.core.DebugInfo("windows", "program", *names)
+    about = core.DebugInfo("windows", "program", *names)
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    jaxpr = jax.extend.core.Jaxpr((), operands, made, eqns, effects, about)
-    return jax.extend.core.jaxpr_as_fun(_closed(jaxpr, ())), operands, made
+    jaxpr = core.Jaxpr((), operands, made, eqns, effects, about)
+    return core.jaxpr_as_fun(_closed(jaxpr, ())), operands, made
 
 
 def _closed(jaxpr: Any, consts: Any) -> Any:
     return jax.extend.core.ClosedJaxpr(jaxpr, consts)  # pyright: ignore[reportPrivateImportUsage]
 
 
+@contextlib.contextmanager
+def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
+    """The name stack of an equation (or `scope` in its place) and contexts such as `compute_on`, as it was traced."""
+    scope = str(eqn.source_info.name_stack) if scope is None else scope
+    with jax.named_scope(scope) if scope else contextlib.nullcontext(), eqn.ctx.manager:
+        yield
+
+
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)
     names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
-    about = jax.extend.core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
+    about = core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
     operands = [*jaxpr.constvars, *jaxpr.invars]
-    opened = jax.extend.core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
+    opened = core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
     return (_closed(opened, ()) if hasattr(like, "consts") else opened), consts
-
-
-def written(eqn: Any, operands: list[Any]) -> list[Any]:
-    """An equation as it was traced, with the rules of its own."""
-    run = as_function(eqn)
-    return list(run(*(x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal))))

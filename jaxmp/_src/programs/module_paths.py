@@ -1,45 +1,39 @@
 """Where in a model an equation comes from: paths such as `Block_0/Dense_1`, read off its name stack.
 
 A jaxpr knows nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
-(`jvp(vmap(Net))/Dense_0`). Flax names its modules there, the root by its class, methods other than `__call__` by theirs
-as well. So while a function is traced to be tapped (`_tapped`), each call of a module leaves a marker with its true
-path, `jaxmp.module(Block_0/Dense_1)`: the path of its params. A marker counts in place of all that stands left of it; a
-named scope to the right of it is a part of the module; the root's path is "".
+(`jvp(vmap(Net))/Dense_0`). Flax writes the names of its modules there, but the root has the name of its class, and
+methods other than `__call__` add their own names. So while a function is traced to be tapped (`taps`), each call of a
+module leaves a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker replaces everything to the
+left of it; a named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib
-import contextvars
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from jaxmp._src.base import regions
-
 _MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
-_REGION = re.compile(r"jaxmp\.autocast\(\d+\)")
+# Regions of autocast are scopes too, `jaxmp.autocast(float16)`, and no modules.
+REGION = "jaxmp.autocast"
+REGIONS = re.compile(re.escape(REGION) + r"\(([^()]*)\)")
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
 
-_ACTIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_module_paths", default=False)
-# A part of the key under which `jax.jit` keeps what it traced: with markers it is another program.
+# A part of the key under which `jax.jit` caches what it traced: with markers it is another program.
 _KEY = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def marking() -> Iterator[None]:
-    """Calls of modules that are traced inside leave markers."""
-    with regions.region(_ACTIVE, True), _KEY("jaxmp.module"):
+    """The trace of a function whose modules leave markers; jitted functions are traced anew in it."""
+    with _KEY("jaxmp.module"):
         yield
 
 
-def at(path: str) -> contextlib.AbstractContextManager[Any]:
-    """The scope of a call of the module at `path`; nothing where nothing is marked.
-
-    Args:
-      path: the path of its params, `Block_0/Dense_1`; "" for the root.
-    """
-    return jax.named_scope(f"jaxmp.module({path})") if _ACTIVE.get() else contextlib.nullcontext()
+def marker(path: str) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a call of the module at `path`, the path of its params; "" for the root."""
+    return jax.named_scope(f"jaxmp.module({path})")
 
 
 def join(outer: str, inner: str) -> str:
@@ -53,13 +47,11 @@ def is_backward(stack: str) -> bool:
 
 
 def chain(stack: str, base: str = "") -> tuple[str, ...]:
-    """Paths of the modules and scopes that a name stack goes through, outermost first.
+    """Paths of the modules and scopes in a name stack, outermost first; `base` is the path it begins at.
 
-    Args:
-      stack: a name stack; that of an equation in a nested function begins at that function.
-      base: the path that it begins at.
+    The name stack of an equation in a nested function begins at that function.
     """
-    *marked, rest = _pieces(_REGION.sub("", stack))
+    *marked, rest = _pieces(REGIONS.sub("", stack))
     found: list[str] = []
     for scopes, path in marked:
         # The scope right before a marker is flax's own name for the module.

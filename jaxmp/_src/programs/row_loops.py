@@ -1,8 +1,8 @@
 """A part of a program that is elementwise in large arrays, run a few rows of them at a time.
 
-The params of a stack of layers are one array, [layers, ...], and so are its moments: for `_windows` that is one window,
-as large as the model. If nothing is computed of them but element by element, as Adam and most optimizers do, rows can
-go one after the other: a loop slices them out of host memory, computes, and writes them back where they stood.
+The params of a stack of layers are one array, [layers, ...], and so are its moments: for `windows` that is one window,
+as large as the model. If all computation is element by element, as in Adam and most optimizers, rows can go one after
+the other: a loop slices them out of host memory, computes, and writes them back to the same place.
 """
 
 from typing import Any, NamedTuple
@@ -13,14 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._src.devices import host_memory
-
-# What gives each element of its result from the same element of its operands, and says no shape in its parameters.
-_ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf erf_inv exp exp2 expm1 floor ge gt "
-    "integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not optimization_barrier or pow rem "
-    "round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square sub tan tanh xor "
-    "bitcast_convert_type device_put stop_gradient reduce_precision".split()
-)
+from jaxmp._src.programs import jaxprs
 
 
 class Rows(NamedTuple):
@@ -42,10 +35,10 @@ def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any,
 
     Args:
       jaxpr: a program without calls.
-      makers: the number of the equation that makes each variable.
+      makers: the number of the equation that computes each variable.
       targets: variables of one shape [n, ...].
       held: variables that have values.
-      late: variables that depend on what is still to be copied in.
+      late: variables that depend on arrays which are not copied in yet.
     """
     shape = targets[0].aval.shape
     if not shape or any(v.aval.shape != shape for v in targets):
@@ -78,11 +71,11 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
     """The values of `targets`, `count` rows at a time.
 
     Args:
-      rows: from `find`; `held` has all that it reads.
+      rows: from `find`; `held` has all variables that it reads.
       targets: variables.
       into: for each target the variable whose array it replaces; of the same shape, dtype and memory.
       held: values of variables.
-      count: divides the number of rows.
+      count: a divisor of the number of rows.
     """
     shape = targets[0].aval.shape
     others = {v: held[v] for v in rows.wide if v not in into}
@@ -124,7 +117,4 @@ def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
 def _is_elementwise(eqn: Any) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return eqn.invars[0].aval.shape == ()
-    if eqn.primitive.name == "bitcast_convert_type":
-        return eqn.invars[0].aval.dtype.itemsize == eqn.outvars[0].aval.dtype.itemsize
-    shapes = {v.aval.shape for v in eqn.outvars}
-    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
+    return jaxprs.is_elementwise(eqn)

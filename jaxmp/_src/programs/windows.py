@@ -1,17 +1,17 @@
 """A function of arrays in host memory, run a few arrays at a time.
 
-An optimizer is one function of all its params and moments. If these lie in host memory, and one traced the function as
-it is, XLA would be free to bring all of them to the device first, and on GPUs it does so, to hide the time of copying.
-So the function is traced to a jaxpr and cut into windows:
+An optimizer is one function of all its params and moments. If these lie in host memory and the function were compiled
+as it is, XLA could bring all of them to the device first, and on GPUs it does so, to hide the time of copying. So the
+function is traced to a jaxpr and cut into windows:
 
     window 0:  copy in its arrays -> compute its results -> copy them out
     window 1:  the same, at the same time: one window comes in while the one before it goes out
     window k:  may not begin before window k - 2 has gone out        (an `optimization_barrier` says so)
 
-A window holds the results of some params and all that only they need. Whatever else can be computed from what has been
-copied in by then (the moments of those params, a step count) comes with it. So every array is copied in once and out
-once, whatever the function does; one that needs all of its arrays for any result (a norm over all Adam updates, say)
-has them all on the device: right, but with nothing saved while it runs.
+A window holds the results of some params and everything that only they need. Other results that can be computed from
+the arrays copied in so far (the moments of those params, a step count) are computed in it too. So every array is copied
+in once and out once. A function that needs all of its arrays for any result (for example a norm over all Adam updates)
+has all of them on the device: the result is right, but no memory is saved.
 """
 
 import functools
@@ -29,15 +29,14 @@ from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import jaxprs, row_loops
 
 _IN_FLIGHT = 2
-_CALLS = ("jit", "pjit")
 
 
 class Window(NamedTuple):
-    """What is computed together.
+    """Results that are computed together.
 
     Attributes:
-      inputs: which of the function's inputs are copied in for it.
-      results: which of its results are computed.
+      inputs: which inputs of the function are copied in for it.
+      results: which results of the function are computed.
     """
 
     inputs: tuple[int, ...]
@@ -50,16 +49,16 @@ def run(
     """`f(*args)`, window by window.
 
     Args:
-      f: returns (parts, rest): a part for each param, in the order in which they shall be computed, and anything else.
-        It brings its arguments to the device itself (`host_memory.to_device`), and puts its results where they belong.
+      f: returns (parts, rest): a part for each param, in the order in which they are to be computed, and all other
+        results. It copies its arguments to the device (`host_memory.to_device`) and its results to their place.
       *args: pytrees of arrays.
-      window_bytes: of arrays in host memory, how much is copied in for one window; a part that needs more than that has
-        a window of its own.
+      window_bytes: how much is copied in from host memory for one window; a part that needs more has its own window.
       into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A
-        part that is too large for a window then goes in pieces of its leading axis, if it is elementwise (see `_rows`).
+        part that is too large for a window then goes in pieces of its leading axis, if it is elementwise
+        (`row_loops`).
 
     Returns:
-      What `f` returns.
+      The result of `f`.
     """
     leaves, treedef = jax.tree.flatten(args)
     structure: Any = None
@@ -96,27 +95,24 @@ def run(
         for i in window.results:
             atom = jaxpr.outvars[i]
             results[i] = atom.val if isinstance(atom, core.Literal) else held[atom]
-        # Those that stay on the device too: else XLA makes them last, and keeps what they are made from until then.
+        # Results that stay on the device too: else XLA computes them last and keeps their operands until then.
         gone_out.append([results[i] for i in window.results])
     return jax.tree.unflatten(structure, results)
 
 
 def plan(jaxpr: Any, sizes: list[int], parts: list[tuple[int, ...]], window_bytes: int) -> list[Window]:
-    """The windows of a function.
+    """The windows of a function; each result is in one of them.
 
     Args:
       jaxpr: the function.
-      sizes: bytes that each of its inputs takes to copy in; 0 where it is on the device.
-      parts: which results belong together, in order; all others come as soon as what they need is there.
+      sizes: bytes to copy in for each input; 0 if it is on the device.
+      parts: which results belong together, in order; all others are computed as soon as their inputs are there.
       window_bytes: as for `run`.
-
-    Returns:
-      Windows that have every result once.
     """
     needs = _needs(jaxpr, sizes)
     others = [i for i in range(len(jaxpr.outvars)) if not any(i in part for part in parts)]
     windows: list[Window] = []
-    copied = 0  # the inputs that are there, as bits, as in `needs`
+    copied = 0  # the inputs that were copied in, as bits, as in `needs`
     opened, results = 0, []
     for number, part in enumerate(parts):
         for i in part:
@@ -153,10 +149,10 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         operands = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            results = _inlined(eqn.params["jaxpr"], operands)
+        if eqn.primitive.name in jaxprs.JITS:  # other calls have rules for derivatives, which writing out would lose
+            results = _inlined(eqn.params[jaxprs.body_name(eqn)], operands)
         else:
-            results = jaxprs.written(eqn, operands)
+            results = jaxprs.run_as_traced(eqn, operands)
         held |= dict(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
@@ -168,7 +164,7 @@ def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:
 
 
 def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
-    """The same for each variable that needs any."""
+    """The same for each variable that depends on such an input."""
     known = {v: 1 << i for i, v in enumerate(jaxpr.invars) if sizes[i]}
     for eqn in jaxpr.eqns:
         found = 0
@@ -193,7 +189,7 @@ def _total(sizes: list[int], bits: int) -> int:
 
 
 def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[Any, Any]) -> None:
-    """Puts the values of `wanted`, and all they are made from, into `held`."""
+    """Puts the values of `wanted`, and of everything they depend on, into `held`."""
     todo: set[int] = set()
     open_ = [v for v in wanted if not isinstance(v, core.Literal) and v not in held]
     while open_:
@@ -217,7 +213,7 @@ def _compute_rows(
     held: dict[Any, Any],
     window_bytes: int,
 ) -> None:
-    """Puts those results of a window that are made from what it copies in into `held`, by rows if they can be."""
+    """Puts results of a window that depend on its inputs into `held`, if they can be computed by rows."""
     needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
     chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
     targets, into = [jaxpr.outvars[i] for i in chosen], [replaced[i] for i in chosen]
@@ -232,7 +228,7 @@ def _compute_rows(
 
 
 def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
-    """Whether a gradient in host memory is not finite once multiplied; a few are on the device at a time."""
+    """Whether any gradient in host memory times `inv_scale` is not finite; a few are on the device at a time."""
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
         fetched = host_memory.to_device(leaves)

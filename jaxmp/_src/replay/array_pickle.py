@@ -1,9 +1,9 @@
 """Python objects with arrays inside, as two files: a small pickle, and the bytes of the arrays.
 
-The arrays are written one at a time, an array that occurs twice once, and come back bit for bit: bfloat16, fp8 and
-int4, typed keys, numpy's own. Functions and classes are stored by name, as pickle always does; a function without one
-(a lambda, the closure of an initializer) comes back as something that says so when it is called, since most are never
-called again. What was in `__main__` is looked up in the module that is named when it is read.
+The arrays are written one at a time (an array that occurs twice is written once) and come back bit for bit: bfloat16,
+fp8 and int4, typed keys, numpy arrays. Functions and classes are stored by name, as pickle always does. A function
+without a name (a lambda, the closure of an initializer) comes back as an object that raises an error when it is called:
+most are never called again. Names in `__main__` are looked up in a module that the reader chooses.
 """
 
 import pickle
@@ -21,15 +21,15 @@ from jaxmp._src.programs import array_functions
 
 
 class MissingFunction:
-    """What stands where a function was that has no name to find it by."""
+    """In the place of a function that cannot be found by a name."""
 
     def __init__(self, name: str):
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
-            f"{self.name} was not stored with the capture, as it is not at the top of a module. Pass like=, arguments "
-            f"that are made in the same way."
+            f"{self.name} was not stored with the capture, because it is not at the top of a module. Pass like=, "
+            f"arguments that are made in the same way."
         )
 
 
@@ -39,7 +39,7 @@ class Saver(pickle.Pickler):
     Args:
       file: for the pickle.
       arrays: for the bytes; several savers may share one.
-      places: the arrays that were written already and where they are, by id; shared with `arrays`.
+      places: by id, the arrays that were written and their places; savers that share `arrays` share it too.
     """
 
     def __init__(self, file: BinaryIO, arrays: BinaryIO, places: dict[int, Any]):
@@ -66,9 +66,9 @@ class Saver(pickle.Pickler):
     def _place(self, obj: Any, x: Any) -> Any:
         if id(obj) not in self.places:
             host = np.asarray(x)
-            # With the object itself: were it gone, another could come to lie at its id.
+            # The object is kept: without it another object could get its id.
             self.places[id(obj)] = obj, (self.arrays.tell(), host.shape, host.dtype)
-            # As bytes: not every dtype can be written as it is.
+            # As bytes, because numpy cannot write every dtype.
             self.arrays.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
         return self.places[id(obj)][1]
 
@@ -79,8 +79,8 @@ class Loader(pickle.Unpickler):
     Args:
       file: the pickle.
       arrays: the bytes.
-      main: the module in which names are looked up that were in `__main__`; None for `__main__`.
-      on_host: whether arrays stay numpy's, but for keys.
+      main: the module for names that were in `__main__`; None for `__main__`.
+      on_host: whether arrays stay arrays of numpy; keys do not.
     """
 
     def __init__(self, file: BinaryIO, arrays: BinaryIO, main: types.ModuleType | None = None, on_host: bool = False):
@@ -110,11 +110,7 @@ class Loader(pickle.Unpickler):
 
 
 def as_jax(x: np.ndarray, *, weak: bool) -> jax.Array:
-    """An array on the default device; a scalar whose dtype gives way to others if `weak`.
-
-    Raises:
-      ValueError: its dtype has 64 bits, and those are switched off.
-    """
+    """An array on the default device, weakly typed if `weak`; a ValueError if it needs 64 bits and they are off."""
     found = jnp.asarray(x.item() if weak and x.dtype in (np.float32, np.int32, np.bool_) else x)
     if found.dtype != x.dtype:
         raise ValueError(

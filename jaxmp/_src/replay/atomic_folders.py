@@ -1,7 +1,7 @@
-"""Numbered folders in a directory, each there as a whole or not at all.
+"""Numbered folders in a directory, each complete or absent.
 
-A folder is written under a hidden name and renamed when all of it is on the disk: a rename is one step. What a job left
-that was killed while it wrote is removed by the next that writes there, on the same machine.
+A folder is written under a hidden name and renamed when all of it is on the disk: a rename is one step. If a job is
+killed while it writes, the next job that writes there from the same machine removes the incomplete folder.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ class NewFolder:
 
     Attributes:
       half: where it is written.
-      path: where it lies when it is whole.
+      path: its path when it is complete.
     """
 
     def __init__(self, half: Path):
@@ -28,7 +28,7 @@ class NewFolder:
 
 
 def folders_in(root: Path, suffix: str | None = None) -> list[Path]:
-    """The whole folders in a directory, in their order; with `suffix`, those whose number it follows."""
+    """The complete folders in a directory, in order; with `suffix`, those that have it after their number."""
     found = root.iterdir() if root.is_dir() else ()
     folders = sorted(path for path in found if path.name[:_DIGITS].isdigit() and path.is_dir())
     return [path for path in folders if suffix is None or path.name[_DIGITS:] == suffix]
@@ -36,11 +36,9 @@ def folders_in(root: Path, suffix: str | None = None) -> list[Path]:
 
 @contextlib.contextmanager
 def new_folder(root: Path, suffix: str = "") -> Iterator[NewFolder]:
-    """The next folder of a directory, which gets its name when the block ends without an error.
+    """The next folder of a directory, which is made if missing; it gets its name if the block ends without an error.
 
-    Args:
-      root: the directory; made if it is not there.
-      suffix: follows the number, and has numbers of its own.
+    Folders of each `suffix` have their own numbers.
     """
     root.mkdir(parents=True, exist_ok=True)
     _remove_halves(root)
@@ -81,5 +79,5 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # of somebody else
+        return True  # of another user
     return True

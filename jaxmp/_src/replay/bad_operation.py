@@ -1,14 +1,15 @@
-"""One operation that made inf or NaN of finite numbers, described: where it stands, what went in, how far beyond.
+"""One operation that made inf or NaN from finite numbers, described: its place, its operands, how far it overflowed.
 
-A jaxpr keeps of the Python that made it a name stack, into which flax's modules write their names and autodiff whether
-an operation is of the backward pass, and a traceback. What an operation would have given with more range is found by
-running it again with its narrow floats in float32.
+Of the Python that made it a jaxpr keeps a traceback, and a name stack: flax writes the names of its modules there, and
+autodiff marks operations of the backward pass. The operation is run again with its narrow floats in float32, to find
+the result that it would have with more range.
 """
 
 import dataclasses
 import functools
 import linecache
 import os
+import pathlib
 import sysconfig
 from typing import Any
 
@@ -28,12 +29,12 @@ _DTYPES = ("preferred_element_type", "new_dtype")  # parameters of primitives th
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What went into an operation.
+    """An operand of an operation.
 
     Attributes:
       dtype: its dtype.
       shape: its shape.
-      amax: its largest finite magnitude; NaN where there is none.
+      amax: its largest finite magnitude; NaN if there is none.
       finite: whether all of it is finite.
 
     Example:
@@ -55,22 +56,23 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class BadOp:
-    """An operation whose result is not finite, though what went in was.
+    """An operation whose result is not finite although its operands are.
 
     Attributes:
-      primitive: jax's name of it; "argument" where an argument itself is not finite, and `module` is its path.
-      module: path of the flax module, that of its params (`block_1/Dense_0`), or of the named scope; "" at the top.
-      backward: whether it is of the backward pass.
-      source: the line of the user's code, as `file:line (function)`; "" where there is none.
-      iterations: which iteration of the loops round it, outermost first.
-      operands: what went in.
-      dtype: of the result.
-      shape: of the result.
-      first: its first bad element, as `first_nonfinite` tells it: `index`, `value`, `count`, `size`.
+      primitive: jax's name of it; "argument" if an argument itself is not finite, and `module` is its path.
+      module: path of the flax module, the same as of its params (`block_1/Dense_0`), or of the named scope; "" at the
+        top.
+      backward: whether it belongs to the backward pass.
+      source: the line of the user's code, as `file:line (function)`; "" if there is none.
+      iterations: the iteration of each loop around it, outermost first.
+      operands: its operands.
+      dtype: dtype of the result.
+      shape: shape of the result.
+      first: its first bad element, as from `first_nonfinite`: `index`, `value`, `count`, `size`.
       limit: the largest finite number of the dtype.
       float32_amax: the largest magnitude of the result with operands and result in float32, perhaps inf or NaN; None
-        where it was float32 already, or cannot be run so.
-      note: what is known beside that.
+        if it was float32 already, or cannot run in float32.
+      note: a remark, or "".
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -102,7 +104,7 @@ class BadOp:
 
     @property
     def code(self) -> str:
-        """The text of the line at `source`; "" where it is not to be had."""
+        """The text of the line at `source`; "" if it cannot be read."""
         file, _, rest = self.source.rpartition(":")
         number = rest.split(" ")[0]
         return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
@@ -125,24 +127,14 @@ class BadOp:
                 + (f" ({times:.3g} times beyond)" if times > 1 else "")
             )
         elif self.float32_amax is not None:
-            lines.append(f"  in float32 it gives {self.float32_amax} as well: not a matter of {self.dtype}'s range")
+            lines.append(f"  in float32 it gives {self.float32_amax} too: the range of {self.dtype} is not the cause")
         return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
 
 
 def describe(
     eqn: Any, operands: list[Any], results: list[Any], which: int, outer: "Place", bad: Any, note: str = ""
 ) -> BadOp:
-    """Describes an equation.
-
-    Args:
-      eqn: the equation.
-      operands: what went in, literals included.
-      results: what came out.
-      which: the result that is not finite.
-      outer: where its jaxpr stands.
-      bad: bool array, which elements of it count.
-      note: see `BadOp`.
-    """
+    """Describes an equation in the jaxpr at `outer`: result number `which` is not finite in the elements `bad`."""
     result = results[which]
     place = outer.inside(eqn)
     values = np.asarray(result).astype(np.float32) if np.dtype(result.dtype).itemsize < 4 else np.asarray(result)
@@ -167,12 +159,12 @@ def describe(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where equations stand: of the function as a whole, or of a function inside.
+    """The place of a function: the whole one, or one inside.
 
     Attributes:
-      stack: the name stacks of the equations round it.
+      stack: the name stacks of the equations around it.
       source: the innermost of their lines in the user's code.
-      iterations: of the loops round it.
+      iterations: of the loops around it.
     """
 
     stack: str = ""
@@ -190,7 +182,7 @@ class Place:
         return module_paths.is_backward(self.stack)
 
     def inside(self, eqn: Any, iteration: int | None = None) -> "Place":
-        """Where an equation stands, or the function inside of it."""
+        """The place of an equation, or of the function inside it."""
         stack = module_paths.join(self.stack, str(eqn.source_info.name_stack))
         iterations = self.iterations if iteration is None else (*self.iterations, iteration)
         return Place(stack, _source(eqn) or self.source, iterations)
@@ -230,7 +222,7 @@ def _float32_amax(eqn: Any, operands: list[Any], which: int) -> float | None:
     }
     try:
         result = eqn.primitive.bind(*wide, **params)
-    except Exception:  # a primitive whose parameters name a dtype in a way of its own: there is no such number then
+    except Exception:  # the primitive names its dtype in another way: this number is not known then
         return None
     result = result[which] if eqn.primitive.multiple_results else result
     return float(np.max(np.abs(np.asarray(result))))  # NaN stays NaN
@@ -249,6 +241,6 @@ def _libraries() -> tuple[str, ...]:
     """Folders whose lines are not the user's."""
     stdlib = sysconfig.get_paths()["stdlib"]
     packages = (os.path.dirname(module.__file__ or "") for module in (jax, jaxlib, flax, optax, np, pallas_kernels))
-    own = os.path.dirname(__file__)
+    own = str(pathlib.Path(__file__).parents[2])  # the folder of jaxmp
     parts = [f"{stdlib}{os.sep}{name}" for name in ("contextlib.py", "functools.py", "runpy.py", "threading.py")]
     return (*(f"{folder}{os.sep}" for folder in (*packages, own)), *parts)

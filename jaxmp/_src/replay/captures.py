@@ -1,19 +1,19 @@
-"""What it takes to run one step again, alone: its arguments and its loss scale, in a folder.
+"""Everything to run one step again, alone: its arguments and its loss scale, in a folder.
 
-A skipped step changes nothing but the loss scale. So when a step turns out to have been skipped, the params in hand
-are, bit for bit, those it started from, and a capture needs no snapshot: the hot path stays as it is.
+A skipped step changes only the loss scale. So after a skipped step the params are, bit for bit, those it started from,
+and a capture needs no snapshot: the training step does not change.
 
 A capture is a folder of files:
 
     arrays.bin     the bytes of all arrays, one after the other
-    leaves.pickle  the path of each leaf of the arguments, and where it lies in arrays.bin
-    args.pickle    what the arguments are made of: dicts, tuples, dataclasses, nnx modules without their variables
-    kwargs.pickle  the same of keyword arguments and options
-    capture.json   the scale, what was observed, the function's name, versions, devices, flags: to read with one's eyes
+    leaves.pickle  the path of each leaf of the arguments, and its place in arrays.bin
+    args.pickle    the arguments without their arrays: dicts, tuples, dataclasses, nnx modules without their variables
+    kwargs.pickle  the same for keyword arguments and options
+    capture.json   the scale, what was observed, the function's name, versions, devices, flags: for people to read
 
-It is written under another name and renamed when it is whole, so a job that is killed leaves no half of one. Arrays
-go to the file one at a time: the host needs the memory of the largest. Like anything that is pickled, a capture may
-run code when it is loaded: load those that you made.
+It is written under another name and renamed when it is complete, so a job that is killed leaves no incomplete capture.
+Arrays go to the file one at a time: the host needs memory for the largest. Like every pickle, a capture may run code
+when it is loaded: load only captures that you made.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ class Capture:
       kwargs: its keyword arguments.
       loss_scale: the scale of the step.
       options: argnums, has_aux, accumulate, accumulate_argnums and wrt, as for `jaxmp.value_and_grad`.
-      observed: what the step gave, such as `{"loss": ..., "skipped": ...}`.
-      function: the loss function as `module:name`, or "" where it has no such name.
+      observed: results of the step, such as `{"loss": ..., "skipped": ...}`.
+      function: the loss function as `module:name`, or "" if it has no such name.
       about: versions, devices, XLA_FLAGS and jax's settings of the run.
       path: the folder.
 
@@ -86,7 +86,7 @@ def capture(
     keep: int = 3,
     **kwargs: Any,
 ) -> Path | None:
-    """Writes down what `jaxmp.value_and_grad(loss_fn, ...)(*args, **kwargs)` needs to run again, alone.
+    """Writes everything that `jaxmp.value_and_grad(loss_fn, ...)(*args, **kwargs)` needs to run again, alone.
 
         scale = float(jaxmp.get_loss_scale(opt_state))  # before the step: the scale that it will use
         params, opt_state, loss = train_step(params, opt_state, batch)
@@ -95,28 +95,29 @@ def capture(
             observed = {"loss": loss, **metrics}
             jaxmp.monitor.capture("captures", loss_fn, params, batch, loss_scale=scale, observed=observed)
 
-    A function of the host, for after a step; nothing is added to the step. In a job of many processes, call it in one
-    of them if all hold the whole, or in each: they write folders of their own.
+    A function of the host, to call after a step; it adds nothing to the step. In a job of many processes, call it in
+    one of them if all hold the whole arrays, or in each: each writes its own folder.
 
     Args:
-      directory: where captures are kept; made if it is not there.
+      directory: for the captures; made if it does not exist.
       loss_fn: the loss function. Its name is stored, not its code.
       *args: its arguments: params (or an nnx module), batch, keys, statistics of BatchNorm; pytrees.
-      loss_scale: the scale of the step, before it moved; 1.0 where there is none.
-      argnums, has_aux, accumulate, accumulate_argnums: those of the step's `jaxmp.value_and_grad`.
-      wrt: that of the step's `jaxmp.nnx.value_and_grad`.
-      observed: scalars that the step gave, by name. `loss`, `skipped` and `grads_finite` are compared with a replay.
-      keep: how many captures `directory` may hold. When it does, nothing more is written: those of the first steps in
-        trouble are nearest to its cause, and a run in trouble does not fill the disk.
+      loss_scale: the scale that the step used; 1.0 without one.
+      argnums, has_aux, accumulate, accumulate_argnums: as for the step's `jaxmp.value_and_grad`.
+      wrt: as for the step's `jaxmp.nnx.value_and_grad`.
+      observed: scalars that the step returned, by name. `loss`, `skipped` and `grads_finite` are compared with a
+        replay.
+      keep: how many captures `directory` may hold; after that nothing is written. The first bad steps are nearest to
+        the cause, and a failing run does not fill the disk.
       **kwargs: keyword arguments of `loss_fn`.
 
     Returns:
-      The folder of this capture; None (and a warning) where there are `keep` already.
+      The folder of this capture; None (and a warning) if there are `keep` already.
 
     Raises:
-      ValueError: an array was donated, or lies in part on other processes, by path; an argument of `loss_fn` has the
-        name of one of this function's.
-      TypeError: a traced array: call it outside of jit.
+      ValueError: an array was donated, or other processes hold a part of it (names its path); an argument of `loss_fn`
+        has the name of one of this function's arguments.
+      TypeError: a traced array: call it outside jit.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -136,12 +137,12 @@ def capture(
     for name, x in scalars.items():
         _check_readable(name, x)
         if np.size(x) != 1:
-            raise ValueError(f"loss_scale and what is observed must be scalars; got shape {np.shape(x)} at {name}")
+            raise ValueError(f"loss_scale and observed values must be scalars; got shape {np.shape(x)} at {name}")
     root = Path(directory)
     process = f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
     if len(atomic_folders.folders_in(root, process)) >= keep:
         warnings.warn(
-            f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or raise keep.",
+            f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or increase keep.",
             stacklevel=2,
         )
         return None
@@ -169,18 +170,18 @@ def load_capture(
     """Reads a capture that you made.
 
     Args:
-      path: its folder, or the directory of several, of which the last is read.
+      path: its folder, or a directory of several; then the last is read.
       like: positional arguments like those captured, such as `(params, batch)`: their structure, functions, classes
-        and shardings are used, with the captured values. Needed where arrays do not fit one device, and where the
-        arguments hold what cannot be stored (functions and classes that are not at the top of a module).
-      functions_of: the module in which classes are looked up that were in `__main__` when they were captured.
+        and shardings are used, with the captured values. Needed if arrays do not fit one device, or if the arguments
+        hold objects that cannot be stored (functions and classes that are not at the top of a module).
+      functions_of: the module for classes that were in `__main__` when they were captured.
 
     Returns:
       A `Capture`.
 
     Raises:
       FileNotFoundError: there is none.
-      ValueError: it cannot be put together without `like`, or `like` is of another model; by path.
+      ValueError: it cannot be rebuilt without `like`, or `like` belongs to another model; names the path.
 
     Example:
       >>> load_capture("no/such/folder")
@@ -191,8 +192,8 @@ def load_capture(
     root, meta = find_capture(path)
     if like is None and meta["not_stored"]:
         raise ValueError(
-            f"the arguments of {root} hold what cannot be stored: {meta['not_stored']}. Pass like=, arguments that are "
-            f"made in the same way."
+            f"the arguments of {root} hold an object that cannot be stored: {meta['not_stored']}. Pass like=, "
+            f"arguments that are made in the same way."
         )
     with open(root / _ARRAYS, "rb") as arrays:
         with open(root / _LEAVES, "rb") as f:
@@ -209,7 +210,7 @@ def load_capture(
 
 
 def find_capture(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The folder of a capture, of which a directory holds perhaps several, and what capture.json says."""
+    """The folder of a capture (the last one in a directory of several), and the content of capture.json."""
     root = Path(path)
     if not (root / _META).exists():
         found = atomic_folders.folders_in(root)
@@ -220,13 +221,13 @@ def find_capture(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function as `module:name`; "" if it has none by which it can be found."""
+    """A function as `module:name`; "" if it cannot be found by its name."""
     named = hasattr(function, "__qualname__") and array_pickle.has_name(function)
     return f"{function.__module__}:{function.__qualname__}" if named else ""
 
 
 def about() -> dict[str, Any]:
-    """What a run's numbers depend on beside its inputs."""
+    """Versions, devices and settings that the numbers of a run depend on."""
     found = {package: metadata.version(package) for package in ("jax", "jaxlib", "flax")}
     found["devices"] = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     found["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
@@ -234,17 +235,17 @@ def about() -> dict[str, Any]:
 
 
 def _check_names(loss_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Raises a ValueError if a keyword would be this function's and the loss function's at once."""
+    """Raises a ValueError if a keyword belongs to `capture` and to the loss function."""
     try:
         signature = inspect.signature(loss_fn)
         taken = signature.bind_partial(*args).arguments
-    except (TypeError, ValueError):  # it has none, or will say itself what does not fit
+    except (TypeError, ValueError):  # it has no signature, or the call itself raises a better error
         return
     for name in inspect.signature(capture).parameters.keys() & signature.parameters.keys() - taken.keys():
         if signature.parameters[name].kind is not inspect.Parameter.VAR_POSITIONAL and name not in ("args", "kwargs"):
             raise ValueError(
-                f"an argument is capture's or the loss function's, not both's; got {name}= of a loss function that has "
-                f"one, too. Pass it by position, or capture a function that calls yours."
+                f"an argument belongs to capture or to the loss function, not to both; got {name}=, which both have. "
+                f"Pass it by position, or capture a function that calls yours."
             )
 
 
@@ -256,20 +257,20 @@ def _check_readable(path: str, x: Any) -> None:
     if isinstance(x, Tracer):
         raise TypeError(
             f"a capture stores values, which a traced array does not have; got {jax.typeof(x)} at {path}. "
-            f"Call jaxmp.monitor.capture outside of jit, on what the step returned."
+            f"Call jaxmp.monitor.capture outside jit, on the results of the step."
         )
     if not isinstance(x, jax.Array):
         return
     nonfinite.check_alive(path, x)
     if not (x.is_fully_addressable or x.is_fully_replicated):
         raise ValueError(
-            f"a capture stores whole arrays; got one at {path} that lies in part on other processes. Gather "
+            f"a capture stores whole arrays; got one at {path}, and other processes hold parts of it. Gather "
             f"it first, in all processes: jax.experimental.multihost_utils.process_allgather(x, tiled=True)."
         )
 
 
 def _write(half: Path, leaves: array_functions.Leaves, args: Any, rest: dict[str, Any]) -> str:
-    """Writes the arguments; returns why what they are made of cannot be stored, or ""."""
+    """Writes the arguments; returns why their structure cannot be stored, or ""."""
     places: dict[int, Any] = {}
     numbers = (bool, int, float, complex)
     values = [x if array_functions.is_array(x) or isinstance(x, numbers) else None for x in leaves.values]
@@ -280,7 +281,7 @@ def _write(half: Path, leaves: array_functions.Leaves, args: Any, rest: dict[str
         try:
             with open(half / _TREE, "wb") as f:
                 array_pickle.Saver(f, arrays, places).dump(args)
-        except (pickle.PicklingError, TypeError, AttributeError) as e:  # whatever pickle has against an object
+        except (pickle.PicklingError, TypeError, AttributeError) as e:  # pickle cannot store an object
             return str(e) or type(e).__name__
     return ""
 
@@ -290,7 +291,7 @@ def _as_like(like: Any, paths: list[str], values: list[Any]) -> Any:
     stored = dict(zip(paths, values, strict=True))
     if extra := stored.keys() ^ set(leaves.paths):
         raise ValueError(
-            f"like must have the leaves that were captured; {min(extra)} is in one of them only. Pass arguments that "
+            f"like must have the leaves that were captured; only one of the two has {min(extra)}. Pass arguments that "
             f"are made in the same way."
         )
 

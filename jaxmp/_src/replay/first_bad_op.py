@@ -1,13 +1,13 @@
 """A function run one operation at a time, to find the one at which finite numbers turn into inf or NaN.
 
-Not every inf is a fault: a mask adds -inf to scores, and exp makes zeros of it. So the question is asked from the end.
-Each value that is not finite carries the *origins* it goes back to, operations that made something worse of what went
-in (inf of finite numbers, NaN of inf, or one more bad element of an elementwise operation); an origin counts if it
+Not every inf is a fault: a mask adds -inf to scores, and exp turns it into zeros. So the search starts from the
+results. Each value that is not finite carries its *origins*: the operations whose result was worse than their operands
+(inf from finite numbers, NaN from inf, or one more bad element of an elementwise operation). An origin counts if it
 reaches a result of the function. The first that counts, in the order of the program, is the answer.
 
-What calls, branches or loops is first run whole, and looked into only if its results are not finite: then by the same
-rules, a loop iteration by iteration. Values are dropped behind their last reader, so the walk needs the memory of the
-function run eagerly, and a little time for each operation: seconds for a model of some thousand.
+Calls, branches and loops first run whole. Only if their results are not finite, the search goes inside by the same
+rules, in a loop iteration by iteration. Values are dropped after their last reader, so the search needs the memory of
+the function run eagerly, and a little time for each operation: seconds for a model of some thousand operations.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import flax_modules
-from jaxmp._src.programs import array_functions, jaxprs, module_paths
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
 from jaxmp._src.replay import bad_operation, nonfinite
 
-_ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "pow", "integer_pow", "square", "sqrt", "rsqrt", "cbrt", "exp", "exp2", "expm1", "log"}
-    | {"log1p", "neg", "sign", "tanh", "logistic", "sin", "cos", "tan", "erf", "max", "min", "convert_element_type"}
-    | {"add_any", "reduce_precision", "abs"}
-)
-_LOOPS = frozenset({"scan", "while"})
-_MOST_WALKS = 3  # iterations of one loop that are looked into; the first that turns bad has the answer
+_ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
+_MOST_WALKS = 3  # iterations of one loop that are searched; the first that turns bad has the answer
 _NONE: frozenset[int] = frozenset()
-_NOTES = {1: "makes NaN of inf", 2: "an operand is infinite from the start, as a constant of the program"}
+_NOTES = {1: "makes NaN from inf", 2: "an operand is infinite from the start: a constant of the program"}
 
 
 def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_operation.BadOp | None:
@@ -40,16 +34,13 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
     contains it: `first_bad_op(jax.grad(loss_fn), params, batch)`.
 
     Args:
-      fn: a function of arrays, nnx modules and whatever else; what it calls may be jitted, rematerialized, scanned.
-        Functions inside of `shard_map` and Pallas kernels count as one operation.
+      fn: a function of any arguments, with arrays and nnx modules among them; it may call jitted, rematerialized and
+        scanned functions. A `shard_map` and a Pallas kernel count as one operation.
       *args: its arguments, as for a call.
       **kwargs: keyword arguments.
 
     Returns:
       A `BadOp`, which prints as a report, or None if all results are finite.
-
-    Raises:
-      whatever `fn` raises.
 
     Example:
       >>> def f(x):
@@ -59,44 +50,24 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
       >>> bad.where(), bad.operands[0].amax, bad.float32_amax
       ('mul in head (forward)', 300.0, 90000.0)
     """
-    leaves = array_functions.leaves_of((args, kwargs))
-    places = [i for i, x in enumerate(leaves.values) if array_functions.is_array(x)]
-
-    def flat(*arrays: Any) -> Any:
-        given = list(leaves.values)
-        for i, x in zip(places, arrays, strict=True):
-            given[i] = x
-        args, kwargs = leaves.rebuild(given)
-        return named(fn)(*args, **kwargs)
-
-    values = [leaves.values[i] for i in places]
-    closed = jax.make_jaxpr(flat)(*values)
-    return walk(closed, values, [leaves.paths[i].partition("/")[2] for i in places])
+    inputs = array_functions.Inputs(array_functions.leaves_of((args, kwargs)))
+    closed = jax.make_jaxpr(lambda *arrays: inputs.call(named(fn), arrays))(*inputs.values)
+    return walk(closed, inputs.values, inputs.paths)
 
 
 def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, in which the operations of flax's modules carry the paths of these modules."""
+    """`fn`, in which the operations of flax modules carry the paths of the modules."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        nodes = [
-            x
-            for x in jax.tree.leaves((args, kwargs), is_leaf=array_functions.is_module)
-            if array_functions.is_module(x)
-        ]
+        nodes = filter(array_functions.is_module, jax.tree.leaves((args, kwargs), is_leaf=array_functions.is_module))
         with module_paths.marking():
-            return flax_modules.with_hooks(fn, nodes)(*args, **kwargs)
+            return flax_modules.with_hook(fn, nodes, flax_modules.leave_marker)(*args, **kwargs)
 
     return function
 
 
 def walk(closed: Any, values: list[Any], paths: list[str]) -> bad_operation.BadOp | None:
-    """`first_bad_op` of a jaxpr.
-
-    Args:
-      closed: the jaxpr, closed.
-      values: its inputs.
-      paths: what they are called.
-    """
+    """`first_bad_op` of a closed jaxpr, for its inputs and their names."""
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     walker = _Walker()
     taints = []
@@ -109,11 +80,11 @@ def walk(closed: Any, values: list[Any], paths: list[str]) -> bad_operation.BadO
 
 
 class _Walker:
-    """What has been found so far; a taint is the set of origins that a value goes back to, empty if it is finite."""
+    """The origins found so far. A taint is the set of origins of a value, empty if it is finite."""
 
     def __init__(self) -> None:
         self.origins: list[bad_operation.BadOp] = []
-        self.ranks: list[int] = []  # 0: of finite numbers; 1: NaN of inf; 2: of nothing but an infinite constant
+        self.ranks: list[int] = []  # 0: from finite numbers; 1: NaN from inf; 2: only from an infinite constant
 
     def add(self, origin: bad_operation.BadOp, rank: int = 0) -> frozenset[int]:
         self.origins.append(origin)
@@ -154,7 +125,7 @@ class _Walker:
         inherited = frozenset().union(*tainted)
         name = eqn.primitive.name
         inner = [_NONE] * len(results)
-        if name in _LOOPS or name == "cond" or name in jaxprs.CALLS:
+        if name in _ENTERED:
             inner = self.inside(eqn, operands, tainted, place)
         worst = max(_severities(operands), default=0)
         found = []
@@ -164,12 +135,12 @@ class _Walker:
                 continue
             bad = ~_is_finite(results[i])
             rank = 0 if not worst else 1 if severity > worst else 2
-            if rank and name in _ELEMENTWISE and (fresh := _fresh(bad, operands)).any():
+            if rank and jaxprs.is_elementwise(eqn) and (fresh := _fresh(bad, operands)).any():
                 bad, rank = fresh, 0
             if rank < 2 or not inherited:
                 note = _NOTES.get(rank, "")
-                if name in _LOOPS | jaxprs.CALLS | {"cond"}:
-                    note = "compiled as one program its result is not finite, operation by operation it is"
+                if name in _ENTERED:
+                    note = "its result is not finite when compiled as one program; operation by operation it is finite"
                 origin = bad_operation.describe(eqn, operands, results, i, place, bad, note)
                 found.append(inherited | self.add(origin, rank))
             else:
@@ -238,7 +209,7 @@ class _Walker:
 
 
 def _fresh(bad: Any, operands: list[Any]) -> Any:
-    """Which of the bad elements of an elementwise operation were made of finite ones."""
+    """Which of the bad elements of an elementwise operation come from finite ones."""
     for x in operands:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             bad = bad & _is_finite(x)
@@ -259,14 +230,14 @@ def _compiled(function: tuple[Any, tuple[Any, ...]]) -> Callable[..., list[Any]]
 
 
 def _execute(eqn: Any, operands: list[Any]) -> list[Any]:
-    if "donated_invars" in eqn.params:  # what a jit inside would write over is looked at again
+    if "donated_invars" in eqn.params:  # a jit inside must not overwrite values that are read again
         eqn = eqn.replace(params=eqn.params | {"donated_invars": (False,) * len(eqn.invars)})
     given = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, core.Literal)]
     return list(jaxprs.as_function(eqn)(*given))
 
 
 def _severities(values: list[Any]) -> list[int]:
-    """0 for what is finite, 1 with an inf, 2 with a NaN."""
+    """For each value: 0 if it is finite, 1 with an inf, 2 with a NaN."""
     found = []
     for x in values:
         is_float = jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0

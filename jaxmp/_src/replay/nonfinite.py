@@ -1,9 +1,9 @@
-"""The first inf or NaN of a tree, by path and index: a look at values from outside of a step.
+"""The first inf or NaN of a tree, by path and index: a look at values from outside a step.
 
-`jaxmp.all_finite` is the question inside of a step, answered by a flag on the device. This is the next one, asked when
-the answer was no. Each leaf is first reduced to a flag where it lies, device by device, without a collective; only of
-the first leaf whose flag is up anything else is read. So replicas that should be equal are looked at one by one, and a
-single device that computes wrong numbers shows.
+`jaxmp.all_finite` answers inside a step whether all values are finite, with a flag on the device. If they are not, this
+finds where. Each leaf is first reduced to a flag on its own devices, without a collective; only the first leaf whose
+flag is true is read further. So replicas that should be equal are read one by one, and a single device that computes
+wrong numbers is found.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ _SMALL = 1 << 12  # elements
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """Where a tree is not finite first.
+    """The first value of a tree that is not finite.
 
     Attributes:
       path: of the first leaf in tree order that holds inf or NaN.
       index: of its first such element, in row-major order.
       value: that element.
       count: how many elements of the leaf are inf or NaN.
-      size: how many it has.
+      size: how many elements it has.
 
     Example:
       >>> print(NonFinite("dense/kernel", (0, 2), float("inf"), 1, 6))
@@ -50,18 +50,18 @@ class NonFinite:
 def first_nonfinite(tree: Any) -> NonFinite | None:
     """The path and the index of the first inf or NaN in `tree`; None if there is none.
 
-    A function of the host: call it on what a step returned (gradients, params, a batch), not inside of `jax.jit`.
+    A function of the host: call it on the results of a step (gradients, params, a batch), not inside `jax.jit`.
 
     Args:
       tree: pytree of arrays of any float dtype, fp8 included, on any devices; nnx modules too. Integers, bools and
-        keys are passed over. Of an array that other processes hold a part of, this process's part is looked at.
+        keys are ignored. If other processes hold parts of an array, only this process's part is read.
 
     Returns:
       A `NonFinite`, with `path`, `index`, `value`, `count` and `size`, or None.
 
     Raises:
-      TypeError: a leaf is traced, which has no values yet; by path.
-      ValueError: a leaf was donated or deleted; by path.
+      TypeError: a leaf is traced, so it has no values yet; names its path.
+      ValueError: a leaf was donated or deleted; names its path.
 
     Example:
       >>> first_nonfinite({"a": jnp.ones(3), "b": {"c": jnp.array([[1.0, 2.0], [jnp.inf, jnp.nan]])}})
@@ -75,7 +75,7 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
         if isinstance(x, Tracer):
             raise TypeError(
                 f"first_nonfinite reads values, which a traced array does not have; got {jax.typeof(x)} at {path}. "
-                f"Inside of jit ask jaxmp.all_finite(tree), and call first_nonfinite on what the step returned."
+                f"Inside jit call jaxmp.all_finite(tree), and call first_nonfinite on the results of the step."
             )
         if isinstance(x, (float, complex)):
             x = np.asarray(x)
@@ -84,7 +84,7 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
             flags.append((path, x, [(part, at, _has_nonfinite(part)) for part, at in _parts(x)]))
     up = jax.device_get([[flag for *_, flag in parts] for *_, parts in flags])
     for (path, x, parts), raised in zip(flags, up, strict=True):
-        found = {}  # by place: replicas lie at the same
+        found = {}  # by place: replicas have the same
         for (part, at, _), bad in zip(parts, raised, strict=True):
             if bad and at not in found:
                 found[at] = _describe(part, at)
@@ -99,13 +99,13 @@ def check_alive(path: str, x: Any) -> None:
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ValueError(
             f"values are read from live arrays; got one at {path} that was donated or deleted. Pass what the step "
-            f"returned: after a skipped step params are, bit for bit, those that went in. For a step that was taken, "
-            f"keep the params (without donation, or as a copy) until you know."
+            f"returned: after a skipped step the params are unchanged, bit for bit. For a step that was taken, keep "
+            f"the old params (without donation, or as a copy)."
         )
 
 
 def _parts(x: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """What of an array lies on one device, with the index of its first element; on the host, the whole."""
+    """The parts of an array on each device, with the index of their first element; an array on the host is one part."""
     if not isinstance(x, jax.Array):
         return [(np.asarray(x), (0,) * np.ndim(x))]
     parts = [(s.data, tuple(cut.start or 0 for cut in s.index)) for s in x.addressable_shards]
@@ -127,12 +127,12 @@ def as_wide(x: Any) -> Any:
     """`x` in float32, if its dtype is smaller."""
     if jnp.dtype(x.dtype).itemsize >= 4:
         return x
-    with np.errstate(invalid="ignore"):  # numpy's word for a NaN of the kind that signals
+    with np.errstate(invalid="ignore"):  # numpy warns of a signalling NaN
         return x.astype(jnp.float32)  # not every small float has an isfinite
 
 
 def on_host_if_small(x: Any) -> Any:
-    """`x` as an array of numpy, if it is small: to copy it takes less than to compile a program for its shape."""
+    """`x` as an array of numpy if it is small: a copy takes less time than compiling a program for its shape."""
     return np.asarray(x) if x.size <= _SMALL else x
 
 
@@ -144,10 +144,10 @@ def _has_nonfinite(x: Any) -> Any:
 
 
 def _describe(x: Any, at: tuple[int, ...]) -> tuple[tuple[int, ...], complex | float, int]:
-    """(index of the first value that is not finite, the value, how many there are) of what lies on one device."""
+    """(index of the first value that is not finite, the value, how many there are) of the part on one device."""
     count, row = 1, ()
     x = on_host_if_small(x)
-    if isinstance(x, jax.Array) and x.ndim:  # of a large array one row is read
+    if isinstance(x, jax.Array) and x.ndim:  # large: only one row is read
         rows = np.asarray(_rows(x))
         count, first = int(rows.sum(dtype=np.int64)), int(np.argmax(rows > 0))
         row, x = (first,), x[first]

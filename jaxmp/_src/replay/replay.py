@@ -1,20 +1,17 @@
 """A captured step, run again alone: was it the numbers, or the machine?
 
-The step is compiled and run several times, and the bits of what it gives are compared. A fault of the hardware does not
-come back; a fault in the numbers comes back with the same bits each time; and a program that gives other bits each time
-has a source of them that no capture holds. Where it comes back the step is walked through operation by operation, tried
-with smaller loss scales, and in float32.
+The step is compiled and run several times, and the bits of its results are compared. A hardware fault does not come
+back. A fault in the numbers comes back with the same bits each time. A program whose bits differ each time depends on
+something that no capture holds. If the fault comes back, the step is run operation by operation, with smaller loss
+scales, and in float32.
 """
 
 import dataclasses
 import hashlib
-import importlib
-import importlib.util
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._src.base import named_functions
 from jaxmp._src.bridges import nnx as nnx_bridge
 from jaxmp._src.programs import array_functions, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
 from jaxmp._src.step import states, value_and_grad
 
-# Two compilations of a step may round apart; what is called a spike is far more.
+# Two compilations of a step may round differently; a spike of the loss is far more.
 _SAME_LOSS = 0.05
 _NARROW = (jnp.float16, jnp.bfloat16)
 
@@ -38,7 +36,7 @@ class Run:
 
     Attributes:
       loss: the loss.
-      bad: where the gradients are not finite first, or None.
+      bad: the first value of the gradients that is not finite, or None.
       digest: of all bits of the loss and the gradients.
 
     Example:
@@ -52,27 +50,28 @@ class Run:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and all gradients are."""
+        """Whether the loss and all gradients are finite."""
         return self.bad is None and math.isfinite(self.loss)
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What replays of a step have shown; prints as a report.
+    """The result of replays of a step; prints as a report.
 
     Attributes:
       verdict: "transient" (the step is finite now), "reproduced" (finite, and as it was observed), "data" (an argument
         is not finite), "loss scale" (finite at a smaller one), "deterministic" (not finite, the same each time) or
         "not reproducible" (the replays differ).
       because: the verdict in a sentence.
-      capture: what was replayed.
+      capture: the capture.
       runs: the replays.
-      bad_op: the first operation that makes inf or NaN; None where all is finite, or is when run one by one.
-      finite_scale: the largest of the loss scales, halved again and again, at which the step is finite; None where
-        there is none, or no need.
-      float32: whether the step is finite with 16-bit arguments in float32 and a loss scale of 1; None where it was
-        finite anyway, or cannot be run so.
-      notes: what else is to be known.
+      bad_op: the first operation that makes inf or NaN; None if the step is finite, or finite when its operations run
+        one by one.
+      finite_scale: the largest loss scale, halved again and again, at which the step is finite; None if there is none,
+        or if the step is finite.
+      float32: whether the step is finite with 16-bit arguments in float32 and a loss scale of 1; None if it was finite
+        already, or cannot run in float32.
+      notes: other facts to know, such as other versions than in the run.
 
     Example:
       >>> import tempfile
@@ -101,14 +100,14 @@ class Replay:
         seen = {name: x for name, x in c.observed.items() if name == "loss" or not math.isnan(x)}  # NaN: not computed
         observed = ", ".join(f"{name} {x:.6g}" for name, x in seen.items())
         lines = [f"{c.path}: loss scale {c.loss_scale:.6g}", f"observed: {observed or 'nothing'}", ""]
-        same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "other bits each time"
+        same = "the same bits each time" if len({r.digest for r in runs}) == 1 else "different bits"
         lines.append(f"replayed {len(runs)} times, compiled: {same}" if len(runs) > 1 else "replayed once, compiled")
         for run in {run.digest: run for run in runs}.values():
             lines.append(f"  loss {run.loss:.6g}, " + (f"gradient {run.bad}" if run.bad else "gradients finite"))
         if self.bad_op is not None:
             lines += ["", "operation by operation, the first that is not finite:", str(self.bad_op)]
         elif any(not r.finite for r in runs):
-            lines += ["", "operation by operation all is finite: the compiled program computes otherwise"]
+            lines += ["", "operation by operation all is finite: the compiled program computes other numbers"]
         if self.float32 is not None:
             finite = "finite" if self.float32 else "not finite"
             lines += ["", f"with 16-bit arguments in float32 and a loss scale of 1: {finite}"]
@@ -126,17 +125,17 @@ def replay(
     """Runs a captured step again, alone.
 
     Args:
-      capture: a `Capture`, its folder, or the directory of several, of which the last is taken.
-      loss_fn: the loss function; default: that of the capture, imported by its name. A region (`jaxmp.autocast`,
-        `jaxmp.fp8.autocast`) that was round the step's call must be in it, or round this call.
-      times: how often, >= 1. With once, nothing can be said about reproducibility.
+      capture: a `Capture`, its folder, or a directory of several; then the last is taken.
+      loss_fn: the loss function; default: the function named in the capture. A region (`jaxmp.autocast`,
+        `jaxmp.fp8.autocast`) that was around the call of the step must be in it, or around this call.
+      times: how often, >= 1. One run says nothing about reproducibility.
       like: see `load_capture`.
 
     Returns:
       A `Replay`: `verdict`, `clean`, `bad_op` and more. It prints as a report.
 
     Raises:
-      ValueError: the loss function has no name to import it by; what `load_capture` raises.
+      ValueError: the loss function cannot be imported by its name; the errors of `load_capture`.
 
     Example:
       >>> import tempfile
@@ -152,7 +151,13 @@ def replay(
         raise ValueError(f"times must be a number of replays >= 1; got {times}")
     if loss_fn is None:
         is_loaded = isinstance(capture, captures.Capture)
-        loss_fn = function_of(capture.function if is_loaded else captures.find_capture(capture)[1]["function"])
+        name = capture.function if is_loaded else captures.find_capture(capture)[1]["function"]
+        try:
+            loss_fn = named_functions.function_of(name)
+        except ValueError as e:
+            raise ValueError(
+                f"a replay needs the loss function: {e}, or pass the function to jaxmp.monitor.replay"
+            ) from e
     if not isinstance(capture, captures.Capture):
         main = sys.modules.get(getattr(loss_fn, "__module__", ""))
         capture = captures.load_capture(capture, like=like, functions_of=main)
@@ -167,61 +172,22 @@ def replay(
     return Replay(verdict, because, capture, runs, bad_op, finite_scale, in_float32, _notes(capture, in_float32))
 
 
-def function_of(name: str) -> Callable[..., Any]:
-    """A function by `module:name` or `folder/file.py:name`.
-
-    A file is run as a module of its name: what it does as a script must stand under `if __name__ == "__main__"`.
-
-    Raises:
-      ValueError: there is no such function.
-    """
-    module_name, _, path = name.rpartition(":")
-    if not module_name or module_name == "__main__":
-        raise ValueError(
-            f"a replay needs the loss function; got {name!r}, which cannot be imported. Name it as module:function or "
-            f"file.py:function, or pass it to jaxmp.monitor.replay."
-        )
-    try:
-        found: Any = _module_of_file(Path(module_name)) if module_name.endswith(".py") else None
-        found = found or importlib.import_module(module_name)
-        for part in path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, FileNotFoundError) as e:
-        raise ValueError(f"{name!r} is not there: {e}") from e
-    return found
-
-
-def _module_of_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # as its name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    sys.path.insert(0, str(path.parent))  # as Python does for a script
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
-    return module
-
-
 class _Step:
-    """A step of a capture, traced once: compiled, or walked through."""
+    """A step of a capture, traced once: run compiled, or operation by operation."""
 
     def __init__(self, capture: captures.Capture, loss_fn: Callable[..., Any], dtype: Any = None):
-        leaves = array_functions.leaves_of((capture.args, capture.kwargs))
-        places = [i for i, x in enumerate(leaves.values) if array_functions.is_array(x)]
-        self.paths = [leaves.paths[i].partition("/")[2] for i in places]
-        self.arrays = [leaves.values[i] for i in places]
+        inputs = array_functions.Inputs(array_functions.leaves_of((capture.args, capture.kwargs)))
+        self.paths, self.arrays = inputs.paths, inputs.values
         if dtype is not None:
             self.arrays = [jnp.asarray(x).astype(dtype) if x.dtype in _NARROW else x for x in self.arrays]
 
+        named = first_bad_op.named(loss_fn)
+
         def step(loss_scale: Any, *arrays: Any) -> Any:
-            given = list(leaves.values)
-            for i, x in zip(places, arrays, strict=True):
-                given[i] = x
-            args, kwargs = leaves.rebuild(given)
-            return _value_and_grad(capture.options, first_bad_op.named(loss_fn), args, kwargs, loss_scale)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return _value_and_grad(capture.options, named, args, kwargs, loss_scale)
+
+            return inputs.call(run, arrays)
 
         self.closed, shapes = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), *self.arrays)
         self.treedef = jax.tree.structure(shapes)
@@ -266,7 +232,7 @@ def _finite_scale(step: _Step, loss_scale: float) -> float | None:
 def _is_finite_in_float32(capture: captures.Capture, loss_fn: Any) -> bool | None:
     try:
         return _Step(capture, loss_fn, jnp.float32).run(1.0).finite
-    except Exception:  # a loss that is written for its dtypes alone
+    except Exception:  # the loss function works in its own dtypes only
         return None
 
 
@@ -277,16 +243,16 @@ def _judge(
     are = f"{len(runs)} replays are" if len(runs) > 1 else "one replay is"
     if len({run.digest for run in runs}) > 1:
         return "not reproducible", (
-            f"{len(runs)} replays of the same inputs differ among themselves. Something in the step is not in its "
+            f"{len(runs)} replays of the same inputs differ. The step depends on something that is not among its "
             f"inputs (a callback, state of the host, an operation that is not deterministic), or the machine computes "
-            f"wrong"
+            f"wrong numbers"
         )
     if all(run.finite for run in runs):
         return _judge_finite(capture.observed, loss, are)
     if bad_op is not None and bad_op.primitive == "argument":
         argnums = capture.options["argnums"]
         among = {str(i) for i in ((argnums,) if isinstance(argnums, int) else argnums)}
-        params = " These are the params: an earlier step, or what loaded them, made them so."
+        params = " These are the params: an earlier step or the checkpoint made them so."
         is_param = bad_op.module.partition("/")[0] in among
         return "data", f"{bad_op.where()}, before anything is computed.{params if is_param else ''}"
     where = f"at {bad_op.where()}" if bad_op is not None else "and operation by operation it is finite"
@@ -308,12 +274,12 @@ def _judge_finite(observed: dict[str, float], loss: float, are: str) -> tuple[st
         return "transient", f"the step had a loss of {then:.6g}, and {now}, with a loss of {loss:.6g}"
     if observed.get("skipped") and not observed.get("grads_finite"):
         return "transient", (
-            f"the step was skipped, and {now}. (If skip_if skipped it, and not an overflow, say so with "
+            f"the step was skipped, and {now}. (If skip_if skipped it, and not an overflow, pass "
             f"grads_finite=True in observed.)"
         )
     if then is not None:
-        return "reproduced", f"{now}, and the loss is {loss:.6g} again, as it was observed"
-    return "transient", f"{now}; how the step itself went was not observed"
+        return "reproduced", f"{now}, and the loss is {loss:.6g} again, as observed"
+    return "transient", f"{now}; nothing was observed of the step itself"
 
 
 def _notes(capture: captures.Capture, in_float32: bool | None) -> tuple[str, ...]:
@@ -324,5 +290,7 @@ def _notes(capture: captures.Capture, in_float32: bool | None) -> tuple[str, ...
         if here.get(name) != then
     ]
     if in_float32 is not None:
-        notes.append("modules with a dtype= of their own, and autocast, compute in it also when arguments are float32")
+        notes.append(
+            "modules with their own dtype=, and autocast, compute in that dtype even if the arguments are float32"
+        )
     return tuple(notes)

@@ -1,11 +1,10 @@
-"""A function, run by its plan: each operation bound anew, with its operands cast as the plan says.
+"""A function, run by its plan: each operation is bound anew, with its operands cast as the plan says.
 
-A value is cast at most once to each dtype in a function, however many operations read it in that dtype. What is cast,
-bound or called here is ordinary JAX: it can be differentiated, batched, compiled and rewritten again.
+A function casts a value at most once to each dtype, even if many operations read it in that dtype. The casts, binds and
+calls are ordinary JAX: they can be differentiated, batched, compiled and rewritten again.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,15 +16,15 @@ from jax.extend import core
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
-from jaxmp._src.programs.jaxprs import written
+from jaxmp._src.programs import jaxprs
 
 
-class Emitter:
-    """Runs planned functions; `calls` runs what has functions inside (see `_op_calls`).
+class PlanRunner:
+    """Runs planned functions.
 
     Args:
-      planner: the planner that made the plans, for the rules that are planned when they run.
-      calls: by primitive, `(emitter, step, operands) -> results`.
+      planner: the planner that made the plans; it also plans derivative rules when they run.
+      calls: by primitive, `(runner, step, operands) -> results` for operations with functions inside (`calls.CALLS`).
     """
 
     def __init__(self, planner: Planner, calls: dict[str, Any]):
@@ -34,16 +33,7 @@ class Emitter:
         self.retraced: dict[int, tuple[Any, Plan]] = {}  # jaxprs of plans that are called more than once
 
     def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
-        """Runs a function.
-
-        Args:
-          plan: its plan.
-          consts: the constants of its jaxpr.
-          values: its inputs, in the dtypes of `plan.inputs` or in those it was traced with.
-
-        Returns:
-          Its outputs, in the dtypes of `plan.outputs`.
-        """
+        """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with."""
         jaxpr = plan.jaxpr
         held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         held |= {v: cast(x, i.dtype, i) for v, x, i in zip(jaxpr.invars, values, plan.inputs, strict=True)}
@@ -65,8 +55,8 @@ class Emitter:
                 read(v, dtype, None if isinstance(v, core.Literal) else known.get(v))
                 for v, dtype in zip(eqn.invars, step.operands, strict=True)
             ]
-            # What runs as it was written brings its name along.
-            with contextlib.nullcontext() if step.how == "written" else where(eqn):
+            # An operation that runs as it was written sets its own name.
+            with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
                 results = self._run_step(step, operands)
             held |= dict(zip(eqn.outvars, results, strict=True))
             known |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -79,7 +69,7 @@ class Emitter:
         if step.how == "call":
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
-            return written(eqn, operands)
+            return jaxprs.run_as_traced(eqn, operands)
         if eqn.primitive.name in _SCATTERS:
             return [_scatter(eqn, operands)]
         bound = eqn.primitive.bind(*operands, **_params(step))
@@ -88,7 +78,7 @@ class Emitter:
 
 
 def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:
-    """`x` in another of autocast's floats; a constant that is too large for it saturates."""
+    """`x` in another of autocast's float dtypes; a constant that is too large for it saturates."""
     if dtype is None or getattr(x, "dtype", None) == dtype or dtype not in FLOATS:
         return x
     if not isinstance(x, jax.Array) and np.ndim(x) == 0:  # a literal
@@ -122,7 +112,7 @@ _SCATTERS = {
 
 
 def _scatter(eqn: Any, operands: list[Any]) -> Any:
-    """A scatter holds the jaxpr of its update, which was traced for one dtype: so it is made anew."""
+    """A new scatter: the jaxpr of the update inside the old one was traced for one dtype."""
     params = eqn.params
     operand, indices, updates = operands
     return _SCATTERS[eqn.primitive.name](
@@ -134,18 +124,3 @@ def _scatter(eqn: Any, operands: list[Any]) -> Any:
         unique_indices=params["unique_indices"],
         mode=params["mode"],
     )
-
-
-@contextlib.contextmanager
-def where(eqn: Any) -> Iterator[None]:
-    """What an equation was traced under: its name in a profile, and contexts such as `compute_on`.
-
-    Args:
-      eqn: the equation.
-    """
-    with contextlib.ExitStack() as stack:
-        scope = regions.scope_of(eqn)
-        if scope:
-            stack.enter_context(jax.named_scope(scope))
-        stack.enter_context(eqn.ctx.manager)
-        yield

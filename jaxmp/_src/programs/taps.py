@@ -1,14 +1,14 @@
-"""A function as it was written, run with hooks: one sees what its modules return, one may change its matmuls.
+"""A function as it was written, run with hooks: one sees the results of its modules, one may change its matmuls.
 
     fn  --make_jaxpr-->  jaxpr  --walk-->  the same JAX operations, and at some of them a hook
 
-As in autocast, what comes out is JAX again: under and over `jit`, `grad`, `vmap`, `remat`. Nothing is computed in
-another way, so that values and gradients are the same bits.
+As in autocast, the result is JAX again: it works under and over `jit`, `grad`, `vmap`, `remat`. The operations are
+the same, and so are values and gradients.
 
-Modules are known by the paths of their params (`_module_paths`): those of linen, and of nnx where the module is an
-argument; named scopes count as modules. The walk goes into `jit`, `jax.checkpoint` (its policy is kept) and `scan`.
-It does not look into `cond` and `while` (what runs there is known at run time only), `shard_map`, or functions with
-derivatives of their own, whose rules are kept: each of these is one operation here.
+Modules are named by the paths of their params (`module_paths`): linen modules, and nnx modules that are arguments;
+named scopes count as modules. The walk goes into `jit`, `jax.checkpoint` (its policy is kept) and `scan`. It does not
+go into `cond` and `while` (which operations run there is known at run time only), `shard_map`, or functions with their
+own derivatives, whose rules are kept: each of these is one operation here.
 """
 
 import functools
@@ -22,28 +22,24 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import Array, PyTree
 
-from jaxmp._src.autocast import emit, flax_modules
-from jaxmp._src.programs import array_functions, jaxprs, module_paths
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
 
-MATMULS = ("dot_general", "conv_general_dilated")
-_ENTERED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "scan")
-# What a param may go through on its way to a matmul, as the operation's first operand.
-_MOVES = frozenset(
-    {"transpose", "reshape", "convert_element_type", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "rev"}
-    | {"copy", "copy_p", "name", "sharding_constraint", "reduce_precision"}
-)
+_ENTERED = (jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE) | {"scan"}
+# Operations that a param may go through before a matmul, as their first operand.
+_MOVES = jaxprs.REARRANGES | jaxprs.HANDS_ON
+_MOVES |= {"convert_element_type", "reduce_precision", "broadcast_in_dim", "slice", "dynamic_slice"}
 
 
 class Site(NamedTuple):
     """A matmul or convolution of a function.
 
     Attributes:
-      key: where it stands; the same whenever the function is traced for the same arguments.
-      path: the innermost module or scope it is in; "" outside of all.
+      key: its place; the same each time the function is traced for the same arguments.
+      path: the innermost module or scope; "" outside of all.
       module: the innermost flax module, "" for the root; None outside of all.
       eqn: its equation.
-      origins: for each operand, the path of the argument that it is, as it came or moved and cast: the position of the
-        argument, and the path in it; else None.
+      origins: for each operand that is an argument, perhaps moved and cast, the position of the argument and the path
+        in it; else None.
     """
 
     key: tuple[int, ...]
@@ -60,27 +56,27 @@ Replace = Callable[[Site, Callable[..., Array], list[Any]], Array]
 def collect(
     fn: Callable[..., Any], hook: Observe, filter: Callable[[str], bool] | None = None
 ) -> Callable[..., tuple[Any, dict[str, PyTree]]]:
-    """`fn`, with a look at what each of its modules returns.
+    """`fn`, with a hook at the result of each of its modules.
 
         loss, stats = collect(loss_fn, lambda path, x: jnp.max(jnp.abs(x)))(params, batch)
 
-    The output of a module is the last float array computed in it that something outside of it uses; of a module that
-    is called more than once, that of its last call. Modules are those of linen, those of nnx modules among the
-    arguments, and named scopes. A module whose call leaves no operation (dropout in evaluation) has none. What lies in
-    `cond`, `while`, `shard_map` and functions with derivatives of their own is not seen.
+    The output of a module is the last float array computed in it that an operation outside uses; if the module is
+    called more than once, the output of its last call. Modules are linen modules, nnx modules among the arguments, and
+    named scopes. A module whose call leaves no operation (dropout in evaluation) has none. Modules in `cond`, `while`,
+    `shard_map` and functions with their own derivatives are not seen.
 
-    With `jax.value_and_grad(collect(fn, hook), has_aux=True)` gradients are those of `fn`, bit for bit: hooks get
-    values without gradients. (Differentiate what `collect` returns: in a function that computes a gradient itself,
-    what a `jit` or a loop keeps for the backward pass cannot be told from what it returns.)
+    With `jax.value_and_grad(collect(fn, hook), has_aux=True)` gradients are those of `fn`: hooks get values without
+    gradients. (Differentiate the result of `collect`. In a function that computes a gradient itself, the residuals that
+    a `jit` or a loop keeps for the backward pass look like its results.)
 
     Args:
       fn: any function of pytrees, flax modules included.
-      hook: `(path, value) -> pytree of arrays`, traced once for each module; what it returns is collected.
+      hook: `(path, value) -> pytree of arrays`, traced once for each module; its results are collected.
       filter: which modules, by path; None for all.
 
     Returns:
-      A function of the same arguments that returns `(what fn returns, {path: what hook returned})`. In a `scan` over
-      layers, what is collected has a leading axis, one entry for each iteration; under `vmap` as any other result.
+      A function of the same arguments that returns `(result of fn, {path: result of hook})`. In a `scan` over layers,
+      what is collected has a leading axis, one entry for each iteration; under `vmap` as any other result.
     """
 
     def observe(path: str, value: Array) -> PyTree:
@@ -124,7 +120,7 @@ def _call(fn: Callable[..., Any], walk: "_Walk", args: Any, kwargs: Any) -> tupl
 
         return run
 
-    return flax_modules.call(fn, transform, args, kwargs), collected
+    return flax_modules.call(fn, transform, args, kwargs, flax_modules.leave_marker), collected
 
 
 def _is_input(x: Any) -> bool:
@@ -145,16 +141,10 @@ class _Walk:
     def run(
         self, jaxpr: Any, consts: Any, values: Any, origins: Any, base: str, key: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, PyTree]]:
-        """Runs a function.
+        """Runs a function; returns its outputs, and what was collected.
 
-        Args:
-          jaxpr: the function; `consts`: its constants.
-          values: its inputs; `origins`: the paths of those that are arguments, None for others.
-          base: the name stack it is called under.
-          key: where it is called.
-
-        Returns:
-          Its outputs, and what was collected.
+        `origins` are the paths of the inputs that are arguments of `fn`, `base` is the name stack that the function is
+        called under, `key` the place of the call.
         """
         held = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
         known: dict[Any, str | None] = dict(zip(jaxpr.invars, origins, strict=True))
@@ -175,7 +165,7 @@ class _Walk:
                 known[eqn.outvars[0]] = names[0]
             collected |= found
             for path, var in outputs.get(i, ()):
-                if self.observe and path not in found:  # a module called in a loop: each iteration is seen inside
+                if self.observe and path not in found:  # a module called in a loop was observed inside
                     seen = self.observe(path, held[var])
                     collected |= {path: seen} if jax.tree.leaves(seen) else {}
         return [read(v) for v in jaxpr.outvars], collected
@@ -187,24 +177,24 @@ class _Walk:
         name = eqn.primitive.name
         if name in _ENTERED and self._has_hooks(eqn, stack):
             jaxpr, consts = jaxprs.functions_of(eqn)[0]
-            with emit.where(eqn):
+            with jaxprs.where(eqn):
                 if name == "scan":
                     return self._scan(eqn, operands, origins, stack, key)
-                if name in ("remat2", "checkpoint"):
+                if name in jaxprs.REMATS:
                     return self._checkpoint(eqn, operands, origins, stack, key)
                 results, found = self.run(jaxpr, consts, _placed(eqn, "in", operands), origins, stack, key)
                 return _placed(eqn, "out", results), found
-        if name in MATMULS and self.replace is not None:
+        if name in jaxprs.MATMULS and self.replace is not None:
             site = Site(key, module_paths.path_of(stack), module_paths.module_of(stack), eqn, origins)
-            return [self.replace(site, lambda *given: jaxprs.written(eqn, list(given))[0], operands)], {}
-        return jaxprs.written(eqn, operands), {}
+            return [self.replace(site, lambda *given: jaxprs.run_as_traced(eqn, list(given))[0], operands)], {}
+        return jaxprs.run_as_traced(eqn, operands), {}
 
     def _has_hooks(self, eqn: Any, stack: str) -> bool:
-        """Whether something inside of a call is looked at or changed; else it stays the call it is."""
+        """Whether a hook is called inside a call; else the call stays as it is."""
         if self.observe and module_paths.is_backward(stack):
             return False
         for inner in jaxprs.functions_of(eqn)[0][0].eqns:
-            if self.replace and inner.primitive.name in MATMULS:
+            if self.replace and inner.primitive.name in jaxprs.MATMULS:
                 return True
             if self.observe and module_paths.chain(str(inner.source_info.name_stack)):
                 return True
@@ -215,7 +205,7 @@ class _Walk:
     def _checkpoint(
         self, eqn: Any, operands: list[Any], origins: Any, stack: str, key: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, PyTree]]:
-        """`jax.checkpoint`: the same equation with another function in it, which returns what it collected as well."""
+        """`jax.checkpoint`: the same equation with another function in it, which also returns what it collected."""
         jaxpr, consts = jaxprs.functions_of(eqn)[0]
         treedef: Any = None
 
@@ -226,15 +216,15 @@ class _Walk:
             return [*results, *leaves]
 
         closed = jax.make_jaxpr(function)(*operands)
-        opened, extra = jaxprs.without_constants(eqn.params["jaxpr"], closed)
-        out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {"jaxpr": opened}))
+        opened, extra = jaxprs.without_constants(eqn.params[jaxprs.body_name(eqn)], closed)
+        out = eqn.primitive.bind(*extra, *operands, **(eqn.params | {jaxprs.body_name(eqn): opened}))
         n = len(eqn.outvars)
         return list(out[:n]), jax.tree.unflatten(treedef, out[n:])
 
     def _scan(
         self, eqn: Any, operands: list[Any], origins: Any, stack: str, key: tuple[int, ...]
     ) -> tuple[list[Any], dict[str, PyTree]]:
-        """A loop; what is collected in its body is stacked as its other results are."""
+        """A loop; what its body collects is stacked as its other results are."""
         params = eqn.params
         jaxpr, closed = jaxprs.functions_of(eqn)[0]
         n_consts, n_carry = jaxprs.scan_counts(eqn)
@@ -258,7 +248,7 @@ class _Walk:
 
 
 def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]]]:
-    """By equation, the modules that are done with it, and which of its results each of them returns."""
+    """By equation, the modules whose last operation it is, and the result that each of them returns."""
     if module_paths.is_backward(base):
         return {}
     outer = module_paths.path_of(base)
@@ -267,7 +257,7 @@ def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]
     for i, eqn in enumerate(jaxpr.eqns):
         stack = str(eqn.source_info.name_stack)
         if module_paths.is_backward(stack):
-            continue  # what it reads it keeps from a module, which need not have returned it
+            continue  # it reads residuals of a module, which are not its results
         for path in module_paths.chain(stack, outer):
             inside.setdefault(path, set()).add(i)
         for v in eqn.invars:
@@ -280,7 +270,7 @@ def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]
         if leaving:
             i, var = leaving[-1]
             found.setdefault(i, []).append((path, var))
-    # Of modules that are done at once, the innermost comes first.
+    # Of modules that end at the same equation, the innermost comes first.
     return {i: sorted(done, key=lambda entry: -entry[0].count("/")) for i, done in found.items()}
 
 

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import helpers
 from jaxmp import autocast
-from jaxmp._src.autocast import taps
+from jaxmp._src.programs import taps
 
 
 def amax(path, x):
@@ -240,3 +240,15 @@ def test_the_same_site_has_the_same_key_in_every_trace():
         jax.jit(taps.replace_matmuls(loss_fn, lambda s, run, x, f=found: (f.append(s.key), run(*x))[1]))(params, X)
         keys.append(sorted(set(found)))
     assert keys[0] == keys[1] and len(keys[0]) == 3
+
+
+def test_regions_reach_into_jits_that_taps_enter():
+    def fn(w, x):
+        with autocast(enabled=False):
+            with jax.named_scope("head"):
+                return jax.jit(lambda x: jax.named_call(lambda x: x @ w, name="dense")(x))(x)
+
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    out, seen = autocast(taps.collect(fn, lambda path, x: x))(w, x)
+    assert out.dtype == jnp.float32
+    assert {x.dtype for x in seen.values()} == {jnp.dtype(jnp.float32)}

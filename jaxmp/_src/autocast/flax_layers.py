@@ -1,0 +1,71 @@
+"""Flax layers under autocast: dtypes of modules by path, layers that are one operation, and regions.
+
+Some layers are one operation to PyTorch, which decides the dtype they return: batch norm computes in float32 and
+returns its input's dtype, an LSTM or GRU cell returns the 16-bit dtype. In a jaxpr they are many operations that look
+like any others. So their results are marked by a name that the planner reads.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmp._src.autocast import regions
+from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, CastLists
+from jaxmp._src.programs import flax_modules
+
+_ONE_OPERATION = (
+    *(linen.BatchNorm, linen.LSTMCell, linen.OptimizedLSTMCell, linen.ConvLSTMCell, linen.SimpleCell, linen.GRUCell),
+    *(linen.MGUCell, nnx.BatchNorm, nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.SimpleCell, nnx.GRUCell),
+)
+
+
+def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`flax_modules.call`, in which each module runs by the lists for its path."""
+    return flax_modules.call(fn, transform, args, kwargs, _by_path)
+
+
+def _by_path(call: flax_modules.ModuleCall) -> Any:
+    lists = regions.current()
+    found = None if lists is None else lists.at(call.path)
+    with contextlib.nullcontext() if found is None or found == lists else regions.region(found):
+        out = call.run()
+        if call.method != "__call__" or not isinstance(call.module, _ONE_OPERATION):
+            return out
+        if getattr(call.module, "dtype", None) is not None or found is None or found.dtype is None:
+            return out
+        return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
+
+
+@contextlib.contextmanager
+def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
+    """A region of autocast; linen modules that are called in it run by its lists.
+
+    `wrap(fn, lists, output_dtype)` is the transformation.
+    """
+
+    def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        here = regions.current()
+        idle = regions.is_tracing() or here is None or here.dtype is None
+        if idle or context.module.scope is None or context.module.is_initializing() or not _is_own_method(context):
+            return next_fun(*args, **kwargs)
+        method = context.method_name
+
+        def again(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, method)(*args, **kwargs)
+
+        return wrap(again, here, None)(context.module, *args, **kwargs)
+
+    with regions.region(lists), linen.intercept_methods(interceptor):
+        yield
+
+
+def _is_own_method(context: Any) -> bool:
+    """Whether the class finds the called method by its name: not so for functions in `apply(method=fn)`."""
+    found = getattr(type(context.module), context.method_name, None)
+    while found is not None and found is not context.orig_method.func:
+        found = getattr(found, "__wrapped__", None)
+    return found is not None

@@ -1,0 +1,180 @@
+"""Functions that call flax modules, made functions of arrays; and hooks around the calls of these modules.
+
+A trace must not leak into the state of a module. So a call that has modules in it is made a function of arrays first:
+an nnx module among the arguments is split, called as a copy, and updated with the state of the copy afterwards; a
+method of a bound linen module is lifted, as `nn.jit` lifts it.
+
+While such a function runs, a hook stands around each call of a module: those of linen, and those of nnx modules among
+the arguments. It knows the path of the module's params.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from flax import linen, nnx
+from flax.core import lift
+from flax.linen import transforms
+
+from jaxmp._src.programs import module_paths
+from jaxmp._src.programs.array_functions import flat_leaves, is_module, with_values
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module.
+
+    Attributes:
+      module: the module.
+      path: the path of its params, `Block_0/Dense_1`; "" for the root.
+      method: the name of the method.
+      run: makes the call and returns its result.
+    """
+
+    module: Any
+    path: str
+    method: str
+    run: Callable[[], Any]
+
+
+Hook = Callable[[ModuleCall], Any]  # returns the result of the call
+
+
+def leave_marker(call: ModuleCall) -> Any:
+    """The hook that leaves the path of the module in the name stack; trace inside of `module_paths.marking()`."""
+    with module_paths.marker(call.path):
+        return call.run()
+
+
+def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwargs: Any, hook: Hook) -> Any:
+    """Calls `fn` through a transformation of functions of arrays, modules among its arguments included.
+
+    Args:
+      fn: the function, or a method whose first argument is a module.
+      transform: takes a function of pytrees of arrays and returns one like it.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      hook: stands around each call of a module.
+
+    Returns:
+      The result of `fn`; nnx modules are updated in place.
+    """
+    fn, args, kwargs = _unbound(fn, args, kwargs)
+    if args and isinstance(args[0], linen.Module) and args[0].scope is not None:
+        return _call_linen(fn, transform, args[0], args[1:], kwargs, hook)
+    leaves = flat_leaves((args, kwargs), _changes_in_place)
+    bound = [x for x in leaves.values if isinstance(x, linen.Module) and x.scope is not None]
+    if bound:
+        return _call_linen(lambda _, *args, **kwargs: fn(*args, **kwargs), transform, bound[0], args, kwargs, hook)
+    places = [i for i, x in enumerate(leaves.values) if _changes_in_place(x)]
+    if not places:
+        return transform(with_hook(fn, (), hook))(*args, **kwargs)
+    nodes = [leaves.values[i] for i in places]
+    graphdef, state = nnx.split(nodes)
+    rest = with_values(leaves.values, places, [None] * len(places))
+
+    def pure(state: Any, rest: Any) -> Any:
+        copies = nnx.merge(graphdef, state, copy=True)
+        before = {path: nnx.as_pure(x) for path, x in nnx.to_flat_state(nnx.state(copies))}
+        args, kwargs = leaves.rebuild(with_values(rest, places, copies))
+        out = with_hook(fn, copies, hook)(*args, **kwargs)
+        # A variable that the call did not change may belong to an outer trace, where it must not be written.
+        after = nnx.to_flat_state(nnx.state(copies))
+        return out, nnx.from_flat_state([(p, x) for p, x in after if before.get(p) is not nnx.as_pure(x)])
+
+    out, after = transform(pure)(nnx.as_pure(state), rest)
+    nnx.update(nodes, after)
+    return out
+
+
+def _changes_in_place(x: Any) -> bool:
+    return is_module(x) or isinstance(x, nnx.Variable)
+
+
+def _unbound(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A function that takes the module it is bound to, and the arguments of a partial, as arguments."""
+    if isinstance(fn, functools.partial):
+        return _unbound(fn.func, (*fn.args, *args), fn.keywords | kwargs)
+    if is_module(fn) or isinstance(fn, linen.Module):
+        return type(fn).__call__, (fn, *args), kwargs
+    owner = getattr(fn, "__self__", None)
+    if (is_module(owner) or isinstance(owner, linen.Module)) and hasattr(fn, "__func__"):
+        return fn.__func__, (owner, *args), kwargs
+    return fn, args, kwargs
+
+
+def _call_linen(fn: Any, transform: Any, module: Any, args: Any, kwargs: Any, hook: Hook) -> Any:
+    if module.is_initializing():  # params are made as they are
+        return fn(module, *args, **kwargs)
+
+    def lifted(core_fn: Any, scope: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def pure(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+                scope = scope_fn(variables, rngs)
+                out = core_fn(scope, *args, **kwargs)
+                return out, repack_fn(scope)
+
+            return transform(pure)(variables, rngs, args, kwargs)
+
+        packed = lift.pack(inner, (True,), (True,), (True,), name="autocast", enable_kwargs=True)
+        return packed(scope, *args, **kwargs)
+
+    def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return with_hook(fn, (), hook)(module, *args, **kwargs)
+
+    return transforms.lift_direct_transform(lifted, (method,), module, *args, multi_scope=True, **kwargs)
+
+
+def with_hook(fn: Callable[..., Any], nodes: Any, hook: Hook) -> Callable[..., Any]:
+    """`fn`, with a hook around the calls of linen modules and of the nnx modules in `nodes` while it runs."""
+
+    def around_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if module.scope is None:
+            return next_fun(*args, **kwargs)
+        path = "/".join(module.path)
+        return hook(ModuleCall(module, path, context.method_name, lambda: next_fun(*args, **kwargs)))
+
+    @functools.wraps(fn)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        with linen.intercept_methods(around_linen), _hooked_nnx(nodes, hook):
+            return fn(*args, **kwargs)
+
+    return hooked
+
+
+@contextlib.contextmanager
+def _hooked_nnx(nodes: Any, hook: Hook) -> Iterator[None]:
+    """Gives each module in `nodes` a class of its own, whose calls have the hook and a named scope as linen's have."""
+    changed: dict[int, tuple[Any, type]] = {}
+    try:
+        for node in nodes:
+            for path, module in nnx.iter_modules(node) if is_module(node) else ():
+                if id(module) not in changed:
+                    changed[id(module)] = module, type(module)
+                    name = str(path[-1]) if path else type(module).__name__
+                    object.__setattr__(module, "_jaxmp_call", (name, "/".join(map(str, path)), hook))
+                    object.__setattr__(module, "__class__", _hooked_class(type(module), _is_tree(module)))
+        yield
+    finally:
+        for module, kind in changed.values():
+            object.__setattr__(module, "__class__", kind)
+            object.__delattr__(module, "_jaxmp_call")
+
+
+def _is_tree(module: Any) -> bool:
+    return jax.tree.structure(module) != jax.tree.structure(0)
+
+
+@functools.cache
+def _hooked_class(kind: type, is_tree: bool) -> type:
+    """A class whose calls are hooked; like `kind` it is no tree to jax if `kind` was made with `pytree=False`."""
+
+    def hooked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name, path, hook = self._jaxmp_call
+        with jax.named_scope(name):
+            return hook(ModuleCall(self, path, "__call__", lambda: kind.__call__(self, *args, **kwargs)))
+
+    options: dict[str, Any] = {} if is_tree else {"pytree": False}
+    return type(kind.__name__, (kind,), {"__call__": hooked_call, "__module__": kind.__module__}, **options)

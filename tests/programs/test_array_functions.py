@@ -1,0 +1,125 @@
+"""What counts as a module, and what jaxmp does with one among the arguments: the same everywhere."""
+
+import dataclasses
+import io
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.programs import array_functions
+from jaxmp._src.replay import array_pickle
+
+X = jnp.ones((2, 2))
+
+
+class Total(nnx.Pytree):
+    """An object of a user that is no nnx.Module, but holds variables as one does."""
+
+    def __init__(self):
+        self.total = nnx.Variable(jnp.zeros(()))
+
+
+class Hidden(nnx.Pytree, pytree=False):
+    """The same, and no tree to jax."""
+
+    def __init__(self):
+        self.total = nnx.Variable(jnp.zeros(()))
+
+
+class Layer(nnx.Module):
+    def __init__(self):
+        self.total = nnx.Variable(jnp.zeros(()))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TreeModule:
+    """A module as equinox has them: a tree of its arrays."""
+
+    total: jax.Array
+
+    def __call__(self, x):
+        return x @ x + self.total
+
+
+def add_one(x):
+    x.total[...] += 1
+
+
+def make_optimizer():
+    return nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+
+
+# How it is made, how it is changed in place, and the leaf that shows it.
+MODULES = {
+    "Module": (Layer, add_one, lambda x: x.total[...]),
+    "Pytree": (Total, add_one, lambda x: x.total[...]),
+    "pytree=False": (Hidden, add_one, lambda x: x.total[...]),
+    "List": (lambda: nnx.List([Layer()]), lambda x: add_one(x[0]), lambda x: x[0].total[...]),
+    "Rngs": (lambda: nnx.Rngs(0), lambda x: x(), lambda x: x.default.count[...]),
+    "RngStream": (lambda: nnx.Rngs(0).default, lambda x: x(), lambda x: x.count[...]),
+    "Metric": (nnx.metrics.Average, lambda x: x.update(values=X), lambda x: x.total[...]),
+    "Optimizer": (make_optimizer, lambda x: x.step.set_value(x.step[...] + 1), lambda x: x.step[...]),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nnx_objects_with_variables_are_modules(name):
+    make, change, count = MODULES[name]
+    assert array_functions.is_module(make())
+
+    def fn(x, obj):
+        change(obj)
+        return x @ x
+
+    expected = make()
+    change(expected)
+    for transformed in (jaxmp.autocast(fn), jaxmp.no_autocast(fn), jaxmp.auto_fp16()(fn), jaxmp.force_fp32()(fn)):
+        obj = make()
+        transformed(X, obj)
+        np.testing.assert_array_equal(count(obj), count(expected))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_taken_apart_and_come_back_as_copies(name):
+    make, change, count = MODULES[name]
+    obj = make()
+    leaves = array_functions.leaves_of({"m": obj, "x": 3})
+    assert leaves.paths[0] == "x" and all(path.startswith("m/") for path in leaves.paths[1:])
+    copy = leaves.rebuild(leaves.values)["m"]
+    change(copy)
+    assert count(copy) != count(obj)
+    file, arrays = io.BytesIO(), io.BytesIO()
+    array_pickle.Saver(file, arrays, {}).dump(obj)
+    assert array_functions.leaves_of(make()).paths == array_functions.leaves_of(obj).paths
+    assert jaxmp.monitor.first_bad_op(lambda obj: change(obj), obj) is None
+
+
+def test_a_variable_is_a_box_that_autocast_updates():
+    variable = nnx.Param(X)
+    assert not array_functions.is_module(variable)
+    assert array_functions.leaves_of({"p": variable}).paths == ["p"]
+
+    def fn(p):
+        p[...] = p[...] + 1
+        return p[...] @ X
+
+    assert jaxmp.autocast(fn)(variable).dtype == jnp.float16
+    np.testing.assert_array_equal(variable[...], X + 1)
+
+
+def test_linen_modules_are_leaves_and_trees_are_trees():
+    dense, tree = nn.Dense(2), TreeModule(jnp.ones(()))
+    assert not array_functions.is_module(dense) and not array_functions.is_module(tree)
+    assert array_functions.leaves_of([dense, tree]).values == [dense, tree.total]
+    params = dense.init(jax.random.key(0), X)
+    assert jaxmp.autocast(lambda m, p: m.apply(p, X))(dense, params).dtype == jnp.float16
+    assert jaxmp.autocast(dense.bind(params))(X).dtype == jnp.float16
+    assert jaxmp.autocast(tree)(X).dtype == jnp.float16
+    assert jaxmp.autocast(lambda m: m(X))(tree).dtype == jnp.float16
