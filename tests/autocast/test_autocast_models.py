@@ -15,7 +15,8 @@ import jaxmp
 import oracle_data
 from autocast_models import NAMES
 from autocast_twins import TWINS
-from helpers import assert_bitwise, assert_close, sqnr
+from helpers import assert_close, sqnr
+from same_operations import assert_same_operations
 
 TORCH = oracle_data.load("torch_autocast")["models"]
 DTYPES = {"f16": jnp.float16, "bf16": jnp.bfloat16}
@@ -47,7 +48,7 @@ def layers_of(framework: str, name: str, lp: str) -> dict[str, Any]:
             state,
             models.batch(name),
         )
-    params, rest = models.init_linen(name)
+    params, rest = models.shapes_linen(name)
     return jax.eval_shape(autocast(models.layers_linen(name), lp), params, models.batch(name), rest)
 
 
@@ -72,7 +73,7 @@ def test_layers_have_the_dtypes_of_torch(framework, name, lp):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_float32_as_in_torch(name):
     assert {dtype for lp in DTYPES for dtype in TORCH[name][lp]["grads, on cpu"].values()} == {"f32"}
-    params, rest = models.init_linen(name)
+    params, rest = models.shapes_linen(name)
     grad = jax.value_and_grad(autocast(models.loss_linen(name), "f16"), has_aux=True)
     (loss, new), grads = jax.eval_shape(grad, params, models.batch(name), rest)
     assert types_of((loss, new, grads)) == types_of((jax.ShapeDtypeStruct((), jnp.float32), rest, params))
@@ -85,7 +86,7 @@ def types_of(tree: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_output_has_the_structure_of_the_function_itself(name):
-    params, rest = models.init_linen(name)
+    params, rest = models.shapes_linen(name)
     fn, arguments = models.layers_linen(name), (params, models.batch(name), rest)
     plain, cast = (jax.eval_shape(f, *arguments) for f in (fn, autocast(fn, "f16")))
     assert jax.tree.structure(plain) == jax.tree.structure(cast)
@@ -94,28 +95,25 @@ def test_the_output_has_the_structure_of_the_function_itself(name):
 
 @pytest.mark.parametrize(("framework", "name"), [("linen", "cnn"), ("nnx", "lstm")])
 def test_float32_is_the_function_itself(framework, name):
-    """Loss, gradients and BatchNorm's statistics, bit for bit."""
-    results = []
+    """Loss, gradients and BatchNorm's statistics come from the same operations."""
+    functions = []
     for wrap in (lambda fn: fn, lambda fn: jaxmp.autocast(fn, dtype=jnp.float32)):
         if framework == "nnx":
-            graphdef, params = nnx.split(models.init_nnx(name))
-            rest, fn = graphdef, nnx.value_and_grad(wrap(models.loss_nnx))
-            fn = functools.partial(lambda fn, params, batch, rest: fn(nnx.merge(rest, params), batch), fn)
+            graphdef, params = nnx.split(nnx.eval_shape(lambda: models.NNX[name](nnx.Rngs(0))))
+            rest, fn = {}, nnx.value_and_grad(wrap(models.loss_nnx))
+            fn = functools.partial(lambda fn, params, batch, _: fn(nnx.merge(graphdef, params), batch), fn)
         else:
-            params, rest = models.init_linen(name)
+            params, rest = models.shapes_linen(name)
             fn = jax.value_and_grad(wrap(models.loss_linen(name)), has_aux=True)
-        results.append(jax.jit(fn, compiler_options=QUICK)(params, models.batch(name), rest))
-    assert_bitwise(results[1], results[0])
+        functions.append(fn)
+    assert_same_operations(*functions, params, models.batch(name), rest)
 
 
 @pytest.mark.parametrize("how", ["passed", "closed over"])
 def test_arrays_of_numpy_are_cast_like_any(how):
     x, w = np.full((2, 3), 0.1, np.float32), jnp.ones((3, 3))
-    if how == "passed":
-        out = jaxmp.autocast(lambda w, x: x @ w)(w, x)
-    else:
-        out = jaxmp.autocast(lambda w: x @ w)(w)
-    assert_bitwise(out, x.astype(jnp.float16) @ w.astype(jnp.float16))
+    fn = jaxmp.autocast(lambda w, x: x @ w) if how == "passed" else lambda w, _: jaxmp.autocast(lambda w: x @ w)(w)
+    assert_close(jax.jit(fn)(w, x), np.full((2, 3), 3 * np.float16(0.1)), rtol=2e-3)
 
 
 class Normed(nnx.Module):
@@ -128,19 +126,25 @@ class Normed(nnx.Module):
 
 def test_batch_norm_of_nnx_is_updated_inside():
     """In place and in float32, as the function itself does it."""
-    found = []
-    x = jax.random.normal(jax.random.key(0), (16, 4))
-    for wrap in (lambda fn: fn, jaxmp.autocast):
-        model = Normed(nnx.Rngs(0))
-        before = statistics(model)
-        wrap(lambda model, x: model(x))(model, x)
-        found.append(statistics(model))
-        assert all((a != b).any() for a, b in zip(found[-1], before, strict=True))
-    assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+
+    @nnx.jit
+    def run():
+        found = []
+        for wrap in (lambda fn: fn, jaxmp.autocast):
+            model = Normed(nnx.Rngs(0))
+            before = statistics(model)
+            wrap(lambda model, x: model(x))(model, x)
+            found.append((before, statistics(model)))
+        return found
+
+    (before, plain), (_, cast) = run()
+    assert all((a != b).any() for a, b in zip(plain, before, strict=True))
+    assert_close(cast, plain, rtol=1e-3, atol=1e-4)
 
 
-def statistics(model: nnx.Module) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.BatchStat))]
+def statistics(model: nnx.Module) -> list[Any]:
+    return jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.BatchStat)))
 
 
 # Gradients
@@ -151,17 +155,22 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     """Of autocast, of the twin that is cast by hand, and of float32: (loss, gradients) each."""
     params, rest = models.init_linen(name)
     batch = models.batch(name, 16)
-    found = []
-    for fn in (jaxmp.autocast(models.loss_linen(name)), models.loss_linen(name, TWINS[name]), models.loss_linen(name)):
+    exact = models.loss_linen(name)
 
-        def scaled(params, batch, rest, fn=fn):  # out of the subnormal numbers of float16
-            loss, _ = fn(params, batch, rest)
-            return loss * 1024, loss
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(params, batch, rest):
+        found = []
+        for fn in (jaxmp.autocast(exact), models.loss_linen(name, TWINS[name]), exact):
 
-        step = jax.jit(jax.value_and_grad(scaled, has_aux=True), compiler_options=QUICK)
-        (_, loss), grads = step(params, batch, rest)
-        found.append((loss, grads))
-    return tuple(found)
+            def scaled(params, fn=fn):  # out of the subnormal numbers of float16
+                loss, _ = fn(params, batch, rest)
+                return loss * 1024, loss
+
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+            found.append((loss, grads))
+        return tuple(found)
+
+    return run(params, batch, rest)
 
 
 @pytest.mark.parametrize("name", [slow("cnn"), "transformer", "lstm", "moe"])
@@ -221,7 +230,7 @@ def losses_of(name: str, policy: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", ["float16"])
-@pytest.mark.parametrize("name", ["cnn", "transformer", "lstm", slow("moe")])
+@pytest.mark.parametrize("name", ["cnn", slow("transformer"), slow("lstm"), slow("moe")])
 def test_training_follows_float32(name, policy):
     """Over the last steps, on average, to a percent: skipped steps and another rounding move it less."""
     exact, cast = losses_of(name, "float32"), losses_of(name, policy)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu` without a GPU: it runs with tiny sizes, records what fails, and judges results by its targets."""
+"""`python -m benchmarks gpu` without a GPU: it runs at tiny sizes, records what fails, judges results by targets."""
 
 import json
 import os

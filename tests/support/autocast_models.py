@@ -174,6 +174,14 @@ def init_linen(name: str, seed: int = 0) -> tuple[Any, Any]:
     return variables.pop("params"), variables
 
 
+@functools.cache
+def shapes_linen(name: str) -> tuple[Any, Any]:
+    """`init_linen` as shapes and dtypes: nothing is compiled."""
+    variables = dict(jax.eval_shape(LINEN[name].init, jax.random.key(0), batch(name)["x"]))
+    variables.pop("intermediates", None)
+    return variables.pop("params"), variables
+
+
 def loss_linen(name: str, model: nn.Module | None = None) -> Any:
     """`(params, batch, rest) -> (loss, rest)` of a linen model, `LINEN[name]` by default."""
     module = model or LINEN[name]
