@@ -1,17 +1,17 @@
-"""Kernels in Pallas for the passes over memory that XLA does not fuse by itself; usable without `jaxmp`.
+"""Pallas kernels for passes over memory that XLA does not fuse; usable without `jaxmp`.
 
-One idea to a file:
+One idea per file:
 
-- `reference`: every function in plain jax.numpy, at once the oracle of the tests and the "xla" backend;
-- `backend`: what this device and this jax version can run, and `backend=`: "auto" (mosaic where it can run, else xla)
-  or the name of one, which raises where it cannot serve and says why;
+- `reference`: every function in plain jax.numpy; it is both the oracle of the tests and the "xla" backend;
+- `backend`: what this device and this jax version can run, and the argument `backend=`: "auto" (mosaic if it can run,
+  else xla), or a name; a named backend that cannot run raises and says why;
 - `tiles`: the pass over a matrix that casts, transposes and takes the amax; `passes`: the same for any rank, on meshes
   and under vmap;
-- `leaves`, `launch`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same where they are split over
-  devices; `tree`: the same for whole trees; `moments`: optimizer state in few bits;
-- one file for each kernel or family: `cast_transpose`, `activation`; `unscale`, `cast`, `update`.
+- `leaves`, `launch`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same for leaves that are split
+  over devices; `tree`: the same for whole trees; `moments`: optimizer state in 16 or 8 bits;
+- one file for each kernel or family of kernels: `cast_transpose`, `activation`; `unscale`, `cast`, `update`.
 
-It is the bottom layer: nothing here imports `jaxmp`, and an import contract holds that.
+This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.
 """
 
 from pallas_kernels.activation import (

@@ -1,11 +1,11 @@
-"""An activation and the cast of its result in one pass, forward and backward: the activation is never in memory.
+"""An activation and the cast of its result in one pass, forward and backward, without storing the activation.
 
     forward     v = f(x)                        q = fp8(clip(v * scale)),  q.T,  amax = max |v|
     backward    dx = g f'(x)                    dx in the dtype of x, and q, q.T, amax of it
 
-XLA writes f(x) out, in 16 or 32 bits, and reads it again: it fuses no activation into a cast that an amax follows. The
-activation is computed in float32 and rounded once, to fp8; a network that rounds it to bfloat16 in between has a little
-more noise.
+XLA does not fuse an activation into a cast that also needs an amax: it writes f(x) in 16 or 32 bits and reads it again.
+Here the activation is computed in float32 and rounded once, to fp8. A network that first rounds it to bfloat16 has a
+little more noise.
 
     "gelu"         x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2      jax.nn.gelu's default
     "gelu_exact"   x (1 + erf(x / sqrt(2))) / 2                         by XLA everywhere: Mosaic has no erf
@@ -42,10 +42,10 @@ def activation_cast_transpose_amax(
       backend: see `pallas_kernels.backend`.
 
     Returns:
-      (q [M, N], q.T [N, M], amax float32[]), as of `cast_transpose_amax` of f(x) in float32.
+      (q [M, N], q.T [N, M], amax float32[]), those of `cast_transpose_amax` for f(x) in float32.
 
     Raises:
-      TypeError, ValueError: as `cast_transpose_amax`; an unknown activation.
+      TypeError, ValueError: as for `cast_transpose_amax`; an unknown activation.
 
     Example:
       >>> x = jnp.array([[0.0, 96.0]])
@@ -70,10 +70,13 @@ def activation_grad_cast_transpose_amax(
 
     Args:
       grad: [M, N], the gradient of f(x).
-      x, scale, dtype, activation, backend: as of `activation_cast_transpose_amax`; the scale is that of dx.
+      x, scale, dtype, activation, backend: as for `activation_cast_transpose_amax`; the scale is that of dx.
 
     Returns:
-      (dx [M, N], q [M, N], q.T [N, M], amax float32[]); q and amax are of dx in float32.
+      (dx [M, N], q [M, N], q.T [N, M], amax float32[]); q and amax are computed from dx in float32.
+
+    Raises:
+      TypeError, ValueError: as for `activation_cast_transpose_amax`.
 
     Example:
       >>> one = jnp.ones((1, 2))
@@ -95,10 +98,13 @@ def silu_gated_cast_transpose_amax(
 
     Args:
       a, b: [M, N] each, float32, bfloat16 or float16.
-      scale, dtype, backend: as of `activation_cast_transpose_amax`.
+      scale, dtype, backend: as for `activation_cast_transpose_amax`.
 
     Returns:
       (q [M, N], q.T [N, M], amax float32[]).
+
+    Raises:
+      TypeError, ValueError: as for `cast_transpose_amax`.
 
     Example:
       >>> q, _, _ = silu_gated_cast_transpose_amax(
@@ -123,11 +129,14 @@ def silu_gated_grad_cast_transpose_amax(
 
     Args:
       grad: [M, N], the gradient of silu(a) b.
-      a, b, dtype, backend: as of `silu_gated_cast_transpose_amax`.
-      scales: float32[] each, of the gradients of a and b.
+      a, b, dtype, backend: as for `silu_gated_cast_transpose_amax`.
+      scales: float32[] each, for the gradients of a and b.
 
     Returns:
       (da, q, q.T, amax) and (db, q, q.T, amax); da and db in the dtype of a.
+
+    Raises:
+      TypeError, ValueError: as for `cast_transpose_amax`.
 
     Example:
       >>> one = jnp.ones((1, 1))
@@ -159,6 +168,6 @@ def _run(
 
 
 def check_activation(activation: str) -> None:
-    """Raises for an activation that is not there, naming those that are."""
+    """Raises a ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")

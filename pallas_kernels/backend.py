@@ -1,17 +1,17 @@
-"""Who serves a kernel: XLA from plain jax.numpy, or Mosaic GPU from Pallas.
+"""Backends of the kernels: XLA with plain jax.numpy, or Mosaic GPU with Pallas.
 
-    "auto"        mosaic where the program is lowered for an NVIDIA GPU and the kernel can serve, else xla
+    "auto"        mosaic if the program is lowered for an NVIDIA GPU and the kernel supports the arguments, else xla
     "xla"         the reference in jax.numpy, on any device
-    "mosaic"      the kernel; raises where it cannot serve, and says which condition failed
-    "interpret"   the kernel, interpreted on a CPU: for tests. It checks values, not whether Mosaic can lower them.
+    "mosaic"      the kernel; raises if it cannot run, and names the condition that failed
+    "interpret"   the kernel, interpreted on a CPU, for tests. It checks values, but not whether Mosaic can lower them.
 
-"auto" is decided when the program is lowered, by the platform it is lowered for (`lax.platform_dependent`): a function
-that is traced on a CPU and compiled for a GPU gets the kernel. What cannot be asked there is how new the GPU is; the
-GPUs of this machine stand for it, and without any Hopper is assumed.
+"auto" is decided when the program is lowered, by the platform of the lowering (`lax.platform_dependent`): a function
+that is traced on a CPU and compiled for a GPU gets the kernel. The lowering does not know how new the GPU is. So the
+GPUs of this machine decide; if it has none, Hopper is assumed.
 
-A kernel sees whole arrays. Inside `jax.shard_map` and `jax.pmap` these are the device's own. Under plain `jax.jit` with
-arrays that are split over devices XLA would gather them first, so kernels say by `custom_partitioning` how they are
-split (`passes`, `meshes`). Meshes with explicit axes, and regions in which only some axes are manual, are left to XLA.
+A kernel needs whole arrays. Inside `jax.shard_map` and `jax.pmap`, these are the device's own arrays. Under plain
+`jax.jit`, XLA would gather arrays that are split over devices. So kernels declare with `custom_partitioning` how their
+arrays are split (`passes`, `meshes`). On meshes with explicit axes, and where only some axes are manual, XLA runs.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array
 
 NAMES = ("auto", "xla", "mosaic", "interpret")
-FIRST_JAX = (0, 11, 2)  # before it, `plgpu.kernel` writes no refs and interprets nothing
+FIRST_JAX = (0, 11, 2)  # in earlier versions, `plgpu.kernel` cannot write refs and has no interpreter
 FIRST_CAPABILITY = 9.0  # Hopper
 
 
@@ -34,18 +34,8 @@ def run(
     *args: Any,
     unmet: str | None = None,
 ) -> Any:
-    """Calls `kernel(*args, interpret=...)` or `reference(*args)`, as `backend` says.
-
-    Args:
-      backend: one of `NAMES`.
-      kernel: takes `interpret=`: False, or what `pl.kernel` takes for it.
-      reference: the same function in jax.numpy.
-      *args: pytrees of arrays.
-      unmet: why the kernel cannot serve these arguments (shapes, dtypes); None if it can.
-
-    Raises:
-      ValueError: an unknown backend; "mosaic" or "interpret" where it cannot serve, with the condition that failed.
-    """
+    """Calls `kernel(*args, interpret=...)` or `reference(*args)`, as `backend` says."""
+    # unmet: why the kernel does not support these arguments (shapes, dtypes); None if it does.
     check(backend)
     if backend == "xla":
         return reference(*args)
@@ -56,7 +46,7 @@ def run(
         return lax.platform_dependent(*args, cuda=by_kernel, default=reference)
     reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet or why_not_here(args)
     if reason:
-        raise ValueError(f'backend="{backend}" cannot serve here: {reason}. Use backend="auto", or "xla".')
+        raise ValueError(f'backend="{backend}" cannot run here: {reason}. Use backend="auto", or "xla".')
     if backend == "mosaic":
         return kernel(*args, interpret=False)
     from jax.experimental.pallas import mosaic_gpu
@@ -65,7 +55,7 @@ def run(
 
 
 def _typed_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
-    """The kernel's results, typed as varying over the axes over which the reference's vary (`jax.shard_map`)."""
+    """The kernel's results, typed as varying over the same axes as the reference's results (`jax.shard_map`)."""
     out, treedef = jax.tree.flatten(kernel(*args))
     if any(varying_axes(x) for x in jax.tree.leaves(args)):
         expected = jax.make_jaxpr(lambda *a: jax.tree.leaves(reference(*a)))(*args).out_avals
@@ -74,21 +64,16 @@ def _typed_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: 
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The manual axes over which an array, or its abstract value, may differ from device to device.
-
-    Only `jax.shard_map(check_vma=True)` tracks them; elsewhere the set is empty.
-    """
+    """The manual axes over which `x` may differ from device to device; empty without `shard_map(check_vma=True)`."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-    tracked = getattr(aval, "manual_axis_type", None)  # jax >= 0.10.2 as seen; `vma` before it was renamed
+    tracked = getattr(aval, "manual_axis_type", None)  # the name in jax >= 0.10.2; it was `vma` before
     return frozenset(getattr(aval, "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
 
 
 def as_varying(x: Array, axes: Iterable[str]) -> Array:
-    """`x`, typed as varying over `axes` as well: the same value, but autodiff no longer sums its gradient over them.
-
-    Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's
-    own dtype, which overflows in float16. Elsewhere this changes nothing.
-    """
+    """`x`, typed as varying over `axes` too: the same value, but autodiff does not sum its gradient over them."""
+    # Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's
+    # own dtype, which can overflow in float16. Elsewhere this changes nothing.
     missing = tuple(axis for axis in axes if axis not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
@@ -100,13 +85,16 @@ def check(backend: str) -> None:
 
 
 def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
-    """Why no kernel can serve with this jax and these GPUs; None if they can.
+    """Why no kernel can run with this jax and these GPUs; None if kernels can run.
 
     Args:
-      needs_gpu: whether a machine without a GPU, on which programs for one can still be compiled, is a reason.
+      needs_gpu: whether a machine without a GPU is a reason. (Such a machine can still compile programs for a GPU.)
+
+    Returns:
+      The reason as text, or None.
 
     Example:
-      >>> why_no_kernels() is None or why_no_kernels(needs_gpu=True) is not None  # no more serves without a GPU
+      >>> why_no_kernels() is None or why_no_kernels(needs_gpu=True) is not None
       True
     """
     if jax.__version_info__ < FIRST_JAX:
@@ -120,7 +108,7 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
 
 
 def oldest_gpu() -> float | None:
-    """The least compute capability of this machine's GPUs; None without one."""
+    """The lowest compute capability of this machine's GPUs; None without a GPU."""
     try:
         gpus = jax.devices("cuda")
     except RuntimeError:
@@ -129,12 +117,12 @@ def oldest_gpu() -> float | None:
 
 
 def why_not_here(args: Any) -> str | None:
-    """Why no kernel can stand in this region of a program, with these arrays; None if one can."""
+    """Why no kernel can run in this region of a program, with these arrays; None if a kernel can run."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and set(mesh.manual_axes) != set(mesh.axis_names):
         return f"only the axes {mesh.manual_axes} of the mesh {mesh.axis_names} are manual here"
     for x in jax.tree.leaves(args):
-        lies_on = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if any(kind == jax.sharding.AxisType.Explicit for kind in getattr(lies_on, "axis_types", None) or ()):
-            return "an array lies on a mesh with explicit axes"
+        own_mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if any(kind == jax.sharding.AxisType.Explicit for kind in getattr(own_mesh, "axis_types", None) or ()):
+            return "an array is on a mesh with explicit axes"
     return None

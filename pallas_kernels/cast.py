@@ -1,4 +1,4 @@
-"""Masters to the model's params: a whole tree cast to a narrower dtype in a few launches."""
+"""Casts a whole tree to a narrower dtype in a few launches: masters to the model's params."""
 
 import functools
 from typing import Any
@@ -14,22 +14,22 @@ from pallas_kernels.tree import checked, over_tree
 
 
 def cast_tree(tree: PyTree, dtype: Any, *, scale: Float[Array, ""] | float = 1.0, backend: str = "auto") -> PyTree:
-    """Every float leaf in `dtype`, rounded to nearest even, saturated at its largest finite value; NaN stays NaN.
+    """Casts every leaf to `dtype`: rounds to nearest even, saturates at the largest finite value, keeps NaN.
 
         x -> dtype(clip(x * scale))
 
     Args:
-      tree: masters; float16, bfloat16 or float32.
+      tree: arrays, such as masters; float16, bfloat16 or float32.
       dtype: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2.
       scale: float32[], multiplies before the cast.
-      backend: see `backend`.
+      backend: see `pallas_kernels.backend`.
 
     Returns:
       The tree in `dtype`.
 
     Raises:
       TypeError: leaves of another dtype, named by path.
-      ValueError: another `dtype`; a backend that cannot serve.
+      ValueError: another `dtype`; a backend that cannot run.
 
     Example:
       >>> cast_tree({"w": jnp.array([1e6, 0.5])}, jnp.float16, backend="xla")
@@ -51,7 +51,7 @@ def _cast(name: str, values: Values) -> tuple[list[Array], list[Array]]:
 
 
 def _scalar_fp8(name: str, x: Float[Array, ""]) -> Array:
-    """`reference.saturating_cast` of a single float32, by its bits: Mosaic converts whole vectors only."""
+    """`reference.saturating_cast` of one float32, by its bits, because Mosaic only converts whole vectors."""
     info = jnp.finfo(name)
     x = jnp.clip(x, -float(info.max), float(info.max))
     bits = lax.bitcast_convert_type(x, jnp.int32)

@@ -1,10 +1,10 @@
-"""Cast to fp8, the same transposed, and the amax, in one read: what a layer needs of each of its tensors.
+"""The cast of a tensor to fp8, the transpose of the cast, and the amax, in one read. An fp8 layer needs all three.
 
     q = fp8(clip(x * scale))        q.T        amax = max |x|
 
-XLA does this in two passes, and reads `x` twice: once for the amax and the cast, then `q` for its transpose. Of a
-bfloat16 tensor that is 2 + 1 + 1 + 1 bytes an element instead of 2 + 1 + 1; in float32 7 instead of 6, and more where
-XLA takes the amax in a pass of its own.
+XLA needs two passes: it reads `x` for the amax and the cast, then `q` for the transpose. For a bfloat16 tensor these
+are 2 + 1 + 1 + 1 bytes per element instead of 2 + 1 + 1; for float32, 7 instead of 6; and more if XLA computes the amax
+in a separate pass.
 """
 
 from typing import Any
@@ -20,23 +20,25 @@ def cast_transpose_amax(
 ) -> tuple[Float[Array, "M N"], Float[Array, "N M"], Float[Array, ""]]:
     """fp8(clip(x * scale)), its transpose, and max |x|, in one read of x.
 
-    Equal to `pallas_kernels.reference.cast_transpose_amax` bit for bit (but for the bits of NaNs) on every backend.
+    Equal bit for bit to `pallas_kernels.reference.cast_transpose_amax` on every backend, except for the bits of NaNs.
 
     Args:
-      x: [M, N] float32, bfloat16 or float16. The kernel serves multiples of 64; "auto" runs all else by XLA.
+      x: [M, N] float32, bfloat16 or float16. The kernel supports sizes that are multiples of 64; for other sizes "auto"
+        uses XLA.
       scale: float32[], multiplies before the cast.
       dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
-      backend: "auto" (the kernel where it can serve, else xla), "xla", "mosaic" or "interpret"; see
+      backend: "auto" (the kernel if it can run, else xla), "xla", "mosaic" or "interpret"; see
         `pallas_kernels.backend`.
 
     Returns:
-      (q [M, N], q.T [N, M], amax float32[]). Beyond the range q saturates, inf too; NaN stays NaN. amax is of x as it
-      came, inf if any element is inf or NaN, 0.0 of an empty array. Under plain jit with x split over devices, q is
-      split like x, q.T the other way round, and amax is that of the whole; in shard_map and pmap all are the device's.
+      (q [M, N], q.T [N, M], amax float32[]). Values beyond the range, also inf, saturate; NaN stays NaN. amax is that
+      of x before the scale; inf if any element is inf or NaN; 0.0 for an empty array. Under plain jit with x split over
+      devices, q is split like x, q.T is split like the transpose of x, and amax is that of the whole array. In
+      shard_map and pmap all three are those of the device.
 
     Raises:
       TypeError: x, scale or dtype of another dtype than these.
-      ValueError: x is no matrix; a backend that cannot serve, and why.
+      ValueError: x is not a matrix; a backend that cannot run, with the reason.
 
     Example:
       >>> q, q_t, amax = cast_transpose_amax(jnp.array([[1.0, -300.0]]), jnp.float32(2.0), jnp.float8_e4m3fn)

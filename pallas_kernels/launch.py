@@ -1,7 +1,8 @@
 """The launch of a multi-tensor kernel over one bucket of leaves.
 
-Blocks are numbered through over *regions*: leaves of one kind, cut into blocks of one size, share a region and with it
-the arithmetic. A block finds its region, then its leaf, then its place.
+A launch has *regions*: leaves of the same kind, cut into blocks of the same size, are one region and share the code of
+the arithmetic. All blocks of a launch have consecutive numbers. From its number, a block finds its region, then its
+leaf, then its offset in the leaf.
 """
 
 import functools
@@ -20,45 +21,28 @@ THREADS = 128  # a warpgroup
 
 
 class Region(NamedTuple):
-    """Blocks of one size over leaves of one kind.
+    """Blocks of one size over leaves of one kind."""
 
-    Attributes:
-      start: number of the first block.
-      level: the size of blocks.
-      leaves: numbers of the leaves.
-      firsts: of each leaf the first block, counted from `start`; and the number of blocks.
-      offsets: of each leaf the element at which its first block begins.
-      group: that of the leaves.
-    """
-
-    start: int
-    level: Level
-    leaves: tuple[int, ...]
-    firsts: tuple[int, ...]
-    offsets: tuple[int, ...]
-    group: int
+    start: int  # number of the first block
+    level: Level  # the size of the blocks
+    leaves: tuple[int, ...]  # numbers of the leaves
+    firsts: tuple[int, ...]  # for each leaf its first block, counted from `start`; then the number of blocks
+    offsets: tuple[int, ...]  # for each leaf the element where its first block begins
+    group: int  # `Leaf.group` of the leaves
 
 
 class Program(NamedTuple):
-    """What is fixed about a launch; launches that are equal in it are traced and compiled once.
+    """The static part of a launch; launches with equal programs are traced and compiled once."""
 
-    Attributes:
-      f: the arithmetic.
-      regions: see `regions`.
-      statics: of each leaf (outs, (), kind, group).
-      n_sums: how many sums `f` returns at most.
-      name: of the kernel.
-    """
-
-    f: Function
+    f: Function  # the arithmetic
     regions: tuple[Region, ...]
-    statics: tuple[Any, ...]
-    n_sums: int
-    name: str
+    statics: tuple[Any, ...]  # for each leaf (outs, (), kind, group)
+    n_sums: int  # the largest number of sums that `f` returns
+    name: str  # of the kernel
 
 
 def n_blocks(regions: Sequence[Region]) -> int:
-    """How many blocks there are in all."""
+    """The number of blocks in all regions."""
     return regions[-1].start + regions[-1].firsts[-1]
 
 
@@ -100,19 +84,16 @@ def launch(
     program: Program,
     interpret: Any,
 ) -> tuple[list[tuple[Array, ...]], Array]:
-    """Runs `program.f` on a bucket.
+    """Runs `program.f` on a bucket; returns the states, writes and outs of each leaf, and `sums`.
 
     Args:
-      packed: float32[1 + scalars]: whether to run at all, and the scalars.
-      numbers: float32, the numbers of the leaves, one leaf after the other.
-      first_sum: int32[1], where the sums of this launch begin.
+      packed: float32[1 + scalars]: 1.0 to run and 0.0 to do nothing, then the scalars.
+      numbers: float32, the numbers of all leaves, one leaf after the other.
+      first_sum: int32[1], the index of the first sum of this launch.
       sums: float32[n_sums * blocks of all launches].
-      arrays: of each leaf its reads, states and writes, flat.
-      program: all else.
-      interpret: what `pl.kernel` takes for it.
-
-    Returns:
-      Of each leaf its states, writes and outs; and `sums` with those of this launch.
+      arrays: for each leaf its reads, states and writes, flat.
+      program: the static part.
+      interpret: the argument of `pl.kernel`.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -122,13 +103,13 @@ def launch(
     fresh = [tuple(lax.empty(shape_of(leaf), d) for d in leaf.outs) for leaf in bucket]
     written = [(leaf.states, leaf.writes, outs) for leaf, outs in zip(bucket, fresh, strict=True)]
     body = functools.partial(_body, program, bucket)
-    functools.update_wrapper(body, _body).__name__ = program.name  # as profiles and compiled programs call the kernel
+    functools.update_wrapper(body, _body).__name__ = program.name  # the kernel's name in profiles and programs
     kernel = plgpu.kernel(
         body,
         grid=(n_blocks(program.regions),),
         grid_names=("block",),
         interpret=interpret,
-        # The other semantics infers layouts by a search, which takes ten times as long over many leaves.
+        # The other semantics searches for layouts, which takes ten times as long for many leaves.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
@@ -140,7 +121,7 @@ def launch(
 
 
 def _body(program: Program, bucket: list[Leaf], packed: Any, numbers: Any, first_sum: Any, *refs: Any) -> None:
-    """One block: the region it is in does the work."""
+    """One block: runs the code of its region."""
     from jax.experimental import pallas as pl
 
     i = lax.axis_index("block")
@@ -161,7 +142,7 @@ def _run(
     written: Any,
     sums: Any,
 ) -> None:
-    """One block of a region: load by leaf, `f`, store by leaf."""
+    """One block of a region: loads from its leaf, calls `f`, stores to its leaf."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     level, block = region.level, region.level.pieces * region.level.size
@@ -192,7 +173,7 @@ def _run(
     of_leaf = [functools.partial(load, k) for k in range(len(region.leaves))]
     pieces, own_numbers = lax.switch(which, of_leaf)
     if not level.vector:
-        plgpu.commit_smem()  # a barrier: every thread reads the scalar before one of them writes it
+        plgpu.commit_smem()  # a barrier: every thread must read the scalar before any thread writes it
     results: list[tuple[Any, ...]] = []
     totals = [jnp.float32(0)] * program.n_sums
     whole = jnp.max if level.vector else lambda x: x
@@ -225,7 +206,7 @@ def _run(
 
 
 class _Access(NamedTuple):
-    """How a block is read from and written to memory: as a vector, as a scalar, as its group's one element."""
+    """Reads a block from memory and writes it: as a vector, as a scalar, or as the one element of its group."""
 
     level: Level
     size: int

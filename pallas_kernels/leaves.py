@@ -1,4 +1,4 @@
-"""What a multi-tensor kernel is told of each leaf of a tree, and what its arithmetic gets to see of it."""
+"""The data types of multi-tensor kernels: a leaf as the kernel gets it, and its values as the arithmetic gets them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,30 +8,19 @@ from jaxtyping import Array, Float
 
 
 class Leaf(NamedTuple):
-    """What belongs to one leaf of the tree: arrays of the leaf's size, or of one element for each of its groups.
+    """The arrays of one leaf of the tree; each has the leaf's size, or one element per group."""
 
-    Attributes:
-      reads: arrays that are only read.
-      states: arrays that are read and written in place.
-      writes: arrays that are written in place and never read.
-      outs: dtypes of new arrays, of the leaf's shape.
-      numbers: what else differs from leaf to leaf (weight decay, say); equally many for each leaf.
-      kind: what `f` has to know of the leaf beyond that; hashable.
-      group: how many neighbouring elements share an element of the smaller arrays; 1 where there are none. It divides
-        the last axis.
-    """
-
-    reads: tuple[Array, ...] = ()
-    states: tuple[Array, ...] = ()
-    writes: tuple[Array, ...] = ()
-    outs: tuple[Any, ...] = ()
-    numbers: tuple[float, ...] = ()
-    kind: Any = None
-    group: int = 1
+    reads: tuple[Array, ...] = ()  # arrays that are only read
+    states: tuple[Array, ...] = ()  # arrays that are read and written in place
+    writes: tuple[Array, ...] = ()  # arrays that are written in place and never read
+    outs: tuple[Any, ...] = ()  # dtypes of new arrays, of the leaf's shape
+    numbers: tuple[float, ...] = ()  # numbers of this leaf (weight decay, ...); the same count for all leaves
+    kind: Any = None  # other static facts about the leaf for `f`; hashable
+    group: int = 1  # how many neighbours share an element of the smaller arrays; it divides the last axis
 
 
 class Level(NamedTuple):
-    """A size of blocks: `pieces` times `size` elements, each thread with runs of `vector` neighbours; 0: scalars."""
+    """A block size: `pieces` x `size` elements; each thread has runs of `vector` neighbours (0: a scalar)."""
 
     pieces: int
     size: int
@@ -39,44 +28,35 @@ class Level(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What `f` sees of a leaf: a block of it in a kernel, all of it in the reference.
+    """The values that `f` gets: a block of a leaf in a kernel, the whole leaf in the reference."""
 
-    Attributes:
-      reads, states: the values, in the arrays' own dtypes.
-      numbers: those of the leaf, float32.
-      scalars: float32, the same for all leaves.
-      kind: that of the leaf.
-      group_max: the maximum over each group, to be broadcast against the values.
-      index: () -> int32, the number of each element within its leaf.
-    """
-
-    reads: tuple[Any, ...]
-    states: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    scalars: tuple[Any, ...]
-    kind: Any
-    group_max: Callable[[Any], Any]
-    index: Callable[[], Any]
+    reads: tuple[Any, ...]  # values in the arrays' own dtypes
+    states: tuple[Any, ...]  # likewise
+    numbers: tuple[Any, ...]  # `Leaf.numbers` in float32
+    scalars: tuple[Any, ...]  # float32, the same for all leaves
+    kind: Any  # `Leaf.kind`
+    group_max: Callable[[Any], Any]  # the maximum over each group, in a shape that broadcasts against the values
+    index: Callable[[], Any]  # () -> int32, the number of each element within its leaf
 
 
-# (values) -> (new states, then writes, then outs; values to be summed up, each over all elements of all leaves; fewer
-# than `n_sums` where the others are zero)
+# The arithmetic of a kernel: values -> (new states, then writes, then outs; values to sum over all elements of all
+# leaves). It may return fewer than `n_sums` values to sum; the other sums are then zero.
 Function = Callable[[Values], tuple[Sequence[Any], Sequence[Any]]]
 
 
 class Result(NamedTuple):
-    """`leaves`: of each leaf its states, writes and outs; `sums`: float32[] each, undefined where `when` is false."""
+    """The result of a multi-tensor kernel."""
 
-    leaves: list[tuple[Array, ...]]
-    sums: tuple[Float[Array, ""], ...]
+    leaves: list[tuple[Array, ...]]  # for each leaf its states, writes and outs
+    sums: tuple[Float[Array, ""], ...]  # float32[] each; undefined if `when` is false
 
 
 def shape_of(leaf: Leaf) -> tuple[int, ...]:
-    """The shape of the leaf: that of its largest array."""
+    """The shape of the leaf, which is that of its largest array."""
     return max((x.shape for x in (*leaf.reads, *leaf.states, *leaf.writes)), key=math.prod)
 
 
 def signature_of(leaf: Leaf) -> Any:
-    """Leaves of the same signature look alike to a kernel."""
+    """Sizes, dtypes and static facts of a leaf; a kernel treats leaves of equal signature in the same way."""
     arrays = (*leaf.reads, None, *leaf.states, None, *leaf.writes)
     return tuple(x if x is None else (x.size, x.dtype) for x in arrays), leaf.outs, leaf.kind, leaf.group

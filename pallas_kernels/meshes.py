@@ -1,11 +1,11 @@
 """A multi-tensor kernel under plain jit, on leaves that are split over devices.
 
-XLA knows nothing about a kernel and would gather what it reads. `custom_partitioning` tells it: a leaf may be split
-along any of its axes, all its arrays alike, and each device runs the kernel on its own part. What the kernel sums up is
-added over the mesh axes that split a leaf, and over those only: a leaf that every device holds counts once. So leaves
-that are split alike share launches.
+XLA does not know what a kernel does, and would gather its arrays. `custom_partitioning` tells XLA that a leaf may be
+split along any axis, if all its arrays are split in the same way, and that each device runs the kernel on its own part.
+The sums of the kernel are added over the mesh axes that split a leaf, and only over these: a replicated leaf counts
+once. So one launch takes only leaves that are split over the same axes.
 
-On one device, and inside `jax.shard_map` and `jax.pmap`, arrays are a device's own, and nothing of this happens.
+On one device, and inside `jax.shard_map` and `jax.pmap`, arrays are the device's own, and none of this is needed.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool
 from pallas_kernels import multi_tensor
 from pallas_kernels.leaves import Function, Leaf, Result, shape_of
 
-Spec = tuple[Any, ...]  # of each axis the mesh axes that split it
+Spec = tuple[Any, ...]  # for each axis the mesh axes that split it
 
 
 def apply(
@@ -35,7 +35,7 @@ def apply(
     when: Bool[Array, ""] | None = None,
     **kwargs: Any,
 ) -> Result:
-    """`multi_tensor.apply`, wherever the leaves lie; arguments as there."""
+    """`multi_tensor.apply`, also for leaves that are split over devices; same arguments."""
     launch = functools.partial(multi_tensor.apply, f, n_sums=n_sums, **kwargs)
     if jax.sharding.get_abstract_mesh().manual_axes or kwargs.get("interpret"):
         return launch(leaves, scalars, when=when)
@@ -44,7 +44,7 @@ def apply(
     flat, treedef = jax.tree.flatten(arrays)
     owners = [k for k, parts in enumerate(arrays) for part in parts for _ in part]
 
-    # Numbers that are computed travel with the scalars: the function that is partitioned must not close over them.
+    # Numbers that are arrays are passed with the scalars, because the partitioned function must not close over arrays.
     computed = [x for leaf in leaves for x in leaf.numbers] if _any_array(leaves) else []
 
     def numbers_of(k: int, packed: Array) -> tuple[Any, ...]:
@@ -53,7 +53,7 @@ def apply(
         return tuple(packed[first + i] for i in range(size)) if computed else leaves[k].numbers
 
     def run(indices: Sequence[int], flat: Sequence[Array], packed: Array) -> Result:
-        """The kernel over some of the leaves, of arrays as they are on this device."""
+        """Runs the kernel on some of the leaves, with the arrays of this device."""
         parts = treedef.unflatten(flat)
         own = [
             leaf._replace(reads=parts[k][0], states=parts[k][1], writes=parts[k][2], numbers=numbers_of(k, packed))
@@ -65,11 +65,11 @@ def apply(
         return _flat_result(run(range(len(leaves)), flat, packed))
 
     def specs_of(operands: Any) -> list[Spec]:
-        """How each leaf lies: as the first of its arrays that has all its elements."""
+        """How each leaf is split: like the first of its arrays that has all its elements."""
         found: dict[int, Spec] = {}
         for k, operand in zip(owners, operands[1:], strict=True):
             if k not in found and tuple(operand.shape) == shapes[k]:
-                found[k] = _even(operand.sharding, shapes[k], leaves[k].group)
+                found[k] = _even_spec(operand.sharding, shapes[k], leaves[k].group)
         return [found[k] for k in range(len(leaves))]
 
     def results_of(mesh: Any, specs: Sequence[Spec]) -> list[NamedSharding]:
@@ -142,7 +142,7 @@ def _plain(
 def _with_rule_for_vmap(
     split: Callable[..., Any], plain: Callable[..., list[Array]], leaves: Sequence[Leaf]
 ) -> Callable[..., Result]:
-    """Under vmap the reference serves."""
+    """`split`, with the reference under vmap."""
 
     @jax.custom_batching.custom_vmap
     def run(packed: Array, *flat: Array) -> list[Array]:
@@ -169,8 +169,8 @@ def _flat_result(result: Result) -> list[Array]:
     return [x for leaf in result.leaves for x in leaf] + list(result.sums)
 
 
-def _even(sharding: Any, shape: Sequence[int], group: int) -> Spec:
-    """How an array of this shape lies, as far as its parts are equal and hold whole groups."""
+def _even_spec(sharding: Any, shape: Sequence[int], group: int) -> Spec:
+    """The spec of an array, without the axes whose parts would be of different sizes or would cut a group."""
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     even = []
     for axis, (size, entry) in enumerate(zip(shape, spec, strict=True)):
@@ -187,7 +187,7 @@ def _names(spec: Spec) -> tuple[str, ...]:
 
 
 def _sharding_rule(leaves: Sequence[Leaf], shapes: Sequence[tuple[int, ...]], n_sums: int) -> str:
-    """For Shardy, einsum-like: all arrays of a leaf share their axes, but for the last one of those by group."""
+    """The rule for Shardy, like an einsum: all arrays of a leaf share their axes; arrays by group have another last."""
 
     def axes(k: int, shape: Sequence[int]) -> str:
         names = [f"l{k}a{i}" for i in range(len(shape))]

@@ -1,21 +1,22 @@
-"""Optimizer state in few bits: moments in 16 or 8, the low bits of a split master.
+"""Optimizer state in few bits: moments in 16 or 8 bits, and the low bits of a split master.
 
-**Moments.** An exponential average moves by a thousandth of its size in a step; rounded to nearest in 8 bits, or in
-bfloat16, it would stand still. So they are rounded *stochastically*: up or down with such odds that the average is
-right. The noise is a hash of (element, leaf, step): the same on every device and in every run.
+**Moments.** In one step an exponential average changes by about 1/1000 of its size. With rounding to nearest in 8 bits,
+or in bfloat16, it would not change at all. So moments are rounded *stochastically*: up or down, with probabilities that
+make the average correct. The noise is a hash of (element, leaf, step): it is the same on every device and in every run.
 
-    bfloat16    truncated, after 16 random bits were added to the bits that go
+    bfloat16    add 16 random bits to the 16 bits that are dropped, then truncate
     8 bits      x = sign(c) (|c| / top)^power * s      with a scale s for each group of neighbours, its largest |x|
 
-`power` compands: it puts more of the 255 codes at small values. The second moment is used by its root, so it takes
-twice the power of the first. It is never rounded to zero, which would make a weight jump.
+`power` compands: more of the 255 codes represent small values. The optimizer divides by the root of the second moment,
+so the second moment has twice the power of the first. It is never rounded to zero, because that would make a weight
+jump.
 
 **Split masters** (TransformerEngine's `store_param_remainders`). A bfloat16 param is the upper half of its float32
-master, rounded; the optimizer keeps what that is short of:
+master, rounded. The optimizer stores the difference:
 
     bits(master) = bits(param) << 16  +  remainder        int16; or int8, for a master of 24 bits
 
-Ties round away from zero, so that 16 bits are enough to tell them apart: param + remainder = master, exactly.
+Ties round away from zero, so 16 bits are enough for the remainder: param + remainder = master, exactly.
 """
 
 from typing import Any, NamedTuple
@@ -26,22 +27,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-GROUPS = (256, 128, 64, 32)  # neighbours along the last axis that share a scale: the first of these that divides it
-LEAST = 4096  # smaller leaves keep their moments in float32: they are few bytes and matter most
+GROUPS = (256, 128, 64, 32)  # neighbours along the last axis that share a scale: the first size that divides the axis
+LEAST = 4096  # leaves with fewer elements keep float32 moments: they take few bytes and matter most
 
 _LARGEST_SPLIT = np.int32(0x7F7F7FFF)  # the largest float32 that rounds to a finite bfloat16
 
 
 class Quantized(NamedTuple):
-    """A moment in 8 bits.
+    """A moment in 8 bits."""
 
-    Attributes:
-      codes: int8 (signed), uint8 (not negative) or an 8-bit float, of the shape of the param.
-      scales: float32, one for each group of neighbours along the last axis.
-    """
-
-    codes: Array
-    scales: Float[Array, "..."]
+    codes: Array  # int8 (signed), uint8 (not negative) or an 8-bit float; the shape of the param
+    scales: Float[Array, "..."]  # float32, one for each group of neighbours along the last axis
 
     @property
     def group(self) -> int:
@@ -55,29 +51,15 @@ def is_quantized(x: Any) -> bool:
 
 
 class Codec(NamedTuple):
-    """How a float32 in [-1, 1] becomes 8 bits.
+    """How a float32 in [-1, 1] is stored in 8 bits."""
 
-    Attributes:
-      dtype: name of the codes' dtype.
-      top: the code of 1.
-      power: of the companding.
-    """
-
-    dtype: str
-    top: float
-    power: int
+    dtype: str  # name of the codes' dtype
+    top: float  # the code of 1
+    power: int  # of the companding
 
 
 def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
-    """The codec of a moment that is stored in `state_dtype`; None where that needs no scale.
-
-    Args:
-      state_dtype: float32, bfloat16, int8, float8_e4m3fn or float8_e5m2.
-      signed: True for first moments; second ones are not negative.
-
-    Raises:
-      ValueError: another dtype.
-    """
+    """The codec of a moment stored in `state_dtype`; None for float32 and bfloat16, which need no scale."""
     try:
         name = "None" if state_dtype is None else jnp.dtype(state_dtype).name
     except TypeError:
@@ -94,22 +76,19 @@ def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
 
 
 def codec_for(stored: str, *, signed: bool) -> Codec | None:
-    """The codec of a moment that is stored with this dtype, given by name; uint8 is int8's of second moments."""
+    """`codec_of` for the dtype of stored codes, by name; uint8 is the dtype of second moments under int8."""
     return codec_of("int8" if stored == "uint8" else stored, signed=signed)
 
 
 def group_of(shape: tuple[int, ...]) -> int | None:
-    """How many neighbours share a scale in a moment of this shape; None if it is not stored in 8 bits.
-
-    Small leaves are not, nor are those whose last axis no group divides.
-    """
+    """How many neighbours share a scale in a moment of this shape; None for small leaves and if no group divides."""
     if not shape or int(np.prod(shape)) < LEAST:
         return None
     return next((group for group in GROUPS if shape[-1] % group == 0), None)
 
 
 def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | Quantized:
-    """A moment of zeros, as it is stored."""
+    """A moment of zeros in its stored form."""
     codec = codec_of(state_dtype, signed=signed)
     if codec is None:
         return jnp.zeros(shape, state_dtype)
@@ -121,7 +100,7 @@ def zeros(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Array | 
 
 
 def like(shape: tuple[int, ...], state_dtype: Any, *, signed: bool) -> Any:
-    """The same as `zeros`, shapes and dtypes only."""
+    """The shapes and dtypes of `zeros`."""
     return jax.eval_shape(lambda: zeros(shape, state_dtype, signed=signed))
 
 
@@ -138,11 +117,11 @@ def flat_index(shape: tuple[int, ...]) -> Int[Array, "..."]:
 
 
 def noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
-    """32 random bits for each element, a hash of its number, that of its leaf and the step; as uint32."""
+    """32 random bits for each element as uint32: a hash of the numbers of the element, the leaf and the step."""
     salt = jnp.asarray(step, jnp.float32).astype(jnp.int32) * np.int32(0x2545F491) + jnp.asarray(
         leaf, jnp.float32
     ).astype(jnp.int32) * np.int32(0x27D4EB2F)
-    x = (index * np.int32(-0x61C88647) + salt).astype(jnp.uint32)  # the golden ratio, as Knuth hashes
+    x = (index * np.int32(-0x61C88647) + salt).astype(jnp.uint32)  # Knuth's hash, with the golden ratio
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None)):  # the finalizer of MurmurHash3
         x = x ^ lax.shift_right_logical(x, jnp.full_like(x, shift))
         x = x if factor is None else x * jnp.full_like(x, factor)
@@ -160,9 +139,9 @@ def high_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
-    """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN stay what they are."""
+    """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN do not change."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # never beyond what is finite
+    size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # at most the largest finite
     bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
     rounded = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16)
@@ -174,15 +153,9 @@ def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Arr
 
 
 def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
-    """The codes of float32 `x` under the scale `largest`, rounded up or down so that the mean of `decode` is `x`.
-
-    Args:
-      codec: how.
-      x: finite; not negative for codecs of second moments.
-      largest: at least the largest |x| of the group.
-      random: 16 random bits for each element, as int32.
-    """
-    # A group of subnormals becomes zeros: the inverse of its scale would be inf.
+    """The codes of float32 `x` under the scale `largest`, rounded up or down so that the mean of `decode` is `x`."""
+    # x: finite, and not negative for codecs of second moments; largest: at least the largest |x| of the group;
+    # random: 16 random bits for each element. A group of subnormals becomes zeros: its inverse scale would be inf.
     inverse = jnp.where(largest >= float(jnp.finfo(jnp.float32).smallest_normal), 1.0 / largest, 0.0)
     y = jnp.minimum(jnp.abs(x) * inverse, 1.0)
     t = y
@@ -203,7 +176,7 @@ def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], r
 
 
 def _neighbours(codec: Codec, t: Float[Array, "..."]) -> tuple[Array, Array]:
-    """The largest code that is not above t, and the next one, at most `top`; as float32."""
+    """(the largest code <= t, the next code, at most `top`), as float32."""
     if not codec.dtype.startswith("float8"):
         low = t.astype(jnp.int32).astype(jnp.float32)
         return low, jnp.minimum(low + 1.0, codec.top)
@@ -219,7 +192,7 @@ def _neighbours(codec: Codec, t: Float[Array, "..."]) -> tuple[Array, Array]:
 def _powered(codec: Codec, code: Float[Array, "..."]) -> Float[Array, "..."]:
     """The value of a code under the scale 1."""
     y = code * np.float32(1 / codec.top)
-    if codec.dtype == "int8":  # the only codes that are companded and have a sign
+    if codec.dtype == "int8":  # the only codec with both companding and a sign
         return y * jnp.abs(y)
     for _ in range(codec.power.bit_length() - 1):
         y = y * y
@@ -237,11 +210,9 @@ def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
 
 
 def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
-    """The bfloat16 param of a float32 master, and the remainder in `dtype`, int16 or int8.
-
-    What is beyond the range of bfloat16 is taken to its end; NaN stays NaN. (A device that flushes subnormals takes
-    masters below 1.2e-38 to what is left of them.)
-    """
+    """The bfloat16 param of a float32 master, and the remainder in `dtype` (int16 or int8)."""
+    # A master beyond the range of bfloat16 is clipped to the largest finite value; NaN stays NaN. On a device that
+    # flushes subnormals, the param of a master below 1.2e-38 becomes 0, and only the remainder is left.
     bits = lax.bitcast_convert_type(master, jnp.int32)
     sign = bits & np.int32(-0x80000000)
     size = jnp.minimum(bits & np.int32(0x7FFFFFFF), _LARGEST_SPLIT)
@@ -256,7 +227,7 @@ def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, ".
 
 
 def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, signed: bool) -> Any:
-    """float32 `x` stored as `like` is: float32, bfloat16 or `Quantized`, with 16 random bits for each element."""
+    """float32 `x` in the stored form of `like`: float32, bfloat16 or `Quantized`; `random` has 16 bits per element."""
     if not isinstance(like, Quantized):
         return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
     codec = codec_for(like.codes.dtype.name, signed=signed)
@@ -268,7 +239,7 @@ def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, 
 
 
 def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
-    """The float32 values of a moment, however it is stored."""
+    """The float32 values of a moment in any stored form."""
     if not isinstance(stored, Quantized):
         return stored.astype(jnp.float32)
     codec = codec_for(stored.codes.dtype.name, signed=signed)

@@ -1,20 +1,21 @@
 """One launch for many arrays: the same elementwise arithmetic over all leaves of a tree.
 
-XLA makes a kernel (or more) of each leaf, so that an optimizer's step over 1000 leaves is 1000 launches. Here a launch
-covers a *bucket* of leaves. Its blocks are numbered through, and a block finds out which leaf it belongs to:
+XLA makes at least one kernel for each leaf, so an optimizer's step over 1000 leaves needs 1000 launches. Here a launch
+covers a *bucket* of leaves. Its blocks have consecutive numbers, and each block finds the leaf that it belongs to:
 
-    block i -> leaf k, offset o          from sums of sizes that are known when the kernel is traced
+    block i -> leaf k, offset o          from sums of sizes, which are known when the kernel is traced
     values  = switch(k: load leaf k at o)
-    values' = f(values)                  stands once, whatever the number of leaves
+    values' = f(values)                  the code is there once, for any number of leaves
     switch(k: store values' at o)
 
-Only loads and stores are there once for each leaf: so 32 leaves take half a second to compile, not several. Buckets
-are filled so that they look alike (as the layers of a network do), and what looks alike is traced and compiled once.
+Only the code of loads and stores is repeated for each leaf, so 32 leaves compile in half a second instead of several
+seconds. The leaves are put into buckets so that many buckets are equal (as the layers of a network are), and equal
+buckets are traced and compiled once.
 
-A leaf of any size is served: a run of whole blocks, then blocks of 128, then single elements as scalars. Arrays that
-are changed are written in place (`pl.run_state`); where `when` is false nothing is read and nothing is written.
+A leaf may have any size: whole blocks first, then blocks of 128, then single elements as scalars. Changed arrays are
+written in place (`pl.run_state`). If `when` is false, the kernel reads and writes nothing.
 
-`apply` runs the kernel, `reference` the same `f` on whole arrays in jax.numpy.
+`apply` runs the kernel; `reference` runs the same `f` on whole arrays in jax.numpy.
 """
 
 import math
@@ -32,7 +33,7 @@ from pallas_kernels.moments import flat_index
 
 UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, launch.THREADS, 1), Level(1, 1, 0))
 READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, launch.THREADS, 1), Level(1, 1, 0))
-MOST = 128  # leaves to a launch
+MOST = 128  # leaves per launch
 
 
 # --- the reference -----------------------------------------------------------------------------------------------
@@ -41,8 +42,9 @@ MOST = 128  # leaves to a launch
 def reference(
     f: Function, leaves: Sequence[Leaf], scalars: Sequence[Any], *, n_sums: int = 0, when: Bool[Array, ""] | None = None
 ) -> Result:
-    """`f` on each leaf as a whole, in jax.numpy: what a kernel is tested against, and what runs elsewhere."""
-    # Computed once: they come from all leaves, and XLA would copy that whole chain into the kernel of each.
+    """`f` on each whole leaf, in jax.numpy: the oracle of the kernel's tests, and the code for other devices."""
+    # The barrier makes XLA compute the scalars once. They depend on all leaves, and without it XLA would compute them
+    # again in the kernel of each leaf.
     shared: tuple[Array, ...] = tuple(jnp.asarray(s, jnp.float32) for s in scalars)
     shared, when = lax.optimization_barrier((shared, when))
     found: list[tuple[Array, ...]] = []
@@ -81,19 +83,19 @@ def reference(
 
 
 def buckets(signatures: Sequence[Any], most: int) -> list[list[int]]:
-    """Indices of the leaves of each launch, at most `most` each: as many launches that look alike as possible."""
+    """Indices of the leaves of each launch, at most `most` each, so that as many launches as possible are equal."""
     count = -(-len(signatures) // most)
     kinds: dict[Any, list[int]] = {}
     for i, signature in enumerate(signatures):
         kinds.setdefault(signature, []).append(i)
-    alike: list[list[int]] = [[] for _ in range(count)]
+    equal: list[list[int]] = [[] for _ in range(count)]
     rest: list[int] = []
     for members in kinds.values():
         share = len(members) // count
         for j in range(count):
-            alike[j] += members[j * share : (j + 1) * share]
+            equal[j] += members[j * share : (j + 1) * share]
         rest += members[count * share :]
-    return [bucket for bucket in alike if bucket] + [rest[i : i + most] for i in range(0, len(rest), most)]
+    return [bucket for bucket in equal if bucket] + [rest[i : i + most] for i in range(0, len(rest), most)]
 
 
 # --- the kernel --------------------------------------------------------------------------------------------------
@@ -110,27 +112,29 @@ def apply(
     levels: tuple[Level, ...] = UPDATE_LEVELS,
     interpret: Any = False,
 ) -> Result:
-    """`f` over all leaves in as few launches as `MOST` leaves to a launch allow; arguments as for `reference`.
+    """`f` over all leaves, with at most `MOST` leaves per launch; arguments as for `reference`.
 
     Args:
       f: hashable, and equal for equal arithmetic: a function of a module, or a `functools.partial` of one.
-      leaves: none of them empty. Those whose group does not fill a warpgroup, and those of 2^31 elements and more, are
-        left to `reference`.
+      leaves: leaves that are not empty. `reference` takes those with a group that does not fill a warpgroup, and those
+        of 2^31 or more elements.
       scalars: numbers or float32[].
       name: of the kernel.
-      n_sums: how many sums `f` returns at most.
-      when: bool[]; False leaves states and writes as they are, without reading them.
-      levels: sizes of blocks, for leaves without groups.
-      interpret: what `pl.kernel` takes for it.
+      n_sums: the largest number of sums that `f` returns.
+      when: bool[]; if False, states and writes do not change and are not read.
+      levels: block sizes, for leaves without groups.
+      interpret: the argument of `pl.kernel`.
     """
-    served = [i for i, leaf in enumerate(leaves) if _why_not(leaf) is None]
-    others = [i for i in range(len(leaves)) if i not in set(served)]
+    supported = [i for i, leaf in enumerate(leaves) if _why_not(leaf) is None]
+    others = [i for i in range(len(leaves)) if i not in set(supported)]
     if others:
         by_xla = reference(f, [leaves[i] for i in others], scalars, n_sums=n_sums, when=when)
         kernels = {"name": name, "n_sums": n_sums, "when": when, "levels": levels, "interpret": interpret}
-        by_kernel = apply(f, [leaves[i] for i in served], scalars, **kernels) if served else Result([], by_xla.sums)
-        found = dict(zip((*others, *served), (*by_xla.leaves, *by_kernel.leaves), strict=True))
-        sums = [a + b for a, b in zip(by_xla.sums, by_kernel.sums, strict=True)] if served else by_xla.sums
+        by_kernel = (
+            apply(f, [leaves[i] for i in supported], scalars, **kernels) if supported else Result([], by_xla.sums)
+        )
+        found = dict(zip((*others, *supported), (*by_xla.leaves, *by_kernel.leaves), strict=True))
+        sums = [a + b for a, b in zip(by_xla.sums, by_kernel.sums, strict=True)] if supported else by_xla.sums
         return Result([found[i] for i in range(len(leaves))], tuple(sums))
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
@@ -138,7 +142,7 @@ def apply(
     members = buckets([signature_of(leaf) for leaf in flat], MOST)
     regions = [tuple(launch.regions([flat[i] for i in bucket], levels)) for bucket in members]
     ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
-    # One for each block, added up in the end. No operand is left empty: the compiler does not survive it.
+    # One partial sum for each block; they are added at the end. No operand may be empty: the compiler would crash.
     partial = jnp.zeros(max(n_sums * ends[-1], 1), jnp.float32)
     moved: list[Any] = [None] * len(leaves)
     for bucket, own_regions, start in zip(members, regions, ends, strict=False):
@@ -159,14 +163,14 @@ def apply(
 
 
 def _why_not(leaf: Leaf) -> str | None:
-    """Why a leaf is left to the reference; None if the kernel serves it."""
+    """Why the reference takes a leaf; None if the kernel supports it."""
     if leaf.group > 1 and leaf.group % launch.THREADS:
         return f"its groups of {leaf.group} do not fill a warpgroup"
     return "its elements cannot be counted in 31 bits" if math.prod(shape_of(leaf)) >= 2**31 else None
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Array:
-    """A vector of known numbers, made of literals: `custom_partitioning` takes no arrays that are constants."""
+    """A vector of Python numbers, made from literals, because `custom_partitioning` does not accept constant arrays."""
     return jnp.concatenate([jnp.full(1, x, dtype) for x in values])
 
 

@@ -1,11 +1,12 @@
-"""A pass of `tiles` as the rest of JAX sees it: for arrays of any rank, on one device and on many, under vmap.
+"""A pass of `tiles` as a JAX function: for arrays of any rank, on one device or several, and under vmap.
 
 - **Rank.** A tensor is read as a matrix whose rows are its first `rows` axes. Its transpose has these axes last, so
-  that neither it nor the tensor has to be reshaped where they are split over devices.
-- **Devices.** Inside `jax.shard_map` and `jax.pmap` a kernel gets the device's own arrays. Under plain `jax.jit` XLA
-  knows nothing about a kernel and would gather its operands. `custom_partitioning` tells it: every axis may be split,
-  the copy lies as the tensor does, the transpose the other way round, and amax is the MAX over the axes that split it.
-- **vmap.** The reference; a kernel that was asked for by name runs once for each member.
+  tensors that are split over devices need no reshape.
+- **Devices.** Inside `jax.shard_map` and `jax.pmap` a kernel gets the device's own arrays. Under plain `jax.jit`, XLA
+  does not know what a kernel does and would gather its operands. `custom_partitioning` tells XLA that every axis may be
+  split, that the cast is split like the tensor and the transpose like the transposed tensor, and that amax is the MAX
+  over the axes that split the tensor.
+- **vmap.** The reference runs; a backend given by name runs its kernel once for each member of the batch.
 """
 
 import functools
@@ -25,28 +26,20 @@ DTYPES = tuple(jax.numpy.dtype(d) for d in tiles.DTYPES)
 
 
 class Pass(NamedTuple):
-    """What is fixed about a pass when it is traced."""
+    """The static part of a pass."""
 
     name: str
     compute: Callable[..., Any] | None  # as for `tiles.run_tiles`
-    inputs: int  # how many tensors come in
-    values: int  # how many are made of them
+    inputs: int  # the number of input tensors
+    values: int  # the number of values that `compute` makes from them
     dtype: Any
     wide_dtype: Any
     rows: int
-    unmet: str | None = None  # why no kernel can serve this, whatever the shape
+    unmet: str | None = None  # why no kernel supports this pass, for any shape; None if one does
 
 
 def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: Any, rows: int | None = None) -> None:
-    """Raises for what no backend can serve, naming the argument.
-
-    Args:
-      name: of the function that was called.
-      arrays: its tensors.
-      scales: its scales.
-      dtype: what to cast to.
-      rows: None where the tensors have to be matrices.
-    """
+    """Raises for arguments that no backend supports; `name` is the called function; `rows=None` requires matrices."""
     for x in arrays:
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}. Cast it with .astype first.")
@@ -64,27 +57,22 @@ def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: An
 
 
 def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: str) -> list[tiles.Output]:
-    """The pass, by the backend that `backend` names; see `pallas_kernels.backend`.
-
-    Raises:
-      ValueError: a backend that cannot serve here.
-    """
+    """Runs the pass with `backend`; see `pallas_kernels.backend`."""
     flat = _by_backend(plan, backend)(*arrays, *scales)
     return _outputs(plan, flat)
 
 
 def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backend: str = "auto") -> list[Array]:
-    """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)` where that serves.
+    """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)`, as `backend` says.
 
-    Returns:
-      For each value q, its transpose, amax, and the wide one where there is one, one behind the other.
+    Returns a flat list: for each value q, its transpose, amax, and the wide value if `plan` has a `wide_dtype`.
     """
     kernel = functools.partial(_kernel, plan)
     return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args))
 
 
 def why_not(plan: Pass, args: Sequence[Array]) -> str | None:
-    """Why no kernel can serve these tensors here, on whatever hardware; None if one can."""
+    """Why no kernel can run on these tensors here, on any hardware; None if one can."""
     return plan.unmet or tiles.why_not(args[0].shape, plan.rows) or backends.why_not_here(args)
 
 
@@ -130,7 +118,7 @@ def _reference(plan: Pass, *args: Array) -> list[Array]:
 
 
 def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
-    """The kernel on arrays that are this device's own; its shards may be odd where the whole was not."""
+    """The kernel on this device's own arrays; the reference if a shard has a size that the kernel does not support."""
     arrays, scales = args[: plan.inputs], args[plan.inputs :]
     shape = arrays[0].shape
     if tiles.why_not(shape, plan.rows):
@@ -168,7 +156,7 @@ def _kernel(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
 
 
 def _partition(plan: Pass, on_device: Any, mesh: Any, operands: Sequence[Any], results: Any) -> Any:
-    """What `custom_partitioning` asks for: (mesh, what a device runs, shardings of results and operands)."""
+    """The result that `custom_partitioning` needs: (mesh, function for one device, shardings of results, operands)."""
     del results
     sharding, ndim = operands[0].sharding, len(operands[0].shape)
     names = _names(_spec(sharding, ndim))
@@ -183,8 +171,8 @@ def _partition(plan: Pass, on_device: Any, mesh: Any, operands: Sequence[Any], r
 
 def _results(plan: Pass, sharding: Any, ndim: int) -> list[Any]:
     spec = _spec(sharding, ndim)
-    as_it_is, turned = PartitionSpec(*spec), PartitionSpec(*spec[plan.rows :], *spec[: plan.rows])
-    one = [as_it_is, turned, PartitionSpec()] + ([] if plan.wide_dtype is None else [as_it_is])
+    same, turned = PartitionSpec(*spec), PartitionSpec(*spec[plan.rows :], *spec[: plan.rows])
+    one = [same, turned, PartitionSpec()] + ([] if plan.wide_dtype is None else [same])
     return [NamedSharding(sharding.mesh, p) for p in one * plan.values]
 
 
@@ -199,15 +187,15 @@ def _names(spec: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _sharding_rule(plan: Pass, ndim: int) -> str:
-    """For Shardy, einsum-like: "i j, -> i j, j i, " for a matrix and its scale."""
+    """The rule for Shardy, like an einsum: "i j, -> i j, j i, " for a matrix and its scale."""
     axes = [f"d{i}" for i in range(ndim)]
-    as_it_is, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
-    one = [as_it_is, turned, ""] + ([] if plan.wide_dtype is None else [as_it_is])
-    return f"{', '.join([as_it_is] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
+    same, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
+    one = [same, turned, ""] + ([] if plan.wide_dtype is None else [same])
+    return f"{', '.join([same] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
 
 
 def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
-    """`outs`, typed as varying over every manual axis over which an argument does."""
+    """`outs`, typed as varying over every manual axis that an argument varies over."""
     axes = frozenset().union(*(backends.varying_axes(x) for x in args))
     return [backends.as_varying(x, axes) for x in outs]
 

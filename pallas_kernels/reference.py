@@ -1,7 +1,7 @@
-"""Every function of this package in plain jax.numpy: what the kernels must equal, and what runs where they cannot.
+"""Every function of this package in plain jax.numpy: the oracle of the kernels, and the backend where they cannot run.
 
-Arithmetic is float32 whatever comes in; casts to fp8 saturate (clip first: a bare cast makes NaN of what lies beyond
-e4m3's range); the largest magnitude is that of the values *before* they are scaled.
+Arithmetic is float32 for inputs of every dtype. Casts to fp8 saturate: they clip first, because a plain cast turns
+values beyond the range of e4m3 into NaN. amax is the largest magnitude of the values *before* the scale.
 """
 
 from typing import Any
@@ -13,23 +13,15 @@ from jaxtyping import Array, Float
 
 
 def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Array:
-    """`x` in a narrower dtype, rounded to nearest even; beyond the range its largest finite value, NaN stays NaN.
-
-    Args:
-      x: floats of a dtype that holds the largest value of `dtype` exactly.
-      dtype: 8 or 16 bits.
-    """
+    """`x` in a narrower dtype, rounded to nearest even and saturated; NaN stays NaN."""
+    # The dtype of x must represent the largest value of `dtype` exactly.
     limit = x.dtype.type(jnp.finfo(dtype).max)
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, "..."]:
-    """max |x| in float32, inf if any element is inf or NaN (a plain MAX may drop NaN), 0.0 for an empty array.
-
-    Args:
-      x: floats of any shape.
-      keep: how many leading axes stay: one maximum for each of their elements.
-    """
+    """max |x| in float32 over all but the first `keep` axes; inf if any is inf or NaN; 0.0 for an empty array."""
+    # NaN becomes inf first, because a MAX may drop NaN.
     magnitude = jnp.abs(x.astype(jnp.float32))
     if not magnitude.size:
         return jnp.zeros(magnitude.shape[:keep], jnp.float32)
@@ -37,7 +29,7 @@ def largest_magnitude(x: Float[Array, "..."], *, keep: int = 0) -> Float[Array, 
 
 
 def transpose(x: Array, rows: int = 1) -> Array:
-    """`x`, read as a matrix whose rows are its first `rows` axes, with the rows behind the columns."""
+    """The transpose of `x`, read as a matrix whose rows are its first `rows` axes: these axes come last."""
     return jnp.transpose(x, (*range(rows, x.ndim), *range(rows)))
 
 
@@ -58,7 +50,7 @@ _INV_SQRT_2_PI = np.float32(1 / np.sqrt(2 * np.pi))
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as `jax.nn.gelu` by default."""
+    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, the default of `jax.nn.gelu`."""
     return np.float32(0.5) * x * (np.float32(1) + jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x))))
 
 
@@ -105,5 +97,5 @@ def silu_gated(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "
 def silu_gated_grad(
     grad: Float[Array, "..."], a: Float[Array, "..."], b: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The gradients of a and b of `silu_gated`."""
+    """The gradients of `silu_gated` with respect to a and b."""
     return silu_grad(grad * b, a), grad * silu(a)

@@ -1,20 +1,21 @@
-"""One pass over a matrix in tiles: values made from the inputs, cast to fp8 with a scale, written twice, amax taken.
+"""One pass over a matrix in tiles: computes values, casts them to fp8 and transposes the cast, and takes the amax.
 
     for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers
                                 q tile       <- fp8(clip(v * scale))
                                 q.T tile     <- the same, read back from shared memory by columns
-                                partial amax <- max |v|                  one number a CTA; XLA takes the maximum of them
+                                partial amax <- max |v|                  one number per CTA; XLA takes their maximum
 
-cuBLASLt multiplies fp8 operands on Hopper only along rows that lie together in memory, so each tensor of a layer is
-needed both ways: in one product its rows are summed over, in another its columns. XLA casts in one pass and transposes
-in a second, and reads once more for the amax where a cast feeds a transpose.
+On Hopper, cuBLASLt multiplies fp8 operands only along rows that are contiguous in memory. One product of a layer sums
+over the rows of a tensor and another over its columns, so each tensor is needed in both layouts. XLA casts in one pass
+and transposes in a second one, and reads once more for the amax if a cast feeds a transpose.
 
-What Mosaic GPU asks for (found by trying; interpreting a kernel checks none of it):
+What Mosaic GPU requires (found by experiment; the interpreter does not check it):
 
-- Register layouts are chosen, not inferred: tiles are read as WGMMA fragments, and by columns as WGMMA_TRANSPOSED,
-  which one shuffle turns into the former. Both come from swizzled shared memory.
-- fp8 is reached from float32 only. No atomic MAX of float32: partial results instead, which are deterministic as well.
-- Sides are multiples of 64, for the layout; the swizzle and TMA then have what they need.
+- Register layouts are chosen, not inferred. Tiles are read as WGMMA fragments, and by columns as WGMMA_TRANSPOSED; one
+  shuffle converts the second layout to the first. Both are read from swizzled shared memory.
+- Only float32 can be converted to fp8. There is no atomic MAX of float32, so each CTA writes a partial amax; this is
+  also deterministic.
+- Both sides are multiples of 64, for the layout; this is also enough for the swizzle and TMA.
 """
 
 import math
@@ -37,16 +38,16 @@ Compute = Callable[..., Any]  # float32 tiles -> a float32 tile, or a tuple of t
 
 
 class Output(NamedTuple):
-    """What one value of `compute` leaves in memory."""
+    """The arrays that the pass writes for one value of `compute`."""
 
     q: Array  # fp8 [M, N]
     q_t: Array  # fp8 [N, M]
-    amax: Float[Array, ""]  # of the value before it was scaled
-    wide: Array | None  # [M, N] in the dtype that was asked for
+    amax: Float[Array, ""]  # of the value before the scale
+    wide: Array | None  # the value [M, N] in `wide_dtype`
 
 
 def why_not(shape: Sequence[int], rows: int = 1) -> str | None:
-    """Why the kernel cannot serve a tensor of this shape, read as a matrix; None if it can."""
+    """Why the kernel does not support a tensor of this shape, read as a matrix; None if it does."""
     m, n = math.prod(shape[:rows]), math.prod(shape[rows:])
     if m % MULTIPLE or n % MULTIPLE or not m * n:
         return f"both sides must be multiples of {MULTIPLE}, and not 0; got {m} x {n}"
@@ -63,16 +64,16 @@ def run_tiles(
     wide_dtype: Any = None,
     interpret: Any = False,
 ) -> list[Output]:
-    """The pass of the module's docstring.
+    """Runs the pass of the module's docstring.
 
     Args:
-      compute: makes the values from float32 tiles of the inputs; None for the one input itself.
+      compute: makes the values from float32 tiles of the inputs; None: the value is the one input.
       inputs: [M, N] each, in one of `DTYPES`; M and N multiples of 64.
       scales: float32[] each, one for each value.
       dtype: one of `FP8_DTYPES`.
       name: of the kernel, for profiles.
-      wide_dtype: a dtype in which the values are written as well, unscaled.
-      interpret: what `plgpu.kernel` takes for it.
+      wide_dtype: if given, the unscaled values are also written in this dtype.
+      interpret: the argument of `plgpu.kernel`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -83,7 +84,7 @@ def run_tiles(
     layout = plgpu.Layout
 
     def smem(shape: tuple[int, int], dtype: Any) -> Any:
-        """Shared memory in which neither a row nor a column of a fragment meets itself in one bank."""
+        """Shared memory without bank conflicts for rows and for columns of a fragment."""
         size = jnp.dtype(dtype).itemsize
         width = min(128, shape[1] * size)
         tiling: Any = plgpu.TilingTransform
@@ -134,7 +135,7 @@ def run_tiles(
                 wide_smem[...] = value.astype(wide_dtype)
                 copies.append((wide_smem, wide[0].at[row, column]))
             if compute is not None:
-                plgpu.commit_smem()  # what one thread wrote is read by another
+                plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
             q_t_smem[...] = reference.saturating_cast(load_transposed(value_smem) * factor, dtype)
             copies += [(q_smem, q.at[row, column]), (q_t_smem, q_t.at[column, row])]
         plgpu.commit_smem()
@@ -169,7 +170,7 @@ def run_tiles(
 
 
 def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:
-    """Sides of a tile: rows of 128 bytes of fp8 where that fits; small where a formula holds many registers."""
+    """Sides of a tile: rows of 128 bytes of fp8 if they fit; smaller if `compute` needs many registers."""
     if plain and n % 128 == 0:
         return 64, 128
     return (128, 64) if plain and m % 128 == 0 else (64, 64)

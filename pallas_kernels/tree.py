@@ -1,4 +1,4 @@
-"""A function of one array over all leaves of a tree."""
+"""Runs a function of one array over all leaves of a tree, as a multi-tensor kernel."""
 
 from typing import Any
 
@@ -11,16 +11,13 @@ from pallas_kernels.leaves import Leaf
 
 
 def checked(tree: PyTree) -> tuple[list[Array], Any]:
-    """The leaves of a tree of 16- or 32-bit floats, and its structure.
-
-    Raises:
-      TypeError: leaves of another dtype, named by path.
-    """
+    """The leaves of a tree of 16- or 32-bit floats and its structure; a TypeError for leaves of another dtype."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(x, "dtype", type(x).__name__)
         if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
             raise TypeError(
-                f"leaves are float16, bfloat16 or float32; got {dtype} at {jax.tree_util.keystr(path) or 'the root'}"
+                f"leaves must be float16, bfloat16 or float32; got {dtype} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. Cast them first."
             )
     leaves, treedef = jax.tree.flatten(tree)
     return [jnp.asarray(x) for x in leaves], treedef
@@ -29,7 +26,7 @@ def checked(tree: PyTree) -> tuple[list[Array], Any]:
 def over_tree(
     f: Any, leaves: list[Array], scalar: Any, outs: tuple[Any, ...], n_sums: int, name: str, backend: str
 ) -> tuple[list[tuple[Array, ...]], tuple[Array, ...]]:
-    """`f` over the leaves that hold something; an empty one is its own result."""
+    """`f` over all leaves; an empty leaf is only cast."""
     scalar = jnp.asarray(scalar, jnp.float32)
     if scalar.shape:
         raise ValueError(f"{name} takes one scale, float32[], for the whole tree; got shape {scalar.shape}")
@@ -49,8 +46,8 @@ def over_tree(
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)
 
     unmet = None
-    if len({backends.varying_axes(x) for x in filled}) > 1:  # they share the branches of a kernel, which have one type
-        unmet = "leaves differ in the axes over which jax.shard_map checks that they vary (pass check_vma=False)"
+    if len({backends.varying_axes(x) for x in filled}) > 1:  # the branches of the kernel must have one type
+        unmet = "leaves differ in the axes that they vary over in jax.shard_map (pass check_vma=False)"
     result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet)
     found = iter(result.leaves)
     return [next(found) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums

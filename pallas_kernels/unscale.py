@@ -1,10 +1,10 @@
-"""Gradients unscaled, looked at and measured, a whole tree in a few launches.
+"""Unscales a whole tree of gradients, checks that it is finite, and computes its norm, in a few launches.
 
     g      = f32(grad) * inv_scale
     finite = no inf or NaN in any g
     norm   = sqrt(sum g^2)
 
-`unscale_and_check` writes g; `gradient_norm` only reads, and leaves the unscaling to the pass that uses the gradients.
+`unscale_and_check` writes g. `gradient_norm` only reads; the pass that uses the gradients then unscales them.
 """
 
 import jax.numpy as jnp
@@ -17,19 +17,19 @@ from pallas_kernels.tree import checked, over_tree
 def unscale_and_check(
     tree: PyTree, inv_scale: Float[Array, ""], *, backend: str = "auto"
 ) -> tuple[PyTree, Bool[Array, ""]]:
-    """Gradients in float32, unscaled, and whether all of them are finite.
+    """Unscales gradients to float32, and checks whether all of them are finite.
 
     Args:
       tree: gradients; float16, bfloat16 or float32, of any shapes.
       inv_scale: float32[], 1 / loss scale.
-      backend: see `backend`.
+      backend: see `pallas_kernels.backend`.
 
     Returns:
-      The tree in float32; bool[].
+      The tree in float32; bool[], True if all values are finite.
 
     Raises:
       TypeError: leaves of another dtype, named by path.
-      ValueError: a backend that cannot serve.
+      ValueError: a backend that cannot run.
 
     Example:
       >>> unscale_and_check({"w": jnp.array([8.0, jnp.inf], jnp.float16)}, jnp.float32(0.5), backend="xla")
@@ -48,14 +48,14 @@ def gradient_norm(
     Args:
       tree: gradients; float16, bfloat16 or float32, of any shapes.
       inv_scale: float32[], 1 / loss scale.
-      backend: see `backend`.
+      backend: see `pallas_kernels.backend`.
 
     Returns:
-      float32[], summed in float32 (it may be inf on finite gradients); bool[].
+      The norm, float32[], summed in float32 (it can be inf although all gradients are finite); bool[].
 
     Raises:
       TypeError: leaves of another dtype, named by path.
-      ValueError: a backend that cannot serve.
+      ValueError: a backend that cannot run.
 
     Example:
       >>> gradient_norm([jnp.array([6.0]), jnp.array([8.0], jnp.float16)], jnp.float32(0.5), backend="xla")
@@ -77,5 +77,5 @@ def _measure(values: Values) -> tuple[list[Array], list[Array]]:
 
 
 def _is_bad(g: Array) -> Array:
-    """1.0 where g is inf or NaN, else 0.0; a sum of these cannot lose a NaN, as a maximum can."""
+    """1.0 where g is inf or NaN, else 0.0; a sum of these counts every NaN, but a maximum can lose one."""
     return jnp.where(jnp.abs(g) < jnp.inf, jnp.zeros_like(g), jnp.ones_like(g))

@@ -1,17 +1,17 @@
-"""The optimizer's side of a step as one pass: gradient, master and moments in; master, moments and model's copy out.
+"""The optimizer's part of a step in one pass: reads gradient, master and moments; writes master, moments and param.
 
     g          = factor * grad                    unscaled, and clipped by the global norm
     moments    = rule.moments(g, moments)         AdamW, Lion, SGD with momentum
     u          = rule.direction(g, moments)
     w          = w - lr * (u + decay * w)
-    param      = round(w)                         where the model holds fewer bits
+    param      = round(w)                         if the model's param has fewer bits
 
-All leaves of a tree share a few launches (`multi_tensor`), every array is written where it stands, and a step that is
-not taken (`taken` false) touches none. A value that would become inf or NaN stays what it was, so that nothing
-non-finite enters the state.
+All leaves of a tree share a few launches (`multi_tensor`). Every array is written in place, and a skipped step (`taken`
+false) reads and writes none. A value that would become inf or NaN keeps its old value, so that no non-finite value
+enters the state.
 
-The weight of a leaf is in float32, in one of three places: the param itself; a float32 master beside a 16-bit param
-that is only written; or a bfloat16 param and its remainder (`moments.split`).
+The float32 weight of a leaf is in one of three places: the param itself; a float32 master, with a 16-bit param that is
+only written; or a bfloat16 param together with its remainder (`moments.split`).
 """
 
 import functools
@@ -27,11 +27,11 @@ from pallas_kernels.moments import Quantized
 
 
 class Rule(Protocol):
-    """How an optimizer turns a gradient into a step; hashable, and equal for equal arithmetic. All is float32."""
+    """The arithmetic of an optimizer, in float32; rules are hashable, and equal for equal arithmetic."""
 
     @property
     def signed(self) -> tuple[bool, ...]:
-        """Of each moment, whether it can be negative."""
+        """For each moment, whether it can be negative."""
         ...
 
     def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -39,12 +39,12 @@ class Rule(Protocol):
         ...
 
     def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
-        """What the weight moves against, times lr; from moments before or after, and the rule's own scalars."""
+        """u of w - lr * u, from the moments before and after the step and the rule's own scalars."""
         ...
 
 
 class AdamW(NamedTuple):
-    """Adam (Kingma and Ba 2015), as `optax.scale_by_adam`; scalars: 1 - b1^t, 1 - b2^t.
+    """Adam (Kingma and Ba 2015), like `optax.scale_by_adam`; its scalars are 1 - b1^t and 1 - b2^t.
 
     Example:
       >>> g, zero = jnp.float32(2.0), jnp.float32(0.0)
@@ -69,14 +69,14 @@ class AdamW(NamedTuple):
         return (1 - self.b1) * g + self.b1 * mu, (1 - self.b2) * (g * g) + self.b2 * nu
 
     def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
-        """The mean over the root of the mean square, both without the bias of their start at zero."""
+        """mu / sqrt(nu), both divided by their bias correction."""
         del g, old
         mu, nu = new
         return (mu / scalars[0]) / (jnp.sqrt(nu / scalars[1] + self.eps_root) + self.eps)
 
 
 class Lion(NamedTuple):
-    """Lion (Chen et al. 2023), as `optax.scale_by_lion`.
+    """Lion (Chen et al. 2023), like `optax.scale_by_lion`.
 
     Example:
       >>> g, mu = jnp.float32(-2.0), jnp.float32(1.0)
@@ -97,7 +97,7 @@ class Lion(NamedTuple):
         return ((1 - self.b2) * g + self.b2 * old[0],)
 
     def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
-        """The sign of a shorter average; 0 and NaN stay."""
+        """The sign of an average with decay b1; 0 and NaN do not change."""
         del new, scalars
         x = (1 - self.b1) * g + self.b1 * old[0]
         one = jnp.ones_like(x)
@@ -105,7 +105,7 @@ class Lion(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """SGD with momentum, as `optax.trace`; nesterov: the step looks ahead.
+    """SGD with momentum, like `optax.trace`; `nesterov`: Nesterov's momentum.
 
     Example:
       >>> g, old = jnp.float32(1.0), (jnp.float32(2.0),)
@@ -122,23 +122,23 @@ class Momentum(NamedTuple):
         return (True,)
 
     def moments(self, g: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The sum of all g, old ones decayed."""
+        """The sum g + decay * old."""
         return (g + self.decay * old[0],)
 
     def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
-        """That sum, or the next one."""
+        """The new moment; with nesterov, g + decay * the new moment."""
         del old, scalars
         return g + self.decay * new[0] if self.nesterov else new[0]
 
 
 class Weight(NamedTuple):
-    """One leaf of the tree.
+    """The arrays of one leaf of the tree, all of the gradient's shape.
 
     Attributes:
       grad: float16, bfloat16 or float32; still scaled.
-      param: the model's copy; None where it is the master (float32), or is written elsewhere.
+      param: the model's param; None if it is the master (float32), or if the caller writes it.
       master: float32; or the remainder of a bfloat16 param, int16 or int8.
-      moments: as many as the rule has; float32, bfloat16 or `Quantized`.
+      moments: the moments of the rule; each float32, bfloat16 or `Quantized`.
       decay: weight decay.
 
     Example:
@@ -155,11 +155,11 @@ class Weight(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What the arithmetic has to know of a leaf."""
+    """Static facts about a leaf for the arithmetic."""
 
     is_split: bool
     param_dtype: str | None
-    moments: tuple[str, ...]  # of each: the dtype of what is stored
+    moments: tuple[str, ...]  # the stored dtype of each moment
 
 
 def multi_tensor_update(
@@ -173,24 +173,31 @@ def multi_tensor_update(
     taken: Bool[Array, ""],
     backend: str = "auto",
 ) -> tuple[list[Weight], Float[Array, ""]]:
-    """Moves all weights by one step of `rule`; see the module's docstring.
+    """Updates all weights by one step of `rule`, in one pass over memory.
+
+        g          = factor * grad
+        moments    = rule.moments(g, moments)
+        w          = w - learning_rate * (rule.direction(g, moments) + decay * w)
+        param      = round(w)                         if the model's param has fewer bits
+
+    A value that would become inf or NaN keeps its old value.
 
     Args:
-      weights: the leaves; shapes within a leaf agree.
+      weights: the leaves; all arrays of a leaf have the shape of its gradient.
       rule: `AdamW`, `Lion`, `Momentum`, or your own.
-      factor: float32[], multiplies the gradients: 1 / loss scale, times what clips them.
+      factor: float32[], multiplies the gradients: 1 / loss scale, times the factor of clipping.
       learning_rate: float32[].
       step: number of the step, for the noise of stochastic rounding.
-      scalars: the rule's own.
-      taken: bool[]; False: nothing moves.
-      backend: see `backend`.
+      scalars: the rule's own scalars.
+      taken: bool[]; if False, nothing changes.
+      backend: see `pallas_kernels.backend`.
 
     Returns:
-      The weights after the step (their gradients as given), and how many float32 masters of float16 params stood beyond
-      its range before the step, float32[]; that count is undefined where the step is not taken.
+      The weights after the step (with the same gradients); and how many float32 masters of float16 params were beyond
+      the range of float16 before the step, float32[]. That count is undefined if the step is not taken.
 
     Raises:
-      ValueError: leaves whose parts do not fit, named by their number; a backend that cannot serve.
+      ValueError: leaves whose parts do not fit, named by their number; a backend that cannot run.
 
     Example:
       >>> w = Weight(jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16), jnp.zeros(2), (jnp.zeros(2),))
@@ -228,7 +235,9 @@ def multi_tensor_update(
     arrays = [(leaves[i].reads, leaves[i].states, leaves[i].writes) for i in filled]
     unmet = None
     if any(backends.varying_axes(x) for x in jax.tree.leaves(arrays)):
-        unmet = "what varies over axes that jax.shard_map checks cannot be written in place (pass check_vma=False)"
+        unmet = (
+            "arrays that vary over axes of a checked jax.shard_map cannot be written in place (pass check_vma=False)"
+        )
     result = backends.run(backend, kernel, plain, arrays, all_scalars, taken, unmet=unmet)
     moved = list(weights)
     for i, new in zip(filled, result.leaves, strict=True):
@@ -238,20 +247,20 @@ def multi_tensor_update(
 
 def _check(i: int, w: Weight, rule: Rule) -> None:
     if len(w.moments) != len(rule.signed):
-        raise ValueError(f"{type(rule).__name__} has {len(rule.signed)} moments; leaf {i} has {len(w.moments)}")
+        raise ValueError(f"{type(rule).__name__} needs {len(rule.signed)} moments; leaf {i} has {len(w.moments)}")
     arrays = {"param": w.param, "master": w.master}
     arrays |= {f"moment {n}": m.codes if isinstance(m, Quantized) else m for n, m in enumerate(w.moments)}
     for name, x in arrays.items():
         if x is not None and x.shape != w.grad.shape:
             raise ValueError(
-                f"all parts of a leaf have the shape of its gradient; leaf {i} has {name} of {x.shape} and grad of "
-                f"{w.grad.shape}"
+                f"all parts of a leaf must have the shape of its gradient; leaf {i} has {name} of {x.shape} and grad "
+                f"of {w.grad.shape}"
             )
     is_split = w.master.dtype != jnp.float32
     if is_split and (w.master.dtype not in (jnp.int16, jnp.int8) or w.param is None or w.param.dtype != jnp.bfloat16):
         raise ValueError(
-            f"a master is float32, or int16 or int8 beside a bfloat16 param; leaf {i} has a master of {w.master.dtype} "
-            f"and a param of {None if w.param is None else w.param.dtype}"
+            f"a master must be float32, or int16 or int8 beside a bfloat16 param; leaf {i} has a master of "
+            f"{w.master.dtype} and a param of {None if w.param is None else w.param.dtype}"
         )
 
 
@@ -269,7 +278,7 @@ def _leaf(i: int, w: Weight) -> multi_tensor.Leaf:
 
 
 def _put_back(w: Weight, new: Sequence[Array]) -> Weight:
-    """The leaf with the arrays that `_leaf` took from it, in its order."""
+    """`w` with the new arrays, which have the order that `_leaf` gave them."""
     left = list(new)
     is_split = w.master.dtype != jnp.float32
     param = left.pop(0) if is_split else None
@@ -281,7 +290,7 @@ def _put_back(w: Weight, new: Sequence[Array]) -> Weight:
 
 
 def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[Array]]:
-    """The arithmetic, for a block or for a whole leaf."""
+    """The arithmetic of the step, for a block or for a whole leaf."""
     kind: _Kind = values.kind
     factor, learning_rate, step, *own = values.scalars
     decay, leaf = values.numbers
@@ -319,5 +328,5 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
 
 
 def _finite_or(new: Array, old: Array) -> Array:
-    """`new`, or `old` where that is finite and `new` is not."""
+    """`new`; `old` where `old` is finite and `new` is not."""
     return jnp.where(jnp.abs(new) < jnp.inf, new, jnp.where(jnp.abs(old) < jnp.inf, old, new))

@@ -152,7 +152,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"takes tensors of one shape; got \(64, 64\) and \(64, 128\)"):
         pallas_kernels.silu_gated_cast_transpose_amax(x, jnp.ones((64, 128)), s, E4M3)
     if HAS_KERNELS:
-        with pytest.raises(ValueError, match='backend="interpret" cannot serve here: Mosaic GPU has no erf'):
+        with pytest.raises(ValueError, match='backend="interpret" cannot run here: Mosaic GPU has no erf'):
             pallas_kernels.activation_cast_transpose_amax(x, s, E4M3, activation="gelu_exact", backend="interpret")
     with pytest.raises(ValueError, match="activation must be one of"):
         fp8.dot_general(x, x, (((1,), (0,)), ((), ())), recipe=fp8.CurrentScaling(), activation="relu")

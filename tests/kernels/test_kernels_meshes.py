@@ -98,9 +98,9 @@ def test_groups_stay_whole(parts):
     del parts
     mesh = mesh_of()
     sharding = NamedSharding(mesh, P("data", "model"))
-    assert meshes._even(sharding, (8, 512), 256) == ("data", "model")
-    assert meshes._even(sharding, (8, 256), 256) == ("data", None)
-    assert meshes._even(sharding, (6, 512), 1) == (None, "model")
+    assert meshes._even_spec(sharding, (8, 512), 256) == ("data", "model")
+    assert meshes._even_spec(sharding, (8, 256), 256) == ("data", None)
+    assert meshes._even_spec(sharding, (6, 512), 1) == (None, "model")
     rule = meshes._sharding_rule([Leaf(states=(jnp.ones((8, 512)), jnp.ones((8, 2))), group=256)], [(8, 512)], 1)
     assert rule == "s, l0a0 l0a1, l0a0 l0g -> l0a0 l0a1, l0a0 l0g, "
 

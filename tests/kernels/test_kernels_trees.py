@@ -496,7 +496,7 @@ def test_what_cannot_serve_says_why(name):
         with pytest.raises(ValueError) as error:
             calls()[name](backend)
         assert str(error.value) == (
-            f'backend="{backend}" cannot serve here: {MISSING[backend]}. Use backend="auto", or "xla".'
+            f'backend="{backend}" cannot run here: {MISSING[backend]}. Use backend="auto", or "xla".'
         )
 
 
@@ -516,7 +516,7 @@ def test_reasons():
 )
 def test_leaves_of_other_dtypes(f, leaf, got):
     tree = {"w": jnp.ones(2), "deep": [leaf]}
-    with pytest.raises(TypeError, match=rf"leaves are float16, bfloat16 or float32; got {got} at \['deep'\]\[0\]"):
+    with pytest.raises(TypeError, match=rf"leaves must be float16, bfloat16 or float32; got {got} at \['deep'\]\[0\]"):
         f(tree, jnp.float32(1.0))
     with pytest.raises(TypeError, match=rf"got {got} at the root"):
         f(leaf, jnp.float32(1.0))
@@ -536,17 +536,17 @@ FITTING = Weight(ONES, jnp.ones(4, jnp.bfloat16), ONES, (ONES, ONES))
 @pytest.mark.parametrize(
     "weight, message",
     [
-        (FITTING._replace(moments=(ONES,)), "AdamW has 2 moments; leaf 1 has 1"),
+        (FITTING._replace(moments=(ONES,)), "AdamW needs 2 moments; leaf 1 has 1"),
         (
             FITTING._replace(master=jnp.ones(3)),
-            r"all parts of a leaf have the shape of its gradient; leaf 1 has master of \(3,\) and grad of \(4,\)",
+            r"all parts of a leaf must have the shape of its gradient; leaf 1 has master of \(3,\) and grad of \(4,\)",
         ),
         (FITTING._replace(param=jnp.ones((2, 2), jnp.bfloat16)), r"leaf 1 has param of \(2, 2\) and grad of \(4,\)"),
         (FITTING._replace(moments=(ONES, jnp.ones(()))), r"leaf 1 has moment 1 of \(\) and grad of \(4,\)"),
         (
             FITTING._replace(param=jnp.ones(4, jnp.float16), master=jnp.zeros(4, jnp.int16)),
-            "a master is float32, or int16 or int8 beside a bfloat16 param; leaf 1 has a master of int16 and a param "
-            "of float16",
+            "a master must be float32, or int16 or int8 beside a bfloat16 param; leaf 1 has a master of int16 and a "
+            "param of float16",
         ),
         (
             FITTING._replace(param=None, master=jnp.zeros(4, jnp.int8)),
@@ -590,6 +590,6 @@ def test_checked_shard_map_leaves_to_xla_what_varies_over_other_axes(spec):
     assert ("mosaic_gpu" in text) == (spec == P("x") and MISSING["interpret"] is None)
     if spec == P() and MISSING["interpret"] is None:
         with pytest.raises(
-            ValueError, match=r'"interpret" cannot serve here: leaves differ in the axes .*check_vma=False'
+            ValueError, match=r'"interpret" cannot run here: leaves differ in the axes .*check_vma=False'
         ):
             spread("interpret")(tree)

@@ -107,7 +107,7 @@ def test_several_gpus_get_kernels_but_on_some_meshes(machine):
     ("manual", "kind", "reason"),
     [
         ((), AxisType.Auto, None),
-        ((), AxisType.Explicit, "an array lies on a mesh with explicit axes"),
+        ((), AxisType.Explicit, "an array is on a mesh with explicit axes"),
         (("a", "b"), AxisType.Auto, None),
         (("a",), AxisType.Auto, "only the axes ('a',) of the mesh ('a', 'b') are manual here"),
     ],
