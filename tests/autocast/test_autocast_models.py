@@ -101,7 +101,9 @@ def test_float32_is_the_function_itself(framework, name):
         if framework == "nnx":
             graphdef, params = nnx.split(nnx.eval_shape(lambda: models.NNX[name](nnx.Rngs(0))))
             rest, fn = {}, nnx.value_and_grad(wrap(models.loss_nnx))
-            fn = functools.partial(lambda fn, params, batch, _: fn(nnx.merge(graphdef, params), batch), fn)
+            fn = functools.partial(
+                lambda fn, graphdef, params, batch, _: fn(nnx.merge(graphdef, params), batch), fn, graphdef
+            )
         else:
             params, rest = models.shapes_linen(name)
             fn = jax.value_and_grad(wrap(models.loss_linen(name)), has_aux=True)

@@ -110,7 +110,7 @@ def test_scan_over_layers_gives_one_entry_for_each(rematted):
     def amaxes(params, x):
         found = []
         for i in range(3):
-            x, _ = Mlp().apply({"params": jax.tree.map(lambda p: p[i], params["layers"])}, x)
+            x, _ = Mlp().apply({"params": jax.tree.map(lambda p, i=i: p[i], params["layers"])}, x)
             found.append(jnp.max(jnp.abs(x)))
         return jnp.stack(found)
 
