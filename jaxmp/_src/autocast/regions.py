@@ -7,67 +7,51 @@ it traced: an equation may be read long after the region it was traced in, and b
 """
 
 import contextlib
-import contextvars
 import functools
 import urllib.parse
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp._src.autocast.cast_lists import OFF, CastLists
-from jaxmp._src.base import regions
+from jaxmp._src.base import ambient
 from jaxmp._src.programs import module_paths
 
 _GROUPS = ("allow", "force_fp32", "widest")
 
 
-class _Ambient(NamedTuple):
-    """The region that Python is in.
-
-    Attributes:
-      lists: of the innermost `with`, or of the autocast function that is being traced; None outside of all.
-      tracing: whether an autocast function is being traced, which then rewrites what is called in it.
-    """
-
-    lists: CastLists | None = None
-    tracing: bool = False
-
-
-_OUTSIDE = _Ambient()
-# A context variable, because a user's `with` region holds for functions called in it that know nothing of autocast.
-_AMBIENT: contextvars.ContextVar[_Ambient] = contextvars.ContextVar("jaxmp_autocast", default=_OUTSIDE)
-# The same as a part of the key under which `jax.jit` caches what it traced: it looks different in here.
+# The lists of the region, as a part of the key under which `jax.jit` caches a trace: it differs inside a region.
 _KEY = jax.make_user_context(None)
 
 
 def current() -> CastLists | None:
     """The lists of the innermost region; None outside of all."""
-    return _AMBIENT.get().lists
+    return ambient.now().autocast_lists
 
 
 def is_tracing() -> bool:
     """Whether an autocast function is being traced, which then rewrites what is called in it."""
-    return _AMBIENT.get().tracing
+    return ambient.now().autocast_tracing
 
 
 @contextlib.contextmanager
-def _entered(ambient: _Ambient) -> Iterator[None]:
-    with regions.region(_AMBIENT, ambient), _KEY(ambient):
+def _entered(lists: CastLists, *, tracing: bool) -> Iterator[None]:
+    with ambient.having(autocast_lists=lists, autocast_tracing=tracing), _KEY((lists, tracing)):
         yield
 
 
 @contextlib.contextmanager
 def region(lists: CastLists) -> Iterator[None]:
     """What is traced inside runs by `lists`."""
-    with _entered(_Ambient(lists, is_tracing())), _scope(lists):
+    with _entered(lists, tracing=is_tracing()), _scope(lists):
         yield
 
 
 def tracing(lists: CastLists) -> contextlib.AbstractContextManager[None]:
     """The trace of a function that will be rewritten by `lists`."""
-    return _entered(_Ambient(lists, True))
+    return _entered(lists, tracing=True)
 
 
 def rewritten() -> contextlib.AbstractContextManager[Any]:

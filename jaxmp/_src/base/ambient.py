@@ -1,12 +1,12 @@
-"""What a trace knows beside the arguments of its functions: one typed value, in one context variable.
+"""What a trace knows besides the arguments of its functions: one typed value, in one context variable.
 
-Arguments are passed. Only two kinds of things cannot be, because a user's own code (a flax module, a loss function, an
-optax chain) stands between the one who knows and the one who asks:
+jaxmp passes state as arguments. Two kinds of values cannot be passed, because a user's own code (a flax module, a loss
+function, an optax chain) stands between the sender and the receiver:
 
-- a region that a user entered by `with`, which holds for all code that is called inside of it;
-- what `value_and_grad` wants to know of the loss that it traces, and hands on to the gradients' user: `Notes`.
+- a region that a user entered by `with`: it holds for all code that is called inside it;
+- `Notes`: what the layers of a model tell `value_and_grad`, which traces the loss.
 
-`docs/explanation/step.md` lists each field with its reason.
+`docs/explanation/step.md` gives the reason for each field.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class CutParams(NamedTuple):
     """Params that are cut over a mesh axis, as seen at one level of one trace.
 
     Attributes:
-      trace: of `compat.trace_state()`.
+      trace: from `compat.trace_state()`.
       axis_name: the axis.
       structure, shapes: of this device's parts.
     """
@@ -33,7 +33,7 @@ class CutParams(NamedTuple):
 
 @dataclasses.dataclass
 class Notes:
-    """What was seen while a loss was traced.
+    """What code in a loss noted while the loss was traced.
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
@@ -46,8 +46,21 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """The value in the context variable; every region replaces some fields and restores them."""
+    """The value in the context variable. Every region replaces some fields, and restores them at its end.
 
+    Attributes:
+      autocast_lists: the `CastLists` of the innermost `jaxmp.autocast`; None outside of all.
+      autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
+      fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
+      fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
+        the outermost first, and only the innermost may answer.
+      notes: of the innermost `value_and_grad`.
+    """
+
+    autocast_lists: Any = None
+    autocast_tracing: bool = False
+    fp8_enabled: bool = True
+    fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
 
 

@@ -1,7 +1,6 @@
 """fp8 layers of flax.linen: a dot_general for flax's layers, and a context that puts it into an unchanged model."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import regions, tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import DelayedScaling
 
@@ -105,10 +104,6 @@ _CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
 
 
-# flax calls the interceptor of the outermost region first, but only the innermost region may act.
-_INNERMOST: contextvars.ContextVar[Any] = contextvars.ContextVar("jaxmp_fp8_autocast", default=None)
-
-
 class _Interceptor:
     """What flax calls in place of each method of a module inside `autocast`."""
 
@@ -121,7 +116,7 @@ class _Interceptor:
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
-        if _INNERMOST.get() is not self or module.scope is None:
+        if ambient.now().fp8_layers is not self or module.scope is None:
             return next_fun(*args, **kwargs)
         if not self.is_running and not module.path:  # the whole model is called
             if self.chosen is None and layers.is_enabled():
@@ -246,7 +241,7 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     interceptor = _Interceptor(recipe, filter)
     with (
         layers.switched(enabled),
-        regions.region(_INNERMOST, interceptor),
+        ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
     ):
         yield

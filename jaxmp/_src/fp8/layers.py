@@ -1,20 +1,17 @@
 """What the fp8 layers of linen and nnx share: scale leaves, switching off, dtypes of inputs, and choice by path."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import regions, tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
 from jaxmp._src.fp8.recipes import DelayedScaling
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
-
-_ENABLED: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxmp_fp8_enabled", default=True)
 
 
 def is_enabled() -> bool:
@@ -24,13 +21,13 @@ def is_enabled() -> bool:
       >>> is_enabled()
       True
     """
-    return _ENABLED.get()
+    return ambient.now().fp8_enabled
 
 
 @contextlib.contextmanager
 def switched(enabled: bool) -> Iterator[None]:
     """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost region counts."""
-    with regions.region(_ENABLED, enabled):
+    with ambient.having(fp8_enabled=enabled):
         yield
 
 
