@@ -20,12 +20,11 @@ from jaxmp._src.bridges.linen_fp8 import autocast as autocast
 from jaxmp._src.fp8.backends import backends as backends
 from jaxmp._src.fp8.blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
 from jaxmp._src.fp8.einsum import einsum as einsum
-from jaxmp._src.fp8.layers import is_enabled as is_enabled, promote_all_but_kernel as promote_all_but_kernel
+from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.matmul import (
     FallbackWarning as FallbackWarning,
     Scales as Scales,
     dot_general as dot_general,
-    why_not_fp8 as why_not_fp8,
 )
 from jaxmp._src.fp8.recipes import (
     AmaxState as AmaxState,
@@ -41,4 +40,3 @@ from jaxmp._src.step.fp8_scales import (
     split_fp8 as split_fp8,
     update_amax as update_amax,
 )
-from jaxmp._src.step.states import Fp8State as Fp8State, SplitFp8State as SplitFp8State

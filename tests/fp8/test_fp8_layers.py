@@ -18,7 +18,7 @@ import jaxmp
 from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
 from helpers import assert_bitwise
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.fp8 import layers, scale_leaves
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, autocast, is_scale
 from jaxmp.linen import Fp8DotGeneral, Fp8Einsum
 
@@ -296,7 +296,7 @@ def test_the_innermost_region_counts():
     assert converted(params["off"]) == []
     assert converted(params["on_again"]) == ["head"]
     assert converted(params["outer"]) == INNER
-    assert jaxmp.fp8.is_enabled()
+    assert layers.is_enabled()
 
 
 def test_disabled_layers_run_in_their_own_dtype():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import jaxmp
+from jaxmp._src.step import states
 from jaxmp.fp8 import DelayedScaling, Scales
 from regimes import guarded as guarded
 
@@ -81,8 +82,8 @@ def make_step(tx: Any, loss_fn: Any = model_loss, reduce: Any = None, **kwargs: 
     return step
 
 
-def fp8_state(opt_state: Any) -> jaxmp.fp8.Fp8State:
-    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.fp8.Fp8State)
+def fp8_state(opt_state: Any) -> states.Fp8State:
+    (found,) = jaxmp._src.step.state.find(opt_state, states.Fp8State)
     return found
 
 
