@@ -422,7 +422,7 @@ def test_gpt2_is_planned_as_xla_has_it(precision):
 
 def test_plans_are_those_that_were_held_against_an_h100():
     """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
-    results = json.loads(benchmark.RESULTS.read_text())
+    results = json.loads(benchmark.BENCHMARK.results.read_text())
     rows = {(row["model"], row["precision"]): row for row in results["rows"]}
     assert {("examples/train.py", p) for p in ("fp32", "bf16", "fp16", "fp8", "bf16+8bit")} < rows.keys()
     for row in rows.values():
@@ -438,7 +438,7 @@ def test_plans_are_those_that_were_held_against_an_h100():
 
 @pytest.mark.campaign
 def test_every_plan_is_that_which_was_held_against_an_h100():
-    rows = json.loads(benchmark.RESULTS.read_text())["rows"]
+    rows = json.loads(benchmark.BENCHMARK.results.read_text())["rows"]
     for case, row in zip(memory_programs.cases(), rows, strict=True):
         assert (case.model, case.precision) == (row["model"], row["precision"])
         planned = case.plan()
@@ -452,7 +452,7 @@ def test_the_benchmark_names_what_is_missed():
     assert benchmark.missed(row | {"is_known": True}) == ["state of 1.06 of XLA's", "temp of 0.79 of XLA's"]
     assert benchmark.missed(row | {"is_known": False}) == ["state of 1.06 of XLA's"]
     named = {"model": "a model", "precision": "bf16", "is_known": True, "activations": 5, "temp_cpu": 200}
-    text = benchmark.table({"rows": [row | named | {"missed": ["temp of 0.79 of XLA's"]}]})
+    text = benchmark.render({"rows": [row | named | {"missed": ["temp of 0.79 of XLA's"]}]})
     assert "| a model | bf16 " in text and "| 0.79 " in text and "no: temp of 0.79 of XLA's" in text
 
 

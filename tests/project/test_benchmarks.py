@@ -1,7 +1,9 @@
-"""The programs of `make bench` do what their rows say: on a tiny tree, without looking at a clock."""
+"""The runner of benchmarks, and the programs of `python -m benchmarks cpu` on a tiny tree, without looking at times."""
 
 import functools
+import json
 import re
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -10,17 +12,21 @@ import numpy as np
 import pytest
 
 import jaxmp
+from benchmarks import __main__ as runner
 from benchmarks.cpu import autocast as cpu_autocast, monitor as cpu_monitor, step as cpu
+from benchmarks.h100 import fsdp as h100_fsdp
 from benchmarks.lib import tables
+from benchmarks.lib.benchmark import Benchmark, run as run_benchmark
 from benchmarks.programs import autocast as autocast_programs
 from helpers import assert_bitwise, assert_close
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.in_haste, pytest.mark.xdist_group("benchmarks")]
 SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
 
 
+@functools.cache
 def run(name, *, overflow=False):
     """(params, state) after three steps."""
     program = PROGRAMS[name]
@@ -39,7 +45,7 @@ def test_four_programs_do_the_same_job():
 
 @pytest.mark.parametrize("name", SAME_JOB)
 def test_the_same_job_ends_in_the_same_params(name):
-    """Masters within the rounding of one norm, which is summed in another order; params are those masters, rounded."""
+    """Masters agree within the rounding of a norm that is summed in another order; params are the rounded masters."""
     params, opt_state = run(name)
     _, by_hand = run("by hand, select")
     masters = jaxmp.get_master_params(opt_state, params) if name.startswith("jaxmp") else opt_state.masters
@@ -49,7 +55,7 @@ def test_the_same_job_ends_in_the_same_params(name):
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SAME_JOB])
 def test_the_other_jobs_take_the_same_step(name):
-    """In float32 or bfloat16, within the rounding of their params."""
+    """Params in float32 or bfloat16 agree within their rounding."""
     program, (params, _) = PROGRAMS[name], run(name)
     assert all(x.dtype == program.dtype for x in jax.tree.leaves(params))
     tolerance = max(float(jnp.finfo(program.dtype).eps), 1e-4)
@@ -63,17 +69,100 @@ def test_the_same_job_skips_an_overflow(name):
     assert_bitwise(run(name, overflow=True)[0], jax.tree.map(lambda p: p.astype(jnp.float16), params))
 
 
-def test_results_become_tables_between_their_markers(tmp_path, monkeypatch):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{cpu.MARKERS[0]}\nold\n{cpu.MARKERS[1]}\nafter\n")
-    monkeypatch.setattr(tables, "README", readme)
+def test_a_step_and_its_compilation_are_timed(monkeypatch):
     monkeypatch.setattr(cpu, "COMPILATIONS", 1)
+    programs = [PROGRAMS[cpu.BY_HAND[1]], PROGRAMS["optax, f32, nothing scaled or skipped"]]
+    monkeypatch.setattr(cpu, "programs", lambda: programs)
     rows = cpu.measure(2, 8, 1)
-    tables.write_readme(cpu.MARKERS, cpu.table(rows), {"device": "CPU", "versions": {"jax": "1"}})
-    text = readme.read_text()
-    assert [row["program"] for row in rows] == list(PROGRAMS)
-    assert all(text.count(f"| {name} ") == 1 for name in PROGRAMS)
-    assert text.startswith("before\n") and text.endswith("CPU; jax 1.\n" + cpu.MARKERS[1] + "\nafter\n")
+    assert rows[0]["step_ratio"] == rows[0]["compile_ratio"] == 1.0
+    assert all(row["step_ms"] > 0 and row["compile_s"] > 0 and row["missed"] == [] for row in rows)
+    assert all(cpu.render({"rows": rows}).count(f"| {row['program']} ") == 1 for row in rows)
+
+
+# the runner
+
+
+@pytest.fixture
+def benchmark(tmp_path, monkeypatch):
+    """An entry that misses no target, with its results and its page in a folder of its own."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    page = tmp_path / "page.md"
+    begin, end = tables.markers("cpu some")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    results = {"device": "CPU", "versions": {"jax": "1"}, "rows": [{"n": 3, "missed": []}]}
+    return Benchmark("cpu some", "some.json", lambda: results, lambda r: f"{r['rows'][0]['n']} rows", page=page)
+
+
+def test_an_entry_stores_results_and_writes_its_tables(benchmark, capsys):
+    begin, end = tables.markers("cpu some")
+    assert run_benchmark(benchmark) == 0
+    assert json.loads(benchmark.results.read_text())["command"] == "python -m benchmarks cpu some"
+    assert benchmark.page.read_text() == f"before\n{begin}\n3 rows\n\nCPU; jax 1.\n{end}\nafter\n"
+    assert capsys.readouterr().out == "3 rows\n"
+    benchmark.results.write_text(benchmark.results.read_text().replace('"n": 3', '"n": 4'))
+    assert run_benchmark(benchmark, table=True) == 0
+    assert "\n4 rows\n" in benchmark.page.read_text()
+
+
+@pytest.mark.parametrize("missing", [{"missed": ["too slow"]}, {"rows": [{"n": 3, "missed": ["too slow"]}]}])
+def test_a_missed_target_is_the_exit_status(benchmark, missing):
+    results = benchmark.measure() | missing
+    assert run_benchmark(benchmark._replace(measure=lambda: results)) == 1
+
+
+def test_tiny_sizes_write_nothing(benchmark, capsys):
+    before = benchmark.page.read_text()
+    with pytest.raises(SystemExit, match="cpu some has no tiny sizes"):
+        run_benchmark(benchmark, tiny=True)
+    assert run_benchmark(benchmark._replace(measure_tiny=lambda: {"rows": [{"n": 1}]}), tiny=True) == 0
+    assert capsys.readouterr().out == "1 rows\n"
+    assert benchmark.page.read_text() == before and not benchmark.results.exists()
+
+
+ENTRIES = [name for name in runner.entries() if name != runner.GPU]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_stored_results_of_every_entry_stand_on_its_page(name, monkeypatch):
+    """Rendered from the JSON, the tables are those of the page; the JSON names the command that made it."""
+    benchmark = runner.load(name)
+    results = json.loads(benchmark.results.read_text())
+    monkeypatch.setattr(h100_fsdp, "SCALING", SimpleNamespace(write_text=lambda text: None))
+    begin, end = tables.markers(name)
+    assert benchmark.name == name and results["command"] == f"python -m benchmarks {name}"
+    text = tables.with_versions(benchmark.render(results), results)
+    assert f"{begin}\n{text}\n{end}" in benchmark.page.read_text()
+
+
+def test_the_command_line_chooses_entries(monkeypatch, capsys):
+    runs, processes = [], []
+
+    def run_here(benchmark, **flags):
+        runs.append((benchmark.name, flags))
+        return 0
+
+    def run_process(command, cwd):
+        processes.append(command[3:])
+        return SimpleNamespace(returncode=len(processes) == 2)
+
+    monkeypatch.setattr(runner, "run", run_here)
+    monkeypatch.setattr(runner.subprocess, "run", run_process)
+    assert runner.main(["cpu", "step", "--table"]) == 0
+    assert runs == [("cpu step", {"table": True, "tiny": False})] and processes == []
+    assert runner.main(["cpu", "--tiny"]) == 1  # the second of three fails
+    assert processes == [["cpu", name, "--tiny"] for name in ("autocast", "monitor", "step")]
+    assert capsys.readouterr().out.endswith("--- 2 of 3 passed\nfailed: cpu monitor\n")
+    assert runner.main(["--table"]) == 0
+    assert len(processes) == 3 + len(runner.entries())
+    assert runner.main(["cpu", "stop"]) == runner.main([]) == 2
+    assert "got: cpu stop" in capsys.readouterr().err
+
+
+def test_help_lists_every_entry(capsys):
+    with pytest.raises(SystemExit):
+        runner.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(line and f"    {name} " in text for name, line in runner.entries().items())
 
 
 # autocast
@@ -82,8 +171,7 @@ IMAGES, WORDS = jax.ShapeDtypeStruct((2, 8, 8, 3), F32), jax.ShapeDtypeStruct((2
 LABELS = jax.ShapeDtypeStruct((2,), jnp.int32)
 SIZES = {"batch": 2, "length": 8, "width": 16, "layers": 1, "heads": 2, "vocabulary": 32}
 JOBS = {
-    "transformer": autocast_programs.language_job("transformer", **SIZES),
-    "scan": autocast_programs.language_job("scan", **SIZES, scan=True),
+    "transformer": autocast_programs.language_job("scan", **SIZES, scan=True),
     "cnn": autocast_programs.Job("cnn", functools.partial(autocast_programs.CNN, (4,)), IMAGES, LABELS),
     "lstm": autocast_programs.Job("lstm", functools.partial(autocast_programs.LSTM, 8), WORDS, LABELS),
 }
@@ -91,7 +179,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
-    """As many matmuls and convolutions, each in float16, and gradients in the dtypes of float32 params."""
+    """The same number of matmuls and convolutions, each in float16; gradients have the float32 of the params."""
     job, matmuls = JOBS[name], {}
     variables = jax.eval_shape(lambda: autocast_programs.initial(job))
     for kind in autocast_programs.KINDS:
@@ -109,7 +197,7 @@ def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
 def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
     monkeypatch.setattr(cpu_autocast, "PROGRAMS", cpu_autocast.PROGRAMS[:3])
 
-    def dense(cast=None):  # compiled in no time
+    def dense(cast=None):  # compiles fast
         return nn.Dense(4, dtype=cast.dtype if cast else None)
 
     job = autocast_programs.Job("dense", dense, jax.ShapeDtypeStruct((2, 8), F32), LABELS)
@@ -117,7 +205,7 @@ def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
     assert [row["program"] for row in rows] == ["uncast", "by hand", "jaxmp.autocast"]
     assert rows[1]["step_over_by_hand"] == rows[1]["compile_over_by_hand"] == rows[0]["compile_over_uncast"] == 1.0
     assert all(row["step_ms"] > 0 and row["compile_s"] > 0 for row in rows)
-    assert cpu_autocast.table(rows).count("jaxmp.autocast") == 1
+    assert cpu_autocast.render({"rows": rows}).count("jaxmp.autocast") == 1
 
 
 def test_autocast_is_judged_by_both_targets():
@@ -135,5 +223,5 @@ def test_a_watched_step_misses_its_target_by_time_and_by_bits():
     row = {"program": cpu_monitor.STATS, "step_ms": 1.0, "of_plain": 1.5, "compile_s": 1.0, "same_bits": False}
     row["missed"] = cpu_monitor.missed(row, rounds=3)
     assert [" over 1.03" in row["missed"][0], "other params" in row["missed"][1]] == [True, True]
-    assert "no: " in cpu_monitor.table({"rows": [row]})
+    assert "no: " in cpu_monitor.render({"rows": [row]})
     assert not cpu_monitor.missed(row | {"of_plain": 1.02, "same_bits": True}, rounds=3)

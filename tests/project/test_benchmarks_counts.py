@@ -1,14 +1,13 @@
-"""`benchmarks/lib/aot.py` counts what a program moves: here programs written by hand, of eight numbers each."""
+"""`benchmarks/lib/aot.py` counts the bytes of programs: here programs written by hand, with eight numbers each."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from helpers import ROOT
+from benchmarks.h100 import autocast as h100_autocast
+from benchmarks.lib import aot
 
-BENCHMARKS = ROOT / "benchmarks"
-
-# A kernel that reads a gradient and a master, and writes the master and, unread, the param where they stand
+# A kernel that reads a gradient and a master, and updates the master and the param in place without reading the param
 UPDATE = """
 ENTRY %main (grad: f16[8], param: f16[8], master: f32[8]) -> (f16[8], f32[8]) {
   %grad = f16[8]{0} parameter(0)
@@ -18,7 +17,7 @@ ENTRY %main (grad: f16[8], param: f16[8], master: f32[8]) -> (f16[8], f32[8]) {
 }
 """
 
-# The same behind a mean over two devices
+# The same after a mean over two devices
 MEAN = """
 %halve (p: f16[8]) -> f16[8] {
   %p = f16[8]{0} parameter(0)
@@ -38,18 +37,12 @@ ENTRY %main (grad: f16[8], param: f16[8], master: f32[8]) -> (f16[8], f32[8]) {
 """
 
 
-@pytest.fixture
-def report(monkeypatch):
-    from benchmarks.lib.aot import report
-
-    def of(text, **kwargs):
-        memory = SimpleNamespace(temp_size_in_bytes=0, alias_size_in_bytes=0)
-        return report(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory), 8, **kwargs)
-
-    return of
+def report(text, **kwargs):
+    memory = SimpleNamespace(temp_size_in_bytes=0, alias_size_in_bytes=0)
+    return aot.report(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory), 8, **kwargs)
 
 
-def test_an_operand_counts_as_read_unless_it_is_said_not_to_be(report):
+def test_an_operand_counts_as_read_unless_it_is_declared_unread():
     assert report(UPDATE)["bytes_per_param"] == (2 + 2 + 4) + (2 + 4)
     told = report(UPDATE, unread_bytes=2 * 8)
     assert told["bytes_per_param"] == (2 + 4) + (2 + 4)
@@ -57,14 +50,14 @@ def test_an_operand_counts_as_read_unless_it_is_said_not_to_be(report):
     assert told["kernels"] == 1
 
 
-def test_no_more_is_unread_than_kernels_of_ours_are_given(report):
+def test_unread_bytes_are_limited_to_operands_of_our_kernels():
     with pytest.raises(ValueError, match="Mosaic kernels have operands of 64 bytes; 65 of these cannot be unread"):
         report(UPDATE, unread_bytes=65)
     with pytest.raises(ValueError, match="operands of 0 bytes"):
         report(UPDATE.replace("mosaic_gpu_v2", "another"), unread_bytes=16)
 
 
-def test_what_lies_between_a_collective_and_a_kernel_of_ours_is_named(report):
+def test_bytes_between_a_collective_and_our_kernel_are_reported():
     found = report(MEAN)
     assert found["between_bytes"] == 8 * (2 + 2)
     assert found["bytes_per_param"] == (2 + 2 + 4) + (2 + 4) + (2 + 2)
@@ -73,7 +66,7 @@ def test_what_lies_between_a_collective_and_a_kernel_of_ours_is_named(report):
     assert report(UPDATE)["between_bytes"] == 0
 
 
-# Two turns over layers: a weight f32[2,8] is sliced, cast, used, and a slice of f32[2,8] is updated where it stands
+# Two iterations over layers: a weight f32[2,8] is sliced, cast and used, and a slice of f32[2,8] is updated in place
 LOOP = """
 %take (p: f32[2,8], i: s32[]) -> bf16[8] {
   %p = f32[2,8]{1,0} parameter(0)
@@ -114,7 +107,7 @@ ENTRY %main (n0: s32[], w0: f32[2,8], out0: f32[2,8]) -> (s32[], f32[2,8], f32[2
 """  # noqa: E501
 
 
-def test_a_loop_counts_once_or_in_all_its_turns(report):
+def test_a_loop_counts_once_or_for_all_iterations():
     once, all_turns = report(LOOP), report(LOOP, every_turn=True)
     assert once["kernels"] == 2 and all_turns["kernels"] == 4
     assert all_turns["bytes_read"] == 2 * ((8 * 4 + 4) + (4 + 8 * 2))  # a slice and its index; an index and the update
@@ -122,7 +115,7 @@ def test_a_loop_counts_once_or_in_all_its_turns(report):
     assert once["bytes_written"] == 8 * 2 + 2 * 8 * 4
 
 
-def test_a_kernel_that_runs_beside_others_counts_what_it_writes_once(report):
+def test_an_asynchronous_kernel_counts_its_output_once():
     beside = """
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
@@ -134,20 +127,16 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     assert (found["kernels"], found["bytes_read"], found["bytes_written"]) == (1, 32, 32)
 
 
-def test_casts_of_weights_are_found_in_loops_and_fusions(report):
-    from benchmarks.h100 import autocast as h100_autocast
-
+def test_casts_of_weights_are_found_in_loops_and_fusions():
     compiled = SimpleNamespace(as_text=lambda: LOOP)
     assert h100_autocast.cast_elements(compiled, {1}) == 2 * 8  # each of its 16 elements once
-    assert h100_autocast.cast_elements(compiled, {2}) == 0  # what is written in float32 is not cast
+    assert h100_autocast.cast_elements(compiled, {2}) == 0  # written in float32: not cast
     twice = LOOP.replace("%next = ", "%cast.1 = bf16[8]{0} fusion(%w, %n), kind=kLoop, calls=%take\n  %next = ")
     compiled = SimpleNamespace(as_text=lambda: twice)
     assert h100_autocast.cast_elements(compiled, {1}) == 2 * 2 * 8
 
 
-def test_autocast_misses_its_target_only_where_it_costs_more_than_by_hand(report):
-    from benchmarks.h100 import autocast as h100_autocast
-
+def test_autocast_misses_its_target_only_if_it_costs_more_than_by_hand():
     row = {"model": "m", "dtype": "bf16", "bytes_read": 10, "bytes_written": 5, "weights_cast": 1.0, "kernels": 7}
     hand, ours = row | {"program": "by hand"}, row | {"program": "jaxmp.autocast", "bytes_read": 9, "bytes_written": 6}
     assert h100_autocast.missed([hand, ours]) == []

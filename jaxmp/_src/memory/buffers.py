@@ -12,7 +12,7 @@ two; a mask from floats), and is recomputed otherwise (a norm's output from its 
 buffer lives from the equation that writes it to its last reader. The peak is the most that lives at once.
 
 Where this differs from XLA: order (XLA may move equations), workspaces of libraries, padding inside kernels, fusions
-that XLA's cost model rejects. `benchmarks/memory.py` compares it with XLA's own analysis.
+that XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
 """
 
 import math
