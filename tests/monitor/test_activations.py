@@ -14,9 +14,11 @@ from helpers import assert_bitwise
 from jaxmp.monitor import Monitor, watch_activations
 from regimes import AXIS, mesh_of
 
-pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_taps.py
+# What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled functions.
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("activations")]
 
-X = jax.random.normal(jax.random.key(0), (8, 4))
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 4)).astype(np.float32)
 
 
 class Block(nn.Module):
@@ -24,8 +26,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        h = nn.Dense(8, use_bias=False, dtype=jnp.float16, name="up")(x)
-        return x + nn.Dense(4, use_bias=False, dtype=jnp.float16, name="down")(jnp.sin(h)) * self.factor
+        return x + nn.Dense(4, use_bias=False, dtype=jnp.float16, name="up")(jnp.sin(x)) * self.factor
 
 
 class Net(nn.Module):
@@ -36,21 +37,28 @@ class Net(nn.Module):
         return Block(name="apple")(x).astype(jnp.float32)
 
 
-PARAMS = Net().init(jax.random.key(1), X)["params"]
+BLOCKS = ("zebra", "middle", "apple")
+PARAMS = {name: {"up": {"kernel": RNG.normal(size=(4, 4)).astype(np.float32)}} for name in BLOCKS}
 
 
 def loss_fn(params, x):
     return jnp.mean(Net().apply({"params": params}, x))
 
 
+watched_loss = jax.jit(watch_activations(loss_fn))
+watched_up = jax.jit(
+    lambda params, x, step: watch_activations(loss_fn, filter=("*/up",), when=step % 10 == 0)(params, x)[1]
+)
+
+
 def test_modules_in_the_order_of_computation():
-    """And numbers as an intermediate of flax shows them."""
-    out, stats = jax.jit(watch_activations(loss_fn))(PARAMS, X)
-    order = [f"{block}{layer}" for block in ("zebra", "middle", "apple") for layer in ("/up", "/down", "")]
+    """With the numbers that flax's intermediates show."""
+    out, stats = watched_loss(PARAMS, X)
+    order = [f"{block}{layer}" for block in BLOCKS for layer in ("/up", "")]
     assert [name for name in stats.names if name] == order
     assert set(stats.dtypes) == {"float16"}
     _, state = Net().apply({"params": PARAMS}, X, capture_intermediates=True)
-    for block in ("zebra", "middle", "apple"):
+    for block in BLOCKS:
         seen = np.asarray(state["intermediates"][block]["__call__"][0], np.float32)
         finite = seen[np.isfinite(seen)]
         np.testing.assert_allclose(stats[block]["amax"], np.abs(finite).max(initial=0.0), rtol=2e-2)
@@ -79,12 +87,11 @@ def test_the_module_that_overflows_is_named_first():
 
 
 def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_overflows():
-    stats = jaxmp.monitor.step_stats({}, optax.EmptyState(), {})
+    stats = jaxmp.monitor.step_stats({}, (), {})
+    params = PARAMS | {"zebra": {"up": {"kernel": np.full((4, 4), 5000.0, np.float32)}}}
+    _, seen = jax.jit(watch_activations(loss_fn, filter=("zebra/*",)))(params, np.ones_like(X))
     monitor = Monitor(warn=False)
     for i in range(3):
-        _, seen = watch_activations(loss_fn, filter=("zebra/*",))(
-            {**PARAMS, "zebra": {**PARAMS["zebra"], "up": {"kernel": jnp.full((4, 8), 5000.0)}}}, jnp.ones((1, 4))
-        )
         monitor.update(i, {"skipped": 0.0}, stats=stats._replace(activations=seen))
     found = {(f.kind, f.path) for f in monitor.finish() + monitor.findings}
     assert ("near_overflow", "activations/zebra/up") in found
@@ -94,7 +101,7 @@ def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_ove
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_the_same_bits(accumulate):
     def small(params, x):
-        return loss_fn(params, x * 1e-4)
+        return loss_fn(params, x * 1e-4)  # nothing overflows
 
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(PARAMS)
     options = {"accumulate": accumulate, "accumulate_argnums": (1,)} if accumulate > 1 else {}
@@ -107,21 +114,21 @@ def test_gradients_are_the_same_bits(accumulate):
     def watching(params, x):
         watched = watch_activations(small)
         (loss, stats), grads = jaxmp.value_and_grad(watched, has_aux=True, **options)(params, x, opt_state=opt_state)
-        return (loss, grads), jaxmp.monitor.step_stats(grads, opt_state, params, activations=stats, histogram=False)
+        return (loss, grads), jaxmp.monitor.step_stats({}, (), {}, activations=stats)
 
     found, stats = watching(PARAMS, X)
     assert_bitwise(found, plain(PARAMS, X))
     assert stats.activations.amax.shape == (len(stats.activations.names),)
-    whole = jax.jit(watch_activations(small))(PARAMS, X)[1]
+    whole = watched_loss(PARAMS, X * np.float32(1e-4))[1]
     np.testing.assert_allclose(stats.activations.amax, whole.amax, rtol=1e-3)
 
 
 def test_a_condition_and_a_filter():
-    look = jax.jit(lambda step: watch_activations(loss_fn, filter=("*/up",), when=step % 10 == 0)(PARAMS, X)[1])
-    on, off = look(0), look(1)
+    on, off = watched_up(PARAMS, X, 0), watched_up(PARAMS, X, 1)
     assert on.names == off.names == ("zebra/up", "middle/up", "apple/up")
     assert on.sampled and not off.sampled and float(on.amax[0]) > 0 and not np.any(off.amax)
-    assert watch_activations(loss_fn, filter=lambda path: path == "zebra")(PARAMS, X)[1].names == ("zebra",)
+    of_zebra = watch_activations(loss_fn, filter=lambda path: path == "zebra")
+    assert jax.eval_shape(of_zebra, PARAMS, X)[1].names == ("zebra",)
 
 
 def test_off_it_is_not_in_the_program():
@@ -149,7 +156,7 @@ class Step(nn.Module):
 
 
 def test_layers_in_a_scan_are_one_tensor():
-    params = Scanned().init(jax.random.key(0), X)["params"]
+    params = {"layers": {"dense": {"kernel": RNG.normal(size=(3, 4, 4)).astype(np.float32)}}}
     _, stats = jax.jit(watch_activations(lambda p, x: Scanned().apply({"params": p}, x)))(params, X)
     expected, x = 0.0, np.asarray(X)
     for kernel in np.asarray(params["layers"]["dense"]["kernel"]):
@@ -171,11 +178,12 @@ def test_nnx_modules_and_named_scopes():
             return self.second(x)
 
     model = Model(nnx.Rngs(0))
-    _, stats = watch_activations(lambda model, x: jnp.mean(model(x)))(model, X)
+    watched = watch_activations(lambda model, x: jnp.mean(model(x)))
+    run = nnx.jit(lambda model, x: (watched(model, x)[1], nnx.value_and_grad(watched, has_aux=True)(model, x)[0][1]))
+    stats, of_gradient = run(model, X)
     assert [name for name in stats.names if name] == ["first", "gate", "second"]
     np.testing.assert_allclose(stats["gate"]["amax"], 3 * stats["first"]["amax"], rtol=1e-6)
-    (_, stats), _ = nnx.value_and_grad(watch_activations(lambda model, x: jnp.mean(model(x))), has_aux=True)(model, X)
-    assert "second" in stats.names and float(stats["second"]["amax"]) > 0
+    assert "second" in of_gradient.names and float(of_gradient["second"]["amax"]) > 0
 
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
@@ -183,7 +191,7 @@ def test_parts_of_a_batch_give_the_whole(how):
     def look(params, x):
         return watch_activations(loss_fn)(params, x)[1]
 
-    whole = jax.device_get(jax.jit(look)(PARAMS, X))
+    whole = jax.device_get(watched_loss(PARAMS, X)[1])
     if how == "pmap":
         run = jax.pmap(look, AXIS, in_axes=(None, 0), out_axes=None, devices=jax.devices()[:4])
         stats = run(PARAMS, X.reshape(4, 2, 4))

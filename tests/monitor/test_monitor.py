@@ -1,6 +1,7 @@
 """A run that is watched: nothing changes, and what is wrong is named."""
 
 import csv
+import functools
 import re
 import warnings
 
@@ -17,9 +18,10 @@ from helpers import assert_bitwise
 from jaxmp.monitor import Monitor, MonitorWarning
 from regimes import AXIS, mean_in_float32, mesh_of
 
-pytestmark = pytest.mark.newest  # what hangs on a version of jax is in test_tensor_stats.py and test_taps.py
+# What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled steps.
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("monitor")]
 
-F16, F32 = jnp.float16, jnp.float32
+F16, F32 = np.float16, np.float32
 
 
 class Net(nn.Module):
@@ -32,40 +34,73 @@ class Net(nn.Module):
         return x.astype(F32)
 
 
-X = jax.random.normal(jax.random.key(0), (16, 4))
-Y = jnp.sum(X, axis=1, keepdims=True)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype(np.float32)
+Y = np.sum(X, axis=1, keepdims=True)
+SHAPES = {"first": (4, 8), "middle": (8, 8), "last": (8, 1)}
+PARAMS32 = {name: {"kernel": RNG.normal(size=s).astype(np.float32) / s[0] ** 0.5} for name, s in SHAPES.items()}
 
 
-def loss_of(params, x, y, factor=1.0):
-    return factor * jnp.mean((Net().apply({"params": params}, x) - y) ** 2)
+def loss_of(params, x, y):
+    return jnp.mean((Net().apply({"params": params}, x) - y) ** 2)
 
 
-def start(policy, inner=None, **options):
-    params32 = Net().init(jax.random.key(1), X)["params"]
-    tx = jaxmp.mixed_precision(inner or optax.adam(1e-2), policy, **options)
-    return tx, (jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32))
+@functools.cache
+def tx_of(policy):
+    return jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=8.0 if policy == "fp16" else None)
 
 
-def step_of(tx, loss_fn=loss_of, disturb=lambda grads, step: grads, every=1, histogram=False):
-    def step(state, step, x, y):
+def start(policy="fp16", loss_scale=8.0):
+    """New arrays: the step takes their buffers."""
+    params32 = jax.tree.map(jnp.array, PARAMS32)
+    opt_state = tx_of(policy).init(params32)
+    if policy == "fp16":
+        opt_state = at_scale(opt_state, loss_scale)
+    return jax.tree.map(jnp.array, jaxmp.get_policy(policy).cast_to_param(params32)), opt_state
+
+
+def at_scale(opt_state, loss_scale):
+    return opt_state._replace(scaling=opt_state.scaling._replace(loss_scale=jnp.float32(loss_scale)))
+
+
+def times(factor, *names):
+    """Factors for the gradients of some layers; without names, of all."""
+    return {name: {"kernel": F16(factor if name in (names or SHAPES) else 1)} for name in SHAPES}
+
+
+ONES = times(1)
+
+
+@functools.cache
+def compiled(policy="fp16", statistics="on"):
+    """A step that writes in place, compiled once for all tests: `step(state, i, every, factors, x, y)`.
+
+    `statistics`: "on" in every `every`-th step, "off" by `when=False`, or "left out". Gradients are multiplied by
+    `factors`, one number for each.
+    """
+    tx = tx_of(policy)
+
+    def step(state, i, every, factors, x, y):
         params, opt_state = state
-        loss, grads = jaxmp.value_and_grad(loss_fn)(params, x, y, opt_state=opt_state)
-        grads = disturb(grads, step)
-        stats = jaxmp.monitor.step_stats(
-            grads, opt_state, params, when=every and step % every == 0, histogram=histogram
-        )
+        loss, grads = jaxmp.value_and_grad(loss_of)(params, x, y, opt_state=opt_state)
+        grads = jax.tree.map(lambda g, factor: g * factor.astype(g.dtype), grads, factors)
+        stats = None
+        if statistics != "left out":
+            when = i % every == 0 if statistics == "on" else False
+            stats = jaxmp.monitor.step_stats(grads, opt_state, params, when=when, histogram=False)
         params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return (params, opt_state), loss, stats
 
-    return step
+    return jax.jit(step, donate_argnums=0).lower(start(policy), np.int32(0), np.int32(1), ONES, X, Y).compile()
 
 
-def run(tx, state, steps=12, monitor=None, **options):
-    monitor = monitor or Monitor(warn=False)
-    step = jax.jit(step_of(tx, **options))
+def run(steps=12, monitor=None, factors=lambda i: ONES, loss_scale=8.0):
+    monitor, state = monitor or Monitor(warn=False), start(loss_scale=loss_scale)
     for i in range(steps):
-        state, loss, stats = step(state, i, X, Y)
-        monitor.update(i, jaxmp.get_metrics(state[1]), loss=loss, stats=stats)
+        state, loss, stats = compiled()(state, np.int32(i), np.int32(1), factors(i), X, Y)
+        # The next step reuses the buffers of this state, but the monitor reads late: so copy the metrics.
+        metrics = jax.tree.map(np.array, jaxmp.get_metrics(state[1]))
+        monitor.update(i, metrics, loss=loss, stats=stats)
     monitor.finish()
     return monitor
 
@@ -79,48 +114,36 @@ def found(monitor):
 
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_watched_run_has_the_same_bits(policy):
-    tx, watched = start(policy)
-    state = watched
-    with_stats, without = jax.jit(step_of(tx, every=2)), jax.jit(step_of(tx, every=0))
+    state, watched = start(policy), start(policy)
     for i in range(6):
-        watched, loss_watched, stats = with_stats(watched, i, X, Y)
-        state, loss, nothing = without(state, i, X, Y)
+        arguments = np.int32(i), np.int32(2), ONES, X, Y
+        watched, loss_watched, stats = compiled(policy)(watched, *arguments)
+        state, loss, nothing = compiled(policy, "off")(state, *arguments)
         assert nothing is None
         assert bool(stats.grads.sampled) == (i % 2 == 0)
         assert_bitwise((watched, loss_watched), (state, loss))
 
 
 def test_off_the_program_is_the_same():
-    tx, state = start("fp16")
+    def program(statistics):
+        lines = compiled("fp16", statistics).as_text().splitlines()
+        return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in lines if " = " in line]
 
-    def plain(state, step, x, y):
-        params, opt_state = state
-        loss, grads = jaxmp.value_and_grad(loss_of)(params, x, y, opt_state=opt_state)
-        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
-        return (params, opt_state), loss, None
-
-    def program(f):
-        f.__name__ = "step"
-        text = jax.jit(f).lower(state, 0, X, Y).compile().as_text()
-        return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
-
-    assert program(step_of(tx, every=0)) == program(plain)
+    assert program("off") == program("left out")
 
 
 def test_donated_buffers_are_still_reused():
-    """The look is taken before the update, so nothing that is written in place has to be copied for it."""
-    tx, state = start("fp16")
+    """Statistics are computed before the update, so the update can write in place."""
+    state = start()
     size = sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim == 2)
-    compiled = jax.jit(step_of(tx, every=10), donate_argnums=0).lower(state, 0, X, Y).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes >= size
-    state, _, _ = compiled(state, 0, X, Y)
+    assert compiled().memory_analysis().alias_size_in_bytes >= size
+    state, _, _ = compiled()(state, np.int32(0), np.int32(10), ONES, X, Y)
     assert bool(jaxmp.all_finite(state))
 
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
-    tx, state = start("fp16", loss_scale=8.0)
-    alone = jax.device_get(jax.jit(step_of(tx))(state, 0, X, Y)[2])
+    alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])
 
     def step(state, step, x, y):
         params, opt_state = state
@@ -130,11 +153,10 @@ def test_on_devices_it_is_the_same_everywhere(how):
 
     if how == "pmap":
         mapped = jax.pmap(step, AXIS, in_axes=(None, None, 0, 0), out_axes=None, devices=jax.devices()[:4])
-        stats = mapped(state, 0, X.reshape(4, 4, 4), Y.reshape(4, 4, 1))
+        stats = mapped(start(), 0, X.reshape(4, 4, 4), Y.reshape(4, 4, 1))
     else:
-        specs = (P(), P(), P(AXIS), P(AXIS))
-        spread = jax.shard_map(step, mesh=mesh_of(), in_specs=specs, out_specs=P(), check_vma=how == "shard_map")
-        stats = jax.jit(spread)(state, 0, X, Y)
+        spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P(), P(AXIS), P(AXIS)), out_specs=P())
+        stats = jax.jit(spread)(start(), 0, X, Y)
     np.testing.assert_allclose(stats.grads.amax, alone.grads.amax, rtol=2e-2)
     assert_bitwise(jax.device_get(stats.params), alone.params)
     assert_bitwise(jax.device_get(stats.probes), alone.probes)
@@ -144,8 +166,7 @@ def test_on_devices_it_is_the_same_everywhere(how):
 
 
 def test_a_healthy_run_has_no_findings():
-    tx, state = start("fp16", loss_scale=2.0**10)
-    monitor = run(tx, state, steps=40, monitor=Monitor(window=20))
+    monitor = run(steps=40, monitor=Monitor(window=20), loss_scale=2.0**10)
     assert not monitor.findings
     assert len(monitor.steps) == len(monitor.samples) == 40
     assert [row["step"] for row in monitor.steps] == list(range(40))
@@ -153,32 +174,20 @@ def test_a_healthy_run_has_no_findings():
 
 
 def test_a_gradient_that_overflows_again_and_again():
-    def disturb(grads, step):
-        bad = jnp.where(step % 2 == 1, jnp.inf, 1.0).astype(F16)
-        kernel = grads["middle"]["kernel"] * bad
-        return grads | {"middle": grads["middle"] | {"kernel": kernel}}
-
-    tx, state = start("fp16", loss_scale=8.0)
-    monitor = run(tx, state, steps=30, disturb=disturb, monitor=Monitor(window=20, warn=False))
+    factors = lambda i: times(np.inf, "middle") if i % 2 == 1 else ONES  # noqa: E731
+    monitor = run(steps=30, factors=factors, monitor=Monitor(window=20, warn=False))
     assert found(monitor) == {("overflow", "grads/middle/kernel"), ("skips", "grads/middle/kernel")}
     message = next(f.message for f in monitor.findings if f.kind == "skips")
     assert "50% of the last 20 steps" in message and "lower learning rate" in message
 
 
 def test_gradients_that_all_overflow_are_one_finding():
-    def disturb(grads, step):
-        return jax.tree.map(lambda g: g * jnp.where(step % 2 == 1, jnp.inf, 1.0).astype(g.dtype), grads)
-
-    tx, state = start("fp16", loss_scale=8.0)
-    assert found(run(tx, state, steps=10, disturb=disturb)) == {("overflow", "grads")}
+    monitor = run(steps=10, factors=lambda i: times(np.inf) if i % 2 == 1 else ONES)
+    assert found(monitor) == {("overflow", "grads")}
 
 
 def test_one_overflow_now_and_then_is_no_finding():
-    def disturb(grads, step):
-        return jax.tree.map(lambda g: g * jnp.where(step == 20, jnp.inf, 1.0).astype(g.dtype), grads)
-
-    tx, state = start("fp16", loss_scale=8.0)
-    monitor = run(tx, state, steps=40, disturb=disturb, monitor=Monitor(window=1000))
+    monitor = run(steps=40, factors=lambda i: times(np.inf) if i == 20 else ONES, monitor=Monitor(window=1000))
     assert not monitor.findings and sum(row["skipped"] for row in monitor.steps) == 1
 
 
@@ -193,87 +202,111 @@ def test_skips_that_become_more():
 
 
 def test_a_gradient_that_underflows():
-    def loss_fn(params, x, y):  # the last layer's gradient is small, not that of the others
-        last = jax.tree.map(lambda w: jaxmp.scale_gradient(w, 2.0**-20), params["last"])
-        return loss_of(params | {"last": last}, x, y)
-
-    tx, state = start("fp16", loss_scale=1.0)
-    monitor = run(tx, state, steps=5, loss_fn=loss_fn)
+    """The gradient of the last layer is small, those of the others are not."""
+    monitor = run(steps=5, factors=lambda i: times(2.0**-20, "last"), loss_scale=1.0)
     assert found(monitor) == {("underflow", "grads/last/kernel")}
     assert any("larger scale" in f.message for f in monitor.findings)
 
 
 def test_a_gradient_that_is_all_zero():
-    def loss_fn(params, x, y):
-        return loss_of(params | {"first": jax.lax.stop_gradient(params["first"])}, x, y)
-
-    tx, state = start("fp16", loss_scale=2.0**12)
-    paths = {path for kind, path in found(run(tx, state, steps=5, loss_fn=loss_fn)) if kind == "underflow"}
-    assert paths == {"grads/first/kernel"}
+    monitor = run(steps=5, factors=lambda i: times(0.0, "first"), loss_scale=2.0**12)
+    assert {path for kind, path in found(monitor) if kind == "underflow"} == {"grads/first/kernel"}
 
 
 def test_a_scale_stuck_at_its_floor():
-    def disturb(grads, step):
-        return jax.tree.map(lambda g: g * jnp.inf, grads)
-
-    tx, state = start("fp16", loss_scale=jaxmp.DynamicLossScale(2.0, hysteresis=1))
-    monitor = run(tx, state, steps=6, disturb=disturb)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=jaxmp.DynamicLossScale(2.0, hysteresis=1))
+    params = {"w": jnp.ones(2, jnp.float16)}
+    opt_state, monitor = tx.init(params), Monitor(warn=False)
+    update = jax.jit(tx.update)
+    for i in range(6):
+        _, opt_state = update({"w": np.full(2, np.inf, np.float16)}, opt_state, params)
+        monitor.update(i, jaxmp.get_metrics(opt_state), loss=1.0)
+    monitor.finish()
     (finding,) = (f for f in monitor.findings if f.kind == "stuck_scale")
     assert "the loss scale is at its lower bound, 1, and 3 steps in a row" in finding.message
 
 
-def test_bfloat16_params_that_do_not_move():
-    """Plain optax on bfloat16 params; of a master nothing is missed."""
-    inner = optax.sgd(1e-4)
-    params32 = Net().init(jax.random.key(1), X)["params"]
-    params = jax.tree.map(lambda x: (x + 1.0).astype(jnp.bfloat16), params32)
-
-    def watch(tx, params):
-        monitor, state = Monitor(warn=False), (params, tx.init(params))
-
-        @jax.jit
-        def step(state):
-            params, opt_state = state
-            loss, grads = jax.value_and_grad(loss_of)(params, X, Y)
-            stats = jaxmp.monitor.step_stats(grads, opt_state, params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss, stats
-
-        for i in range(8):
-            state, loss, stats = step(state)
-            monitor.update(i, jaxmp.get_metrics(state[1]), loss=loss, stats=stats)
-        monitor.finish()
-        return monitor
-
-    dead = watch(inner, params)
-    assert ("dead_update", "params/last/kernel") in found(dead)
-    assert any("Keep masters" in f.message or "learning rate 0" in f.message for f in dead.findings)
-    assert not watch(jaxmp.mixed_precision(inner, "bf16"), params).findings
+# Params of two leaves, whose gradients are given: does an update move them?
 
 
-def test_probes_are_spread_over_rows_and_columns():
-    """With an even stride those of a matrix of powers of two would all stand in one column."""
-    w = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
-    probes = jaxmp.monitor.step_stats({"w": w}, optax.EmptyState(), {"w": w}).probes["w"]
-    assert probes.shape[0] <= 256 and len(np.unique(probes % 256)) > 200 and len(np.unique(probes // 256)) > 200
+@functools.cache
+def sgd_step(policy):
+    """`step(params, opt_state, grads, learning_rate)` and `init`, under a policy or as optax alone ("optax")."""
+
+    def tx_of(learning_rate):
+        sgd, loss_scale = optax.sgd(learning_rate), 1.0 if policy == "fp16" else None
+        return sgd if policy == "optax" else jaxmp.mixed_precision(sgd, policy, loss_scale=loss_scale)
+
+    @jax.jit
+    def step(params, opt_state, grads, learning_rate):
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, histogram=False)
+        params, opt_state = jaxmp.apply_gradients(tx_of(learning_rate), grads, opt_state, params)
+        return params, opt_state, stats
+
+    return step, tx_of(0.0).init
 
 
-def test_a_look_is_of_the_params_before_its_own_step():
-    """Looks at each step, of which one is skipped: params move between looks if the step of the first was taken."""
-    monitor, w = Monitor(warn=False, patience=1), np.ones(4, np.float32)
-    for i, skipped in enumerate([False, True, False, True, False]):
-        stats = jaxmp.monitor.step_stats({"w": np.ones(4, np.float32)}, optax.EmptyState(), {"w": w})
-        monitor.update(i, {"skipped": skipped}, stats=stats)
-        w = w if skipped else w + 1
+def watch_sgd(policy, dtype, learning_rate, *, w=1.0, loss_scale=None):
+    step, init = sgd_step(policy)
+    params32 = {"w": jnp.full(4, w), "b": jnp.full(4, 2.0**-14)}
+    params = jax.tree.map(lambda x: jnp.clip(x, -65504, 65504).astype(dtype), params32)
+    opt_state, monitor = init(params if policy == "optax" else params32), Monitor(warn=False)
+    if loss_scale is not None:
+        opt_state = at_scale(opt_state, loss_scale)
+    grads = {"w": np.full(4, 2.0**-10, dtype), "b": np.full(4, 2.0, dtype)}
+    for i in range(6):
+        params, opt_state, stats = step(params, opt_state, grads, np.float32(learning_rate))
+        monitor.update(i, jaxmp.get_metrics(opt_state), stats=stats)
     monitor.finish()
-    assert not monitor.findings
+    return monitor
+
+
+def test_bfloat16_params_that_do_not_move():
+    """With optax alone. With masters every update arrives."""
+    (finding,) = watch_sgd("optax", jnp.bfloat16, 0.1).findings
+    assert (finding.kind, finding.path) == ("dead_update", "params/w")
+    assert "Keep masters" in finding.message
+    assert not watch_sgd("bf16", jnp.bfloat16, 0.1).findings
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
+    """Gradients of jax.value_and_grad raise no error; their updates are too small by the factor of the scale."""
+    (finding,) = watch_sgd("fp16", F16, 1e-5, loss_scale=scale).findings
+    assert (finding.kind, finding.path) == ("dead_update", "params/w")
+    assert ("do the gradients come from jaxmp.value_and_grad" in finding.message) == (scale > 1)
 
 
 def test_a_learning_rate_of_zero_is_told_apart():
-    tx, state = start("bf16", optax.sgd(0.0))
-    monitor = run(tx, state, steps=6)
-    assert {kind for kind, _ in found(monitor)} == {"dead_update"}
+    monitor = watch_sgd("bf16", jnp.bfloat16, 0.0)
+    assert found(monitor) == {("dead_update", "params/w"), ("dead_update", "params/b")}
     assert all("is the learning rate 0" in f.message for f in monitor.findings)
+
+
+def test_a_master_beyond_float16():
+    assert ("saturation", "params/w") in found(watch_sgd("fp16", F16, 0.0, w=70000.0))
+
+
+def test_probes_are_spread_over_rows_and_columns():
+    """With an even stride the probes of a matrix whose sides are powers of two would all be in one column."""
+    w = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
+    probes = jax.jit(lambda w: jaxmp.monitor.step_stats({}, (), {"w": w}, histogram=False))(w).probes["w"]
+    assert probes.shape[0] <= 256 and len(np.unique(probes % 256)) > 200 and len(np.unique(probes // 256)) > 200
+
+
+@jax.jit
+def stats_of(w):
+    return jaxmp.monitor.step_stats({"w": jnp.ones(4)}, (), {"w": w}, histogram=False)
+
+
+def test_statistics_are_of_the_params_before_their_own_step():
+    """Each step is sampled, and some are skipped: params move from a sample to the next if the first step was taken."""
+    monitor, w = Monitor(warn=False, patience=1), np.ones(4, np.float32)
+    for i, skipped in enumerate([False, True, False, True, False]):
+        monitor.update(i, {"skipped": skipped}, stats=stats_of(w))
+        w = w if skipped else w + 1
+    monitor.finish()
+    assert not monitor.findings
 
 
 class Fp8Net(nn.Module):
@@ -290,7 +323,7 @@ def test_an_fp8_tensor_that_saturates():
     tx = jaxmp.mixed_precision(optax.sgd(0.0), "fp8", recipe=recipe)
     x = jnp.ones((16, 16))
     with jaxmp.fp8.autocast(recipe, filter=("b",)):
-        params = Fp8Net().init(jax.random.key(0), x)["params"]
+        params = jax.jit(Fp8Net().init)(jax.random.key(0), x)["params"]
 
     @jax.jit
     def step(params, opt_state, x):
@@ -298,7 +331,7 @@ def test_an_fp8_tensor_that_saturates():
             loss, grads = jaxmp.value_and_grad(lambda p: jnp.mean(Fp8Net().apply({"params": p}, x)))(
                 params, opt_state=opt_state
             )
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, histogram=False)
         params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return params, opt_state, loss, stats
 
@@ -312,15 +345,6 @@ def test_an_fp8_tensor_that_saturates():
     assert not any(path.startswith(("a/", "c/")) or "rhs" in path for path in paths)
     _, stats = monitor.samples[-1]
     assert stats.fp8.amax.keys() == stats.fp8.scale.keys() == jaxmp.fp8.get_scales(params).keys()
-
-
-def test_a_master_beyond_float16():
-    tx, (params, opt_state) = start("fp16", optax.sgd(0.0), loss_scale=1.0)
-    masters = jaxmp.get_master_params(opt_state, params)
-    masters["middle"]["kernel"] = masters["middle"]["kernel"].at[0, 0].set(70000.0)
-    params["middle"]["kernel"] = params["middle"]["kernel"].at[0, 0].set(65504.0)
-    monitor = run(tx, (params, tx.init(masters)), steps=5)
-    assert ("saturation", "params/middle/kernel") in found(monitor)
 
 
 def test_a_loss_that_jumps_after_a_skip():
@@ -366,9 +390,8 @@ def test_it_reads_late_and_warns_once():
 
 def test_what_it_keeps_is_bounded():
     monitor = Monitor(keep=5, keep_samples=2)
-    stats = jaxmp.monitor.step_stats({"w": jnp.ones(3)}, optax.sgd(0.1).init({"w": jnp.ones(3)}), {"w": jnp.ones(3)})
     for i in range(8):
-        monitor.update(i, {"skipped": 1.0}, stats=stats)
+        monitor.update(i, {"skipped": 1.0}, stats=stats_of(np.ones(4, np.float32)))
     monitor.finish()
     assert [row["step"] for row in monitor.steps] == [3, 4, 5, 6, 7]
     assert [step for step, _ in monitor.samples] == [6, 7]
@@ -380,8 +403,7 @@ def test_thresholds_are_checked():
 
 
 def test_saved_as_csv(tmp_path):
-    tx, state = start("fp16", loss_scale=8.0)
-    monitor = run(tx, state, steps=3)
+    monitor = run(steps=3)
     monitor.save_csv(tmp_path / "run.csv")
     rows = list(csv.DictReader((tmp_path / "run.csv").read_text().splitlines()))
     assert [float(row["loss"]) for row in rows] == [row["loss"] for row in monitor.steps]
@@ -418,7 +440,7 @@ class WandbRun:
 @pytest.mark.parametrize("make", [TorchWriter, FlaxWriter, WandbRun])
 def test_metrics_go_to_a_writer(make):
     writer = make()
-    _, (_, opt_state) = start("fp16", loss_scale=8.0)
+    _, opt_state = start()
     jaxmp.monitor.log_metrics(writer, 7, jaxmp.get_metrics(opt_state), loss=jnp.float32(jnp.nan))
     rows = {key: value for key, value, step in writer.rows if step == 7}
     assert rows["loss_scale"] == 8.0 and "grad_norm" not in rows and np.isnan(rows["loss"])
@@ -452,7 +474,7 @@ OPT_STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2)
             r"metrics is a dict of scalars: jaxmp.get_metrics\(opt_state\).*got UnscaleState",
         ),
         (
-            lambda: {"stats": jaxmp.monitor.tensor_stats({"w": jnp.ones(2)})},
+            lambda: {"stats": stats_of(np.ones(4, np.float32)).grads},
             "stats= takes the result of step_stats; got TensorStats",
         ),
         (lambda: {"loss": (jnp.ones(()), jnp.ones(3))}, "loss= takes the loss alone; got tuple of 2 values"),
@@ -487,20 +509,3 @@ def test_step_stats_in_another_order_are_refused():
         jaxmp.monitor.step_stats(OPT_STATE, params, params)
     with pytest.raises(TypeError, match="activations= takes the statistics alone.*got tuple"):
         jaxmp.monitor.step_stats(params, OPT_STATE, params, activations=(1.0, None))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
-    """Of what jax.value_and_grad leaves nothing fails; the updates are too small by the scale."""
-    tx = jaxmp.mixed_precision(optax.sgd(1e-5), "fp16", loss_scale=scale)
-    params = {"w": jnp.ones(4, jnp.float16), "b": jnp.full(4, 2.0**-14, jnp.float16)}
-    opt_state, monitor = tx.init(params), jaxmp.monitor.Monitor(warn=False)
-    grads = {"w": jnp.full(4, 2.0**-10, jnp.float16), "b": jnp.full(4, 2.0, jnp.float16)}
-    for step in range(6):
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
-        params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
-        monitor.update(step, jaxmp.get_metrics(opt_state), stats=stats)
-    monitor.finish()
-    (found,) = monitor.findings
-    assert (found.kind, found.path) == ("dead_update", "params/w")
-    assert ("do the gradients come from jaxmp.value_and_grad" in found.message) == (scale > 1)
