@@ -251,7 +251,7 @@ def test_what_cannot_be_autocast() -> None:
     with pytest.raises(ValueError, match="a region has no output to cast"), jaxmp.autocast(output_dtype=jnp.float32):
         pass
     for decorator in (jaxmp.auto_fp16, jaxmp.force_fp32):
-        with pytest.raises(TypeError, match=r"write @jaxmp\.\w+\(\)"):
+        with pytest.raises(TypeError, match=r"Write @jaxmp\.\w+\(\)"):
             decorator(lambda x: x)
 
 
