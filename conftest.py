@@ -25,6 +25,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # A cached program compiles nothing, so it would hide a second compilation: no persistent cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+import gc
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,6 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Modules live to the end: the garbage collector need not walk through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--sample N` takes one case of N of every test, another one of each: a matrix in the time of its rows.
 
@@ -74,14 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.fixture(autouse=True)
-def _compiled_in_haste(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For tests marked `in_haste`, which look at what happens and not at last bits: LLVM optimizes nothing."""
-    if request.node.get_closest_marker("in_haste") is None:
-        yield
-        return
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Compiles without LLVM's optimizations, in fixtures too; with them for tests marked `optimized`."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
+    return (yield)

@@ -26,7 +26,8 @@ F32, BF16 = np.float32, jnp.bfloat16
 RECIPE = DelayedScaling(amax_history_len=4)
 LEAVES = [GRAD, LHS, RHS]  # sorted
 KEY = jax.random.key(0)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)), F32)  # [batch, features]
+X = np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)).astype(F32)  # [batch, features]
+WITH_INF = np.where(np.arange(X.size).reshape(X.shape) == 0, F32(np.inf), X)
 SEQUENCE = X.reshape(2, SIDE, SIDE)  # [batch, time, features]
 FP8 = functools.partial(Fp8DotGeneral, recipe=RECIPE)
 
@@ -74,7 +75,7 @@ def amaxes_of(apply, params, *args):
 
 def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
     """Two steps: the loss falls, every scale leaf has moved, and the compiled step serves both."""
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=recipe)
     params = jax.tree.map(jnp.asarray, params)  # nn.remat initializes NumPy arrays, which jit counts as another type
     before = scale_leaves.partition(params)[0]
 
@@ -201,7 +202,7 @@ class Model(nn.Module):
 
     def setup(self):
         self.embed = nn.Dense(SIDE)
-        self.blocks = [Block(rate=self.rate) for _ in range(2)]
+        self.blocks = [Block(rate=self.rate)]
         self.head = nn.Dense(SIDE)
 
     def __call__(self, x, train=False):
@@ -214,17 +215,17 @@ class Model(nn.Module):
         return x
 
 
-INNER = ["blocks_0/down", "blocks_0/up", "blocks_1/down", "blocks_1/up"]
+INNER = ["blocks_0/down", "blocks_0/up"]
 
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
         (None, INNER),
-        (("*up",), ["blocks_0/up", "blocks_1/up"]),
-        ("*down", ["blocks_0/down", "blocks_1/down"]),
+        (("*up",), ["blocks_0/up"]),
+        ("*down", ["blocks_0/down"]),
         (("embed", "head"), ["embed", "head"]),
-        (lambda path, layer: layer.features == SIDE, ["blocks_0/down", "blocks_1/down", "embed", "head"]),
+        (lambda path, layer: layer.features == SIDE, ["blocks_0/down", "embed", "head"]),
         ((), []),
     ],
     ids=["default", "globs", "glob", "ends", "function", "none"],
@@ -348,7 +349,7 @@ class Net(nn.Module):
             x = nn.BatchNorm(use_running_average=not train)(x)
             return nn.Dense(SIDE)(x)
         if self.kind == "remat":
-            return nn.remat(Block, static_argnums=(2,))()(x, train)
+            return nn.remat(Layer, static_argnums=(2,))()(x, train)
         if self.kind in ("scan", "scan_remat", "scan_broadcast"):
             block = nn.remat(ScanBlock) if self.kind == "scan_remat" else ScanBlock
             variables = (
@@ -366,19 +367,25 @@ class Net(nn.Module):
         raise ValueError(self.kind)
 
 
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return x + nn.Dense(SIDE)(x)
+
+
 class ScanBlock(nn.Module):
     @nn.compact
     def __call__(self, x, _):
-        return Block()(x), None
+        return Layer()(x, True), None
 
 
 EXPECTED = {
     "shared": (["Dense_0"], ()),
     "batch_norm": (["Dense_0", "Dense_1"], ()),
-    "remat": (["CheckpointBlock_0/down", "CheckpointBlock_0/up"], ()),
-    "scan": (["ScanScanBlock_0/Block_0/down", "ScanScanBlock_0/Block_0/up"], (3,)),
-    "scan_remat": (["ScanCheckpointScanBlock_0/Block_0/down", "ScanCheckpointScanBlock_0/Block_0/up"], (3,)),
-    "scan_broadcast": (["ScanScanBlock_0/Block_0/down", "ScanScanBlock_0/Block_0/up"], ()),
+    "remat": (["CheckpointLayer_0/Dense_0"], ()),
+    "scan": (["ScanScanBlock_0/Layer_0/Dense_0"], (3,)),
+    "scan_remat": (["ScanCheckpointScanBlock_0/Layer_0/Dense_0"], (3,)),
+    "scan_broadcast": (["ScanScanBlock_0/Layer_0/Dense_0"], ()),
     "vmap": (["VmapDense_0"], (3,)),
     "einsum": (["Einsum_0"], ()),
 }
@@ -468,7 +475,7 @@ def test_train_states(kind):
     assert losses[-1] < losses[0]
     leaves = jax.tree.leaves(scale_leaves.partition(state.params)[0])
     assert len(leaves) == 3 * len(INNER) and all(x.dtype == F32 and x != 0 for x in leaves)
-    before, (state, _) = state, step(state, X.at[0, 0].set(jnp.inf))
+    before, (state, _) = state, step(state, WITH_INF)
     assert bool(jaxmp.get_metrics(state.opt_state)["skipped"])
     assert_bitwise((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
 
@@ -508,7 +515,7 @@ class NnxBlock(nnx.Module):
 class NnxNet(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Linear(SIDE, SIDE, rngs=rngs)
-        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        self.blocks = nnx.List([NnxBlock(rngs)])
         self.mix = nnx.Einsum("td,de->te", (SIDE, SIDE), rngs=rngs)
         self.head = nnx.Linear(SIDE, SIDE, rngs=rngs)
 
@@ -519,14 +526,14 @@ class NnxNet(nnx.Module):
         return self.head(self.mix(x))
 
 
-NNX_INNER = ["blocks/0/up", "blocks/0/down", "blocks/1/up", "blocks/1/down", "mix"]
+NNX_INNER = ["blocks/0/up", "blocks/0/down", "mix"]
 
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
         (None, NNX_INNER),
-        (("*up", "head"), ["blocks/0/up", "blocks/1/up", "head"]),
+        (("*up", "head"), ["blocks/0/up", "head"]),
         (lambda path, layer: isinstance(layer, nnx.Einsum), ["mix"]),
     ],
     ids=["default", "globs", "function"],
@@ -567,11 +574,11 @@ def test_nnx_optimizers_move_the_scales(kind):
     losses = [float(step(model, optimizer, X)) for _ in range(4)]
     assert losses[-1] < losses[0]
     scales = jax.tree.leaves(nnx.state(model, jaxmp.nnx.Fp8Scale))
-    assert len(scales) == 15 and all(x.dtype == F32 and x != 0 for x in scales)
+    assert len(scales) == 3 * len(NNX_INNER) and all(x.dtype == F32 and x != 0 for x in scales)
     assert model.embed.kernel[...].dtype == np.float16
     kinds = nnx.Any(nnx.Param, nnx.BatchStat)
     before = to_host(nnx.to_pure_dict(nnx.state(model, kinds)))
-    step(model, optimizer, X.at[0, 0].set(jnp.inf))
+    step(model, optimizer, WITH_INF)
     assert bool(jaxmp.get_metrics(optimizer.opt_state)["skipped"])
     assert_bitwise(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
 

@@ -33,7 +33,8 @@ BACKENDS = {
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values())
 each_other_backend = pytest.mark.parametrize("backend", [BACKENDS[name] for name in BACKENDS if name != "xla"])
 FLOATS = (jnp.float16, jnp.bfloat16, jnp.float32)
-SHAPES = [(), (1,), (7,), (127,), (128,), (129,), (2047,), (2048,), (8192 + 3,), (3, 5), (0,), (3, 0), (2, 3, 64)]
+# Whole blocks of every size, with few elements behind them: each is a block of its own, which takes long to interpret.
+SHAPES = [(), (1,), (5,), (128,), (129,), (1925,), (2048,), (8192 + 3,), (2, 3), (0,), (3, 0), (2, 3, 64)]
 TINY, MAX = np.finfo(np.float32).tiny, np.finfo(np.float32).max
 EDGES = [
     0.0,
@@ -114,7 +115,6 @@ def test_one_bad_element_anywhere_is_seen(backend, bad):
 @each_backend
 def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
     tree = {jnp.dtype(d).name: tree_of(d, finite=False)["edges in a block"] for d in FLOATS}
-    tree |= {f"{name} tail": x[:15] for name, x in tree.items()}
     expected, _ = compiled("unscale_and_check", "xla")(tree, np.float32(0.5))
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
     assert_bitwise(unscaled, expected)
@@ -123,7 +123,7 @@ def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
     normal |= np.asarray(EDGES, np.float32) == 0
     with np.errstate(invalid="ignore"):
         by_hand = np.asarray(EDGES, np.float32) * np.float32(0.5)
-    assert_bitwise(np.asarray(unscaled["float32 tail"])[normal], by_hand[normal])
+    assert_bitwise(np.asarray(unscaled["float32"])[:15][normal], by_hand[normal])
 
 
 @each_backend
@@ -137,7 +137,7 @@ def test_gradient_norm(backend):
 
 @each_backend
 def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
-    norm, finite = compiled("gradient_norm", backend)([np.full(200, 1e30, np.float32)], np.float32(1.0))
+    norm, finite = compiled("gradient_norm", backend)([np.full(130, 1e30, np.float32)], np.float32(1.0))
     assert_bitwise((norm, finite), (np.float32(np.inf), True))
 
 
@@ -147,7 +147,7 @@ def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
-    names = ("0 ()", "2 (7,)", "4 (128,)", "7 (2048,)", "9 (3, 5)", "10 (0,)", "edges", "edges in a block")
+    names = ("0 ()", "2 (5,)", "3 (128,)", "6 (2048,)", "8 (2, 3)", "9 (0,)", "edges in a block")
     tree = {name: tree_of(None, finite=False)[name] for name in names}
     for scale in (1.0, 2.0**-6):
         cast = caster(dtype, backend)(tree, np.float32(scale))
@@ -181,7 +181,7 @@ def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
     """Two kinds, three launches of which two look alike; the sums of all launches add up."""
     monkeypatch.setattr(multi_tensor, "MOST", 8)
     count = 21
-    tree = [np.full(128 if i % 2 else 3, i + 1, jnp.bfloat16 if i % 2 else np.float32) for i in range(count)]
+    tree = [np.full(128 if i % 2 else 1, i + 1, jnp.bfloat16 if i % 2 else np.float32) for i in range(count)]
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
     assert_bitwise(unscaled, [x.astype(np.float32) * np.float32(0.5) for x in tree])
     assert_bitwise(finite, True)
@@ -197,19 +197,19 @@ def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
 LEAVES = [
     ((), "own", "float32", "float32"),
     ((1,), "int8", "bfloat16", "bfloat16"),
-    ((7,), "float16", "float32", "float16"),
-    ((3, 5), "bfloat16", "bfloat16", "bfloat16"),
+    ((5,), "float16", "float32", "float16"),
+    ((2, 3), "bfloat16", "bfloat16", "bfloat16"),
     ((128,), "int16", "float32", "bfloat16"),
     ((129,), "own", "bfloat16", "float32"),
     ((129,), "float16", "bfloat16", "float16"),
     ((2048,), "int8", "float32", "float32"),
-    ((8192 + 3,), "int16", "bfloat16", "bfloat16"),
+    ((4096 + 3,), "int16", "bfloat16", "bfloat16"),
     ((0,), "own", "float32", "float32"),
-    ((16, 256), "own", "int8", "float32"),
-    ((16, 256), "int8", "int8", "bfloat16"),
-    ((5, 1024), "float16", "float8_e4m3fn", "float16"),
-    ((2, 9, 256), "int16", "float8_e5m2", "bfloat16"),
-    ((17, 256), "bfloat16", "float8_e5m2", "bfloat16"),
+    ((3, 256), "own", "int8", "float32"),
+    ((4, 256), "int8", "int8", "bfloat16"),
+    ((1, 1024), "float16", "float8_e4m3fn", "float16"),
+    ((2, 2, 256), "int16", "float8_e5m2", "bfloat16"),
+    ((3, 256), "bfloat16", "float8_e5m2", "bfloat16"),
 ]
 ALSO = (2, 3, 4, 10, 11, 12, 13)  # of them, those that the rules after the first are tried on: the loads are the same
 RULES = {
@@ -224,10 +224,10 @@ FACTOR, RATE, STEP = 2.0**-8, 0.05, 7
 DECAYS = (np.float32(0.1), np.float32(0.0))  # as they come out again: no second compilation
 
 
-def stored(x: np.ndarray, dtype: str, *, signed: bool) -> Any:
+def stored(x: jax.Array, dtype: str, *, signed: bool) -> Any:
     """A moment as it is stored; what it is worth is read from there again."""
     like = moments.zeros(x.shape, dtype, signed=signed)
-    return moments.requantize(jnp.asarray(x, jnp.float32), like, jnp.full(x.shape, 0x7FFF, jnp.int32), signed=signed)
+    return moments.requantize(x, like, jnp.full(x.shape, 0x7FFF, jnp.int32), signed=signed)
 
 
 def leaves_of(rule: str) -> list[Any]:
@@ -236,24 +236,29 @@ def leaves_of(rule: str) -> list[Any]:
 
 @functools.cache
 def weights_of(rule: str) -> list[Weight]:
-    """`LEAVES` as weights for this rule; some of float16's masters stand beyond its range."""
+    """`LEAVES` as weights for this rule; some of float16's masters are beyond its range."""
     rng = np.random.default_rng(3)
-    made = []
-    for i, (shape, form, state, grad) in enumerate(leaves_of(rule)):
+    drawn = []
+    for shape, form, _, grad in leaves_of(rule):
         master = rng.normal(size=shape).astype(np.float32)
         master.reshape(-1)[:1] = -0.0
         if form == "float16":
             master.reshape(-1)[1:3] = 7e4, -1e6
         values = [rng.normal(size=shape), rng.uniform(0.1, 2, size=shape)][: len(RULES[rule][0].signed)]
-        held = tuple(stored(x, state, signed=s) for x, s in zip(values, RULES[rule][0].signed, strict=True))
-        g = jnp.asarray(rng.normal(size=shape) / FACTOR, grad)
-        if form in ("int16", "int8"):
-            param, remainder = moments.split(jnp.asarray(master), form)
-            made.append(Weight(g, param, remainder, held, DECAYS[i % 2]))
-        else:
-            param = None if form == "own" else jnp.asarray(oracles.saturated(master, form))
-            made.append(Weight(g, param, jnp.asarray(master), held, DECAYS[i % 2]))
-    return made
+        param = oracles.saturated(master, form) if form in ("float16", "bfloat16") else None
+        drawn.append(((rng.normal(size=shape) / FACTOR).astype(grad), master, param, [np.float32(x) for x in values]))
+
+    @jax.jit  # one program, not several for each leaf
+    def make(drawn: Any) -> list[Weight]:
+        made = []
+        for i, ((g, master, param, values), (_, form, state, _)) in enumerate(zip(drawn, leaves_of(rule), strict=True)):
+            held = tuple(stored(x, state, signed=s) for x, s in zip(values, RULES[rule][0].signed, strict=True))
+            if form in ("int16", "int8"):
+                param, master = moments.split(master, form)
+            made.append(Weight(g, param, master, held, DECAYS[i % 2]))
+        return made
+
+    return make(drawn)
 
 
 @functools.cache
@@ -347,7 +352,7 @@ def test_update_is_the_oracles(backend, rule):
         if w.param is not None and w.master.dtype == jnp.float32:
             assert_bitwise(new.param, oracles.saturated(new.master, w.param.dtype))
         if w.master.dtype == jnp.int16:  # the param is the nearest bfloat16, ties aside
-            assert_bitwise(*(np.asarray(x) for x in (new.param, jnp.asarray(weight_of(new)).astype(jnp.bfloat16))))
+            assert_bitwise(np.asarray(new.param), weight_of(new).astype(jnp.bfloat16))
         for n, (m, x, signed) in enumerate(zip(new.moments, exact, kind.signed, strict=True)):
             slack = 4 * ULP * (np.abs(g) + g**2 + np.abs(held[n]))
             assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
@@ -371,10 +376,9 @@ def test_backends_agree(backend, rule):
 @each_backend
 @two_rules
 def test_a_step_not_taken_changes_no_bit(backend, rule):
-    weights = weights_of(rule)
+    """Neither where the gradients are numbers nor where they are NaN."""
+    weights = [w._replace(grad=np.full_like(w.grad, np.nan)) if i % 2 else w for i, w in enumerate(weights_of(rule))]
     assert_bitwise(updated(rule, backend, weights, taken=False)[0], weights)
-    broken = [w._replace(grad=jnp.full_like(w.grad, jnp.nan)) for w in weights]
-    assert_bitwise(updated(rule, backend, broken, factor=np.nan, taken=False)[0], broken)
 
 
 @each_backend
@@ -384,7 +388,7 @@ def test_nothing_non_finite_enters(backend, rule):
     weights = weights_of(rule)
     bad = [np.arange(w.grad.size).reshape(w.grad.shape) % 3 == 0 for w in weights]
     broken = [
-        w._replace(grad=jnp.where(b, jnp.asarray([jnp.nan, jnp.inf][i % 2], w.grad.dtype), w.grad))
+        w._replace(grad=np.where(b, np.asarray([np.nan, np.inf][i % 2], w.grad.dtype), w.grad))
         for i, (w, b) in enumerate(zip(weights, bad, strict=True))
     ]
     after, _ = updated(rule, backend, broken)
@@ -422,10 +426,10 @@ def test_zeros_keep_their_sign(backend):
     """A weight of -0.0 with no gradient stays -0.0, master and param."""
     weights = [
         w._replace(
-            grad=jnp.zeros_like(w.grad),
-            param=None if w.param is None else jnp.full_like(w.param, -0.0),
-            master=jnp.full_like(w.master, -0.0) if w.master.dtype == jnp.float32 else jnp.zeros_like(w.master),
-            moments=jax.tree.map(jnp.zeros_like, w.moments),
+            grad=np.zeros_like(w.grad),
+            param=None if w.param is None else np.full_like(w.param, -0.0),
+            master=np.full_like(w.master, -0.0) if w.master.dtype == jnp.float32 else np.zeros_like(w.master),
+            moments=jax.tree.map(np.zeros_like, w.moments),
         )
         for w in weights_of("momentum")
     ]
@@ -439,11 +443,10 @@ def test_second_moments_do_not_vanish(backend):
     for w in weights_of("adamw"):
         g = np.full(w.grad.shape, 1e-5 / FACTOR)
         g.reshape(-1)[::256] = 10.0 / FACTOR
-        weights.append(w._replace(grad=jnp.asarray(g, w.grad.dtype), moments=jax.tree.map(jnp.zeros_like, w.moments)))
-    for step in (1, 2):
-        for new, (*_, state, _) in zip(updated("adamw", backend, weights, step=step)[0], LEAVES, strict=True):
-            nu = new.moments[1]
-            assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
+        weights.append(w._replace(grad=g.astype(w.grad.dtype), moments=jax.tree.map(np.zeros_like, w.moments)))
+    for new, (*_, state, _) in zip(updated("adamw", backend, weights, step=1)[0], LEAVES, strict=True):
+        nu = new.moments[1]
+        assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
 
 
 @each_backend

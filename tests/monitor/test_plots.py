@@ -9,7 +9,7 @@ import pytest
 import jaxmp
 from jaxmp import monitor
 
-pytestmark = [pytest.mark.newest, pytest.mark.in_haste]
+pytestmark = [pytest.mark.newest]
 
 ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipped": float(i == 2)} for i in range(4)]
 

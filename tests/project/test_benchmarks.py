@@ -22,7 +22,7 @@ from helpers import assert_bitwise, assert_close
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}
-pytestmark = [pytest.mark.newest, pytest.mark.in_haste, pytest.mark.xdist_group("benchmarks")]
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("benchmarks")]
 SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
 
 

@@ -13,7 +13,7 @@ import pallas_kernels
 from benchmarks.gpu import kernels as gpu_kernels, offload as gpu_offload, run as gpu
 from benchmarks.lib.timing import Bench, Variant
 
-pytestmark = [pytest.mark.xdist_group("benchmarks_gpu"), pytest.mark.newest, pytest.mark.in_haste]
+pytestmark = [pytest.mark.xdist_group("benchmarks_gpu"), pytest.mark.newest]
 SECTIONS = ("copy", "tests", "dense")
 
 

@@ -10,7 +10,7 @@ import pytest
 import names
 from helpers import ROOT, python_blocks
 
-pytestmark = [pytest.mark.in_haste, pytest.mark.newest]
+pytestmark = [pytest.mark.newest]
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 LINKING = [

@@ -12,7 +12,7 @@ from benchmarks import sqnr
 from benchmarks.lib import tables
 from helpers import assert_close
 
-pytestmark = [pytest.mark.newest, pytest.mark.in_haste, pytest.mark.xdist_group("sqnr")]
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("sqnr")]
 KEY = jax.random.key(0)
 
 

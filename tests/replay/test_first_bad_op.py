@@ -14,8 +14,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmp
 from jaxmp.monitor import first_bad_op
 
-pytestmark = pytest.mark.in_haste
-
 HALF = jnp.float16
 
 

@@ -1,5 +1,7 @@
 """A bounded sample of the fault campaign (`make faults`), and that the campaign would see a wrong step."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ def test_no_fault_leaves_a_wrong_state(regime, precision):
     assert sum(done.values()) == 12 and len(done) >= 3
 
 
-def injured(change):
-    """What `check` says of a step that did not skip an inf as it should: `change(state after, state before)`."""
+@functools.cache
+def one_fault():
+    """A world, the state before a step, its twin, the state after, and the fault in it, of which `check` approves."""
     world = faults.make_world("single", "fp16")
     rng = np.random.default_rng(0)
     fault = faults.Fault(0, 0, 3, "inf")
@@ -23,6 +26,12 @@ def injured(change):
     twin = world.step(before, world.shard(faults.batch_of(rng, None, world.limits)))
     after = world.step(before, world.shard(faults.batch_of(rng, fault, world.limits)))
     faults.check(world, before, twin, after, fault)
+    return world, before, twin, after, fault
+
+
+def injured(change):
+    """What `check` says of a step that did not skip an inf as it should: `change(state after, state before)`."""
+    world, before, twin, after, fault = one_fault()
     with pytest.raises(AssertionError) as caught:
         faults.check(world, before, twin, change(after, twin), fault)
     return str(caught.value)

@@ -55,9 +55,10 @@ def _exact_job(policy_name: str, dtype: str, accumulate: int) -> Job:
     policy = jaxmp.get_policy(policy_name)
     rng = np.random.default_rng(3)
     params32 = {
-        name: {"w": jnp.asarray(rng.integers(-8, 9, (WIDTH, WIDTH)) / 8, jnp.float32)} | scale_leaves()
+        name: {"w": np.asarray(rng.integers(-8, 9, (WIDTH, WIDTH)) / 8, np.float32)} | scale_leaves()
         for name in ("a", "b")
     }
+    params32 = jax.tree.map(jnp.asarray, params32)
     inner = jaxmp.mixed_precision(optax.sgd(1 / 4), policy, loss_scale=regimes.loss_scale_of(dtype), recipe=RECIPE)
     tx = optax.chain(jaxmp.reduce_gradients(), inner)
 
@@ -80,7 +81,7 @@ class LinenNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        for _ in range(3):
+        for _ in range(2):
             x = nn.tanh(nn.Dense(WIDTH, dtype=self.dtype)(x))
         return nn.Dense(WIDTH, dtype=self.dtype)(x)
 
@@ -88,8 +89,13 @@ class LinenNet(nn.Module):
 def _linen_job(policy_name: str, dtype: str, accumulate: int) -> Job:
     policy = jaxmp.get_policy(policy_name)
     model = LinenNet(policy.compute_dtype)
-    with jaxmp.fp8.autocast(RECIPE):
-        params32 = model.init(jax.random.key(0), jnp.ones((2, WIDTH)))["params"]
+
+    @jax.jit
+    def init(key: Any) -> Any:
+        with jaxmp.fp8.autocast(RECIPE):
+            return model.init(key, jnp.ones((2, WIDTH)))["params"]
+
+    params32 = init(jax.random.key(0))
     tx = jaxmp.mixed_precision(regimes.optimizer(), policy, loss_scale=regimes.loss_scale_of(dtype), recipe=RECIPE)
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params32, tx=tx, policy=policy)
 
@@ -113,7 +119,7 @@ def _linen_job(policy_name: str, dtype: str, accumulate: int) -> Job:
 
 class NnxNet(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs) for _ in range(4)])
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs) for _ in range(3)])
 
     def __call__(self, x: Any) -> Any:
         for layer in self.layers[:-1]:

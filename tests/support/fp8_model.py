@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import jaxmp
+from helpers import assert_close
 from jaxmp._src.step import states
 from jaxmp.fp8 import DelayedScaling, Scales
 from regimes import guarded as guarded
@@ -19,7 +20,7 @@ MATMUL = (((1,), (0,)), ((), ()))
 
 
 def scale_leaves(shape: tuple[int, ...] = (), value: float = 0.0) -> dict[str, Any]:
-    return {name: jnp.full(shape, value, jnp.float32) for name in (LHS, RHS, GRAD)}
+    return {name: np.full(shape, value, np.float32) for name in (LHS, RHS, GRAD)}
 
 
 def only_scales(layer: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def only_scales(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights(seed: int, *shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape or (SIDE, SIDE)) / 4, jnp.float32)
+    return np.asarray(np.random.default_rng(seed).normal(size=shape or (SIDE, SIDE)) / 4, np.float32)
 
 
 def layer_params(seed: int) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def layer_params(seed: int) -> dict[str, Any]:
 
 def model_params() -> dict[str, Any]:
     """Two fp8 layers with a norm between them, in float32."""
-    return {"a": layer_params(1), "b": layer_params(2), "ln": {"scale": jnp.ones((1, SIDE))}}
+    return {"a": layer_params(1), "b": layer_params(2), "ln": {"scale": np.ones((1, SIDE), np.float32)}}
 
 
 def matmul(layer: dict[str, Any], x: Any, recipe: Any = RECIPE) -> Any:
@@ -64,7 +65,7 @@ def make_tx(policy: str = "fp16", inner: Any = None, recipe: Any = RECIPE, **kwa
 
 def start(tx: Any, policy: str = "fp16", params32: Any = None) -> tuple[Any, Any]:
     """(params, opt_state)."""
-    params32 = model_params() if params32 is None else params32
+    params32 = jax.tree.map(jnp.asarray, model_params() if params32 is None else params32)
     return jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
 
 
@@ -90,6 +91,11 @@ def fp8_state(opt_state: Any) -> states.Fp8State:
 def histories(opt_state: Any) -> list[Any]:
     """The history of each group of scale leaves, float32[len, n], copies of pmap kept apart."""
     return [group.amax_history for group in fp8_state(opt_state).amax_states]
+
+
+def assert_amaxes(actual: Any, expected: Any) -> None:
+    """Amaxes of two programs agree: XLA may fuse what they are the amaxes of in two ways, some ulps apart."""
+    assert_close(to_host(actual), to_host(expected), rtol=1e-5)
 
 
 def to_host(tree: Any) -> Any:
