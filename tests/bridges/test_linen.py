@@ -347,5 +347,5 @@ def test_a_train_state_is_a_pytree_of_arrays():
 
 
 def test_a_policy_needs_an_optimizer_with_masters():
-    with pytest.raises(ValueError, match=r"got tx without one. Wrap it: tx = jaxmp.mixed_precision"):
+    with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision"):
         jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), policy="fp16")

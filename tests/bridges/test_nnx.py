@@ -397,7 +397,7 @@ def test_shared_and_lifted_modules_train(make_model):
 
 def test_a_policy_needs_an_optimizer_with_masters():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"got tx without one. Wrap it: tx = jaxmp.mixed_precision\(tx, policy\)"):
+    with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision\(tx, policy\)"):
         jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy="fp16")
     assert model.kernel[...].dtype == jnp.float32  # it was not cast
     jaxmp.nnx.Optimizer(model, optax.sgd(0.1))  # without a policy any optimizer will do

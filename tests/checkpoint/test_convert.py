@@ -356,7 +356,7 @@ def test_masters_are_reloaded_from_params(name):
 
 def test_masters_are_reloaded_in_full_from_float32():
     _, opt_state = job("bf16")
-    full = jax.tree.map(lambda x: x * np.float32(1.001), PLAIN)
+    full = jax.tree.map(lambda x: jnp.asarray(x) * np.float32(1.001), PLAIN)
     new = reload_master_params(opt_state, full)
     assert_bitwise(optax.tree.get(new, "master_params"), full)
     full["a"]["w"].delete()  # a donated buffer is gone: the masters have their own

@@ -423,7 +423,7 @@ def indexes(params, x):
 def test_a_loss_over_all_params_is_explained():
     with pytest.raises(TypeError) as caught:
         grads_of(sums_all, {"a": layer_params(0)}, X)
-    assert "Leave them out where the loss goes over all params" in notes_of(caught)
+    assert "Exclude them from loss terms over all params" in notes_of(caught)
 
 
 def test_a_loss_over_all_but_the_scales_works():
@@ -456,7 +456,7 @@ def test_shard_map_inside_of_the_differentiated_loss(check_vma):
     if not check_vma:
         with pytest.raises(TypeError, match="fp8_meta32") as caught:
             grads_of(spread, layer, X, jit=False)
-        assert "call value_and_grad inside" in notes_of(caught)
+        assert "and call value_and_grad inside a shard_map" in notes_of(caught)
         with pytest.raises(TypeError, match="fp8_meta32"):  # found by the compiler, where nobody can add to it
             grads_of(spread, layer, X)
         return

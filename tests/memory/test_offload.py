@@ -458,7 +458,9 @@ def test_kernels_stored_in_fp8_are_refused():
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.adamw(1e-2)), policy)
     opt_state, params = offload.put(tx.init(params32)), policy.cast_to_param(params32)
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-    with pytest.raises(ValueError, match="kernels that are stored in fp8 .*got that of kernel in host memory.*what="):
+    with pytest.raises(
+        ValueError, match="kernels that are stored in fp8 .*got the master of kernel in host memory.*what="
+    ):
         jaxmp.apply_gradients(tx, grads, opt_state, params)
 
 

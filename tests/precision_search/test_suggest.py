@@ -295,4 +295,4 @@ def test_globs_fit_what_was_chosen_and_nothing_else():
     assert globs(["a/c/d", ""], paths) == ("a/c/d", "")
     assert globs(["up", "a/up"], ["up", "a/up", "b/up"]) == ("/up", "a/*")
     assert globs(["up"], ["up", "a/up"], below=True) == ("/up/*",)
-    assert exceptions({"up": "fp32", "a/up": "fp16", "up/in": "fp16"}, "fp16") == {"/up": "fp32", "up/in": "fp16"}
+    assert exceptions({"up": "fp32", "a/up": "fp16", "up/in": "fp16"}, "fp16") == {"/up": "fp32", "up/*": "fp16"}

@@ -164,7 +164,7 @@ def test_what_a_step_was_is_readable(tmp_path):
     observed = {"loss": jnp.float32(2.5), "skipped": jnp.array(True), "step": 7, "grad_norm": float("nan")}
     path = capture(tmp_path, loss_fn, 1.0, loss_scale=jnp.float32(2.0**15), accumulate=4, observed=observed)
     meta = json.loads((path / "capture.json").read_text())
-    assert (meta["loss_scale"], meta["function"]) == (32768.0, "test_capture:loss_fn")
+    assert (meta["loss_scale"], meta["function"]) == (32768.0, "test_captures:loss_fn")
     assert (meta["observed"]["loss"], meta["observed"]["skipped"], meta["observed"]["step"]) == (2.5, 1.0, 7.0)
     assert meta["about"]["jax"] == jax.__version__ and "XLA_FLAGS" in meta["about"]
     found = load_capture(path)

@@ -135,8 +135,8 @@ def test_arguments_that_are_not_finite_are_named(tmp_path, where, path):
 @pytest.mark.parametrize(
     ("observed", "verdict", "words"),
     [
-        ({"loss": 4.0, "skipped": True, "grads_finite": True}, "reproduced", "and the loss is 4 again, as it was"),
-        ({"loss": 4.1}, "reproduced", "and the loss is 4 again, as it was"),
+        ({"loss": 4.0, "skipped": True, "grads_finite": True}, "reproduced", "and the loss is 4 again, as observed"),
+        ({"loss": 4.1}, "reproduced", "and the loss is 4 again, as observed"),
         ({"loss": 4e3}, "transient", "had a loss of 4000, and 3 replays are finite, with equal bits, with a loss of 4"),
         ({"loss": float("nan")}, "transient", "the step was not finite, and 3 replays are finite, with equal bits"),
         ({"loss": 4.0, "grads_finite": False}, "transient", "the step was not finite, and 3 replays are finite"),

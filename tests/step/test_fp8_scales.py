@@ -255,7 +255,7 @@ def update_of(recipe, params, grads=None):
         ),
         (
             lambda: make_tx("fp32").update(layer_params(0), make_tx("fp32").init(layer_params(0))),
-            r"need the params: call tx.update\(grads, opt_state, params\)",
+            r"need the params; got params=None. Call tx.update\(grads, opt_state, params\)",
         ),
         (lambda: DelayedScaling(amax_history_len=0), r"amax_history_len must be a whole number >= 1; got 0"),
         (lambda: DelayedScaling(fp8_format="E5M2"), r'"E5M2" is not offered: .* Use "HYBRID"'),

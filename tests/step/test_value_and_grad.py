@@ -441,7 +441,7 @@ def test_accumulation_on_an_explicit_mesh():
 def test_params_that_are_no_floats(leaf, what):
     f = jaxmp.value_and_grad(lambda params, x: jnp.float32(0))
     with pytest.raises(
-        TypeError, match=f"need float params; got {what} at argument 0/layer/w. Pass such leaves as another"
+        TypeError, match=f"need float params; got {what} at argument 0/layer/w. Pass such leaves in another"
     ):
         f({"layer": {"w": leaf}, "ok": jnp.ones(1)}, 1.0, opt_state=state_with(1.0))
 
@@ -471,7 +471,7 @@ def test_opt_state_must_be_given():
 
 
 def test_an_nnx_module_is_sent_to_its_bridge():
-    with pytest.raises(TypeError, match=r"use jaxmp.nnx.value_and_grad"):
+    with pytest.raises(TypeError, match=r"Use jaxmp.nnx.value_and_grad"):
         jaxmp.value_and_grad(lambda m: 0.0)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), opt_state=state_with(1.0))
 
 
@@ -507,7 +507,7 @@ def test_has_aux_without_aux(out, got):
 
 def test_aux_of_a_watched_function_goes_beside_the_statistics():
     watched = jaxmp.monitor.watch_activations(lambda w: (jnp.sum(w), w))
-    with pytest.raises(TypeError, match=r"Of \(\(loss, aux\), stats\), .* make \(loss, \(aux, stats\)\)"):
+    with pytest.raises(TypeError, match=r"returns \(\(loss, aux\), stats\): return \(loss, \(aux, stats\)\)"):
         jaxmp.value_and_grad(watched, has_aux=True)(jnp.ones(1), opt_state=state_with(1.0))
 
 

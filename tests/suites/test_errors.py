@@ -87,29 +87,29 @@ DURING_A_RUN = {
     "forgotten_cast": BadInput(
         lambda run: run.tx.update(run.grads, run.state, jax.tree.map(jnp.asarray, PARAMS32)),
         ValueError,
-        ("as the policy stores them", "got float32 at dense/kernel", "float16", "policy.cast_to_param(params32)"),
+        ("have the dtypes of the policy", "got float32 at dense/kernel", "float16", "policy.cast_to_param(params32)"),
     ),
     "forgotten_cast-apply_gradients": BadInput(
         lambda run: jaxmp.apply_gradients(run.tx, run.grads, run.state, jax.tree.map(jnp.asarray, PARAMS32)),
         ValueError,
-        ("as the policy stores them", "got float32 at dense/kernel"),
+        ("have the dtypes of the policy", "got float32 at dense/kernel"),
     ),
     "another_16_bit_dtype": BadInput(
         lambda run: run.tx.update(run.grads, run.state, jaxmp.get_policy("bf16").cast_to_param(PARAMS32)),
         ValueError,
-        ("as the policy stores them", "got bfloat16 at dense/kernel", "float16"),
+        ("have the dtypes of the policy", "got bfloat16 at dense/kernel", "float16"),
     ),
     "a_kept_leaf_in_16_bits": BadInput(
         lambda run: run.tx.update(run.grads, run.state, jaxmp.get_policy("fp16").cast_to_param(PARAMS32)),
         ValueError,
-        ("16-bit params", "master", "got float16 at norm/scale", "float32", "policy.cast_to_param(params32)"),
+        ("a 16-bit param", "master", "got float16 at norm/scale", "float32", "policy.cast_to_param(params32)"),
     ),
     "16_bit_params_under_fp32": BadInput(
         lambda run: jaxmp.mixed_precision(optax.sgd(1.0), "fp32").update(
             run.grads, jaxmp.mixed_precision(optax.sgd(1.0), "fp32").init(run.params), run.params
         ),
         ValueError,
-        ("16-bit params", "master", "got float16 at dense/kernel", "float32", "16-bit policy"),
+        ("a 16-bit param", "master", "got float16 at dense/kernel", "float32", "16-bit policy"),
     ),
     "a_gradient_is_missing": BadInput(
         lambda run: run.tx.update({"dense": run.grads["dense"]}, run.state, run.params),
@@ -204,7 +204,7 @@ DURING_A_RUN = {
     "wrap_state-left_over": BadInput(
         lambda run: jaxmp.wrap_state(mixed(optax.sgd(1.0)), optax.adam(1.0).init(run.params), run.params),
         ValueError,
-        ("the same optimizer and params", "0/count", "no place for it"),
+        ("the same optimizer and params", "0/count", "has no place"),
     ),
     "wrap_state-params_differ": BadInput(
         lambda run: jaxmp.wrap_state(
@@ -343,12 +343,12 @@ AT_THE_START = {
     "dynamic_without_skipping": (
         lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", skip_nonfinite=False),
         ValueError,
-        ("finds its value by overflowing", "skip_nonfinite=False", "static loss_scale"),
+        ("finds its value by overflow", "skip_nonfinite=False", "static loss_scale"),
     ),
     "own_scale_without_skipping": (
         lambda: jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(), skip_nonfinite=False),
         ValueError,
-        ("finds its value by overflowing",),
+        ("finds its value by overflow",),
     ),
     "unknown_policy": (
         lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp17"),

@@ -338,7 +338,7 @@ def test_in_linen_and_nnx():
 
 def test_the_second_step_compiles_nothing_and_donation_copies_nothing():
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "fp16")
-    params32 = normal(0)
+    params32 = jax.tree.map(jnp.asarray, normal(0))
     params, opt_state = jaxmp.get_policy("fp16").cast_to_param(params32), tx.init(params32)
     step = jax.jit(lambda p, s, g: jaxmp.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
     grads = jax.tree.map(jnp.ones_like, params)
@@ -394,7 +394,7 @@ def test_masters_of_another_kind_are_refused(other):
     for step in steps:
         with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
             step(params, made, params)
-    with pytest.raises(ValueError, match="bfloat16 params of the same step; got params of float32"):
+    with pytest.raises(ValueError, match="bfloat16 param of the same step; got a param of float32"):
         jaxmp.get_master_params(made, params32)
 
 

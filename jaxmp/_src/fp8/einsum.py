@@ -90,9 +90,9 @@ def einsum(
       ValueError: an equation that is not one GEMM.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, jaxmp
       >>> x, w = jnp.ones((2, 16, 16)), jnp.ones((16, 4, 16))
-      >>> einsum("btd,dhk->bthk", x, w, recipe=CurrentScaling()).shape
+      >>> einsum("btd,dhk->bthk", x, w, recipe=jaxmp.fp8.CurrentScaling()).shape
       (2, 16, 4, 16)
     """
 

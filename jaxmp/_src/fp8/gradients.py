@@ -51,8 +51,7 @@ class Fp8Gradients:
             in_fp8 = bool(self._kernels) or any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
             params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
             before = ambient.now().notes.fp8_matmuls
-            with scale_leaves.explained():
-                grads, aux = jax.grad(loss, has_aux=True, allow_int=True)(params, *args)
+            grads, aux = jax.grad(loss, has_aux=True, allow_int=True)(params, *args)
             if ambient.now().notes.fp8_matmuls == before:
                 _warn_of_no_fp8(in_fp8)
             return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux

@@ -47,7 +47,7 @@ class FallbackWarning(UserWarning):
       ...     warnings.simplefilter("error", FallbackWarning)  # every fallback is an error
       ...     x, matmul = jnp.ones((7, 7)), (((1,), (0,)), ((), ()))
       ...     try:
-      ...         y = dot_general(x, x, matmul, recipe=amax.CurrentScaling())
+      ...         y = dot_general(x, x, matmul, recipe=recipes.CurrentScaling())
       ...     except FallbackWarning as e:
       ...         "multiple" in str(e)
       True
@@ -112,7 +112,7 @@ def dot_general(
 
     Example:
       >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 48), jnp.bfloat16)
-      >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=amax.CurrentScaling())
+      >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipes.CurrentScaling())
       >>> y.shape, y.dtype.name, float(y[0, 0])
       ((16, 48), 'bfloat16', 32.0)
 

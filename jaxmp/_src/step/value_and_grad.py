@@ -32,7 +32,7 @@ from jaxmp._src.autocast import rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import cut_params
-from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state
@@ -113,6 +113,7 @@ def value_and_grad(
     return wrapped
 
 
+@scale_leaves.explained()
 def scaled_value_and_grad(
     loss_fn: Callable[[PyTree, PyTree, PyTree], tuple[Any, PyTree, PyTree]],
     params: PyTree,
