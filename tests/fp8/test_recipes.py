@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import assert_bitwise
-from jaxmp._src.fp8 import recipes as amax_module
 from jaxmp._src.fp8.recipes import AmaxState, CurrentScaling, DelayedScaling, scale_from_amax
 from jaxmp._src.numerics import float_bits
 from jaxmp.casting import saturating_cast
