@@ -2,13 +2,13 @@
 
 An fp8 layer brings two kinds of leaves into the params that autodiff cannot treat as they are:
 
-- *scale leaves*: their gradient is an amax, so gradients of one leaf combine by MAX and not by addition, and the leaf
-  of a gradient's tensor is shifted by the loss scale (see `scale_leaves`);
+- *scale leaves*: their gradient is an amax, so gradients of one leaf combine by MAX and not by addition. The leaf of a
+  gradient tensor is adjusted by the loss scale, because gradients come multiplied by it (see `scale_leaves`);
 - *kernels in fp8*, stored so or cast once for all microbatches: their gradient needs a wider dtype (see
   `stored_kernels`).
 
-`Fp8Gradients` is made from the params before the first microbatch. Its methods stand for `jax.grad`, for the sum over
-microbatches and for the reduction over devices. For params without fp8 leaves they are just these.
+`Fp8Gradients` is made from the params before the first microbatch. Its methods replace `jax.grad`, the sum over
+microbatches and the reduction over devices. For params without fp8 leaves they do nothing else.
 """
 
 import warnings
@@ -31,7 +31,7 @@ class Fp8Gradients:
 
         Args:
           params: what will be differentiated with respect to.
-          gradient_scale: float32[], how many times as large as unscaled ones the gradients will come.
+          gradient_scale: float32[], the factor by which the gradients are larger than unscaled gradients.
           keep_kernels: whether kernels are cast to fp8 here, once, and not in each forward pass.
         """
         self.is_used = scale_leaves.has_scales(params)
@@ -39,7 +39,7 @@ class Fp8Gradients:
         self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
 
     def grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[PyTree, Any]]:
-        """`jax.grad(loss, has_aux=True)` with respect to params as they were given, amaxes of unscaled gradients in it.
+        """Like `jax.grad(loss, has_aux=True)`; in the result, scale leaves hold the amaxes of unscaled gradients.
 
         Warns:
           UserWarning: the params hold fp8 scales, and `loss` multiplied nothing in fp8.
@@ -75,8 +75,8 @@ def _warn_of_no_fp8(in_fp8: bool) -> None:
         else "so it trains without fp8"
     )
     warnings.warn(
-        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Enter jaxmp.fp8.autocast in the "
-        f"loss, as round model.init, inside the function that is differentiated or round the call that traces it. "
-        f"(A part of the loss that was jitted and traced before is not seen here.)",
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Put `with jaxmp.fp8.autocast()` "
+        f"around the model's call in the loss, as around model.init: inside the differentiated function, or around the "
+        f"call that traces it. (A part of the loss that was jitted and traced before is not seen here.)",
         stacklevel=2,
     )

@@ -1,6 +1,6 @@
 """Statistics of the output of each module of a model, without a change to the model.
 
-`autocast/taps.py` rewrites the traced loss function so that it computes statistics at the output of each module. The
+`programs/taps.py` rewrites the traced loss function so that it computes statistics at the output of each module. The
 function returns them beside the loss, as auxiliary data. Nothing is sent to the host, and gradients keep every bit.
 """
 

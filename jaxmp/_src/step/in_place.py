@@ -65,7 +65,7 @@ def in_place(
 
 
 def in_place_of(init: Any, update: Any, write: Write, inner: Any) -> InPlace:
-    """The same for a wrapper of `inner`, with the needs of `inner`; an `inner` that only makes updates has none."""
+    """`in_place` for a wrapper of `inner`: takes `measures`, `backend`, `streams` from an `inner` that can write."""
     if not isinstance(inner, InPlace):
         return in_place(init, update, write)
     return in_place(init, update, write, measures=inner.measures, backend=inner.backend, streams=inner.streams)
@@ -88,7 +88,7 @@ class Destination:
         """Whether `params` are all params of the caller, at the same level of the trace.
 
         Inside `optax.multi_transform` an optimizer sees only some params. Inside `optax.MultiSteps` it runs in a
-        branch, and an array of a branch may leave it only as a result.
+        branch, and an array that was made in a branch must be returned by it.
         """
         if self._expected is None:
             return False
@@ -97,7 +97,7 @@ class Destination:
         return same and self._trace_state == compat.trace_state()
 
     def closed(self) -> "Destination":
-        """For transforms inside `unscale_and_skip`: `apply_gradients` is the caller, but they must not write."""
+        """For transforms inside `unscale_and_skip`: `apply_gradients` called, but they must not write."""
         return Destination(None)
 
 

@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     skip_if: SkipIf | None
 
     def looks(self, known_finite: Any) -> bool:
-        """Whether to check the gradients: the caller did not say if they are finite, and the answer is used."""
+        """Whether the gradients must be checked: no `grads_finite` was given, and the step or the scale needs it."""
         return known_finite is None and (self.skip_nonfinite or self.scales)
 
 
@@ -107,15 +107,15 @@ def unscale_and_skip(
         (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
         devices. It does not lower the loss scale; only overflow does.
       policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
-      clamp_inf: None skips a step with an infinite gradient. A float dtype, the one in which gradients overflow
-        (jnp.float16), replaces an infinite gradient by the largest finite value of that dtype, divided by the scale;
-        the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8 still
-        skip.
+      clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
+        overflow (jnp.float16), an infinite gradient becomes the largest finite value of that dtype, divided by the
+        scale; the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8
+        still skip.
 
     Returns:
       A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
-      scaled gradients. `loss_scale` and `grads_finite`, if given, replace its own: it unscales with that scale, trusts
-      that flag without a check or a collective, and does not change its own scale (see `shared_loss_scale`).
+      scaled gradients. If `loss_scale` is given, it unscales with that scale and does not change its own. If
+      `grads_finite` is given, it checks nothing and uses no collective (see `shared_loss_scale`).
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
@@ -286,8 +286,8 @@ def decide(
     if looks or rule.skip_if is not None:
         if params is not None and measured_nonfinite is None:
             saturated = state_lib.count_saturated(state, params)
-        # A count that is the same on all devices is not reduced. The optimizer waits for the MAX, and XLA would read
-        # all masters once more to have the count before it.
+        # A count that is the same on all devices stays outside the MAX. The optimizer waits for the MAX, so a count in
+        # it must be finished before the optimizer, and XLA would read all masters one more time.
         differs = bool(compat.varying_axes(saturated))
         found = collectives.largest_on_any_device(
             _Flags(overflow, unwanted, clamped, saturated if differs else None), axes
@@ -296,13 +296,13 @@ def decide(
         clamped = None if found.clamped is None else found.clamped != 0
         saturated = saturated if found.saturated is None else found.saturated
     # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that are
-    # the same on every device need no MAX here; XLA can then merge the MAX that made them so with that of the flags.
+    # equal on all devices are so because of an earlier MAX. XLA can merge that MAX with the MAX of the flags.
     overflow = (overflow != 0) | (collectives.any_nonfinite(amaxes) if looks else False)
 
     usable = ~overflow if known_finite is None else jnp.asarray(known_finite, bool)
     finite = usable & ~clamped if looks and clamped is not None else usable
     taken = (usable | (not rule.skip_nonfinite)) & (unwanted == 0)
-    if measured is None:  # else XLA copies their computation into the program of every leaf
+    if measured is None:  # without this, XLA repeats the computation of both flags in the code of every leaf
         finite, taken = casting.computed_once((finite, taken))
     return Decision(finite, taken, saturated)
 

@@ -148,7 +148,7 @@ def scaled_value_and_grad(
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
-    # A mean over one device's rows has larger gradients than the mean over all rows, by the number of devices.
+    # Each of n devices takes the mean over its own rows: its gradients are n times its part of the mean over all rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 

@@ -137,7 +137,10 @@ class InPlaceWrite:
         self._inner, self._destination, self._axis_name = inner, destination, axis_name
 
     def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
-        """Norm and finiteness in one pass over the gradients; over the scaled ones if unscaling is a multiplication."""
+        """Finds the norm, and whether all values are finite, in one pass.
+
+        It reads the gradients that are still scaled. With a user's own unscale rule it reads the unscaled ones.
+        """
         found = self._to_write_from(grads)
         if not self._inner.measures and not look:
             return found
