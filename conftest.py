@@ -61,25 +61,52 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest itself selects by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--sample N` takes one case of N of every test, another one of each: a matrix in the time of its rows.
+    """Leaves the cases of `sampled(n)` tests that are not in the sample to the campaign, and does what `--sample` says.
 
     The doctests of a module are cases of one test.
     """
-    n = config.getoption("sample")
-    if n < 2:
-        return
+    of_all = config.getoption("sample")
     cases = defaultdict(list)
     for item in items:
         name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
         name = item.path.name if isinstance(item, pytest.DoctestItem) else name
         cases[item.path, getattr(item, "cls", None), name].append(item)
-    left_out = {item for item in items if item.get_closest_marker("newest")}
-    for (_, _, name), found in cases.items():
-        first = zlib.crc32(str(name).encode()) % min(n, len(found))
-        left_out |= set(found) - set(found[first::n])
+    left_out = {item for item in items if of_all > 1 and item.get_closest_marker("newest")}
+    for found in cases.values():
+        mark = found[0].get_closest_marker("sampled")
+        if mark is not None:
+            always, _ = _by_campaign(found)
+            for item in set(always) - _sample(always, *mark.args):
+                item.add_marker(pytest.mark.campaign)
+        for part in _by_campaign(found):
+            left_out |= set(part) - _sample(part, of_all)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _by_campaign(cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Those that run always, and those of the campaign."""
+    of_campaign = [item for item in cases if item.get_closest_marker("campaign")]
+    return [item for item in cases if item not in of_campaign], of_campaign
+
+
+def _sample(cases: list[pytest.Item], n: int) -> set[pytest.Item]:
+    """One of `n` cases of a test, the same ones in every run; together they show every parameter's values early."""
+    left = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))
+    sample, seen = set(), set()
+    while n * len(sample) < len(cases):
+        chosen = max(left, key=lambda item: len(_values(item) - seen))
+        left.remove(chosen)
+        sample.add(chosen)
+        seen |= _values(chosen)
+    return sample
+
+
+def _values(case: pytest.Item) -> set[tuple[str, int]]:
+    """(parameter, index of its value) of a case."""
+    return set(case.callspec.indices.items()) if hasattr(case, "callspec") else set()
 
 
 @pytest.hookimpl(wrapper=True)

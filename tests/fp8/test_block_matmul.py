@@ -95,6 +95,7 @@ SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")]
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("recipe", "case"),
     [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in REST)],
@@ -121,6 +122,7 @@ def id_of(x):
     return recipe_id(x) if isinstance(x, BlockScaling | MXFP8) else None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), cases_of((BOTH[0], jnp.bfloat16), (BOTH[1], jnp.bfloat16), (BOTH[1], jnp.float16)), ids=id_of
 )
@@ -153,6 +155,7 @@ def snr_of_rows(actual, exact):
 NORMAL_DB = {CurrentScaling(): (28, 24, 24), BlockScaling(): (28, 28, 28), MXFP8(): (28, 28, 28)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", NORMAL_DB, ids=lambda r: type(r).__name__)
 def test_snr_on_normal_data(recipe):
     found, exact = products_with_noise(recipe, outliers=False)
@@ -193,6 +196,7 @@ def products_with_noise(recipe, *, outliers):
     return found, (x @ w, g @ w.T, x.T @ g)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("recipe", [*RECIPES[1:], pytest.param(RECIPES[0], marks=pytest.mark.campaign)], ids=recipe_id)
 def test_overflow_shows_in_the_result(recipe, bad):
@@ -237,6 +241,7 @@ def test_vmap_scan_and_remat_change_nothing(recipe):
     assert_products([shared(x, w[0])[0]], [tuple(t[0] for t in expected[0])])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("recipe", "check_vma"), cases_of((BOTH[0], True), (BOTH[1], True), (BOTH[1], False)), ids=id_of
 )

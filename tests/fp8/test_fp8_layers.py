@@ -101,6 +101,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
 # linen: dot_general_cls
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -219,6 +220,7 @@ class Model(nn.Module):
 INNER = ["blocks_0/down", "blocks_0/up"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -392,6 +394,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_models_of_all_kinds_train(kind):
     model = Net(kind)

@@ -183,6 +183,7 @@ def next_amax_state(state, amax, backward):
     return RECIPE.update(state, amax, backward=backward)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", INNERS)
 def test_weights_train_as_if_there_were_no_scales(name):
     """As in a model without leaves, but for the roundings of two programs; leaves move by their own rule, unclipped."""
@@ -342,6 +343,7 @@ def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
         assert jax.tree.map(jax.typeof, state) == types
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_all_reduces_of_a_whole_step(how):
     """Beside the sums of gradients: the amaxes of all layers in one MAX, and the flags."""

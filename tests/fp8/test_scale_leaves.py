@@ -259,6 +259,7 @@ def stack(trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["stacked", "broadcast"])
 def test_scan(kind, remat):

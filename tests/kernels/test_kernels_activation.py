@@ -45,6 +45,7 @@ def small(source, seed=0):
     return (np.random.default_rng(seed).normal(size=(64, 128)) * 3).astype(source)
 
 
+@pytest.mark.sampled(3)
 @EACH_ACTIVATION
 def test_the_formulas(activation):
     """Two parts in ten million of the largest: float32's own rounding."""
@@ -64,6 +65,7 @@ def test_the_gated_formula():
         assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -83,6 +85,7 @@ def test_forward(backend, source, activation):
         assert_bitwise(got, expected_of(value, 4.0, E4M3))
 
 
+@pytest.mark.sampled(3)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -104,6 +107,7 @@ def test_backward(backend, source, activation):
         assert_bitwise((q, q_t, amax), expected_of(value, 8.0, E5M2))
 
 
+@pytest.mark.sampled(3)
 @EACH_BACKEND
 def test_gated_forward_and_backward(backend):
     a, b, g = small(BF16), small(BF16, 1), small(BF16, 2)
@@ -131,6 +135,7 @@ def test_gated_forward_and_backward(backend):
         assert_bitwise(tuple(cast), expected_of(exact, s, E5M2))
 
 
+@pytest.mark.sampled(3)
 @SOURCES
 def test_a_gpu_gets_the_kernels(source):
     x, s = matrix(source, (64, 64)), np.float32(1)
@@ -170,6 +175,7 @@ def product(x, w, scales, activation):
     return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales, activation=activation)
 
 
+@pytest.mark.sampled(3)
 @EACH_ACTIVATION
 def test_a_matmul_behind_an_activation(activation):
     """With float32 activations it is the matmul of the activation, to the bit; so are its gradients and amaxes."""
@@ -190,6 +196,7 @@ def test_a_matmul_behind_an_activation(activation):
     assert_bitwise(fused(x, w, g), apart(x, w, g))
 
 
+@pytest.mark.sampled(3)
 @EACH_ACTIVATION
 def test_recipes_without_state_and_odd_shapes_take_it_too(activation):
     x, w = small(BF16), matrix(BF16, (128, 64), 1)

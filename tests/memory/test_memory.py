@@ -154,6 +154,7 @@ def small_model():
     return {"big": jnp.ones((32, 256)), "norm": jnp.ones(256), "frozen": jnp.ones((16, 16))}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stored_is_what_arrays_take(name):
     policy, tx = RECIPES[name]

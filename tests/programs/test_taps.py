@@ -87,6 +87,7 @@ def test_paths_and_values_of_linen_modules_are_those_of_capture_intermediates():
     assert_same_operations(seen, captured, params, X)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [Net(), Stack(), Stack(rematted=True)], ids=["plain", "scan", "scan of remat"])
 def test_gradients_are_the_same(model):
     params, loss_fn = linen(model)

@@ -41,6 +41,7 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 # What an update does
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
 def test_each_leaf_follows_its_recipe(recipe, shape):
@@ -172,6 +173,7 @@ def test_split_sends_extra_arguments_to_the_rest():
 # Histories of another length
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, 2, 3, 6])
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)

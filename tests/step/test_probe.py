@@ -50,6 +50,7 @@ FAULTY = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     tx, dtype = FINE[name]

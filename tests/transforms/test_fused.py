@@ -77,6 +77,7 @@ def chained(plain):
 
 
 # Each optimizer under a loss scale, and one of them in each other dtype.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -121,6 +122,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
 @pytest.mark.parametrize(
     ("policy", "kwargs", "bits"),
@@ -416,6 +418,7 @@ def test_split_params_inside_shard_map(check_vma):
     assert_close(*outcomes, rtol=2.0**-7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scaled", ["fp16", "bf16"])
 @pytest.mark.parametrize("inner", [jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
 def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled):
