@@ -186,6 +186,7 @@ def test_no_leaf_moves_on_a_skip():
         state = new
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_an_overflow_that_only_an_amax_shows_is_skipped(policy):
     """The cast saturates: from an inf among the inputs come finite gradients."""
@@ -355,6 +356,7 @@ def test_microbatches_have_the_amaxes_of_the_full_batch(k):
 # Leaves that are not used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_layer_that_is_not_used_keeps_leaf_and_history(accumulate):
     tx = make_tx("bf16", loss_scale=None)

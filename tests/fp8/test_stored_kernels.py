@@ -303,6 +303,7 @@ def test_checkpoints_hold_them(tmp_path):
 # --- kept over microbatches ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["fp8", "bf16"])
 def test_kernels_kept_over_microbatches_change_nothing(policy):
     """The amaxes of kernels are those of the same numbers; all else comes from two programs, which may round apart."""

@@ -65,7 +65,7 @@ def test_the_gated_formula():
         assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -85,7 +85,7 @@ def test_forward(backend, source, activation):
         assert_bitwise(got, expected_of(value, 4.0, E4M3))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @EACH_BACKEND
 @SOURCES
 @FUSED

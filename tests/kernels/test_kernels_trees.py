@@ -147,7 +147,7 @@ def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
 # --- cast_tree -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
@@ -337,7 +337,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -364,7 +364,7 @@ def test_update_is_the_oracles(backend, rule):
             assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @each_other_backend
 @each_rule
 def test_backends_agree(backend, rule):

@@ -72,6 +72,7 @@ def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value
 ATTENTION = {"fp32": 8, "bf16": 6}  # bytes of a score and its weight: scores are float32, weights in compute_dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("precision", "width", "heads"), [("fp32", 64, 4), ("bf16", 128, 8)])
 def test_a_transformer_layer_has_12_h_h_params_and_16_h_activations_a_token(precision, width, heads):
     """And two for each pair of tokens and head; with a relu in place of the gelu, which is recomputed, 12 h."""

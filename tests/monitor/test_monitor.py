@@ -112,6 +112,7 @@ def found(monitor):
 # It changes nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_watched_run_has_the_same_bits(policy):
     state, watched = start(policy), start(policy)
@@ -141,6 +142,7 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
     alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])

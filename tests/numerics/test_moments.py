@@ -142,7 +142,7 @@ def test_signal_to_noise(dtype, signed):
     assert sqnr(x, worth(rounder(dtype, signed)(x, 3), signed)) > SQNR[dtype, signed]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @each_format
 @pytest.mark.parametrize("signal", ["constant", "decaying"])
 def test_averages_follow(dtype, signed, signal):

@@ -105,7 +105,7 @@ def rows_of(case: dict, i: int, dtype, *, where: np.ndarray | None = None) -> np
     return np.array([row[i] for row in rows]).astype(dtype)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_decisions_and_scales(case):
     """Flags, scales and counters are exact at every step; the scale that unscales is the one before it moves."""

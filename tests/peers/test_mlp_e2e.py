@@ -105,7 +105,7 @@ def tolerance(case: dict) -> float:
     return 5e-3 if case["dtype"] == "torch.bfloat16" else 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ORACLE["megatron"], ids=name_of)
 def test_megatron(case):
     """Skips and scales are exact at every step, also where the overflow is float16's own."""

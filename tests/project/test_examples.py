@@ -120,7 +120,7 @@ def test_train_says_which_batch_sizes_fit(start):
 
 
 def test_train_nnx(start, tmp_path):
-    knobs = "--steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
+    knobs = "--policies fp16 fp8 --steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
     out = finish(start("train_nnx.py", *TINY, *knobs, "--out", tmp_path))
     assert re.search(r"fp16 +\d\.\d{4} +\d\.\d{4} ", out)
     assert "fp16 step 0: a device overflowed, all skip; loss scale stays 1000000000 (hysteresis)" in out

@@ -255,7 +255,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         assert_bitwise(got, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
@@ -542,7 +542,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):
     overflow_run(name, compiled=name in COMPILED)

@@ -32,7 +32,7 @@ def test_the_runs_have_each_regime():
     assert {run[0] for run in RUNS} == {"single", *REGIMES}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
 def test_the_second_call_compiles_nothing_and_types_stay(run):
     """Not on a skip, not when the scale moves: dtypes, weak types and shardings are those of the first state."""
