@@ -94,7 +94,9 @@ class Pmap(Regime):
         return jax.pmap(lambda tree: tree, axis_name=AXIS, devices=jax.devices()[:DEVICES])(copies)
 
     def shard(self, batch: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:])[self._local_rows()], batch)
+        return jax.tree.map(
+            lambda x: x.reshape(DEVICES, x.shape[0] // DEVICES, *x.shape[1:])[self._local_rows()], batch
+        )
 
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return jax.pmap(_with_common_loss(step), axis_name=AXIS, devices=jax.devices()[:DEVICES])
