@@ -32,16 +32,6 @@ def in_dtype_of(new: Any, old: Any) -> Any:
     return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
 
 
-def finite_or(taken: Bool[Array, ""], new: Any, old: Any) -> Array:
-    """`new` where the step is taken and `new` is finite, else `old`; in the dtype of the state it replaces."""
-    new = jnp.asarray(new)
-    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
-    new = in_dtype_of(new, old)
-    if jnp.issubdtype(new.dtype, jnp.inexact):
-        taken = taken & (jnp.isfinite(new) | ~jnp.isfinite(old))
-    return jnp.where(taken, new, old)
-
-
 def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """`new` if the step is taken, else `old`; in the dtypes of `old`."""
     return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)

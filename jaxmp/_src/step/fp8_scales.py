@@ -163,14 +163,14 @@ def split_fp8(
 
     def write_fn(
         grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
-    ) -> tuple[PyTree, SplitFp8State, Float[Array, ""]]:
+    ) -> tuple[PyTree, SplitFp8State, in_place.Counts]:
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
         new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
         scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
-        written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
-        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
+        written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
+        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
 
     return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import compat
+from pallas_kernels.update import Counts
 
 
 class Step(NamedTuple):
@@ -27,16 +28,18 @@ class Step(NamedTuple):
       grad_norm: float32[], global norm of the unscaled gradients; NaN if the transform does not need it (`measures`).
       taken: bool[], whether the step is taken.
       backend: which kernels to use; see `pallas_kernels.backend`.
+      number: int32[], which step this is, for the noise of stochastic rounding.
     """
 
     inv_scale: Float[Array, ""]
     grad_norm: Float[Array, ""]
     taken: Bool[Array, ""]
     backend: str = "auto"
+    number: Int[Array, ""] | int = 0
 
 
-# (grads still scaled, state, params, step, **extra_args) -> (params, state, saturated masters float32[])
-Write = Callable[..., tuple[PyTree, Any, Float[Array, ""]]]
+# (grads still scaled, state, params, step, **extra_args) -> (params, state, counts)
+Write = Callable[..., tuple[PyTree, Any, Counts]]
 
 
 class InPlace(optax.GradientTransformationExtraArgs):

@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import host_memory
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step.states import (
@@ -159,19 +158,21 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, found)
 
 
-def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
-    """How many masters in `opt_state` lie outside the range of float16 and have a float16 param, on this device.
+def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:
+    """For each leaf of `like`, a tree of the params' paths, where masters of a float16 param lie beyond its range.
 
-    It counts the masters before a step, not after it: this costs no pass over memory.
+    None: the param is not float16. They are the masters before a step, not after it: this costs no pass over memory.
     """
+    if params is None:
+        return [None] * len(jax.tree.leaves(like))
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
-    count = jnp.zeros((), jnp.float32)
+    found: list[Array | None] = []
     for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
-        for p, m in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):  # no leaves: no master
-            if p.dtype == jnp.float16:  # bfloat16 has the range of float32
-                m = host_memory.to_device(m)
-                count += jnp.sum(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
-    return count
+        leaves, masters = jax.tree.leaves(unit), jax.tree.leaves(master)
+        for p, m in zip(leaves, masters or [None] * len(leaves), strict=True):
+            is_float16 = m is not None and p.dtype == jnp.float16  # bfloat16 has the range of float32
+            found.append(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max) if is_float16 else None)
+    return found
 
 
 def get_metrics(opt_state: Any) -> dict[str, Array]:
@@ -188,6 +189,8 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       pinned_overflows: overflows in a row with the scale at its floor; see `check_progress`.
       unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
       saturated_params: float16 weights that stood at 65504 in this step because their master is larger.
+      kept_elements: elements of the params that this step left as they were, because the optimizer made a number of
+        theirs inf or NaN from finite gradients.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
@@ -220,6 +223,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
         "pinned_overflows": nan if unscale is None else unscale.pinned_overflows,
         "unscaled_fp16": jnp.zeros((), bool) if unscale is None else unscale.unscaled_fp16,
         "saturated_params": nan if unscale is None else unscale.saturated_params,
+        "kept_elements": nan if unscale is None else unscale.kept_elements,
         "grad_norm": nan if norm is None else norm.grad_norm,
         "zero_grads": nan if zeros is None else zeros.zero_grads,
     } | _fp8_metrics(opt_state)
