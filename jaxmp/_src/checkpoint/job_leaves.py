@@ -140,6 +140,8 @@ def special_parts(paths: list[str]) -> dict[str, str]:
     for path in paths:
         if "/master_params/" in f"/{path}":
             parts[path] = "master"
+            head = f"/{path}".partition("/master_params/")[0]
+            parts[f"{head}/rounding_count".lstrip("/")] = "counter"
         head, found, _ = f"/{path}".rpartition("/amax_states/")
         if found:
             parts[path] = "fp8"
