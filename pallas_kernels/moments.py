@@ -16,7 +16,9 @@ master, rounded. The optimizer stores the difference:
 
     bits(master) = bits(param) << 16  +  remainder        int16; or int8, for a master of 24 bits
 
-Ties round away from zero, so 16 bits are enough for the remainder: param + remainder = master, exactly.
+Ties round away from zero, so 16 bits are enough for the remainder: param + remainder = master, exactly. With 8 bits
+the master has 24, and every update rounds it stochastically, as moments are: rounded to nearest, it would not take a
+step below 2^-17 of its size.
 """
 
 from typing import Any, NamedTuple
@@ -209,15 +211,27 @@ def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
     return lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
 
 
-def split(master: Float[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
-    """The bfloat16 param of a float32 master, and the remainder in `dtype` (int16 or int8)."""
+def split_noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
+    """The random bits with which `split` rounds a master to 24 bits; other bits than those of the moments."""
+    return low_bits(noise(index, jnp.asarray(leaf, jnp.float32) + np.float32(2**20), step))
+
+
+def split(
+    master: Float[Array, "..."], dtype: Any, random: Int[Array, "..."] | None = None
+) -> tuple[Array, Int[Array, "..."]]:
+    """The bfloat16 param of a float32 master, and the remainder in `dtype` (int16 or int8).
+
+    int8 leaves no room for the last 8 bits of the master. They are rounded up or down by 16 `random` bits, so that the
+    mean is the master: a step below half of the last place kept moves it on average. Without `random`: to nearest.
+    """
     # A master beyond the range of bfloat16 is clipped to the largest finite value; NaN stays NaN. On a device that
     # flushes subnormals, the param of a master below 1.2e-38 becomes 0, and only the remainder is left.
     bits = lax.bitcast_convert_type(master, jnp.int32)
     sign = bits & np.int32(-0x80000000)
     size = jnp.minimum(bits & np.int32(0x7FFFFFFF), _LARGEST_SPLIT)
     if jnp.dtype(dtype) == jnp.int8:
-        size = (size + np.int32(0x80)) & np.int32(-0x100)
+        up = np.int32(0x80) if random is None else random & np.int32(0xFF)
+        size = (size + up) & np.int32(-0x100)
         size = jnp.minimum(size, _LARGEST_SPLIT & np.int32(-0x100))
     upper = (size + np.int32(0x8000)) & np.int32(-0x10000)
     param = lax.bitcast_convert_type(upper | sign, jnp.float32)

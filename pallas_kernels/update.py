@@ -7,8 +7,8 @@
     param      = round(w)                         if the model's param has fewer bits
 
 All leaves of a tree share a few launches (`multi_tensor`). Every array is written in place, and a skipped step (`taken`
-false) reads and writes none. A value that would become inf or NaN keeps its old value, so that no non-finite value
-enters the state.
+false) reads and writes none. An element of which a moment or the weight would become inf or NaN keeps all its old
+values: no non-finite value enters the state, and its moments stay those of the same steps.
 
 The float32 weight of a leaf is in one of three places: the param itself; a float32 master, with a 16-bit param that is
 only written; or a bfloat16 param together with its remainder (`moments.split`).
@@ -154,6 +154,18 @@ class Weight(NamedTuple):
     decay: float = 0.0
 
 
+class Counts(NamedTuple):
+    """What a step counted, on this device; float32[] each, and undefined if the step is not taken.
+
+    Attributes:
+      saturated: float32 masters of float16 params that were beyond the range of float16 before the step.
+      kept: elements that kept their old values, because one of them would have become inf or NaN.
+    """
+
+    saturated: Float[Array, ""]
+    kept: Float[Array, ""]
+
+
 class _Kind(NamedTuple):
     """Static facts about a leaf for the arithmetic."""
 
@@ -172,7 +184,7 @@ def multi_tensor_update(
     scalars: Sequence[Any] = (),
     taken: Bool[Array, ""],
     backend: str = "auto",
-) -> tuple[list[Weight], Float[Array, ""]]:
+) -> tuple[list[Weight], Counts]:
     """Updates all weights by one step of `rule`, in one pass over memory.
 
         g          = factor * grad
@@ -180,7 +192,7 @@ def multi_tensor_update(
         w          = w - learning_rate * (rule.direction(g, moments) + decay * w)
         param      = round(w)                         if the model's param has fewer bits
 
-    A value that would become inf or NaN keeps its old value.
+    An element of which a value would become inf or NaN keeps all its old values.
 
     Args:
       weights: the leaves; all arrays of a leaf have the shape of its gradient.
@@ -193,8 +205,7 @@ def multi_tensor_update(
       backend: see `pallas_kernels.backend`.
 
     Returns:
-      The weights after the step (with the same gradients); and how many float32 masters of float16 params were beyond
-      the range of float16 before the step, float32[]. That count is undefined if the step is not taken.
+      The weights after the step (with the same gradients), and `Counts`.
 
     Raises:
       ValueError: leaves whose parts do not fit, named by their number; a backend that cannot run.
@@ -213,7 +224,7 @@ def multi_tensor_update(
         _check(i, w, rule)
     leaves = [_leaf(i, w) for i, w in enumerate(weights)]
     filled = [i for i, w in enumerate(weights) if w.grad.size]
-    n_sums = int(any(w.param is not None and w.param.dtype == jnp.float16 for w in weights))
+    n_sums = 1 + any(w.param is not None and w.param.dtype == jnp.float16 for w in weights)
     all_scalars = (factor, learning_rate, jnp.asarray(step, jnp.float32), *scalars)
 
     def kernel(leaves: Any, scalars: Any, taken: Any, interpret: Any) -> Any:
@@ -231,7 +242,7 @@ def multi_tensor_update(
         return functools.partial(_update, rule), whole, scalars
 
     if not filled:
-        return list(weights), jnp.zeros((), jnp.float32)
+        return list(weights), Counts(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
     arrays = [(leaves[i].reads, leaves[i].states, leaves[i].writes) for i in filled]
     unmet = None
     if any(backends.varying_axes(x) for x in jax.tree.leaves(arrays)):
@@ -242,7 +253,7 @@ def multi_tensor_update(
     moved = list(weights)
     for i, new in zip(filled, result.leaves, strict=True):
         moved[i] = _put_back(weights[i], new)
-    return moved, result.sums[0] if n_sums else jnp.zeros((), jnp.float32)
+    return moved, Counts(result.sums[1] if n_sums == 2 else jnp.zeros((), jnp.float32), result.sums[0])
 
 
 def _check(i: int, w: Weight, rule: Rule) -> None:
@@ -304,11 +315,18 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         for codec in codecs
     ]
     g = values.reads[0].astype(jnp.float32) * factor
-    unguarded = rule.moments(g, tuple(old))
-    u = rule.direction(g, tuple(old), unguarded, tuple(own))
-    new = [_finite_or(x, before) for x, before in zip(unguarded, old, strict=True)]
-    moved = _finite_or(weight - learning_rate * (u + decay * weight), weight)
-    results = list(_moments.split(moved, stored.dtype)) if kind.is_split else [moved]
+    made = rule.moments(g, tuple(old))
+    u = rule.direction(g, tuple(old), made, tuple(own))
+    made = (weight - learning_rate * (u + decay * weight), *made)
+    held = functools.reduce(jnp.logical_or, map(_breaks, made, (weight, *old)))
+    moved, *new = (jnp.where(held, before, x) for x, before in zip(made, (weight, *old), strict=True))
+    one, zero = jnp.ones_like(weight), jnp.zeros_like(weight)
+    sums = [jnp.where(held, one, zero)]
+    if kind.is_split:
+        bits_of_master = _moments.split_noise(values.index(), leaf, step) if stored.dtype == jnp.int8 else None
+        results = list(_moments.split(moved, stored.dtype, bits_of_master))
+    else:
+        results = [moved]
     narrow = any(name != "float32" for name in kind.moments)
     random: Any = _moments.noise(values.index(), leaf, step) if narrow else None
     for n, (x, codec, name) in enumerate(zip(new, codecs, kind.moments, strict=True)):
@@ -319,14 +337,13 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         else:
             results.append(_moments.to_bfloat16(x, bits) if name == "bfloat16" else x)
     if kind.param_dtype is None:
-        return results, []
+        return results, sums
     results.append(reference.saturating_cast(moved, kind.param_dtype))
-    if kind.param_dtype != "float16":
-        return results, []
-    beyond = jnp.abs(weight) > float(jnp.finfo(jnp.float16).max)
-    return results, [jnp.where(beyond, jnp.ones_like(weight), jnp.zeros_like(weight))]
+    if kind.param_dtype == "float16":
+        sums.append(jnp.where(jnp.abs(weight) > float(jnp.finfo(jnp.float16).max), one, zero))
+    return results, sums
 
 
-def _finite_or(new: Array, old: Array) -> Array:
-    """`new`; `old` where `old` is finite and `new` is not."""
-    return jnp.where(jnp.abs(new) < jnp.inf, new, jnp.where(jnp.abs(old) < jnp.inf, old, new))
+def _breaks(new: Array, old: Array) -> Array:
+    """Where `new` is inf or NaN and `old` is not."""
+    return jnp.logical_not(jnp.abs(new) < jnp.inf) & (jnp.abs(old) < jnp.inf)

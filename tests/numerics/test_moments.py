@@ -318,6 +318,22 @@ def test_masters_of_24_bits():
         assert_bitwise(split8(master), (param, remainder))
 
 
+def test_masters_of_24_bits_are_right_on_average():
+    """The two neighbours in 24 bits, the upper with the share that is dropped; what 24 bits hold stays."""
+    n = 1 << 14
+    dropped = np.repeat(np.array([0, 1, 25, 128, 255], np.uint32), n)
+    x = floats(0x3F812300 + dropped)  # both signs
+    random = moments.split_noise(moments.flat_index(x.shape), 3, 7)
+    master = np.asarray(join(*jax.jit(functools.partial(moments.split, dtype=jnp.int8))(x, random=random)))
+    moved = (master.view(np.int32) - (x.view(np.int32) & ~0xFF)).reshape(2, 5, n)
+    assert set(np.unique(moved)) == {0, 256}
+    shares = np.mean(moved == 256, axis=-1)
+    expected = np.array([0, 1, 25, 128, 255]) / 256
+    assert np.all(np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / n))
+    others = moments.split_noise(moments.flat_index(x.shape), 3, 8)
+    assert np.mean(np.asarray(random) == np.asarray(others)) < 0.01
+
+
 @pytest.mark.parametrize("dtype", [jnp.int16, jnp.int8])
 def test_split_at_the_end_of_the_range(dtype):
     limit = float(ml_dtypes.finfo(jnp.bfloat16).max)

@@ -181,6 +181,53 @@ def test_a_master_of_24_bits_is_near_the_full_one():
     assert_close(*masters, rtol=STEPS * 2.0**-16, atol=1e-6)  # half a unit of 16 bits of mantissa in each step
 
 
+def drifts(tx, policy, rates):
+    """How far 3000 steps of a constant gradient move masters near 0.7, for each learning rate; float64."""
+    start = {"w": jnp.asarray(np.random.default_rng(0).uniform(0.5, 1.0, 512), jnp.float32)}
+    g = {"w": jnp.ones(512)}
+    params, state = jaxmp.get_policy(policy).cast_to_param(start), tx.init(start)
+
+    @jax.jit
+    def train(rate):
+        held = optax.tree.set(state, learning_rate=rate)
+        step = lambda carry, _: (jaxmp.apply_gradients(tx, g, carry[1], carry[0]), None)  # noqa: E731
+        (params_, state_), _ = jax.lax.scan(step, (params, held), length=3000)
+        return jaxmp.get_master_params(state_, params_)["w"]
+
+    return [np.mean(np.asarray(train(rate), np.float64) - np.asarray(start["w"])) for rate in rates]
+
+
+@pytest.mark.parametrize("make", [optax.adam, optax.sgd], ids=["adam", "sgd"])
+def test_a_master_of_24_bits_learns_at_small_learning_rates(make):
+    """Rounded to nearest, masters would take a third of the steps of 1e-5, and none of 1e-6."""
+    rates = [np.float32(r) for r in (1e-6, 1e-5, 1e-4)]
+    inner = optax.inject_hyperparams(make)(learning_rate=1.0)
+    full = drifts(jaxmp.mixed_precision(inner, "bf16"), "bf16", rates)
+    short = drifts(jaxmp.mixed_precision(inner, "bf16", remainder_bits=8), "bf16", rates)
+    for drift in (full, short):
+        np.testing.assert_allclose(drift, [-3000 * r for r in rates], rtol=2e-2)
+
+
+def test_the_noise_of_a_master_of_24_bits_moves_on_with_each_step_taken():
+    """And only then: a skipped step leaves it, and two runs have the same."""
+    for inner in (optax.sgd(1e-4), jaxmp.fused_sgd(1e-4)):
+        tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=8)
+        params32 = {"w": jnp.linspace(0.5, 1.0, 64)}
+        params, state = start(tx, "bf16", params32)
+        step = jax.jit(step_of(tx))
+        g = {"w": jnp.ones(64, jnp.bfloat16)}
+        first = step(params, state, g)
+        assert_bitwise(step(params, state, g), first)
+        assert int(first[1].guarded.rounding_count) == 1
+        skipped = step(*first, {"w": jnp.full(64, jnp.nan, jnp.bfloat16)})
+        assert int(skipped[1].guarded.rounding_count) == 1
+        later = (params, state._replace(guarded=state.guarded._replace(rounding_count=jnp.int32(5))))
+        other = step(*later, g)
+        masters = [np.asarray(jaxmp.get_master_params(s, p)["w"]) for p, s in (first, other)]
+        assert 0 < np.mean(masters[0] != masters[1]) < 1
+        assert np.max(np.abs(masters[0] - masters[1])) <= 2.0**-16  # of 24 bits, below 1
+
+
 def test_initial_masters_are_the_float32_params():
     rng = np.random.default_rng(0)
     bits = rng.integers(0x00800000, 0x7F000000, 4096).astype(np.uint32)

@@ -21,7 +21,15 @@ from pallas_kernels import moments
 
 _BOX = frozenset({"value"})
 _WRAPPERS = _BOX | {"guarded", "fp8_scales", "fp8_rest", "master_inner"}
-_UNSCALE = ("skipped", "skipped_steps", "consecutive_skips", "pinned_overflows", "saturated_params", "unscaled_fp16")
+_UNSCALE = (
+    "skipped",
+    "skipped_steps",
+    "consecutive_skips",
+    "pinned_overflows",
+    "saturated_params",
+    "kept_elements",
+    "unscaled_fp16",
+)
 _FP8_COUNTERS = ("saturated_tensors", "unused_tensors")
 REMAINDERS = ("remainder16", "remainder8")
 _join = jax.jit(moments.join)  # one pass, not one for each operation
@@ -132,6 +140,8 @@ def special_parts(paths: list[str]) -> dict[str, str]:
     for path in paths:
         if "/master_params/" in f"/{path}":
             parts[path] = "master"
+            head = f"/{path}".partition("/master_params/")[0]
+            parts[f"{head}/rounding_count".lstrip("/")] = "counter"
         head, found, _ = f"/{path}".rpartition("/amax_states/")
         if found:
             parts[path] = "fp8"

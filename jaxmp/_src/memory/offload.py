@@ -15,9 +15,10 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._src.base import compat
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
-from jaxmp._src.step import in_place, write_masters
+from jaxmp._src.step import extra_arguments, in_place, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.states import MasterState
 
@@ -70,7 +71,7 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
             return node
         masters = move(node.master_params) if "masters" in what else node.master_params
         inner = move(node.master_inner) if "moments" in what else node.master_inner
-        return MasterState(masters, inner)
+        return node._replace(master_params=masters, master_inner=inner)
 
     def is_master_state(x: Any) -> bool:
         return isinstance(x, MasterState)
@@ -167,12 +168,13 @@ def stream_updates(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         if host_memory.first_on_host((updates, state, params)) is None:
-            return plain.update(updates, state, params, **extra_args)
+            return extra_arguments.update(plain, updates, state, params, extra_args)
         if "grads_finite" in extra_args:
             host_memory.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
-            new_updates, new = plain.update(*host_memory.to_device((updates, state, params)), **extra_args)
+            here = host_memory.to_device((updates, state, params))
+            new_updates, new = extra_arguments.update(plain, *here, extra_args)
             leaves, treedef = jax.tree.flatten(new_updates)
             return leaves, (jax.tree.map(host_memory.as_before, new, state), _Static(treedef))
 
@@ -186,28 +188,39 @@ def stream_updates(
         pairs: list[write_masters.Pair],
         step: in_place.Step,
         **extra_args: Any,
-    ) -> tuple[list[write_masters.Pair], Any, Float[Array, ""]]:
+    ) -> tuple[list[write_masters.Pair], Any, in_place.Counts]:
         # Counted in the params, not in the masters on the host; then XLA can merge the sum over a mesh with the norm's.
         saturated = sum((_saturated(p) for p, _ in pairs), start=jnp.zeros((), jnp.float32))
         taken_step = step._replace(taken=jnp.ones((), bool))
 
         def update(grads: list[Array], state: Any, pairs: list[write_masters.Pair]) -> tuple[list[Any], Any]:
             here = host_memory.to_device((grads, state, pairs))
-            new, new_state = write_masters.by_updates(plain, here[0], here[1], params, here[2], taken_step, extra_args)
+            new, new_state, kept = write_masters.by_updates(
+                plain, here[0], here[1], params, here[2], taken_step, extra_args
+            )
             new = [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
-            return new, jax.tree.map(host_memory.as_before, new_state, state)
+            new_state = jax.tree.map(host_memory.as_before, new_state, state)
+            if split_leaves:  # a leaf in pieces cannot be summed
+                return new, new_state
+            return list(zip(new, kept, strict=True)), new_state
 
         def run_once(carry: Any) -> Any:
-            _, pairs, state = carry
+            _, pairs, state, kept = carry
             into = (pairs, state) if split_leaves else None
-            new = windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
-            return jnp.zeros((), bool), *new
+            new, state = windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
+            if not split_leaves:
+                new, counts = [pair for pair, _ in new], [count for _, count in new]
+                kept = sum(counts, start=jnp.zeros_like(kept))
+            return jnp.zeros((), bool), new, state, kept
 
         # A loop that runs once or never, instead of a cond: XLA keeps the sharding of a loop's carry and updates it in
         # place. It replicates the results of a cond, unless each has a sharding constraint.
         with jax.named_scope("jaxmp.stream"):
-            _, pairs, state = lax.while_loop(lambda carry: carry[0], run_once, (step.taken, pairs, state))
-        return pairs, state, saturated
+            kept = jnp.full((), jnp.nan if split_leaves else 0.0, jnp.float32)
+            kept = compat.as_varying(kept, tuple({a for p, m in pairs for a in compat.varying_axes(m)}))
+            start = (step.taken, pairs, state, kept)
+            _, pairs, state, kept = lax.while_loop(lambda carry: carry[0], run_once, start)
+        return pairs, state, in_place.Counts(saturated, kept)
 
     return in_place.in_place(plain.init, update_fn, write_fn, streams=True)
 

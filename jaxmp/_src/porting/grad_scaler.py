@@ -31,7 +31,8 @@ Differences from torch.amp.GradScaler:
 - `unscale` returns float32. torch unscales in the dtype of the gradients and refuses float16.
 - Overflow is detected in the *unscaled* gradients of all devices. So an overflow that the unscaling itself makes (by a
   scale below 1, or a scale that has fallen to 0) is found as well. torch checks the scaled gradients of one device.
-- If finite gradients would make an element of params or state non-finite, that element keeps its old value.
+- If finite gradients would make a number of an element of a param non-finite (the weight, or its moments), all its
+  numbers keep their old values.
 - The scale exists from the start. torch makes it in the first call of `scale`, and its other methods raise before that.
   Here they raise only while it is certain that `scale` was not called. Once the scaler was passed to a jitted function,
   that function may have called it.
@@ -63,7 +64,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, mixed_precision, state, states
+from jaxmp._src.step import kept_elements, mixed_precision, scale_reads, state, states
 
 _READY, _UNSCALED, _STEPPED = "READY", "UNSCALED", "STEPPED"
 
@@ -201,6 +202,7 @@ class GradScaler:
           {'a': Array(8., dtype=float32)}
         """
         self._may_have_scaled = True
+        scale_reads.note_read(self.get_scale())
         if not self.is_enabled():
             return tree
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -298,8 +300,8 @@ class GradScaler:
         with jax.named_scope("jaxmp.optimizer"):
             new = apply(grads, opt_state, params)
         with jax.named_scope("jaxmp.keep_or_skip"):
-            keep = functools.partial(buffers.finite_or, ~found_inf)
-            params, opt_state = jax.tree.map(keep, new, (params, opt_state))
+            old = (params, opt_state)
+            params, opt_state = kept_elements.keep_together(params, new, old, taken=~found_inf)
         return params, opt_state, scaler._at(structure, scaler._found_inf | {optimizer: found_inf})
 
     def update(self, new_scale: float | Float[Array, ""] | None = None) -> "GradScaler":

@@ -24,7 +24,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import buffers, in_place
+from jaxmp._src.step import buffers, extra_arguments, in_place
 from jaxmp._src.step.state import find, masters_of
 from jaxmp._src.step.states import Fp8State, SplitFp8State
 
@@ -155,7 +155,8 @@ def split_fp8(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SplitFp8State]:
         moved, scales_state = move_scales(updates, state, params, **extra_args)
-        updated, rest_state = rest.update(others_of(updates), state.fp8_rest, others_of(params), **extra_args)
+        others = (others_of(updates), state.fp8_rest, others_of(params))
+        updated, rest_state = extra_arguments.update(rest, *others, extra_args)
         return scale_leaves.merge(moved, updated), SplitFp8State(scales_state, rest_state)
 
     if not isinstance(rest, in_place.InPlace):
@@ -163,14 +164,14 @@ def split_fp8(
 
     def write_fn(
         grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
-    ) -> tuple[PyTree, SplitFp8State, Float[Array, ""]]:
+    ) -> tuple[PyTree, SplitFp8State, in_place.Counts]:
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
         new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
         scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
-        written, rest_state, saturated = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
-        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), saturated
+        written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
+        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
 
     return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
 

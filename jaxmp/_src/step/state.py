@@ -16,9 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import host_memory
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
+from jaxmp._src.step import scale_reads
 from jaxmp._src.step.states import (
     CustomLossScaleState,
     Fp8State,
@@ -99,6 +99,12 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       >>> float(get_loss_scale(tx.init(jnp.ones(2))))
       1.0
     """
+    scale = _loss_scale_of(opt_state)
+    scale_reads.note_read(scale)
+    return scale
+
+
+def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
     found = _scalings(opt_state)
@@ -159,19 +165,21 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, found)
 
 
-def count_saturated(opt_state: Any, params: PyTree) -> Float[Array, ""]:
-    """How many masters in `opt_state` lie outside the range of float16 and have a float16 param, on this device.
+def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:
+    """For each leaf of `like`, a tree of the params' paths, where masters of a float16 param lie beyond its range.
 
-    It counts the masters before a step, not after it: this costs no pass over memory.
+    None: the param is not float16. They are the masters before a step, not after it: this costs no pass over memory.
     """
+    if params is None:
+        return [None] * len(jax.tree.leaves(like))
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
-    count = jnp.zeros((), jnp.float32)
+    found: list[Array | None] = []
     for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
-        for p, m in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):  # no leaves: no master
-            if p.dtype == jnp.float16:  # bfloat16 has the range of float32
-                m = host_memory.to_device(m)
-                count += jnp.sum(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max)).astype(jnp.float32)
-    return count
+        leaves, masters = jax.tree.leaves(unit), jax.tree.leaves(master)
+        for p, m in zip(leaves, masters or [None] * len(leaves), strict=True):
+            is_float16 = m is not None and p.dtype == jnp.float16  # bfloat16 has the range of float32
+            found.append(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max) if is_float16 else None)
+    return found
 
 
 def get_metrics(opt_state: Any) -> dict[str, Array]:
@@ -188,6 +196,8 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       pinned_overflows: overflows in a row with the scale at its floor; see `check_progress`.
       unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
       saturated_params: float16 weights that stood at 65504 in this step because their master is larger.
+      kept_elements: elements of the params that this step left as they were, because the optimizer made a number of
+        theirs inf or NaN from finite gradients.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
@@ -220,6 +230,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
         "pinned_overflows": nan if unscale is None else unscale.pinned_overflows,
         "unscaled_fp16": jnp.zeros((), bool) if unscale is None else unscale.unscaled_fp16,
         "saturated_params": nan if unscale is None else unscale.saturated_params,
+        "kept_elements": nan if unscale is None else unscale.kept_elements,
         "grad_norm": nan if norm is None else norm.grad_norm,
         "zero_grads": nan if zeros is None else zeros.zero_grads,
     } | _fp8_metrics(opt_state)
@@ -265,6 +276,9 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
     Returns:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
+    Raises:
+      ValueError: an array of `new` has another shape than in `old` (named by path).
+
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
@@ -274,9 +288,22 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    _check_shapes(new, old)
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)
         return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
 
     return jax.tree.map(pick, old, new)
+
+
+def _check_shapes(new: PyTree, old: PyTree) -> None:
+    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=False)
+    for (path, o), n in pairs:
+        if jnp.shape(n) != jnp.shape(o):
+            raise ValueError(
+                f"state that a skipped step restores must keep its shapes; got {jnp.shape(n)} in new and "
+                f"{jnp.shape(o)} in old at {tree_paths.path_str(path)}. With accumulate=k, aux of the loss is stacked; "
+                f"BatchNorm's statistics are passed through the microbatches by "
+                f"jaxmp.value_and_grad(..., carry_argnum=), see docs/how-to/step/accumulation.md."
+            )

@@ -57,6 +57,8 @@ class UnscaleState(NamedTuple):
       saturated_params: float32[], weights in the params of the last step that stood at the largest float16 value
         because their master is larger. If params are split over devices: the largest count of any device, or, under
         pmap and shard_map(check_vma=False), the count of each device.
+      kept_elements: float32[], elements of the params that kept all their old values in the last step, because the
+        optimizer made a number of theirs non-finite; 0 in a skipped step. Split params: as for saturated_params.
       guarded: state of the wrapped transform.
 
     Example:
@@ -73,6 +75,7 @@ class UnscaleState(NamedTuple):
     pinned_overflows: Int[Array, ""]
     unscaled_fp16: Bool[Array, ""]
     saturated_params: Float[Array, ""]
+    kept_elements: Float[Array, ""]
     guarded: Any
 
 
@@ -84,6 +87,8 @@ class MasterState(NamedTuple):
         params that need none (float32 params, frozen params). With `remainder_bits`, int16 or int8: the master minus
         its bfloat16 param, in units of the last place.
       master_inner: state of the wrapped optimizer, made from float32 params.
+      rounding_count: int32[] with `remainder_bits=8`: steps so far, on which the noise of the rounding depends; else
+        None.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -94,6 +99,7 @@ class MasterState(NamedTuple):
 
     master_params: PyTree
     master_inner: Any
+    rounding_count: Any = None
 
 
 class Fp8State(NamedTuple):

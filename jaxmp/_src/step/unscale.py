@@ -28,7 +28,8 @@ from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, in_place, probe, state as state_lib, states, ways_to_write
+from jaxmp._src.programs import frozen_leaves
+from jaxmp._src.step import buffers, in_place, probe, scale_reads, state as state_lib, states, ways_to_write
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
@@ -61,12 +62,10 @@ class Decision(NamedTuple):
     Attributes:
       finite: bool[], no gradient overflowed; the loss scale is adjusted by it.
       taken: bool[], the step is taken.
-      saturated: float32[], how many params stand at the largest value of their dtype.
     """
 
     finite: Bool[Array, ""]
     taken: Bool[Array, ""]
-    saturated: Float[Array, ""]
 
 
 class _Flags(NamedTuple):
@@ -75,7 +74,6 @@ class _Flags(NamedTuple):
     overflow: Array
     unwanted: Array
     clamped: Array | None
-    saturated: Array | None
 
 
 def unscale_and_skip(
@@ -93,8 +91,10 @@ def unscale_and_skip(
     The equations stand in the module's docstring. A skipped step does not change params, the state of `inner` or its
     counts, bit for bit. It changes the loss scale and the skip counters.
 
-    If `inner` makes an element of its state or of the update non-finite from finite gradients (for example a second
-    moment that overflows float32), this element keeps its old value: non-finite values never enter state.
+    If `inner` makes a number non-finite from finite gradients (for example a second moment, the square of 1e20), the
+    element of the param that this number belongs to keeps all its old values: weight, master, moments. So non-finite
+    values never enter state, and no weight moves by moments of which only one took the gradient. `get_metrics` counts
+    these elements as `kept_elements`.
 
     Args:
       inner: any optax transform. It gets `grads_finite` (bool[], whether the step is taken), `loss_scale` and
@@ -119,10 +119,12 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
 
     Warns:
+      UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
       UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
         float16 (see `check_optimizer`).
 
@@ -156,7 +158,8 @@ def unscale_and_skip(
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
-        guarded_state = guarded.init(params)
+        _check_moves_scales(guarded, params)
+        guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
         fresh = states.UnscaleState(
@@ -167,6 +170,7 @@ def unscale_and_skip(
             pinned_overflows=zero,
             unscaled_fp16=jnp.asarray(unscaled_fp16),
             saturated_params=jnp.zeros((), jnp.float32),
+            kept_elements=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
         return buffers.own_buffers(fresh, (params, template))
@@ -189,12 +193,15 @@ def unscale_and_skip(
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
         # state holds 1, or the scale of an earlier run.
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
+        is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
+        if is_dynamic:
+            scale_reads.check(used_scale, stacklevel=4)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
         measured = way.measure(grads, look=rule.looks(grads_finite))
         with jax.named_scope("jaxmp.check_finite"):
-            decision = decide(rule, grads.unscaled, state, params, measured, clamped, grads_finite)
+            decision = decide(rule, grads.unscaled, state, measured, clamped, grads_finite)
 
         next_scaler = scaler.adjust(decision.finite) if own_scale_moves else scaler
         next_scaling = state_lib.scaling_state(next_scaler) if scales else state.scaling
@@ -206,23 +213,26 @@ def unscale_and_skip(
         new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
 
         with jax.named_scope("jaxmp.keep_or_skip"):
-            saturated = decision.saturated
-            if new.saturated is not None:
-                saturated = jnp.where(decision.taken, new.saturated, saturated)
             skipped = ~decision.taken
             pinned = (
                 scaler.is_pinned(decision.finite)
                 if own_scale_moves and hasattr(scaler, "is_pinned")
                 else jnp.zeros((), bool)
             )
+            if destination is not None:
+                destination.note(new.updates)
+            scaling = jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling)
+            if is_dynamic:
+                scale_reads.note_made(scaling.loss_scale, before=used_scale)
             return new.updates, states.UnscaleState(
-                scaling=jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling),
+                scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
                 pinned_overflows=jnp.where(decision.finite, 0, _count(state.pinned_overflows, pinned)),
                 unscaled_fp16=state.unscaled_fp16,
-                saturated_params=saturated,
+                saturated_params=jnp.where(decision.taken, new.saturated, state.saturated_params),
+                kept_elements=new.kept,
                 guarded=new.state,
             )
 
@@ -252,7 +262,6 @@ def decide(
     rule: Rule,
     grads: PyTree,
     state: states.UnscaleState,
-    params: PyTree,
     measured: ways_to_write.Measured | None,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
@@ -263,7 +272,6 @@ def decide(
       rule: the arguments of `unscale_and_skip`.
       grads: unscaled gradients, with the amaxes of fp8 scales.
       state: the state before the step.
-      params: the params before the step, or None.
       measured: what the way to write has measured; None: the gradients are checked here.
       clamped: whether an infinite gradient was clamped; this changes the scale and skips nothing. None: not asked.
       known_finite: the caller's answer, in place of a check; or None.
@@ -282,19 +290,10 @@ def decide(
     if rule.skip_if is not None:
         unwanted = jnp.asarray(rule.skip_if(grads, state_lib.get_metrics(state)), bool)
     axes = collectives.bound_axes(rule.axis_name)
-    saturated = state.saturated_params
     if looks or rule.skip_if is not None:
-        if params is not None and measured_nonfinite is None:
-            saturated = state_lib.count_saturated(state, params)
-        # A count that is the same on all devices stays outside the MAX. The optimizer waits for the MAX, so a count in
-        # it must be finished before the optimizer, and XLA would read all masters one more time.
-        differs = bool(compat.varying_axes(saturated))
-        found = collectives.largest_on_any_device(
-            _Flags(overflow, unwanted, clamped, saturated if differs else None), axes
-        )
+        found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)
         overflow, unwanted = found.overflow, found.unwanted
         clamped = None if found.clamped is None else found.clamped != 0
-        saturated = saturated if found.saturated is None else found.saturated
     # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that are
     # equal on all devices are so because of an earlier MAX. XLA can merge that MAX with the MAX of the flags.
     overflow = (overflow != 0) | (collectives.any_nonfinite(amaxes) if looks else False)
@@ -304,7 +303,19 @@ def decide(
     taken = (usable | (not rule.skip_nonfinite)) & (unwanted == 0)
     if measured is None:  # without this, XLA repeats the computation of both flags in the code of every leaf
         finite, taken = casting.computed_once((finite, taken))
-    return Decision(finite, taken, saturated)
+    return Decision(finite, taken)
+
+
+def _check_moves_scales(inner: Any, params: PyTree) -> None:
+    """Raises a ValueError if `inner` would train the fp8 scales in the params as weights. (They may be frozen.)"""
+    if not any(scale_leaves.is_scale(path) for path, _ in tree_paths.boxed_leaves(params)[0]):
+        return
+    if state_lib.find(jax.eval_shape(inner.init, params), states.Fp8State):
+        return
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    frozen = frozen_leaves.frozen_leaves(inner, params)
+    trained = [tree_paths.path_str(path) for path, stays in zip(paths, frozen, strict=True) if not stays]
+    scale_leaves.refuse(trained)
 
 
 def _check_gradients(grads: PyTree) -> None:

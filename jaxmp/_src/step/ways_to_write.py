@@ -9,7 +9,6 @@ and whether they are finite. `write` runs after it: it returns the new state, an
     StreamedWrite    the same for state and gradients in host memory, one window at a time
 """
 
-import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
+from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
-from jaxmp._src.step import buffers, in_place, state as state_lib, states
+from jaxmp._src.step import extra_arguments, in_place, kept_elements, state as state_lib, states
 
 
 class Gradients(NamedTuple):
@@ -62,12 +62,15 @@ class Written(NamedTuple):
     Attributes:
       updates: what the caller adds to the params; -0.0 if the params are written already.
       state: state of the wrapped transform.
-      saturated: float32[], how many params stand at the largest value of their dtype; None: not counted.
+      kept: float32[], how many elements of the params kept their old values in a step that is taken.
+      saturated: float32[], how many params stood at the largest value of their dtype before the step; undefined if the
+        step is not taken.
     """
 
     updates: PyTree
     state: Any
-    saturated: Float[Array, ""] | None
+    kept: Float[Array, ""]
+    saturated: Float[Array, ""]
 
 
 class WayToWrite(Protocol):
@@ -93,8 +96,16 @@ class WayToWrite(Protocol):
 class PlainUpdate:
     """The update of any optax transform; in a skipped step -0.0 and the old state."""
 
-    def __init__(self, inner: Any, destination: in_place.Destination | None, *, as_made: bool):
-        self._inner, self._destination, self._as_made = inner, destination, as_made
+    def __init__(
+        self,
+        inner: Any,
+        destination: in_place.Destination | None,
+        axis_name: collectives.AxisName,
+        *,
+        as_made: bool,
+    ):
+        self._inner, self._destination, self._axis_name = inner, destination, axis_name
+        self._as_made = as_made
 
     def measure(self, grads: Gradients, *, look: bool) -> Measured | None:
         """None: `decide` checks the unscaled gradients, and XLA fuses the check with the unscaling."""
@@ -109,7 +120,7 @@ class PlainUpdate:
         taken: Bool[Array, ""],
         extra_args: dict[str, Any],
     ) -> Written:
-        """`inner.update`, selected. An element that `inner` made non-finite from finite gradients keeps its old value.
+        """`inner.update`, selected. An element of which `inner` made a number non-finite keeps all its old values.
 
         With `as_made`, nothing is selected: `check_optimizer` wants to see the results of `inner`.
         """
@@ -120,12 +131,43 @@ class PlainUpdate:
         if self._as_made and state_lib.find(state, states.MasterState):
             extra_args = extra_args | {"as_made": True}
         with jax.named_scope("jaxmp.optimizer"):
-            updates, new = self._inner.update(grads, state, params, **extra_args)
+            updates, new = extra_arguments.update(self._inner, grads, state, params, extra_args)
         if self._as_made:
-            return Written(updates, new, None)
+            nothing = jnp.zeros((), jnp.float32)
+            return Written(updates, new, nothing, nothing)
         with jax.named_scope("jaxmp.keep_or_skip"):
-            updates = jax.tree.map(lambda u: buffers.finite_or(taken, u, -0.0), updates)
-            return Written(updates, jax.tree.map(functools.partial(buffers.finite_or, taken), new, state), None)
+            # The update of a param with a master says no more than the master, and would make XLA read the param.
+            own = _without_masters(updates, state)
+            weights = _trained(params, state)
+            moved = _moved(weights, updates)
+            held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
+            counts = held.count_beside(state_lib.saturated_masters(state, params, updates))
+            kept, saturated = collectives.as_common(jnp.stack(counts), self._axis_name)
+            updates = held.keep(updates, kept_elements.no_updates(updates), taken=taken)
+            return Written(updates, held.keep(new, state, taken=taken), jnp.where(taken, kept, 0.0), saturated)
+
+
+def _without_masters(tree: PyTree, state: Any) -> PyTree:
+    """`tree`, like the params, with None in place of each leaf that has a master in `state`."""
+    masters = state_lib.masters_of(state, tree)
+    keep = lambda x, master: x if master is None else None  # noqa: E731
+    return jax.tree.map(keep, tree, masters, is_leaf=tree_paths.is_box)
+
+
+def _trained(params: PyTree, state: Any) -> PyTree:
+    """`params` with None in place of frozen ones: beside masters, those of 16 bits that have none."""
+    has_masters = bool(state_lib.find(state, states.MasterState))
+
+    def is_trained(p: Any) -> bool:
+        return casting.is_float(p) and not (has_masters and casting.is_low_precision(p.dtype))
+
+    return jax.tree.map(lambda p: p if is_trained(p) else None, params)
+
+
+def _moved(weights: PyTree, updates: PyTree) -> PyTree:
+    """`weights`, some of which are None, after `optax.apply_updates`."""
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(lambda w, u: None if w is None else (w + u).astype(w.dtype), weights, updates, is_leaf=is_none)
 
 
 class InPlaceWrite:
@@ -162,10 +204,11 @@ class InPlaceWrite:
         norm = jnp.full((), jnp.nan, jnp.float32) if measured.norm is None else measured.norm
         step = in_place.Step(measured.inv_scale, norm, taken, self._inner.backend)
         with jax.named_scope("jaxmp.optimizer"):
-            new_params, new_state, saturated = self._inner.write(measured.grads, state, params, step, **extra_args)
+            new_params, new_state, counts = self._inner.write(measured.grads, state, params, step, **extra_args)
             self._destination.written = new_params
             nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
-            return Written(nothing, new_state, collectives.as_common(saturated, self._axis_name))
+            saturated, kept = collectives.as_common(jnp.stack(counts), self._axis_name)
+            return Written(nothing, new_state, jnp.where(taken, kept, 0.0), saturated)
 
     def _to_write_from(self, grads: Gradients) -> Measured:
         if grads.scale is None:
@@ -202,6 +245,6 @@ def way_for(
 ) -> WayToWrite:
     """`inner` writes if it can and if the caller takes the params from `destination`; else it makes an update."""
     if not isinstance(inner, in_place.InPlace) or destination is None or not destination.is_for(params):
-        return PlainUpdate(inner, destination, as_made=as_made)
+        return PlainUpdate(inner, destination, axis_name, as_made=as_made)
     kind = StreamedWrite if inner.streams else InPlaceWrite
     return kind(inner, destination, axis_name)

@@ -17,7 +17,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, in_place
+from jaxmp._src.step import extra_arguments, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.states import MasterState
 from pallas_kernels import moments
@@ -33,7 +33,7 @@ class Remainder16(NamedTuple):
 
 
 class Remainder8(NamedTuple):
-    """The same for a master of 24 bits: int8."""
+    """The same for a master of 24 bits, which every update rounds stochastically: int8."""
 
     remainder8: Array
 
@@ -43,8 +43,8 @@ Pair = tuple[Any, Array]  # (param or None, master)
 
 def write(
     inner: Any, grads: PyTree, state: Any, params: PyTree, step: in_place.Step, extra_args: dict[str, Any]
-) -> tuple[PyTree, MasterState, Float[Array, ""]]:
-    """Params and state after a step of `inner`, from scaled gradients.
+) -> tuple[PyTree, MasterState, in_place.Counts]:
+    """Params and state after a step of `inner`, from scaled gradients, and what was counted.
 
     Args:
       inner: an optax transform, fused or not.
@@ -54,24 +54,29 @@ def write(
       extra_args: for an `inner` that takes them.
 
     Returns:
-      (params, state, how many float16 params stand at the largest value of float16; 0 if `inner` does not count).
+      (params, state, counts); saturated params are counted only by an `inner` that writes in place.
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     masters = treedef.flatten_up_to(state.master_params)
     if not (isinstance(inner, in_place.InPlace) and inner.streams):
         host_memory.check_on_device(state)
     pairs = [pair for unit, master in zip(units, masters, strict=True) for pair in _pairs(unit, master)]
+    count = None if state.rounding_count is None else optax.safe_increment(state.rounding_count)
+    if count is not None:
+        step = step._replace(number=count)
     leaves = jax.tree.leaves(grads)
     with jax.named_scope("jaxmp.update_masters"):
         if isinstance(inner, in_place.InPlace):
-            new, inner_state, saturated = inner.write(leaves, state.master_inner, params, pairs, step, **extra_args)
+            new, inner_state, counts = inner.write(leaves, state.master_inner, params, pairs, step, **extra_args)
         else:
-            new, inner_state = by_updates(inner, leaves, state.master_inner, params, pairs, step, extra_args)
-            saturated = jnp.zeros((), jnp.float32)
+            new, inner_state, kept = by_updates(inner, leaves, state.master_inner, params, pairs, step, extra_args)
+            counts = in_place.Counts(jnp.zeros((), jnp.float32), sum(kept, start=jnp.zeros((), jnp.float32)))
     left = iter(new)
     written = [_put_back(unit, master, left) for unit, master in zip(units, masters, strict=True)]
     new_params = treedef.unflatten([unit for unit, _ in written])
-    return new_params, MasterState(treedef.unflatten([master for _, master in written]), inner_state), saturated
+    if count is not None:
+        count = jnp.where(step.taken, count, state.rounding_count)
+    return new_params, MasterState(treedef.unflatten([master for _, master in written]), inner_state, count), counts
 
 
 def _pairs(unit: PyTree, master: PyTree) -> list[Pair]:
@@ -101,32 +106,36 @@ def by_updates(
     pairs: list[Pair],
     step: in_place.Step,
     extra_args: dict[str, Any],
-) -> tuple[list[Pair], Any]:
-    """(pairs, state) after a step of any optax transform."""
+) -> tuple[list[Pair], Any, list[Float[Array, ""]]]:
+    """(pairs, state) after a step of any optax transform, and how many elements of each weight kept their values."""
     treedef = jax.tree.structure(params)
     weights = [moments.join(p, m) if is_remainder(m) else m for p, m in pairs]
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
-    moves, new_state = inner.update(unscaled, state, treedef.unflatten(weights), **extra_args)
+    old_weights = treedef.unflatten(weights)
+    moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
+    new_weights = jax.tree.map(moved, old_weights, moves)
+    held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
+    new_weights = held.keep(new_weights, old_weights, taken=step.taken)
 
-    def after(pair: Pair, weight: Array, move: Array) -> Pair:
+    def after(number: int, pair: Pair, new: Array) -> Pair:
         param, master = pair
-        if casting.is_low_precision(weight.dtype):  # frozen
+        if casting.is_low_precision(new.dtype):  # frozen
             return pair
-        new = moved(weight, move)
         if not is_remainder(master):
-            new = jnp.where(step.taken, new, weight)
             return None if param is None else casting.saturating_cast(new, param.dtype), new
-        new_param, remainder = moments.split(new, master.dtype)
+        random = None
+        if master.dtype == jnp.int8:
+            random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
+        new_param, remainder = moments.split(new, master.dtype, random)
         return jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
 
-    new = [after(*x) for x in zip(pairs, weights, jax.tree.leaves(moves), strict=True)]
-    return new, jax.tree.map(lambda n, o: buffers.finite_or(step.taken, n, o), new_state, state)
+    new = [after(i, *x) for i, x in enumerate(zip(pairs, jax.tree.leaves(new_weights), strict=True))]
+    return new, held.keep(new_state, state, taken=step.taken), held.counts()
 
 
-def moved(master: Array, move: Array) -> Array:
-    """A float32 master after its update; an element that would become inf or NaN keeps its value."""
-    new = master + move.astype(jnp.float32)
-    return jnp.where(jnp.isfinite(new), new, master)
+def moved(weight: Array, move: Array) -> Array:
+    """A float32 weight after its update; a weight of another dtype is frozen."""
+    return weight + move.astype(jnp.float32) if weight.dtype == jnp.float32 else weight
 
 
 # --- split masters -----------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
+from jaxmp._src.base import tree_paths
+from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
@@ -44,7 +46,8 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
       state_dtype: float32 (nothing changes), bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2.
 
     Returns:
-      A transform with `CompressedState`.
+      A transform with `CompressedState`. An element of which `inner` makes a number non-finite (an update, a moment)
+      keeps its moments, and does not move.
 
     Raises:
       ValueError: another `state_dtype`; at `init`, an inner state without such fields.
@@ -62,11 +65,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     moments.codec_of(state_dtype, signed=True)
     inner = optax.with_extra_args_support(inner)
 
-    def store(x: Any, signed: bool, number: int, count: Array, before: Any = 0.0) -> Any:
+    def store(x: Any, signed: bool, number: int, count: Array) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)
         like = moments.like(x.shape, state_dtype, signed=signed)
-        if moments.is_quantized(like):  # an inf or NaN would become the scale of its whole group
-            x = jnp.where(jnp.isfinite(x), x, before)
         return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
 
     def init_fn(params: PyTree) -> CompressedState:
@@ -78,25 +79,26 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             )
 
         count = jnp.zeros((), jnp.int32)
-        return CompressedState(count, map_moments(lambda x, signed, number: store(x, signed, number, count), state))
+        stored = map_moments(lambda x, signed, number: store(x, signed, number, count), state)
+        return CompressedState(count, tree_paths.with_boxes_inside(stored))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         count: Any = optax.safe_increment(state.compress_count)
-        before = {}
-
-        def read(x: Any, signed: bool, number: int) -> Array:
-            before[signed, number] = moments.dequantize(x, signed=signed)
-            return before[signed, number]
-
         with jax.named_scope("jaxmp.decompress_moments"):
-            full = map_moments(read, state.compressed)
-        updates, new = inner.update(updates, full, params, **extra_args)
-
-        def keep(x: Any, signed: bool, number: int) -> Any:
-            return store(x, signed, number, count, before[signed, number])
+            full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
+        updates, new = extra_arguments.update(inner, updates, full, params, extra_args)
+        # Here, and not only around this transform: an inf or NaN would become the scale of its whole group. An update
+        # that is NaN tells the transform around this one to keep the element too.
+        old_updates = kept_elements.no_updates(updates)
+        held = kept_elements.find(updates, (updates, new), (old_updates, full))
+        if kept_elements.is_guarded(extra_args):
+            old_updates = jax.tree.map(lambda _: jnp.nan, updates)
+        updates, new = held.keep((updates, new), (old_updates, full))
 
         with jax.named_scope("jaxmp.compress_moments"):
-            return updates, CompressedState(count, map_moments(keep, new))
+            return updates, CompressedState(
+                count, map_moments(lambda x, signed, number: store(x, signed, number, count), new)
+            )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

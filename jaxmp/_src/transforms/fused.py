@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxmp._src.step import in_place
 from jaxmp._src.step.state import find
@@ -211,7 +211,7 @@ def _fused(
         weights: list[tuple[Any, Array]],
         step: in_place.Step,
         **extra_args: Any,
-    ) -> tuple[list[tuple[Any, Array]], Any, Float[Array, ""]]:
+    ) -> tuple[list[tuple[Any, Array]], Any, in_place.Counts]:
         del extra_args
         (held,) = find(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
@@ -228,8 +228,8 @@ def _fused(
         schedule = next(iter(find(state, optax.ScaleByScheduleState)), None)
         rate = learning_rate(schedule.count) if callable(learning_rate) and schedule is not None else learning_rate
         compressed = next(iter(find(state, compress.CompressedState)), None)
-        number = jnp.zeros((), jnp.int32) if compressed is None else optax.safe_increment(compressed.compress_count)
-        new, saturated = kernels.multi_tensor_update(
+        number = step.number if compressed is None else optax.safe_increment(compressed.compress_count)
+        new, counts = kernels.multi_tensor_update(
             leaves,
             rule,
             factor=factor,
@@ -256,7 +256,7 @@ def _fused(
                 node = node._replace(count=jnp.where(step.taken, optax.safe_increment(node.count), node.count))
             return node
 
-        return [(w.param, w.master) for w in new], _map_states(advance, state), saturated
+        return [(w.param, w.master) for w in new], _map_states(advance, state), counts
 
     return in_place.in_place(stored.init, stored.update, write_fn, measures=bool(max_norm), backend=backend)
 

@@ -1,0 +1,187 @@
+"""The elements that a step leaves as they are, because the optimizer would make a number of theirs inf or NaN.
+
+Finite gradients can overflow an optimizer: the square of 1e20 is infinite in float32. Adam's second moment must not
+take it, and if only the second moment kept its old value, the first would have the huge gradient alone and move the
+weight by 1e19 times the learning rate. So all numbers of one element of a param stay together, those of
+
+    the update, the weight (master or param) after it, and every array of the state that belongs to this param.
+
+If one of them would become non-finite, all of them keep their old values, as if this element had not been in the step:
+
+    held = not finite(u)  or  not finite(w + u)  or  not finite(s'_1)  or  not finite(s'_2)  or ...
+
+This is elementwise, so XLA computes it in the optimizer's pass over memory. Where an array of the state has another
+shape than its param (rows and columns of Adafactor, a norm of each leaf), one value serves many elements: a non-finite
+one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.base import compat
+from jaxmp._src.devices import shardings
+from jaxmp._src.step import buffers
+
+_Path = tuple[Any, ...]
+_NOTHING = -0.0  # the old value of an update
+
+
+class _Owner(NamedTuple):
+    """To which elements of which param an array belongs."""
+
+    param: int | None  # None: all params, one after the other in a vector, as `optax.flatten` makes
+    elementwise: bool  # of the shape of its param
+
+
+class Held:
+    """Which elements of each param keep their old values; made by `find`."""
+
+    def __init__(self, paths: dict[_Path, int], masks: list[Array], whole: list[Array]):
+        # masks: bool, of the shape of the param; whole: bool[], whether an array of another shape is held.
+        self._paths, self._masks, self._whole = paths, masks, whole
+
+    def keep(self, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
+        """`new`; `old` for held elements, and everywhere where the step is not taken. In the dtypes of `old`.
+
+        Args:
+          new, old: trees whose leaves have the paths of their params at the end of their own, as in `find`. `old` may
+            hold Python floats.
+          taken: None: the step is taken.
+        """
+
+        def choose(path: _Path, n: Any, o: Any) -> Array:
+            n, o = _alike(n, o)
+            owner = self._owner_of(path, n)
+            if owner is None:
+                ours = ~_breaks(n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else None
+            elif owner.param is None:
+                ours = ~jnp.concatenate([mask.reshape(-1) for mask in self._masks])
+            else:
+                ours = ~(self._masks if owner.elementwise else self._whole)[owner.param]
+            if ours is None:
+                return n if taken is None else jnp.where(taken, n, o)
+            return jnp.where(ours if taken is None else taken & ours, n, o)
+
+        return jax.tree_util.tree_map_with_path(choose, new, old)
+
+    def counts(self) -> list[Float[Array, ""]]:
+        """How many elements of each param are held, float32[] each."""
+        return [jnp.sum(mask, dtype=jnp.float32) for mask in self._masks]
+
+    def count_beside(self, others: Sequence[Array | None]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """How many elements are held, and how many of the flags `others` are set; float32[] each.
+
+        Args:
+          others: for each param None, or bools of its shape. Both counts are then one reduction: XLA makes two of them
+            part of the optimizer's pass over memory only if they are one operation.
+        """
+        held, set_ = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        for mask, other in zip(self._masks, others, strict=True):
+            if other is None:
+                held += jnp.sum(mask, dtype=jnp.float32)
+            else:
+                two = _sums(mask, other)
+                held, set_ = held + two[0], set_ + two[1]
+        return held, set_
+
+    def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
+        return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
+
+
+def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
+    """The elements of the params `like` for which a number in `new` would be inf or NaN, and is not in `old`.
+
+    Args:
+      like: the tree of the params; only paths and shapes are read.
+      new, old: two trees of the same structure, such as (updates, weights, state) after and before the step. The path
+        of a leaf ends with the path of the param that it belongs to. `old` may hold Python floats.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(like)
+    paths = {tuple(path): i for i, (path, _) in enumerate(leaves)}
+    shapes = [jnp.shape(x) for _, x in leaves]
+    masks: list[list[Array]] = [[] for _ in leaves]
+    whole: list[list[Array]] = [[] for _ in leaves]
+    ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
+    for (path, n), o in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        n, o = _alike(n, o)
+        owner = _owner(paths, shapes, path, n)
+        if owner is None or not jnp.issubdtype(n.dtype, jnp.inexact):
+            continue
+        breaks = _breaks(n, o)
+        if owner.param is None:
+            for i, shape in enumerate(shapes):
+                masks[i].append(breaks[ends[i] : ends[i + 1]].reshape(shape))
+        elif owner.elementwise:
+            masks[owner.param].append(breaks)
+        else:
+            whole[owner.param].append(jnp.any(breaks))
+    shared = [_any_of(found, ()) for found in whole]
+    held = [
+        _any_of([*found, *([jnp.broadcast_to(all_, shape)] if parts else [])], shape)
+        for found, all_, parts, shape in zip(masks, shared, whole, shapes, strict=True)
+    ]
+    return Held(paths, held, shared)
+
+
+def keep_together(like: PyTree, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
+    """`new` with the old values of held elements (of all, where the step is not taken)."""
+    return find(like, new, old).keep(new, old, taken=taken)
+
+
+def no_updates(updates: PyTree) -> PyTree:
+    """The updates that change nothing, to stand for the old value of `updates`: -0.0, as -0.0 + 0.0 is not -0.0."""
+    return jax.tree.map(lambda _: _NOTHING, updates)
+
+
+def is_guarded(extra_args: dict[str, Any]) -> bool:
+    """Whether a transform around this one keeps elements together: `unscale_and_skip` passes `grads_finite`."""
+    return "grads_finite" in extra_args
+
+
+def _alike(new: Any, old: Any) -> tuple[Array, Array]:
+    new = jnp.asarray(new)
+    old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
+    return buffers.in_dtype_of(new, old), old
+
+
+def _breaks(new: Array, old: Array) -> Bool[Array, "..."]:
+    """Where `new` is not finite although `old` is. (Some state starts at inf, such as a best loss.)"""
+    return ~jnp.isfinite(new) & jnp.isfinite(old)
+
+
+def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    if not flags:
+        return jnp.zeros(shape, bool)
+    found = flags[0]
+    for flag in flags[1:]:
+        found = found | flag
+    return found
+
+
+def _sums(a: Bool[Array, "..."], b: Bool[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    if shardings.is_explicit(a) or a.ndim == 0:
+        return jnp.sum(a, dtype=jnp.float32), jnp.sum(b, dtype=jnp.float32)
+    axes = tuple(compat.varying_axes(a) | compat.varying_axes(b))
+    counted = [compat.as_varying(x.astype(jnp.float32), axes) for x in (a, b)]
+    zeros = [compat.as_varying(jnp.zeros((), jnp.float32), axes)] * 2
+    return lax.reduce(counted, zeros, lambda x, y: [x[0] + y[0], x[1] + y[1]], tuple(range(a.ndim)))
+
+
+def _owner(paths: dict[_Path, int], shapes: list[tuple[int, ...]], path: _Path, x: Array) -> _Owner | None:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return None
+    for start in range(len(path) + 1):  # the longest end first
+        i = paths.get(tuple(path[start:]))
+        if i is not None:
+            is_scalar = x.ndim == 0 and (shapes[i] or not jnp.issubdtype(x.dtype, jnp.floating))
+            if start == len(path) and is_scalar:
+                return None  # params are one array, and this is a scalar of the state: a count, a norm
+            return _Owner(i, x.shape == shapes[i])
+    total = sum(int(np.prod(shape)) for shape in shapes)
+    return _Owner(None, elementwise=True) if x.shape == (total,) else None
