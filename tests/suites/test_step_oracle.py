@@ -39,10 +39,9 @@ def one_step():
 
 
 def changed(leaf, name, factor):
-    """`after` with one number of a leaf multiplied by `factor`."""
+    """`after` with the numbers of a leaf multiplied by `factor`."""
     _, _, after, _ = one_step()
-    x = np.array(after.leaves[leaf][name])
-    x.flat[-1] *= np.float32(factor)
+    x = after.leaves[leaf][name] * np.float32(factor)
     return after._replace(leaves=after.leaves | {leaf: after.leaves[leaf] | {name: x}})
 
 
@@ -64,8 +63,10 @@ def test_an_element_that_was_kept_or_rounded_wrongly_is_seen():
 
 def test_a_wrong_decision_or_scale_is_seen():
     world, before, after, grads = one_step()
-    for name, value in (("skipped", True), ("growth_count", 5), ("loss_scale", 3.0), ("kept_elements", 1)):
-        with pytest.raises(AssertionError, match=name.split("_")[0] if name != "growth_count" else "the scale's state"):
+    of_scale = "the scale's state"
+    wrong = {"skipped": (True, "skipped is"), "growth_count": (5, of_scale), "loss_scale": (3.0, of_scale)}
+    for name, (value, message) in (wrong | {"kept_elements": (1, "kept_elements is 1")}).items():
+        with pytest.raises(AssertionError, match=message):
             step_campaign.check(world, before, after._replace(metrics=after.metrics | {name: value}), grads)
 
 
