@@ -25,6 +25,7 @@ def value_and_grad(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
+    policy: str | jmp.Policy | None = None,
     accumulate: int = 1,
     accumulate_argnums: Any = None,
     axis_name: collectives.AxisName = "auto",
@@ -39,6 +40,8 @@ def value_and_grad(
       fun: the loss; its first argument is the module.
       wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`.
       has_aux: whether `fun` returns `(loss, aux)`.
+      policy: the policy of the optimizer, or its name; the loss runs in its precision, as in `jaxmp.value_and_grad`.
+        For "fp8", call `to_fp8(model)` before you make the optimizer.
       accumulate: number of microbatches.
       accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
       axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
@@ -53,13 +56,14 @@ def value_and_grad(
       >>> optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param)
       >>> cast_to_param(model, "bf16")
       >>> def loss_fn(model, x):
-      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
-      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      ...     return jnp.mean(model(x) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn, policy="bf16")(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
       >>> _ = optimizer.update(model, grads)
       >>> model.kernel[...].dtype.name
       'bfloat16'
     """
     k = microbatches.check_accumulate(accumulate)
+    policy = None if policy is None else policy_lib.get_policy(policy)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
@@ -79,6 +83,7 @@ def value_and_grad(
             rest,
             batches,
             opt_state,
+            policy=policy,
             k=k,
             axis_name=axis_name,
             keep_fp8_weights=keep_fp8_weights,
@@ -109,8 +114,8 @@ class Optimizer(nnx.Optimizer):
       >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
       >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), wrt=nnx.Param, policy="fp16")
       >>> def loss_fn(model, x):
-      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
-      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      ...     return jnp.mean(model(x) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn, policy="fp16")(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
       >>> optimizer.update(model, grads)
       >>> model.kernel[...].dtype.name, int(optimizer.step[...])
       ('float16', 1)
