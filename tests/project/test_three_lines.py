@@ -4,7 +4,6 @@
 that changes, and what it becomes; `import jaxmp` counts too.
 """
 
-import collections
 import difflib
 import functools
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from flax import nnx
 
 from helpers import ROOT
+from matmul_dtypes import matmuls
 
 LOOPS = ROOT / "tests" / "support" / "naive_loops"
 
@@ -115,20 +115,9 @@ def step_of(names: dict[str, Any]) -> tuple[Any, list[jax.Array]]:
     return names["step"], (*carry, *names["batch"])
 
 
-def matmuls(fn: Any, args: Any) -> collections.Counter:
-    """The dtypes of the operands of all matmuls and convolutions in a traced function, forward and backward."""
-    found: collections.Counter = collections.Counter()
-
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                found["x".join(sorted({v.aval.dtype.name for v in eqn.invars}))] += 1
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    walk(getattr(inner, "jaxpr", inner))
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return found
+def matmuls_of(names: dict[str, Any]) -> dict[str, int]:
+    step, args = step_of(names)
+    return matmuls(step, *args)
 
 
 @pytest.mark.parametrize("name", PORTS)
@@ -150,7 +139,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "policy", "dtype"), CASES, ids=[name for name, _, _ in CASES])
 def test_every_matmul_runs_in_the_dtype_of_the_policy(name, policy, dtype):
-    naive, ported = (matmuls(*step_of(loop(name, p))) for p in (None, policy))
+    naive, ported = (matmuls_of(loop(name, p)) for p in (None, policy))
     assert list(naive) == ["float32"]
     assert ported == {dtype: naive["float32"]}
 
@@ -159,7 +148,7 @@ def test_every_matmul_runs_in_the_dtype_of_the_policy(name, policy, dtype):
 def test_matmuls_have_the_precision_of_a_float32_policy(policy):
     step, args = step_of(loop("linen_cnn", policy))
     name = {"fp32": "HIGHEST", "tf32": "HIGH"}[policy]
-    assert str(jax.make_jaxpr(step)(*args)).count(f"precision=(Precision.{name},") == matmuls(step, args)["float32"]
+    assert str(jax.make_jaxpr(step)(*args)).count(f"precision=(Precision.{name},") == matmuls(step, *args)["float32"]
 
 
 def test_fp8_takes_one_more_line():
@@ -168,7 +157,7 @@ def test_fp8_takes_one_more_line():
     init = "params = jax.jit(model.init)("
     assert ported.count(init) == 1
     names = run(ported.replace(init, "params = jaxmp.autocast(jax.jit(model.init), POLICY)("), POLICY="fp8")
-    found = matmuls(*step_of(names))
+    found = matmuls_of(names)
     layers = 2 * 6 - 1  # q, k, v, out, up, down in each block; the last layer with weights stays bfloat16
     assert found["float8_e4m3fn"] == layers
     assert found["float8_e4m3fnxfloat8_e5m2"] == 2 * layers

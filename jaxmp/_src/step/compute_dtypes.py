@@ -30,7 +30,7 @@ class Found(NamedTuple):
     """What computes in a program.
 
     Attributes:
-      matmuls: the narrowest dtype of the operands of each matmul and convolution.
+      matmuls: the widest dtype of the operands of each matmul and convolution, which is the one it runs in.
       hidden: dtypes of the operands of rules and kernels, in which matmuls may stand.
       fp8: whether there is an array in fp8.
     """
@@ -65,11 +65,11 @@ def check(
       params: what it was differentiated with respect to.
       policy: the policy in force, or None.
       scales: whether there is a loss scale, or it is not known.
-      is_off: whether the user switched autocast off around the call, so that float32 is what they want.
+      is_off: whether autocast is switched off around the loss, so that float32 is what the user wants.
       fp8_matmuls: how many were noted while the loss was traced.
     """
     param_dtypes = {x.dtype for x in jax.tree.leaves(params) if getattr(x, "dtype", None) in _LOW}
-    wants_low = policy.computes_in_16_bits if policy is not None else bool(param_dtypes) and not is_off
+    wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes))
     wants_fp8 = policy is not None and policy.recipe is not None and not is_off
     looks_for_float16 = not scales and _F16 not in param_dtypes
     if not (wants_low or wants_fp8 or looks_for_float16):
@@ -135,7 +135,7 @@ def look_into(jaxpr: Any) -> Found:
         is_fp8 = is_fp8 or any(d.name.startswith("float8") for d in dtypes)
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
-            found.matmuls.add(min(floats, key=lambda d: d.itemsize))
+            found.matmuls.add(max(floats, key=lambda d: d.itemsize))
         elif eqn.primitive.name in _HIDDEN:
             found.hidden.update(floats)
     return found._replace(fp8=is_fp8)
