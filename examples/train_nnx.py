@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp

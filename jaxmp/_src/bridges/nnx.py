@@ -47,8 +47,8 @@ def value_and_grad(
       axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
 
     Returns:
-      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)` giving `(loss, grads)` or
-      `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
+      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)`, where `opt_state` may be the optimizer
+      itself, giving `(loss, grads)` or `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -104,7 +104,8 @@ class Optimizer(nnx.Optimizer):
       model: the module, with float32 params.
       tx: `jaxmp.mixed_precision(...)`.
       wrt: filter of the variables to optimize.
-      policy: the policy of `tx`; None does not cast the module.
+      policy: the policy of `tx`; None does not cast the module. The optimizer carries it: with `opt_state=optimizer`,
+        `value_and_grad` needs no `policy=`.
 
     Raises:
       ValueError: `policy` with a `tx` that keeps no masters.
@@ -130,9 +131,10 @@ class Optimizer(nnx.Optimizer):
         policy: str | jmp.Policy | None = None,
     ):
         super().__init__(model, tx, wrt=wrt)
-        if policy is not None:
+        self.policy = None if policy is None else policy_lib.get_policy(policy)
+        if self.policy is not None:
             mixed_precision.check_trains_casts(self.opt_state)
-            cast_to_param(model, policy, wrt=wrt)
+            cast_to_param(model, self.policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
         """One step: updates the params of `model` and this optimizer's state in place, unless the step is skipped.

@@ -165,12 +165,12 @@ def scaled_value_and_grad(
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
     """
+    carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-    carried = state.policy_of(opt_state) if policy is None else None
     loss_scale = state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
@@ -179,7 +179,9 @@ def scaled_value_and_grad(
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
-    with policy_regions.around_loss(policy or carried, is_default=policy is None), ambient.noting() as notes:
+    is_default = policy is None
+    policy = carried or state.policy_of(opt_state) if policy is None else policy
+    with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         loss_in_region = rewrite.by_region(loss_fn)
 
         def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
@@ -188,7 +190,7 @@ def scaled_value_and_grad(
             with jax.named_scope("jaxmp.scale_loss"):
                 return loss * step_scale, (loss, aux, carry)
 
-        look = _look_once(params, policy or carried, opt_state, notes)
+        look = _look_once(params, policy, opt_state, notes)
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
