@@ -48,7 +48,8 @@ def value_and_grad(
 
     Returns:
       A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)`, where `opt_state` may be the optimizer
-      itself, giving `(loss, grads)` or `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
+      itself, giving `(loss, grads)` or `((loss, aux), grads)`, with grads an `nnx.State` for
+      `optimizer.update(model, grads)`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
