@@ -270,6 +270,16 @@ def test_a_region_of_fp8_serves_for_init_and_for_evaluation():
     assert matmuls(decorated, params, X) == expected
 
 
+def test_a_layer_in_fp8_returns_16_bits():
+    with jaxmp.fp8.autocast(filter=lambda path, layer: True):
+        params = Net().init(jax.random.key(0), X)
+        for apply in (Net().apply, lambda params, x: Net().apply(params, x, method=lambda net, x: net(x))):
+            assert jax.eval_shape(jaxmp.autocast(apply, jnp.bfloat16), params, X).dtype == jnp.bfloat16
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Einsum("ij,jk->ik", (16, 16), rngs=nnx.Rngs(1)))
+    jaxmp.nnx.to_fp8(model, filter=lambda path, layer: True)
+    assert jaxmp.autocast(lambda model, x: model(x), jnp.bfloat16)(model, X).dtype == jnp.bfloat16
+
+
 def test_a_region_leaves_the_params_that_init_makes_as_they_are():
     class Orthogonal(nn.Module):
         @nn.compact

@@ -4,8 +4,8 @@ A module with a `dtype` of its own keeps it: it counts as if `modules` named it.
 `nn.Dense(dtype=float32)` leaves no cast that the planner could see.)
 
 Some layers are one operation to PyTorch, which decides the dtype they return: batch norm computes in float32 and
-returns its input's dtype, an LSTM or GRU cell returns the 16-bit dtype. In a jaxpr they are many operations that look
-like any others. So their results are marked by a name that the planner reads.
+returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr they are many
+operations that look like any others. So their results are marked by a name that the planner reads.
 """
 
 import contextlib
@@ -38,11 +38,17 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
     found = None if lists is None else _lists_for(call, lists)
     with contextlib.nullcontext() if found is None or found == lists else regions.region(found):
         out = call.run()
-        if call.method != "__call__" or not isinstance(call.module, _ONE_OPERATION):
+        if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
         if getattr(call.module, "dtype", None) is not None or found is None or found.dtype is None:
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
+
+
+def _is_in_fp8(module: Any) -> bool:
+    """Whether a layer multiplies by one of jaxmp's fp8 products, which say so themselves."""
+    products = [module, *(getattr(module, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))]
+    return any(getattr(getattr(product, "func", product), "is_in_fp8", False) for product in products)
 
 
 def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.errors
 import flax.linen as nn
@@ -36,6 +36,7 @@ class Fp8DotGeneral(nn.Module):
     """
 
     recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
     def __call__(
@@ -84,6 +85,7 @@ class Fp8Einsum(nn.Einsum):
     """
 
     recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
