@@ -79,8 +79,9 @@ def _warn_of_no_fp8(in_fp8: bool) -> None:
         else "so it trains without fp8"
     )
     warnings.warn(
-        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Put `with jaxmp.fp8.autocast()` "
-        f"around the model's call in the loss, as around model.init: inside the differentiated function, or around the "
-        f"call that traces it. (A part of the loss that was jitted and traced before is not seen here.)",
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
+        f'jaxmp.value_and_grad(loss_fn, policy="fp8"), or put `with jaxmp.fp8.autocast()` around the model\'s call in '
+        f"the loss, as around model.init: inside the differentiated function, or around the call that traces "
+        f"it. (A part of the loss that was jitted and traced before is not seen here.)",
         stacklevel=2,
     )
