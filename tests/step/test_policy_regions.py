@@ -321,3 +321,32 @@ def test_errors(case):
     call, kind, message = ERRORS[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
+    """In every regime: a layer in fp8 runs as it was written, and its scales report what they see."""
+    params, opt_state = made("fp8")
+
+    def by_hand(params, x, y):
+        return jnp.mean((Net((jnp.bfloat16,) * 3).apply({"params": params}, x).astype(jnp.float32) - y) ** 2)
+
+    def scale_gradients(policy, loss, k, x, y):
+        with contextlib.nullcontext() if policy else jaxmp.fp8.autocast():
+            grad_fn = jaxmp.value_and_grad(loss, policy=policy, accumulate=k)
+            grads = grad_fn(params, x, y, opt_state=opt_state)[1]
+        return grads["Dense_1"]["Fp8DotGeneral_0"]
+
+    x, y = np.concatenate([X, 2 * X]), np.concatenate([Y, Y])
+
+    @jax.jit
+    def all_of_them(x, y):
+        expected = scale_gradients(None, by_hand, 1, x, y)
+        losses = {"plain": loss_fn, "jit": jax.jit(loss_fn), "remat": jax.checkpoint(loss_fn)}
+        found = {name: scale_gradients("fp8", loss, 1, x, y) for name, loss in losses.items()}
+        return expected, found, scale_gradients(None, by_hand, 2, x, y), scale_gradients("fp8", loss_fn, 2, x, y)
+
+    expected, found, expected_2, found_2 = all_of_them(x, y)
+    assert all(float(amax) > 0 for amax in jax.tree.leaves(expected))
+    for name, amaxes in found.items():
+        np.testing.assert_allclose(*map(jax.tree.leaves, (amaxes, expected)), rtol=1e-2, err_msg=name)
+    np.testing.assert_allclose(*map(jax.tree.leaves, (found_2, expected_2)), rtol=1e-2)
