@@ -31,7 +31,6 @@ One script for three sizes of machine:
                                     (and --process-id 1 in the other; on a cluster that jax detects: --coordinator auto)
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -124,25 +123,24 @@ def next_byte_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def attend(qkv: jax.Array) -> jax.Array:
-    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]; scores and softmax in float32, the rest in its dtype."""
+    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]."""
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
     past = jnp.tril(jnp.ones((1, 1, q.shape[1], q.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(past, scores, -1e30)).astype(v.dtype)  # [B, H, T, T]
+    weights = jax.nn.softmax(jnp.where(past, scores, -1e30))  # [B, H, T, T]
     return jnp.einsum("bhts,bshd->bthd", weights, v)
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm. Matmuls run in `dtype`; norms and softmax in float32."""
+    """Attention and an MLP, each after a norm. No layer names a dtype: the policy decides."""
 
     heads: int
     seq_len: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [B*T, D]: on CPU, matmuls in 16 bits are fast in 2 dimensions only
-        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=jnp.float32)
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, use_bias=False)
+        dense = functools.partial(nn.Dense, use_bias=False)
         width = x.shape[-1]
         qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(-1, self.seq_len, 3, self.heads, width // self.heads)
         x = x + dense(width, name="out")(attend(qkv).reshape(x.shape))
@@ -150,37 +148,28 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes to logits of the next byte; the logits are float32 for any `dtype`."""
+    """Bytes to logits of the next byte; the logits are float32 in every policy, as their layer says so."""
 
     width: int
     layers: int
     heads: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:  # uint8 [B, T] -> f32 [B, T, 256]
         seq_len = tokens.shape[1]
-        x = nn.Embed(256, self.width, dtype=self.dtype, name="bytes")(tokens.astype(jnp.int32))
-        x = x + nn.Embed(seq_len, self.width, dtype=self.dtype, name="positions")(jnp.arange(seq_len))[None]
+        x = nn.Embed(256, self.width, name="bytes")(tokens.astype(jnp.int32))
+        x = x + nn.Embed(seq_len, self.width, name="positions")(jnp.arange(seq_len))[None]
         x = x.reshape(-1, self.width)  # [B*T, D]
         for _ in range(self.layers):
-            x = Block(self.heads, seq_len, self.dtype)(x)
-        x = nn.LayerNorm(use_bias=False, dtype=jnp.float32)(x)
+            x = Block(self.heads, seq_len)(x)
+        x = nn.LayerNorm(use_bias=False)(x)
         return nn.Dense(256, use_bias=False, dtype=jnp.float32, name="logits")(x).reshape(*tokens.shape, 256)
-
-
-def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
-    """One run. `on_log` is called every `log_every` steps."""
-    precision = precision_of(policy_name)
-    with precision.policy.default_matmul_precision():  # "fp32" means float32: no TensorFloat-32 in the baseline
-        return _train(cfg, policy_name, precision, on_log)
 
 
 class Precision(NamedTuple):
     """The precision that the name of a run means."""
 
     policy: jaxmp.Policy
-    recipe: Any  # for its fp8 matmuls, or None
     small_state: bool  # 24-bit masters, 8-bit moments
 
 
@@ -188,7 +177,9 @@ def precision_of(policy_name: str) -> Precision:
     """The precision of a run: a policy, and the parts after `+`."""
     name, *added = policy_name.split("+")
     policy = jaxmp.get_policy(name, keep_fp32=("*norm*",))
-    return Precision(policy, jaxmp.fp8.DelayedScaling() if "fp8" in added else policy.recipe, "8bit" in added)
+    if "fp8" in added:
+        policy = dataclasses.replace(policy, recipe=jaxmp.fp8.DelayedScaling())
+    return Precision(policy, "8bit" in added)
 
 
 def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation:
@@ -202,27 +193,25 @@ def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation
     return optax.chain(jaxmp.clip_by_global_norm(cfg.max_norm), optax.adamw(schedule, b2=0.95, **decay))
 
 
-def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -> Run:
+def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
+    """One run. `on_log` is called every `log_every` steps."""
     started = time.perf_counter()
-    policy, recipe, small_state = precision
+    policy, small_state = precision_of(policy_name)
     train_text, held_out_text = load_text()
-    model = Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
+    model = Transformer(cfg.width, cfg.layers, cfg.heads)
     tx = optimizer_of(cfg, small_state)
     is_fp16 = policy.param_dtype == jnp.float16
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)  # or leave it at "auto"
 
     # For mixed precision, a Flax loop changes in three places; for fp8, in one more. First, the optimizer:
     bits = 8 if small_state else None
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe, remainder_bits=bits)
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, remainder_bits=bits)
     tx = optax.chain(jaxmp.reduce_gradients("devices"), tx)  # in place of jax.lax.pmean(grads): the mean in float32
 
-    def in_fp8() -> contextlib.AbstractContextManager[None]:  # all Dense layers except the last, the logits
-        return jaxmp.fp8.autocast(recipe) if recipe else contextlib.nullcontext()
-
     def init(key: jax.Array) -> jaxmp.linen.TrainState:
-        with in_fp8():
+        with jaxmp.autocast(policy):  # for fp8: the Dense layers get scales, all but the last, the logits
             params = model.init(key, jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]  # float32
-        # Second, the train state, which casts the params (was: flax.training.train_state.TrainState):
+        # Second, the train state, which casts the params and carries the policy (was: flax's TrainState):
         return jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
@@ -231,8 +220,7 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
     @functools.partial(jax.pmap, axis_name="devices", donate_argnums=0, out_axes=(0, None))
     def step(state: jaxmp.linen.TrainState, tokens: jax.Array, disturbance: jax.Array) -> tuple[Any, dict[str, Any]]:
         # Third, the gradients (was: jax.value_and_grad(loss_fn)(state.params, tokens)):
-        with in_fp8():  # not for held-out losses: fp8 is for training
-            loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
+        loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, opt_state=state.opt_state)
         grads = jax.tree.map(
             lambda g: g * disturbance.astype(g.dtype), grads
         )  # for the demonstration: 1, or inf to overflow
@@ -241,7 +229,8 @@ def _train(cfg: Config, policy_name: str, precision: Precision, on_log: OnLog) -
 
     @functools.partial(jax.pmap, axis_name="devices", out_axes=None)
     def held_out_loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return jax.lax.pmean(loss_fn(params, tokens), "devices")
+        evaluated = jaxmp.autocast(loss_fn, dataclasses.replace(policy, recipe=None))  # fp8 is for training
+        return jax.lax.pmean(evaluated(params, tokens), "devices")
 
     devices, local = jax.device_count(), jax.local_device_count()
     if cfg.batch_size % devices:

@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,11 +68,11 @@ class Config:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, each after a norm. Matmuls run in `dtype`; norms and softmax in float32."""
+    """Attention and an MLP, each after a norm. No layer names a dtype: the policy decides."""
 
-    def __init__(self, cfg: Config, dtype: Any, rngs: nnx.Rngs):
-        norm = functools.partial(nnx.LayerNorm, cfg.width, use_bias=False, dtype=jnp.float32, rngs=rngs)
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
+    def __init__(self, cfg: Config, rngs: nnx.Rngs):
+        norm = functools.partial(nnx.LayerNorm, cfg.width, use_bias=False, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.norm_1, self.norm_2 = norm(), norm()
         self.qkv, self.out = linear(cfg.width, 3 * cfg.width), linear(cfg.width, cfg.width)
         self.up, self.down = linear(cfg.width, 4 * cfg.width), linear(4 * cfg.width, cfg.width)
@@ -87,13 +86,13 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes to logits of the next byte; the logits are float32 for any `dtype`."""
+    """Bytes to logits of the next byte; the logits are float32 in every policy, as their layer says so."""
 
-    def __init__(self, cfg: Config, dtype: Any, rngs: nnx.Rngs):
-        self.bytes = nnx.Embed(256, cfg.width, dtype=dtype, rngs=rngs)
-        self.positions = nnx.Embed(cfg.seq_len, cfg.width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(cfg, dtype, rngs) for _ in range(cfg.layers)])
-        self.norm = nnx.LayerNorm(cfg.width, use_bias=False, dtype=jnp.float32, rngs=rngs)
+    def __init__(self, cfg: Config, rngs: nnx.Rngs):
+        self.bytes = nnx.Embed(256, cfg.width, rngs=rngs)
+        self.positions = nnx.Embed(cfg.seq_len, cfg.width, rngs=rngs)
+        self.blocks = nnx.List([Block(cfg, rngs) for _ in range(cfg.layers)])
+        self.norm = nnx.LayerNorm(cfg.width, use_bias=False, rngs=rngs)
         self.logits = nnx.Linear(cfg.width, 256, use_bias=False, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # uint8 [B, T] -> f32 [B, T, 256]
@@ -117,7 +116,7 @@ def spread(module: nnx.Module, mesh: Mesh) -> None:
 def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: None) -> report.Run:
     """One run, like `train.train`."""
     started = time.perf_counter()
-    policy, recipe, small_state = train.precision_of(policy_name)
+    policy, small_state = train.precision_of(policy_name)
     if small_state:
         raise SystemExit("8-bit state is shown by train.py; flax's nnx.Optimizer, used here, adds updates to params")
     shape = (jax.device_count() // cfg.fsdp, cfg.fsdp)
@@ -125,7 +124,7 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
     rows = NamedSharding(mesh, P(("data", "fsdp")))
     train_text, held_out_text = train.load_text()
 
-    model = Transformer(cfg, policy.compute_dtype, nnx.Rngs(cfg.seed))
+    model = Transformer(cfg, nnx.Rngs(cfg.seed))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, cfg.learning_rate, cfg.steps // 10, cfg.steps, 0.1 * cfg.learning_rate
     )
@@ -136,10 +135,10 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)
     # An nnx loop changes in three places: wrap the optimizer, cast the params after creating it, and further down take
     # the gradients with jaxmp.nnx. For fp8, the model's Linear layers (except the logits) get an fp8 dot_general.
-    if recipe:
-        jaxmp.nnx.to_fp8(model, recipe)
+    if policy.recipe:
+        jaxmp.nnx.to_fp8(model, policy.recipe)
     is_fp16 = policy.param_dtype == jnp.float16
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, recipe=recipe)
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     jaxmp.nnx.cast_to_param(model, policy)
     spread(model, mesh)
@@ -150,7 +149,7 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
 
     @nnx.jit
     def step(model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array) -> dict[str, jax.Array]:
-        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, accumulate=cfg.accumulate)
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, accumulate=cfg.accumulate)
         loss, grads = grad_fn(model, tokens, opt_state=optimizer.opt_state)
         optimizer.update(model, grads)
         return jaxmp.get_metrics(optimizer.opt_state) | {"loss": loss}
@@ -158,7 +157,7 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
     @nnx.jit
     def held_out_loss(model: Transformer, tokens: jax.Array) -> jax.Array:
         with jaxmp.fp8.autocast(enabled=False):  # fp8 is for training
-            return loss_fn(model, tokens)
+            return jaxmp.autocast(loss_fn, dataclasses.replace(policy, recipe=None))(model, tokens)
 
     param_bytes, state_bytes = (
         sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(module, of)))

@@ -41,20 +41,19 @@ class TwoHeads(nn.Module):
     """A trunk with a regression head and a classification head."""
 
     width: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:  # [N, 8] -> f32 [N], f32 [N]
-        x = nn.relu(nn.Dense(self.width, dtype=self.dtype, name="trunk")(x))
-        a = nn.Dense(1, dtype=self.dtype, name="head_a")(x)
-        b = nn.Dense(1, dtype=self.dtype, name="head_b")(x)
-        return a[:, 0].astype(jnp.float32), b[:, 0].astype(jnp.float32)
+        x = nn.relu(nn.Dense(self.width, name="trunk")(x))
+        a = nn.Dense(1, name="head_a")(x)
+        b = nn.Dense(1, name="head_b")(x)
+        return a[:, 0], b[:, 0]
 
 
 def main(cfg: Config) -> dict[str, list[Any]]:
     """Trains, prints the skipped steps, and returns the history."""
     policy = jaxmp.get_policy(cfg.policy)
-    model = TwoHeads(cfg.width, policy.compute_dtype)
+    model = TwoHeads(cfg.width)
     x = jax.random.normal(jax.random.key(cfg.seed), (256, 8))
     target, label = jnp.sin(x[:, 0] + x[:, 1]) + 0.7, (x[:, 2] * x[:, 3] > 0).astype(jnp.float32)
     params32 = model.init(jax.random.key(cfg.seed + 1), x)["params"]
@@ -78,8 +77,10 @@ def main(cfg: Config) -> dict[str, list[Any]]:
     @jax.jit
     def step(a: Any, b: Any, state_a: Any, state_b: Any, scale: Any, disturb_a: jax.Array, disturb_b: jax.Array) -> Any:
         # A's optimizer updates the trunk and head A with the sum of both losses; B's updates head B with its own loss.
-        value_a, (grads_a, _) = jaxmp.value_and_grad(loss_a, argnums=(0, 1))(a, b, disturb_a, opt_state=scale)
-        value_b, (trunk_grads, grads_b) = jaxmp.value_and_grad(loss_b, argnums=(0, 1))(a, b, disturb_b, opt_state=scale)
+        grad_a = jaxmp.value_and_grad(loss_a, argnums=(0, 1), policy=policy)
+        grad_b = jaxmp.value_and_grad(loss_b, argnums=(0, 1), policy=policy)
+        value_a, (grads_a, _) = grad_a(a, b, disturb_a, opt_state=scale)
+        value_b, (trunk_grads, grads_b) = grad_b(a, b, disturb_b, opt_state=scale)
         # Head B's gradient of the trunk counts only if it is finite. Otherwise B's overflow would also skip A.
         usable = jaxmp.all_finite(trunk_grads)
         grads_a = jax.tree.map(lambda g, h: g.astype(jnp.float32) + jnp.where(usable, h, 0), grads_a, trunk_grads)

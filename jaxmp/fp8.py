@@ -16,11 +16,11 @@ In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the 
 serves all this on the machine at hand.
 """
 
-from jaxmp._src.bridges.linen_fp8 import autocast as autocast
 from jaxmp._src.fp8.backends import backends as backends
 from jaxmp._src.fp8.blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
 from jaxmp._src.fp8.einsum import einsum as einsum
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
+from jaxmp._src.fp8.linen_layers import autocast as autocast
 from jaxmp._src.fp8.matmul import (
     FallbackWarning as FallbackWarning,
     Scales as Scales,

@@ -13,7 +13,7 @@ from jaxmp._src.bridges.nnx import (
     snapshot as snapshot,
     value_and_grad as value_and_grad,
 )
-from jaxmp._src.bridges.nnx_fp8 import (
+from jaxmp._src.fp8.nnx_layers import (
     Fp8DotGeneral as Fp8DotGeneral,
     Fp8Einsum as Fp8Einsum,
     Fp8Scale as Fp8Scale,

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
+from matmul_dtypes import matmuls
 from regimes import guarded, squared_error
 
 F16, F32 = np.float16, np.float32
@@ -350,3 +351,80 @@ def test_a_train_state_is_a_pytree_of_arrays():
 def test_a_policy_needs_an_optimizer_with_masters():
     with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision"):
         jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), policy="fp16")
+
+
+# The policy of a TrainState
+
+
+class Plain(nn.Module):
+    """No dtype anywhere."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.relu(nn.Dense(4)(x)))
+
+
+def plain_loss(params, x):
+    return jnp.mean(Plain().apply({"params": params}, x) ** 2)
+
+
+def plain_step(state, x):
+    loss, grads = jaxmp.value_and_grad(plain_loss)(state.params, x, opt_state=state.opt_state)
+    return state.apply_gradients(grads=grads), loss
+
+
+@functools.cache
+def plain_state(policy="fp16", cls=jaxmp.linen.TrainState, chained=False):
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
+    if chained:
+        tx = optax.chain(jaxmp.reduce_gradients(None), tx)
+    params = Plain().init(jax.random.key(0), X)["params"]
+    return cls.create(apply_fn=Plain().apply, params=params, tx=tx, policy=policy)
+
+
+def test_a_train_state_carries_its_policy_through_every_transformation():
+    state = plain_state()
+    assert state.policy == jaxmp.get_policy("fp16")
+    expected = matmuls(lambda x: plain_step(state, x), X)  # closed over
+    assert expected == {"float16": 5}
+    over_steps = functools.partial(jax.lax.scan, plain_step)
+    assert matmuls(plain_step, state, X) == expected
+    assert matmuls(jax.jit(plain_step), state, X) == expected
+    assert matmuls(over_steps, state, X[None]) == expected
+    assert matmuls(jax.vmap(plain_step, in_axes=(None, 0)), state, X[None]) == expected
+    assert matmuls(plain_step, state.replace(step=state.step + 1), X) == expected
+    assert matmuls(plain_step, plain_state(chained=True), X) == expected
+    assert matmuls(plain_step, plain_state(cls=OurState), X) == expected
+    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+    assert matmuls(plain_step, restored, X) == expected
+
+
+def test_an_argument_has_precedence_over_the_policy_of_a_train_state():
+    def step(state, x, policy):
+        return jaxmp.value_and_grad(plain_loss, policy=policy)(state.params, x, opt_state=state.opt_state)
+
+    state = plain_state()
+    assert matmuls(lambda x: step(state, x, "params=float16,compute=float32,output=float32"), X) == {"float32": 5}
+    assert matmuls(lambda x: step(state, x, "bf16"), X) == {"bfloat16": 5}
+
+
+def test_the_policy_is_no_part_of_the_pytree_of_the_optimizer():
+    state = plain_state("bf16")
+    plain = state.tx.init(state.params)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(plain)
+    assert not hasattr(plain, "policy")  # the optimizer's own state was not written to
+    assert jax.tree.structure(state) != jax.tree.structure(plain_state("fp16"))  # static: another program
+    assert set(flax.serialization.to_state_dict(state)) == {"step", "params", "opt_state"}
+    without = jaxmp.linen.TrainState.create(apply_fn=None, params=state.params, tx=state.tx)
+    assert without.policy is None and not hasattr(without.opt_state, "policy")
+
+
+def test_a_train_state_is_rebuilt_by_jax_with_any_leaves():
+    state = plain_state()
+    for leaf in (None, 0, "text", object()):
+        jax.tree.map(lambda _, leaf=leaf: leaf, state)
+    assert jax.eval_shape(plain_step, state, X)[1].dtype == jnp.float32
+    compiled, new = jax.jit(plain_step), state
+    for _ in range(3):
+        new, _ = compiled(new, X)
+    assert compiled._cache_size() == 1

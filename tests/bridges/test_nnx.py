@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
+from matmul_dtypes import matmuls
 from regimes import guarded, squared_error
 
 F16, F32 = np.float16, np.float32
@@ -468,7 +469,7 @@ def wide(name, ours):
 
 
 def wide_step(model, optimizer, x):
-    loss, grads = jaxmp.nnx.value_and_grad(wide_loss)(model, x, opt_state=optimizer.opt_state)
+    loss, grads = jaxmp.nnx.value_and_grad(wide_loss, policy="bf16")(model, x, opt_state=optimizer.opt_state)
     optimizer.update(model, grads)
     return loss
 
@@ -523,3 +524,59 @@ def test_the_restore_loop_of_the_page(name, tmp_path):
     pure = nnx.as_pure
     assert_bitwise(jax.tree.leaves(pure(fresh_optimizer.opt_state)), jax.tree.leaves(pure(optimizer.opt_state)))
     assert_bitwise(step(fresh, fresh_optimizer, WIDE_X), step(model, optimizer, WIDE_X))
+
+
+# The policy
+
+
+class Plain(nnx.Module):
+    """No dtype anywhere; batch statistics and dropout move in the forward pass."""
+
+    def __init__(self, rngs):
+        self.inner, self.outer = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.25, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(self.norm(self.inner(x))))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("named", [True, False], ids=["policy=", "opt_state=optimizer"])
+def test_the_loss_runs_in_the_precision_of_the_policy(named, accumulate):
+    model = Plain(nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), policy="fp16")
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state):
+        model, optimizer = nnx.merge(graphdef, state)
+        if named:
+            grad_fn, held = jaxmp.nnx.value_and_grad(loss_fn, policy="fp16", accumulate=accumulate), optimizer.opt_state
+        else:
+            grad_fn, held = jaxmp.nnx.value_and_grad(loss_fn, accumulate=accumulate), optimizer
+        before = model.norm.mean[...], model.dropout.rngs.count[...]
+        loss, grads = grad_fn(model, X, Y, opt_state=held)
+        optimizer.update(model, grads)
+        moved = [
+            jnp.any(a != b) for a, b in zip(before, (model.norm.mean[...], model.dropout.rngs.count[...]), strict=True)
+        ]
+        return nnx.state((model, optimizer)), loss, moved
+
+    assert matmuls(step, state) == {"float16": 5}
+    _, loss, moved = jax.jit(step)(state)
+    assert loss.dtype == F32 and all(moved)
+
+
+def test_fp8_layers_of_nnx_under_the_policy():
+    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
+    assert jaxmp.nnx.to_fp8(model) == ["layers/1"]
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="fp8")
+    graphdef, state = nnx.split((model, optimizer))
+
+    def gradients(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), policy="fp8")
+        return nnx.as_pure(grad_fn(model, x, opt_state=optimizer.opt_state))
+
+    found = matmuls(gradients, state, np.ones((16, 16), F32))
+    assert found == {"bfloat16": 5, "float8_e4m3fn": 1, "float8_e4m3fnxfloat8_e5m2": 2}

@@ -676,8 +676,25 @@ def test_axes_by_name():
 def test_devices_are_not_named():
     with pytest.raises(TypeError, match="GradScaler takes no device.*got 'cuda'"):
         jaxmp.GradScaler("cuda")
+    with pytest.raises(TypeError, match="GradScaler takes no device.*got 'cuda'"):
+        jaxmp.GradScaler(device="cuda", init_scale=8.0)
     with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
         jaxmp.autocast("cuda")
+    with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
+        jaxmp.autocast(device_type="cuda")
+
+
+def test_names_of_torch_say_what_to_write():
+    scaler = jaxmp.GradScaler()
+    assert not hasattr(scaler, "unscale_")
+    with pytest.raises(AttributeError, match="no unscale_, which changes torch's in place. Write .*scaler.unscale"):
+        scaler.unscale_(optax.sgd(0.1))
+    with pytest.raises(TypeError, match="unscale takes the gradients.*got an optimizer"):
+        scaler.unscale(optax.sgd(0.1))
+    with pytest.raises(AttributeError, match="no attribute 'unscaled'"):
+        scaler.unscaled()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'initscale'"):
+        jaxmp.GradScaler(initscale=8.0)
 
 
 def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():

@@ -65,6 +65,60 @@ def test_jmp_strings_and_policies(text):
         assert policy.matmul_precision is None
 
 
+NAMES_ELSEWHERE = {
+    "16-mixed": ("float32", "float16", "float32"),
+    "fp16-mixed": ("float32", "float16", "float32"),
+    "mixed_float16": ("float32", "float16", "float32"),
+    "bf16-mixed": ("float32", "bfloat16", "float32"),
+    "mixed_bfloat16": ("float32", "bfloat16", "float32"),
+    "half": ("float16", "float16", "float16"),
+    "32-true": PRESETS["fp32"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_names_of_other_systems_mean_what_they_mean_there(name):
+    policy = jaxmp.get_policy(name, keep_fp32="*norm*")
+    assert dtypes_of(policy) == NAMES_ELSEWHERE[name]
+    assert policy.keep_fp32 == ("*norm*",)
+    assert policy.computes_in_16_bits == (dtypes_of(policy)[1] != "float32")
+    state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(
+        {"norm": np.ones(2, np.float32), "w": np.ones(2, np.float32)}
+    )
+    assert float(jaxmp.get_loss_scale(state)) == (65536.0 if "float16" in dtypes_of(policy) else 1.0)
+
+
+def test_delayed_fp8_is_the_policy_of_fp8():
+    for name in ("fp8-delayed", "fp8-mixed"):
+        assert jaxmp.get_policy(name) == jaxmp.get_policy("fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("16-true", "'16-true' means 16-bit params without float32 masters.*'fp16' has"),
+        ("bf16-true", "'bf16-true' means .*'bf16' has"),
+        ("O1", "'O1' is float16 in autocast with float32 params: '16-mixed'"),
+        ("O2", "'fp16'"),
+        ("16", "'16-mixed'"),
+        ("transformer-engine", "'fp8'"),
+        ("mxfp8", "recipe=jaxmp.fp8.MXFP8"),
+        ("fp8-tensorwise", "recipe=jaxmp.fp8.CurrentScaling"),
+        ("FP16", "got 'FP16', did you mean 'fp16'"),
+        ("bfloat16-mixed", "did you mean 'bf16-mixed'"),
+        ("mixed-float16", "did you mean 'mixed_float16'"),
+    ],
+)
+def test_other_names_are_refused_with_the_name_to_use(name, message):
+    with pytest.raises(ValueError, match=message):
+        jaxmp.get_policy(name)
+
+
+def test_a_number_of_bits_is_refused_with_the_name_to_use():
+    with pytest.raises(TypeError, match="got int. Use '16-mixed'"):
+        jaxmp.get_policy(16)
+
+
 @pytest.mark.parametrize("name", ["fp16", "bf16", "params=float32,compute=float16,output=bfloat16"])
 def test_str(name):
     policy = jaxmp.get_policy(name)

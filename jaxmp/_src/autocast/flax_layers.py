@@ -1,8 +1,11 @@
-"""Flax layers under autocast: dtypes of modules by path, layers that are one operation, and regions.
+"""Flax layers under autocast: dtypes of modules, by path or their own, layers that are one operation, and regions.
+
+A module with a `dtype` of its own keeps it: it counts as if `modules` named it. (In a function traced in float32,
+`nn.Dense(dtype=float32)` leaves no cast that the planner could see.)
 
 Some layers are one operation to PyTorch, which decides the dtype they return: batch norm computes in float32 and
-returns its input's dtype, an LSTM or GRU cell returns the 16-bit dtype. In a jaxpr they are many operations that look
-like any others. So their results are marked by a name that the planner reads.
+returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr they are many
+operations that look like any others. So their results are marked by a name that the planner reads.
 """
 
 import contextlib
@@ -10,11 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._src.autocast import regions
-from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, CastLists
+from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
 from jaxmp._src.programs import flax_modules
 
 _ONE_OPERATION = (
@@ -30,14 +35,46 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
 
 def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
-    found = None if lists is None else lists.at(call.path)
+    found = None if lists is None else _lists_for(call, lists)
     with contextlib.nullcontext() if found is None or found == lists else regions.region(found):
         out = call.run()
-        if call.method != "__call__" or not isinstance(call.module, _ONE_OPERATION):
+        if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
         if getattr(call.module, "dtype", None) is not None or found is None or found.dtype is None:
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
+
+
+def _is_in_fp8(module: Any) -> bool:
+    """Whether a layer multiplies by one of jaxmp's fp8 products, which say so themselves."""
+    products = [module, *(getattr(module, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))]
+    return any(getattr(getattr(product, "func", product), "is_in_fp8", False) for product in products)
+
+
+def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:
+    if isinstance(call.module, linen.Module) and call.module.is_initializing():
+        return OFF  # params are made as they are
+    if lists.modules.first(call.path) is not None:
+        return lists.at(call.path)
+    own = _own_dtype(call.module)
+    if lists.dtype is None or own is None:
+        return lists
+    return lists._replace(dtype=None if own == jnp.float32 else own)
+
+
+_ALWAYS_WITH_DTYPE = (nnx.Embed, nnx.SimpleCell)  # theirs is never None: nobody chose it
+
+
+def _own_dtype(module: Any) -> np.dtype | None:
+    """The `dtype` that a user gave to a module, if autocast can run in it."""
+    given = getattr(module, "dtype", None)
+    if given is None or isinstance(module, _ALWAYS_WITH_DTYPE):
+        return None
+    try:
+        own = jnp.dtype(given)
+    except TypeError:
+        return None
+    return own if own in FLOATS else None
 
 
 @contextlib.contextmanager

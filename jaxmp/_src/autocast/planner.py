@@ -247,9 +247,19 @@ def _is_change(step: Step) -> bool:
 
 
 def _has_other_floats(eqn: Any) -> bool:
-    """Whether an operand or result is a float that autocast does not cast: float64, complex, fp8."""
+    """Whether an operand or result is a float that autocast does not cast: float64, complex, fp8.
+
+    A function with its own derivative also has scales of fp8, whose dtype is their own: their gradients are its rule's.
+    """
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    if eqn.primitive.name in jaxprs.WITH_OWN_DERIVATIVE and any(_is_scale_dtype(d) for d in dtypes):
+        return True
     return any(d not in FLOATS and (d is None or jnp.issubdtype(d, jnp.inexact)) for d in dtypes)
+
+
+def _is_scale_dtype(dtype: Any) -> bool:
+    is_extended = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return is_extended and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _asks_for_float32(eqn: Any) -> bool:

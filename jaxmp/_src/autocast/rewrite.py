@@ -23,7 +23,7 @@ Where we differ from torch.autocast:
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -62,21 +62,6 @@ class Autocast:
             self._lists.modules.warn_of_idle()
 
 
-class _Options(TypedDict, total=False):
-    """The keywords of `autocast`, for its overloads."""
-
-    enabled: bool
-    allow: Iterable[str]
-    force_fp32: Iterable[str]
-    widest: Iterable[str]
-    modules: Mapping[str, Any] | None
-    output_dtype: Any
-
-
-@overload
-def autocast(fn: None = None, dtype: Any = None, **options: Unpack[_Options]) -> Autocast: ...
-@overload
-def autocast(fn: F, dtype: Any = None, **options: Unpack[_Options]) -> F: ...
 def autocast(
     fn: Any = None,
     dtype: Any = None,
@@ -88,61 +73,7 @@ def autocast(
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
 ) -> Any:
-    """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
-
-    Matmuls and convolutions run in `dtype`. Operations that need float32 (exp, log, powers, sums, norms, softmax,
-    losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
-    not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
-    the same function with 16-bit params: their gradients are 16-bit, its loss is float32.
-
-        step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
-        @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
-        with jaxmp.autocast(dtype=jnp.float16): ...                 a region
-
-    A region changes the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
-    `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
-    `with autocast(enabled=False)` run as they were written. A function that was jitted outside a region is traced anew
-    in it. The innermost of nested regions counts, also with transformations in between.
-
-    Args:
-      fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
-      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off. None: the dtype of the
-        region or function around it, and float16 outside of all.
-      enabled: False is the same as float32.
-      allow: names of primitives that run in `dtype`, in addition to the lists or against them. `jaxmp.explain_autocast`
-        shows the names in a function.
-      force_fp32: names that run in float32.
-      widest: names that run in the widest dtype of their inputs.
-      modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
-        "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
-        named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
-        modules need it.
-      output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
-
-    Returns:
-      The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is also a
-      context manager.
-
-    Raises:
-      ValueError: a dtype it cannot run in (for fp8 use `jaxmp.fp8.autocast`); an unknown name in a list; a name in two
-        lists.
-      TypeError: `fn` is not callable.
-
-    Warns:
-      UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region.
-
-    Example:
-      >>> def loss_fn(w, x):
-      ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-      >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
-      >>> loss, grad = jax.value_and_grad(autocast(loss_fn))(w, x)
-      >>> loss.dtype.name, grad.dtype.name, autocast(jnp.dot)(x, w).dtype.name
-      ('float32', 'float32', 'float16')
-
-    References:
-      torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
-    """
+    """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments."""
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     lists = cast_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest, modules)

@@ -48,3 +48,8 @@ def max_dtype_to_float32(x: Array) -> Array:
     if x.dtype == max_dtype(marks_fp8=True):
         x = jax.lax.convert_element_type(x, jnp.bfloat16)
     return jax.lax.convert_element_type(x, jnp.float32)
+
+
+def linear_jaxpr(pullback: Any) -> Any:
+    """The linear part of a function as `jax.vjp` holds it in the pullback it returned; None where it shows none."""
+    return getattr(pullback, "jaxpr", None)

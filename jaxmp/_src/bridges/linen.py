@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 import jmp
 import optax
+from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
@@ -21,20 +22,33 @@ from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_l
 class TrainState(train_state.TrainState):
     """flax's TrainState for a `mixed_precision` optimizer.
 
+    It carries its policy: `jaxmp.value_and_grad(loss_fn)(state.params, ..., opt_state=state.opt_state)` runs the loss
+    in the policy's precision, as with `policy=`. (Any `with jaxmp.autocast(...)` around that call, or in the loss, has
+    precedence.)
+
+    Attributes:
+      policy: the policy of the optimizer, static; None: the loss runs as it is written.
+
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp, jaxmp
-      >>> model = nn.Dense(2, dtype=jnp.float16)
+      >>> model = nn.Dense(2)
       >>> params32 = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
       >>> train_state = TrainState.create(
       ...     apply_fn=model.apply, params=params32, tx=jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), policy="fp16")
       >>> def loss_fn(params, x):
-      ...     return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+      ...     return jnp.mean(model.apply({"params": params}, x) ** 2)
       >>> x = jnp.ones((4, 3))
       >>> loss, grads = jaxmp.value_and_grad(loss_fn)(train_state.params, x, opt_state=train_state.opt_state)
       >>> train_state = train_state.apply_gradients(grads=grads)
       >>> train_state.params["kernel"].dtype.name, int(train_state.step)
       ('float16', 1)
     """
+
+    policy: policy_lib.Policy | None = struct.field(pytree_node=False, default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            object.__setattr__(self, "opt_state", state.with_policy(self.opt_state, self.policy))
 
     @classmethod
     def create(
@@ -52,7 +66,7 @@ class TrainState(train_state.TrainState):
           apply_fn: the model's `apply`.
           params: float32 params (with `policy`), or params cast by the policy of `tx`.
           tx: the optimizer.
-          policy: the policy that `tx` was made with.
+          policy: the policy that `tx` was made with, or its name. The state carries it.
           **kwargs: fields of subclasses, such as `batch_stats`.
 
         Raises:
@@ -61,9 +75,10 @@ class TrainState(train_state.TrainState):
         opt_state = tx.init(params)
         if policy is not None:
             mixed_precision.check_trains_casts(opt_state)
-            params = policy_lib.get_policy(policy).cast_to_param(params)
+            policy = policy_lib.get_policy(policy)
+            params = policy.cast_to_param(params)
         step = jax.numpy.zeros((), jax.numpy.int32)
-        return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
+        return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, policy=policy, **kwargs)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
         """One step. A skipped step changes only the loss scale and the skip counters.

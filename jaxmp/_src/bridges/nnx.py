@@ -32,6 +32,7 @@ def value_and_grad(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
+    policy: str | jmp.Policy | None = None,
     accumulate: int = 1,
     accumulate_argnums: Any = None,
     axis_name: collectives.AxisName = "auto",
@@ -46,13 +47,16 @@ def value_and_grad(
       fun: the loss; its first argument is the module.
       wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`.
       has_aux: whether `fun` returns `(loss, aux)`.
+      policy: the policy of the optimizer, or its name; the loss runs in its precision, as in `jaxmp.value_and_grad`.
+        For "fp8", call `to_fp8(model)` before you make the optimizer.
       accumulate: number of microbatches.
       accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
       axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
 
     Returns:
-      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)` giving `(loss, grads)` or
-      `((loss, aux), grads)`, with grads an `nnx.State` for `optimizer.update(model, grads)`.
+      A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)`, where `opt_state` may be the optimizer
+      itself, giving `(loss, grads)` or `((loss, aux), grads)`, with grads an `nnx.State` for
+      `optimizer.update(model, grads)`.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -60,13 +64,14 @@ def value_and_grad(
       >>> optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param)
       >>> cast_to_param(model, "bf16")
       >>> def loss_fn(model, x):
-      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
-      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      ...     return jnp.mean(model(x) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn, policy="bf16")(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
       >>> _ = optimizer.update(model, grads)
       >>> model.kernel[...].dtype.name
       'bfloat16'
     """
     k = microbatches.check_accumulate(accumulate)
+    policy = None if policy is None else policy_lib.get_policy(policy)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
@@ -89,6 +94,7 @@ def value_and_grad(
             rest,
             batches,
             opt_state,
+            policy=policy,
             k=k,
             axis_name=axis_name,
             keep_fp8_weights=keep_fp8_weights,
@@ -109,7 +115,8 @@ class Optimizer(nnx.Optimizer):
       model: the module, with float32 params.
       tx: `jaxmp.mixed_precision(...)`.
       wrt: filter of the variables to optimize.
-      policy: the policy of `tx`; None does not cast the module.
+      policy: the policy of `tx`; None does not cast the module. The optimizer carries it: with `opt_state=optimizer`,
+        `value_and_grad` needs no `policy=`.
 
     Raises:
       ValueError: `policy` with a `tx` that keeps no masters.
@@ -119,8 +126,8 @@ class Optimizer(nnx.Optimizer):
       >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
       >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), wrt=nnx.Param, policy="fp16")
       >>> def loss_fn(model, x):
-      ...     return jnp.mean(model(x).astype(jnp.float32) ** 2)
-      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      ...     return jnp.mean(model(x) ** 2)
+      >>> loss, grads = value_and_grad(loss_fn, policy="fp16")(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
       >>> optimizer.update(model, grads)
       >>> model.kernel[...].dtype.name, int(optimizer.step[...])
       ('float16', 1)
@@ -135,9 +142,10 @@ class Optimizer(nnx.Optimizer):
         policy: str | jmp.Policy | None = None,
     ):
         super().__init__(model, tx, wrt=wrt)
-        if policy is not None:
+        self.policy = None if policy is None else policy_lib.get_policy(policy)
+        if self.policy is not None:
             mixed_precision.check_trains_casts(self.opt_state)
-            cast_to_param(model, policy, wrt=wrt)
+            cast_to_param(model, self.policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
         """One step: updates the params of `model` and this optimizer's state in place, unless the step is skipped.

@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 
+Grad = Callable[[Callable[..., Any]], Callable[..., tuple[PyTree, Any]]]
+
 
 class Fp8Gradients:
     """How the gradients of one set of params are taken, added up and reduced; see the module's docstring."""
@@ -38,20 +40,22 @@ class Fp8Gradients:
         self._gradient_scale = gradient_scale
         self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
 
-    def grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[PyTree, Any]]:
-        """Like `jax.grad(loss, has_aux=True)`; in the result, scale leaves hold the amaxes of unscaled gradients.
+    def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
+        """`differentiated(loss)`; in its gradients, scale leaves hold the amaxes of unscaled gradients.
+
+        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`.
 
         Warns:
           UserWarning: the params hold fp8 scales, and `loss` multiplied nothing in fp8.
         """
         if not self.is_used:
-            return jax.grad(loss, has_aux=True)
+            return differentiated(loss)
 
         def differentiate(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
             in_fp8 = bool(self._kernels) or any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
             params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
             before = ambient.now().notes.fp8_matmuls
-            grads, aux = jax.grad(loss, has_aux=True, allow_int=True)(params, *args)
+            grads, aux = differentiated(loss)(params, *args)
             if ambient.now().notes.fp8_matmuls == before:
                 _warn_of_no_fp8(in_fp8)
             return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
@@ -75,8 +79,9 @@ def _warn_of_no_fp8(in_fp8: bool) -> None:
         else "so it trains without fp8"
     )
     warnings.warn(
-        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Put `with jaxmp.fp8.autocast()` "
-        f"around the model's call in the loss, as around model.init: inside the differentiated function, or around the "
-        f"call that traces it. (A part of the loss that was jitted and traced before is not seen here.)",
+        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
+        f'jaxmp.value_and_grad(loss_fn, policy="fp8"), or put `with jaxmp.fp8.autocast()` around the model\'s call in '
+        f"the loss, as around model.init: inside the differentiated function, or around the call that traces "
+        f"it. (A part of the loss that was jitted and traced before is not seen here.)",
         stacklevel=2,
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._src.bridges import linen_fp8
+from jaxmp._src.fp8 import linen_layers
 from jaxmp._src.step import mixed_precision
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.unscale import unscale_and_skip
@@ -19,7 +19,7 @@ def recipes(num_params: float) -> dict[str, tuple[PyTree, Policy, Any]]:
     """(params, policy, optimizer) of each recipe, for a matrix of about `num_params` values."""
     rows = max(1, round(num_params / 1024))
     plain = {"kernel": jax.ShapeDtypeStruct((rows, 1024), jnp.float32)}
-    with linen_fp8.autocast(filter=lambda path, layer: True):
+    with linen_layers.autocast(filter=lambda path, layer: True):
         layer = nn.Dense(1024, use_bias=False)
         x = jax.ShapeDtypeStruct((16, rows), jnp.float32)
         scaled = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]

@@ -66,6 +66,16 @@ from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import kept_elements, mixed_precision, scale_reads, state, states
 
+# Methods of torch's scaler that are missing here, and what to write.
+_IN_PLACE = {
+    "unscale_": "`grads, scaler = scaler.unscale(grads)`, with the gradients in place of the optimizer",
+    **dict.fromkeys(
+        ("set_growth_factor", "set_backoff_factor", "set_growth_interval"),
+        "the number into the constructor, or into a state dict: scaler = scaler.load_state_dict(scaler.state_dict() | "
+        "{'growth_interval': 1000})",
+    ),
+}
+
 _READY, _UNSCALED, _STEPPED = "READY", "UNSCALED", "STEPPED"
 
 
@@ -126,9 +136,11 @@ class GradScaler:
       loss_scale: None for torch's rule with the arguments above. Or a `DynamicLossScale` with any rule (hysteresis,
         lower and upper bound), a `StaticLossScale`, or a number (a static scale). Then do not pass the arguments above.
 
+      **torch_options: none; torch's `device=` gets an error that says what to do.
+
     Raises:
       ValueError: a number is outside its range, or arguments of torch's rule are passed beside `loss_scale`.
-      TypeError: `loss_scale` is another object.
+      TypeError: `loss_scale` is another object; a device was given.
 
     Example:
       >>> def loss_fn(params, x):
@@ -158,7 +170,12 @@ class GradScaler:
         enabled: bool = True,
         axis_name: collectives.AxisName = "auto",
         loss_scale: Any = None,
+        **torch_options: Any,
     ):
+        for option, value in torch_options.items():
+            if option != "device":
+                raise TypeError(f"GradScaler() got an unexpected keyword argument {option!r}")
+            raise TypeError(f"GradScaler takes no device: JAX knows where its arrays are; got {value!r}. Leave it out.")
         cast_lists.check_no_device("GradScaler", init_scale)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._structure = _Structure(bool(enabled), names)
@@ -231,6 +248,7 @@ class GradScaler:
         Raises:
           ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; or
             `scale` was never called.
+          TypeError: `grads` is an optimizer.
 
         Example:
           >>> scaler = GradScaler(4.0)
@@ -239,6 +257,11 @@ class GradScaler:
           >>> grads, bool(scaler.found_inf())
           ({'w': Array([ 2., inf], dtype=float32)}, True)
         """
+        if isinstance(grads, optax.GradientTransformation):
+            raise TypeError(
+                "unscale takes the gradients, which JAX does not keep in the optimizer; got an optimizer. Write "
+                "`grads, scaler = scaler.unscale(grads)`."
+            )
         if not self.is_enabled():
             return grads, self
         self._check_scaled("unscale")
@@ -434,6 +457,14 @@ class GradScaler:
                 f"the loss must be scaled before its gradients are unscaled; got {method} of a GradScaler whose scale "
                 f"was never called. Differentiate lambda p: scaler.scale(loss_fn(p))."
             )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _IN_PLACE:
+            raise AttributeError(
+                f"a GradScaler is immutable, so it has no {name}, which changes torch's in place. Write "
+                f"{_IN_PLACE[name]}."
+            )
+        raise AttributeError(f"'GradScaler' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"GradScaler({self._loss_scale!r}, enabled={self.is_enabled()}, stages={dict(self._structure.stages)})"

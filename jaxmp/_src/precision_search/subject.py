@@ -11,8 +11,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.bridges import linen_fp8, nnx_fp8
-from jaxmp._src.fp8 import matmul, scale_leaves
+from jaxmp._src.fp8 import linen_layers, matmul, nnx_layers, scale_leaves
 from jaxmp._src.fp8.recipes import CurrentScaling
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import taps
@@ -106,12 +105,12 @@ class Subject:
             return False
 
         # It calls the filter for each layer of linen that could run in fp8.
-        with linen_fp8.autocast(CurrentScaling(), filter=note):
+        with linen_layers.autocast(CurrentScaling(), filter=note):
             jax.eval_shape(self.loss(hook), self.params, self.batch)
         if self.is_nnx:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "no layer was turned to fp8"
-                nnx_fp8.to_fp8(self._model, CurrentScaling(), filter=note)
+                nnx_layers.to_fp8(self._model, CurrentScaling(), filter=note)
         return [self._gemm(sites[key], layers) for key in sorted(sites)]
 
     def _gemm(self, site: taps.Site, layers: set[str]) -> Gemm:

@@ -13,11 +13,14 @@ training keeps params and activations in 16 bits, and the loss, the optimizer an
 Some leaves should stay in float32 in every model: the gains of norms, a router, a temperature. A policy names them by
 path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
 
-Based on jmp (https://github.com/google-deepmind/jmp), whose strings and Policy objects are understood.
+Based on jmp (https://github.com/google-deepmind/jmp), whose strings and Policy objects are understood. So are names of
+other systems that mean float32 params and 16-bit computation ("16-mixed", "mixed_bfloat16"). A name that means
+something jaxmp does not do is refused, with the name to use.
 """
 
 import contextlib
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +39,34 @@ _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp16": (jnp.float16, jnp.float16, jnp.float32, None),
     "bf16": (jnp.bfloat16, jnp.bfloat16, jnp.float32, None),
     "fp8": (jnp.float32, jnp.bfloat16, jnp.float32, None),
+}
+
+# Names of other systems, by what they mean there: params stay float32, and autocast computes in 16 bits.
+_ALIASES = {
+    **dict.fromkeys(("16-mixed", "fp16-mixed", "mixed_float16"), "params=float32,compute=float16,output=float32"),
+    **dict.fromkeys(("bf16-mixed", "mixed_bfloat16"), "params=float32,compute=bfloat16,output=float32"),
+    **dict.fromkeys(("32", "32-true", "fp32-true"), "fp32"),
+    **dict.fromkeys(("fp8-delayed", "fp8-mixed"), "fp8"),
+}
+
+_PURE = "16-bit params without float32 masters, whose small steps are lost; {!r} has 16-bit params with masters"
+_AMP = "is float16 in autocast with float32 params: '16-mixed'. Or 'fp16', with float16 params and float32 masters"
+_RECIPE = "is another recipe: dataclasses.replace(jaxmp.get_policy('fp8'), recipe=jaxmp.fp8.{}())"
+# Names of other systems that are refused: what they mean, and the name to use.
+_REFUSED = {
+    **dict.fromkeys(("16-true", "fp16-true", "O3"), "means " + _PURE.format("fp16")),
+    "bf16-true": "means " + _PURE.format("bf16"),
+    **dict.fromkeys(("16", "amp", "O1"), _AMP),
+    "O2": "is float16 params with float32 masters: 'fp16'",
+    "O0": "is float32: 'fp32'",
+    "no": "is float32: 'fp32'",
+    **dict.fromkeys(("64", "64-true"), "is 'params=float64,compute=float64,output=float64'"),
+    **dict.fromkeys(("transformer-engine", "te", "fp8-hybrid"), "is fp8 with delayed scaling: 'fp8'"),
+    "transformer-engine-float16": "is fp8 in float16 modules, which need a loss scale: 'fp16', with recipe= and "
+    "jaxmp.fp8.autocast",
+    **dict.fromkeys(("fp8-current", "fp8-tensorwise"), _RECIPE.format("CurrentScaling")),
+    **dict.fromkeys(("fp8-block", "fp8-blockwise"), _RECIPE.format("BlockScaling")),
+    "mxfp8": _RECIPE.format("MXFP8"),
 }
 
 
@@ -80,6 +111,16 @@ class Policy(jmp.Policy):
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
         return text + (f" keep_fp32={self.keep_fp32}" if self.keep_fp32 else "")
+
+    @property
+    def computes_in_16_bits(self) -> bool:
+        """Whether matmuls run in float16 or bfloat16.
+
+        Example:
+          >>> get_policy("fp8").computes_in_16_bits, get_policy("tf32").computes_in_16_bits
+          (True, False)
+        """
+        return self.compute_dtype.itemsize == 2
 
     @property
     def uses_float16(self) -> bool:
@@ -140,8 +181,9 @@ class Policy(jmp.Policy):
     def default_matmul_precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which float32 matmuls are traced at this policy's precision.
 
-        `"fp32"` sets full float32, `"tf32"` TensorFloat-32; other policies keep jax's default. Enter it around the
-        call that traces the step (under `jax.jit`: inside the jitted function, or around its first call).
+        `"fp32"` sets full float32, `"tf32"` TensorFloat-32; other policies keep jax's default. `jaxmp.autocast(policy)`
+        and `value_and_grad(policy=)` enter it. By hand, enter it around the call that traces the step (under `jax.jit`:
+        inside the jitted function, or around its first call).
 
         Example:
           >>> with get_policy("fp32").default_matmul_precision():
@@ -157,8 +199,9 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
 
     Args:
       policy: `"fp32"`, `"tf32"`, `"fp16"`, `"bf16"`, `"fp8"` (see the module's table); any string of jmp, such as
-        `"params=float32,compute=bfloat16,output=float32"`; a `jmp.Policy`; or a `Policy`, whose patterns are
-        extended by those of `keep_fp32`.
+        `"params=float32,compute=bfloat16,output=float32"`; a name of another system: `"16-mixed"`, `"mixed_float16"`
+        (float32 params, float16 computation), `"bf16-mixed"`, `"mixed_bfloat16"`, `"32-true"`, `"fp8-delayed"`; a
+        `jmp.Policy`; or a `Policy`, whose patterns are extended by those of `keep_fp32`.
       keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay
         float32.
       fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
@@ -168,7 +211,8 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
       A `Policy`.
 
     Raises:
-      ValueError: an unknown name, or a dtype that is no float of 16 bits or more.
+      ValueError: an unknown name, or one that means what jaxmp does not do (`"16-true"`: no masters), with the name to
+        use; a dtype that is no float of 16 bits or more.
       TypeError: `policy` is neither a string nor a policy.
 
     Example:
@@ -176,6 +220,8 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
       'params=bfloat16,compute=bfloat16,output=float32'
       >>> str(get_policy("params=float32,compute=float16,output=float32").compute_dtype)
       'float16'
+      >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
+      True
     """
     keep_fp32 = tree_paths.patterns_of(keep_fp32)
     if fp8_weights:
@@ -186,17 +232,40 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
         param, compute, output, precision = _PRESETS[policy]
         recipe = recipes.DelayedScaling() if policy == "fp8" else None
         return Policy(param, compute, output, keep_fp32, precision, recipe)
+    if isinstance(policy, str) and policy in _ALIASES:
+        return get_policy(_ALIASES[policy], keep_fp32=keep_fp32)
     if isinstance(policy, str):
+        if policy in _REFUSED:
+            raise ValueError(f"a policy of jaxmp has another name: {policy!r} {_REFUSED[policy]}.")
         try:
             policy = jmp.get_policy(policy)
         except ValueError as e:
             raise ValueError(
                 f"a policy is one of {', '.join(map(repr, _PRESETS))} or a jmp string such as "
-                f"'params=float32,compute=bfloat16,output=float32'; got {policy!r} ({e})"
+                f"'params=float32,compute=bfloat16,output=float32'; got {policy!r}{_close_to(policy)} ({e})"
             ) from e
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, keep_fp32)
-    raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}")
+    hint = {16: ". Use '16-mixed'", 32: ". Use 'fp32'"}.get(policy, "") if isinstance(policy, int) else ""
+    raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}{hint}")
+
+
+def is_policy(x: Any) -> bool:
+    """Whether `x` is a policy or its name, and no dtype: `"float16"` and `jnp.float16` are dtypes.
+
+    Example:
+      >>> is_policy("fp8"), is_policy("bf16-mixed"), is_policy("float16"), is_policy(jmp.get_policy("half"))
+      (True, True, False, True)
+    """
+    if not isinstance(x, str):
+        return isinstance(x, jmp.Policy)
+    return x in _PRESETS or x in _ALIASES or x in _REFUSED or x in ("half", "full") or "=" in x
+
+
+def _close_to(name: str) -> str:
+    names = {known.lower(): known for known in (*_PRESETS, *_ALIASES)}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.7)
+    return f", did you mean {names[close[0]]!r}?" if close else ""
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:

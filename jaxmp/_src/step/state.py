@@ -25,6 +25,7 @@ from jaxmp._src.step.states import (
     GlobalNormState,
     LossScaleState,
     MasterState,
+    NoLossScaleState,
     UnscaleState,
     ZeroCountState,
 )
@@ -37,7 +38,8 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     if isinstance(scaler, dynamic.DynamicLossScale):
         return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
     if isinstance(scaler, static.StaticLossScale | static.NoOpLossScale):
-        return LossScaleState(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        kind = NoLossScaleState if isinstance(scaler, static.NoOpLossScale) else LossScaleState
+        return kind(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
 
 
@@ -80,6 +82,36 @@ def has_loss_scale(opt_state: Any) -> bool:
 
 def _scalings(opt_state: Any) -> list[Any]:
     return find(opt_state, LossScaleState) or find(opt_state, CustomLossScaleState)
+
+
+def may_scale(opt_state: Any) -> bool:
+    """Whether there may be a loss scale other than 1: False only if it is known that there is none."""
+    found = _scalings(opt_state)
+    return not found or not all(isinstance(x, NoLossScaleState) for x in found)
+
+
+def with_policy(opt_state: Any, policy: Any) -> Any:
+    """`opt_state` with the policy that its TrainState carries, for `policy_of`.
+
+    The policy is an attribute of the state's tuple, and no part of the pytree: a TrainState holds it as a static field,
+    and writes it here whenever it is made, as when jax puts it together in a traced function. So `opt_state` has the
+    structure that the optimizer gave it.
+    """
+
+    def tag(node: Any) -> Any:
+        if not isinstance(node, UnscaleState) or getattr(node, "policy", None) == policy:
+            return node
+        node = node._replace()
+        vars(node)["policy"] = policy
+        return node
+
+    return jax.tree.map(tag, opt_state, is_leaf=lambda x: isinstance(x, UnscaleState))
+
+
+def policy_of(opt_state: Any) -> Any:
+    """The policy that was written by `with_policy`, or None."""
+    found = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, UnscaleState))
+    return next((x.policy for x in found if isinstance(x, UnscaleState) and hasattr(x, "policy")), None)
 
 
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:

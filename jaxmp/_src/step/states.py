@@ -4,11 +4,19 @@
 if it means the same. The functions that read them are in state.py.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.fp8 import recipes
+
+T = TypeVar("T")
+
+
+def _with_attributes(kind: type[T]) -> type[T]:
+    """A NamedTuple class whose objects can have attributes. They are no part of the pytree, and are lost with it."""
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names)
 
 
 class LossScaleState(NamedTuple):
@@ -32,6 +40,10 @@ class LossScaleState(NamedTuple):
     hysteresis_left: Int[Array, ""]
 
 
+class NoLossScaleState(LossScaleState):
+    """A `LossScaleState` of a chain without a loss scale: its type says so while a step is traced."""
+
+
 class CustomLossScaleState(NamedTuple):
     """The changing part of a user's own loss-scale object.
 
@@ -44,6 +56,7 @@ class CustomLossScaleState(NamedTuple):
     scaler_leaves: tuple[Array, ...]
 
 
+@_with_attributes
 class UnscaleState(NamedTuple):
     """State of `unscale_and_skip`.
 

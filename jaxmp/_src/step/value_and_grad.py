@@ -1,6 +1,6 @@
-"""Gradients of a scaled loss, and their accumulation over microbatches.
+"""Gradients of a scaled loss in the precision of a policy, and their accumulation over microbatches.
 
-`value_and_grad` is `jax.value_and_grad` with three differences:
+`value_and_grad` is `jax.value_and_grad` with four differences:
 
 1.  It multiplies the loss by the scale in float32, inside the differentiated function. It returns the loss from before
     that multiplication, never a loss that was scaled and divided again.
@@ -10,6 +10,7 @@
 3.  With `accumulate=k` the batch is cut into k microbatches. `lax.scan` runs over them, and their gradients are summed
     in float32: L = (1/k) sum_i L_i, each L_i scaled by S/k before differentiation, as in Megatron-LM. All k
     microbatches have one scale and one decision.
+4.  With `policy=` the loss, forward and backward, runs under what the policy says (`policy_regions`).
 
 The gradients stay scaled. `unscale_and_skip` must unscale them with the scale that scaled them, so it reads the
 `opt_state` that is passed here.
@@ -23,20 +24,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.autocast import rewrite
+from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import cut_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, state
+from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, state
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
+from jaxmp._src.step.policy import Policy, get_policy
 
 
 def value_and_grad(
@@ -44,6 +47,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    policy: str | jmp.Policy | None = None,
     accumulate: int = 1,
     accumulate_argnums: int | Sequence[int] | None = None,
     carry_argnum: int | None = None,
@@ -52,10 +56,17 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """A function that returns the loss and its *scaled* gradients; use it in place of `jax.value_and_grad`.
 
+    With a policy, the loss runs in its precision: under `jaxmp.autocast` with its compute dtype, with linen's layers in
+    fp8 where it says fp8, and with its matmul precision ("fp32", "tf32"). Modules keep a `dtype=` of their own, and a
+    `with jaxmp.autocast(...)` inside the loss is the innermost. Without a policy nothing is cast.
+
     Args:
       fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. Return the loss in float32.
       argnums: which positional arguments to differentiate with respect to.
       has_aux: whether `fun` returns `(loss, aux)`.
+      policy: the policy of the optimizer, or its name; see `get_policy`. The `opt_state` of a `jaxmp.linen.TrainState`
+        that was created with a policy brings it along, wherever `state.opt_state` is read (after the state has passed a
+        `jax.jit`; an `opt_state` that passes alone is a plain one).
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
         arrays are cut along the leading axis, which k must divide; PRNG keys are split into k; scalars and keyword
@@ -71,7 +82,7 @@ def value_and_grad(
 
     Returns:
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
-      `shared_loss_scale`, giving `(loss, grads)` or `((loss, aux), grads)`:
+      `shared_loss_scale`, or a TrainState, giving `(loss, grads)` or `((loss, aux), grads)`:
       loss: float32[], unscaled, of this device; the mean over the microbatches.
       grads: like the arguments in `argnums`, multiplied by the loss scale; in the params' dtypes, or float32 with
         `accumulate` > 1.
@@ -80,10 +91,12 @@ def value_and_grad(
     Raises:
       TypeError: a param is not a float array (named by path); the loss is not a float scalar.
       ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; an axis name is not
-        bound; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
+        bound; the policy is not known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
 
     Warns:
-      UserWarning: with `accumulate` > 1, all microbatches draw the same random numbers.
+      UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits, of which no matmul or
+        convolution runs in 16 bits or fp8; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1,
+        microbatches that all draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
@@ -92,12 +105,13 @@ def value_and_grad(
       >>> params32 = {"w": jnp.array([2.0])}
       >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
       >>> def loss_fn(params, x):
-      ...     return jnp.mean((params["w"] * x).astype(jnp.float32))
-      >>> loss, grads = value_and_grad(loss_fn)(params, jnp.ones(4, jnp.float16), opt_state=opt_state)
+      ...     return jnp.mean(params["w"] * x)
+      >>> loss, grads = value_and_grad(loss_fn, policy=policy)(params, jnp.ones(4), opt_state=opt_state)
       >>> float(loss), grads["w"].dtype.name
       (2.0, 'float16')
     """
     k = check_accumulate(accumulate)
+    policy = None if policy is None else get_policy(policy)
     single = isinstance(argnums, int)
 
     @functools.wraps(fun)
@@ -119,7 +133,15 @@ def value_and_grad(
             named = accumulate_argnums is not None
             batch_arguments.check(lambda batch, carry: loss_fn(diff, carry, batch)[0], rows, carry, k, named=named)
         loss, aux, carry, grads = scaled_value_and_grad(
-            loss_fn, diff, carry, batches, opt_state, k=k, axis_name=axis_name, keep_fp8_weights=keep_fp8_weights
+            loss_fn,
+            diff,
+            carry,
+            batches,
+            opt_state,
+            policy=policy,
+            k=k,
+            axis_name=axis_name,
+            keep_fp8_weights=keep_fp8_weights,
         )
         aux = carried_arguments.put_back(aux, carry)
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
@@ -135,6 +157,7 @@ def scaled_value_and_grad(
     batches: PyTree,
     opt_state: Any,
     *,
+    policy: Policy | None,
     k: int,
     axis_name: collectives.AxisName,
     keep_fp8_weights: bool = False,
@@ -146,45 +169,67 @@ def scaled_value_and_grad(
       params: what to differentiate with respect to.
       carry: state passed from microbatch to microbatch.
       batches: tree with leading axis k; with k = 1, the microbatch itself.
-      opt_state: holds the loss scale.
+      opt_state: holds the loss scale; or a TrainState.
+      policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
       axis_name, keep_fp8_weights: see `value_and_grad`.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
     """
+    carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
+    opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-        axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
-        carry = carried_arguments.as_varying(carry, axes)
-    loss_fn = rewrite.by_region(loss_fn)
     loss_scale = state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
+    if k > 1:
+        carry = carried_arguments.as_varying(carry, axes)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # Each of n devices takes the mean over its own rows: its gradients are n times its part of the mean over all rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
-    def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
-        loss, aux, carry = loss_fn(params, carry, batch)
-        loss = _checked_loss(loss)
-        with jax.named_scope("jaxmp.scale_loss"):
-            return loss * step_scale, (loss, aux, carry)
+    is_default = policy is None
+    policy = carried or state.policy_of(opt_state) if policy is None else policy
+    with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
+        loss_in_region = rewrite.by_region(loss_fn)
 
-    with ambient.noting() as notes:
+        def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
+            loss, aux, carry = loss_in_region(params, carry, batch)
+            loss = _checked_loss(loss)
+            with jax.named_scope("jaxmp.scale_loss"):
+                return loss * step_scale, (loss, aux, carry)
+
+        look = _look_once(params, policy, opt_state, notes)
+        grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
-        loss, aux, carry, grads = run(fp8, scaled_loss, own_params, carry, batches)
+        loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     cut_params.lift(notes)
     return loss, aux, carry, fp8.over_devices(grads, params)
 
 
+def _look_once(params: PyTree, policy: Policy | None, opt_state: Any, notes: ambient.Notes) -> Callable[..., None]:
+    """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
+    lists = regions.current()
+    scales, is_off = state.may_scale(opt_state), lists is not None and lists.dtype is None
+    warned = False
+
+    def look(pullback: Any, value: Any) -> None:
+        nonlocal warned
+        warned = warned or compute_dtypes.check(
+            pullback, value, params, policy, scales=scales, is_off=is_off, fp8_matmuls=notes.fp8_matmuls
+        )
+
+    return look
+
+
 def _one_batch(
-    fp8: Fp8Gradients, scaled_loss: Callable[..., Any], params: PyTree, carry: PyTree, batch: PyTree
+    fp8: Fp8Gradients, grad: Callable[..., Any], params: PyTree, carry: PyTree, batch: PyTree
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
-    grad = fp8.grad(scaled_loss)
     if fp8.is_used:  # outside jit, jax cannot combine the amaxes of a leaf that is used twice
         grad = jax.jit(grad, inline=True)
     grads, (loss, aux, carry) = grad(params, carry, batch)
@@ -192,10 +237,8 @@ def _one_batch(
 
 
 def _microbatches(
-    fp8: Fp8Gradients, scaled_loss: Callable[..., Any], params: PyTree, carry: PyTree, batches: PyTree
+    fp8: Fp8Gradients, grad: Callable[..., Any], params: PyTree, carry: PyTree, batches: PyTree
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
-    grad = fp8.grad(scaled_loss)
-
     def add_one(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
         grads, (loss, aux, carry) = grad(params, carry, batch)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.errors
 import flax.linen as nn
@@ -36,6 +36,7 @@ class Fp8DotGeneral(nn.Module):
     """
 
     recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
     def __call__(
@@ -54,8 +55,9 @@ class Fp8DotGeneral(nn.Module):
         except flax.errors.ScopeParamNotFoundError as e:
             e.add_note(
                 f"jaxmp: the fp8 layer {'/'.join(self.path)} finds no scales in the params. Initialize the model as it "
-                f"is applied: under jaxmp.fp8.autocast with the same recipe and filter. Weights that were trained "
-                f"without fp8 get scales by merging them into the params of such an init."
+                f"is applied: under jaxmp.fp8.autocast with the same recipe and filter, or jaxmp.autocast of the same "
+                f"policy. Weights that were trained without fp8 get scales by merging them into the params of such an "
+                f"init."
             )
             raise
         with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
@@ -84,6 +86,7 @@ class Fp8Einsum(nn.Einsum):
     """
 
     recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:

@@ -1,0 +1,164 @@
+"""In which dtypes a loss computes, read off its derivative; and warnings if it is not what the params were cast for.
+
+jax promotes: a matmul of a float32 input with a bfloat16 param runs in float32. A model whose modules have no dtype
+then trains in float32 with 16-bit params, which costs precision and gains no time. Nothing fails, so it is said here.
+
+`jax.vjp` has traced the loss and holds its linear part as a jaxpr. Each matmul on the way from the params to the loss
+stands in it, so looking costs no trace. Only if nothing in 16 bits is found there, and before a warning, the backward
+pass is traced once more: it also shows what lies in derivative rules.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxmp._src.base import compat
+from jaxmp._src.programs import jaxprs
+from jaxmp._src.step.policy import Policy
+
+_MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+_HIDDEN = frozenset({"custom_lin", "ffi_call", "custom_call", "pallas_call", "tpu_custom_call"})
+
+
+class Found(NamedTuple):
+    """What computes in a program.
+
+    Attributes:
+      matmuls: the widest dtype of the operands of each matmul and convolution, which is the one it runs in.
+      hidden: dtypes of the operands of rules and kernels, in which matmuls may stand.
+      fp8: whether there is an array in fp8.
+    """
+
+    matmuls: set[np.dtype]
+    hidden: set[np.dtype]
+    fp8: bool
+
+
+def differentiated(loss: Callable[..., Any], look: Callable[[Any, Any], None]) -> Callable[..., tuple[PyTree, Any]]:
+    """`jax.grad(loss, has_aux=True)`, with `look(pullback, value)` called between the forward and the backward pass."""
+
+    def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
+        value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
+        look(pullback, value)
+        return pullback(_one(value))[0], aux
+
+    return grad
+
+
+def _one(value: Any) -> Any:
+    return compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
+
+
+def check(
+    pullback: Any, value: Any, params: PyTree, policy: Policy | None, *, scales: bool, is_off: bool, fp8_matmuls: int
+) -> bool:
+    """Warns of a loss that does not compute as its params or its policy say. Returns whether it did.
+
+    Args:
+      pullback, value: of the loss, from `jax.vjp`.
+      params: what it was differentiated with respect to.
+      policy: the policy in force, or None.
+      scales: whether there is a loss scale, or it is not known.
+      is_off: whether autocast is switched off around the loss, so that float32 is what the user wants.
+      fp8_matmuls: how many were noted while the loss was traced.
+    """
+    param_dtypes = {x.dtype for x in jax.tree.leaves(params) if getattr(x, "dtype", None) in _LOW}
+    wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes))
+    wants_fp8 = policy is not None and policy.recipe is not None and not is_off
+    looks_for_float16 = not scales and _F16 not in param_dtypes
+    if not (wants_low or wants_fp8 or looks_for_float16):
+        return False
+    found = look_into(compat.linear_jaxpr(pullback))
+    exact = None
+    if wants_fp8 and not fp8_matmuls and not found.fp8:
+        exact = look_into(jax.make_jaxpr(pullback)(_one(value)))
+        if exact.matmuls and not exact.fp8:
+            warnings.warn(_NO_FP8, stacklevel=2)
+            return True
+    if wants_low and not fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
+        exact = exact or look_into(jax.make_jaxpr(pullback)(_one(value)))
+        if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
+            warnings.warn(_no_low(sorted(d.name for d in param_dtypes), policy), stacklevel=2)
+            return True
+    if looks_for_float16 and _F16 in found.matmuls | found.hidden:
+        name = "" if policy is None else f" (the policy is {policy})"
+        warnings.warn(
+            f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Let the "
+            f'modules compute in bfloat16; or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16"), or '
+            f"loss_scale=jaxmp.DynamicLossScale() beside another policy.",
+            stacklevel=2,
+        )
+        return True
+    return False
+
+
+_F16 = np.dtype(np.float16)
+_LOW = (_F16, np.dtype(jnp.bfloat16))
+
+_NO_FP8 = (
+    "the policy says fp8, but no matmul of the loss runs in fp8. In linen, initialize the model in "
+    '`with jaxmp.autocast("fp8"):`, which gives the Dense, DenseGeneral and Einsum layers between the first and the '
+    "last their scales (others by the filter= of jaxmp.fp8.autocast); in nnx, call jaxmp.nnx.to_fp8(model) before you "
+    "make the optimizer; elsewhere call jaxmp.fp8.dot_general. Each side of a matmul must be a multiple of 16. Or use "
+    'the policy "bf16".'
+)
+
+
+def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
+    nothing = "no matmul or convolution of the loss runs in 16 bits or fp8"
+    if policy is not None:
+        return (
+            f"the policy says {policy.compute_dtype.name}, but {nothing}. Layers keep a dtype= of their own, and "
+            f"operations stay float32 in `with jaxmp.autocast(enabled=False)`, in jaxmp.no_autocast, and with an "
+            f"algorithm as their precision=. Take these away, or use a policy that computes in float32."
+        )
+    return (
+        f"the params are {' and '.join(param_dtypes)}, but {nothing}: jax computes a float32 input with a 16-bit param "
+        f"in float32. Say in which precision the loss runs: jaxmp.value_and_grad(loss_fn, policy=...), with the policy "
+        f"of the optimizer; or opt_state=state, a jaxmp.linen.TrainState that was created with policy=; or give the "
+        f'layers dtype=. If you want float32, say so: policy="params=bfloat16,compute=float32,output=float32".'
+    )
+
+
+def look_into(jaxpr: Any) -> Found:
+    """What computes in a jaxpr, and in all that it calls."""
+    found = Found(set(), set(), False)
+    is_fp8 = False
+    for eqn in _equations(jaxpr, set()):
+        dtypes = [d for v in eqn.invars if (d := getattr(v.aval, "dtype", None)) is not None]
+        is_fp8 = is_fp8 or any(d.name.startswith("float8") for d in dtypes)
+        floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+        if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
+            found.matmuls.add(max(floats, key=lambda d: d.itemsize))
+        elif eqn.primitive.name in _HIDDEN:
+            found.hidden.update(floats)
+    return found._replace(fp8=is_fp8)
+
+
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether a matmul sums something, and both of its operands have rows: not so for products with a vector."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = eqn.invars[0].aval, eqn.invars[1].aval
+    has_rows = lhs.ndim > len(lhs_contract) + len(lhs_batch) and rhs.ndim > len(rhs_contract) + len(rhs_batch)
+    return has_rows and math.prod(lhs.shape[i] for i in lhs_contract) > 1
+
+
+def _equations(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
+    if jaxpr is None or id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from _equations(inner, seen)

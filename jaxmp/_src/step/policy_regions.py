@@ -1,0 +1,229 @@
+"""Regions in which a policy is in force: its compute dtype, its fp8 layers, its matmul precision.
+
+    policy          matmuls, convolutions      fp8                   float32 matmuls
+    "fp16"          float16, by autocast       -                     as jax has it
+    "bf16"          bfloat16                   -                     as jax has it
+    "fp8"           bfloat16                   linen's layers        as jax has it
+    "fp32"          as they were written       -                     full float32
+    "tf32"          as they were written       -                     TensorFloat-32
+
+Two things enter such a region: the user, by `jaxmp.autocast(policy)`, and `value_and_grad`, by its `policy=`. Regions
+are nested as Python nests them, and the innermost decides about each of the three. A policy that says nothing about one
+of them leaves it as it is: "bf16" does not switch fp8 off.
+
+A region that the user made more precise (other lists, dtypes of modules, a recipe, a filter) must not be lost. So
+`value_and_grad` enters only what differs from the region around it: `autocast("bf16", modules=...)` around a loss with
+policy="bf16" stays, and so does `fp8.autocast(recipe)` around one with policy="fp8". The policy that a TrainState
+carries is a default: any region around the call replaces its part.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+from jaxmp._src.autocast import cast_lists, regions, rewrite
+from jaxmp._src.base import ambient
+from jaxmp._src.fp8 import linen_layers
+from jaxmp._src.step.policy import Policy, get_policy, is_policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The recipe of the region, as a part of the key under which `jax.jit` caches a trace.
+_KEY = jax.make_user_context(None)
+
+
+class PolicyRegion:
+    """The result of `autocast` of a policy: a decorator, and a region for `with`."""
+
+    def __init__(self, policy: Policy, lists: Any, *, enabled: bool):
+        self._policy = policy
+        self._lists = lists  # makes the region of autocast, or the transformed function: `rewrite.autocast` of a dtype
+        self._enabled = enabled
+        self._entered = threading.local()
+
+    def __call__(self, fn: F) -> F:
+        run: Any = self._lists(fn)
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with _fp8_and_precision(self._policy, enabled=self._enabled):
+                return run(*args, **kwargs)
+
+        return wrapped  # pyright: ignore[reportReturnType]
+
+    def __enter__(self) -> "PolicyRegion":
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._lists())
+        stack.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled))
+        vars(self._entered).setdefault("stacks", []).append(stack)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.stacks.pop().__exit__(*exception)
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of `autocast`, for its overloads."""
+
+    enabled: bool
+    allow: Iterable[str]
+    force_fp32: Iterable[str]
+    widest: Iterable[str]
+    modules: Mapping[str, Any] | None
+    output_dtype: Any
+
+
+@overload
+def autocast(fn: None = None, dtype: Any = None, **options: Unpack[_Options]) -> rewrite.Autocast: ...
+@overload
+def autocast(fn: str | jmp.Policy | type, dtype: Any = None, **options: Unpack[_Options]) -> rewrite.Autocast: ...
+@overload
+def autocast(fn: F, dtype: Any = None, **options: Unpack[_Options]) -> F: ...
+def autocast(
+    fn: Any = None,
+    dtype: Any = None,
+    *,
+    enabled: bool = True,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
+    output_dtype: Any = None,
+    **torch_options: Any,
+) -> Any:
+    """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
+
+    Matmuls and convolutions run in `dtype`. Operations that need float32 (exp, log, powers, sums, norms, softmax,
+    losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
+    not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
+    the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a `dtype`
+    of its own keeps it.
+
+        step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
+        @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
+        with jaxmp.autocast(dtype=jnp.float16): ...                 a region
+        with jaxmp.autocast("fp8"): ...                             a policy in place of a dtype
+
+    A policy or its name brings its compute dtype; with "fp8", linen's Dense, DenseGeneral and Einsum layers run in fp8,
+    as in `jaxmp.fp8.autocast(policy.recipe)`, and get their scales where the model is initialized; with "fp32" and
+    "tf32", autocast is off, and float32 matmuls have the policy's precision. `jaxmp.value_and_grad(policy=)` runs the
+    loss in such a region; write the region around `model.init` and around evaluation.
+
+    A region changes the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
+    `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
+    `with autocast(enabled=False)` run as they were written. A function that was jitted outside a region is traced anew
+    in it. The innermost of nested regions counts, also with transformations in between.
+
+    Args:
+      fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
+      dtype: float16 (needs loss scaling), bfloat16, or float32, which switches autocast off; or a policy, or the name
+        of one (see `get_policy`). None: the dtype of the region or function around it, and float16 outside of all.
+      enabled: False is the same as float32; with a policy that has a recipe, it switches fp8 off, too.
+      allow: names of primitives that run in `dtype`, in addition to the lists or against them. `jaxmp.explain_autocast`
+        shows the names in a function.
+      force_fp32: names that run in float32.
+      widest: names that run in the widest dtype of their inputs.
+      modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
+        "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
+        named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
+        modules need it.
+      output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
+      **torch_options: none; `device_type=` and the other options of torch get an error that says what to do.
+
+    Returns:
+      The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is also a
+      context manager.
+
+    Raises:
+      ValueError: a dtype it cannot run in (for fp8 use the policy "fp8"); an unknown name in a list; a name in two
+        lists; a policy that is not known.
+      TypeError: `fn` is not callable; an option that only torch has.
+
+    Warns:
+      UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
+        region.
+
+    Example:
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
+      >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
+      >>> loss, grad = jax.value_and_grad(autocast(loss_fn))(w, x)
+      >>> loss.dtype.name, grad.dtype.name, autocast(jnp.dot)(x, w).dtype.name
+      ('float32', 'float32', 'float16')
+
+    References:
+      torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
+    """
+    _check_no_torch_options(torch_options)
+    if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
+        fn, dtype = None, fn
+    options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
+    options |= {"enabled": enabled, "output_dtype": output_dtype}
+    if not is_policy(dtype):
+        return rewrite.autocast(fn, dtype, **options)
+    policy = get_policy(dtype)
+    lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options)
+    if fn is None:
+        lists()  # checks the arguments
+        return PolicyRegion(policy, lists, enabled=enabled)
+    lists(fn)
+    return PolicyRegion(policy, lists, enabled=enabled)(fn)
+
+
+def _check_no_torch_options(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name in ("device_type", "device"):
+            cast_lists.check_no_device("autocast", value)
+            raise TypeError(f"autocast takes no device: JAX knows where its arrays are; got {name}={value!r}.")
+        if name == "cache_enabled":
+            raise TypeError(
+                f"autocast has no cache to switch: it casts each value once to each dtype; got {name}={value!r}. "
+                f"Leave it out."
+            )
+        raise TypeError(f"autocast() got an unexpected keyword argument {name!r}")
+
+
+@contextlib.contextmanager
+def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
+    """The region in which `value_and_grad` runs a loss; it enters what differs from the regions around it.
+
+    Args:
+      policy: None changes nothing.
+      is_default: whether any region around the call replaces the policy's part: it came with a TrainState.
+    """
+    if policy is None:
+        yield
+        return
+    outer, now = regions.current(), ambient.now()
+    wanted = _dtype_of(policy)
+    kept = outer is not None and (is_default or outer.dtype == (None if wanted == jnp.float32 else wanted))
+    in_fp8 = now.fp8_layers is not None and now.fp8_enabled
+    kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not now.fp8_enabled))
+    with contextlib.ExitStack() as stack:
+        if not kept:
+            stack.enter_context(rewrite.autocast(dtype=wanted))
+        stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
+        yield
+
+
+@contextlib.contextmanager
+def _fp8_and_precision(policy: Policy, *, enabled: bool, fp8: bool = True) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if enabled:
+            stack.enter_context(policy.default_matmul_precision())
+        if fp8 and policy.recipe is not None:
+            stack.enter_context(_KEY((repr(policy.recipe), enabled)))
+            stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled))
+        yield
+
+
+def _dtype_of(policy: Policy) -> np.dtype:
+    """The dtype for autocast; float32, which is off, for a policy that computes in 32 or 64 bits."""
+    return policy.compute_dtype if policy.computes_in_16_bits else np.dtype(np.float32)

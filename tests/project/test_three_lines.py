@@ -1,0 +1,191 @@
+"""The headline: training loops that name no dtype train in the precision of a policy, with three changed lines each.
+
+`tests/support/naive_loops/` holds them as the documentation of their libraries writes them. `PORTS` holds each line
+that changes, and what it becomes; `import jaxmp` counts too.
+"""
+
+import difflib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from helpers import ROOT
+from matmul_dtypes import matmuls
+
+LOOPS = ROOT / "tests" / "support" / "naive_loops"
+
+LINEN = [
+    ("from flax.training.train_state import TrainState", "import jaxmp"),
+    (
+        "state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))",
+        "state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, policy=POLICY, "
+        "tx=jaxmp.mixed_precision(optax.adam(1e-3), POLICY))",
+    ),
+]
+PORTS = {
+    "linen_cnn": [
+        *LINEN,
+        (
+            "    loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)",
+            "    loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, x, y, opt_state=state.opt_state)",
+        ),
+    ],
+    "linen_gpt": [
+        *LINEN,
+        (
+            "    loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, key)",
+            "    loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, key, opt_state=state)",
+        ),
+    ],
+    "nnx_transformer": [
+        ("import optax", "import optax, jaxmp"),
+        (
+            "    loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)",
+            "    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, policy=POLICY)(model, tokens, "
+            "opt_state=optimizer.opt_state)",
+        ),
+        (
+            "optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)",
+            "optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.adamw(1e-3), POLICY), wrt=nnx.Param, "
+            "policy=POLICY)",
+        ),
+    ],
+    "haiku_resnet": [
+        ("import jax", "import jax, jaxmp"),
+        (
+            "    (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, state, x, y)",
+            "    (loss, state), grads = jaxmp.value_and_grad(loss_fn, has_aux=True, policy=POLICY)(params, state, x, "
+            "y, opt_state=opt_state)",
+        ),
+        ("tx = optax.sgd(0.1, momentum=0.9)", "tx = jaxmp.mixed_precision(optax.sgd(0.1, momentum=0.9), POLICY)"),
+    ],
+    "equinox_mlp": [
+        ("import jax", "import jax, jaxmp"),
+        (
+            "    loss, grads = jax.value_and_grad(loss_fn)(params, x, y)",
+            "    loss, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, x, y, opt_state=opt_state)",
+        ),
+        ("tx = optax.adam(1e-3)", "tx = jaxmp.mixed_precision(optax.adam(1e-3), POLICY)"),
+    ],
+}
+EXTRA = {"haiku_resnet": "haiku", "equinox_mlp": "equinox"}  # packages of the dev extra
+
+
+def sources(name: str) -> tuple[str, str]:
+    """The source of a loop, as it is and ported."""
+    naive = (LOOPS / f"{name}.py").read_text()
+    lines = naive.splitlines()
+    for old, new in PORTS[name]:
+        assert lines.count(old) == 1, old
+        lines[lines.index(old)] = new
+    return naive, "\n".join(lines) + "\n"
+
+
+def run(source: str, **names: Any) -> dict[str, Any]:
+    namespace = {"__name__": "loop", **names}
+    exec(compile(source, "loop", "exec"), namespace)
+    return namespace
+
+
+@functools.cache
+def loop(name: str, policy: str | None) -> dict[str, Any]:
+    """The names of a loop: naive without a policy."""
+    if name in EXTRA:
+        pytest.importorskip(EXTRA[name], reason="installed by the dev extra of pyproject.toml")
+    naive, ported = sources(name)
+    return run(naive) if policy is None else run(ported, POLICY=policy)
+
+
+def step_of(names: dict[str, Any]) -> tuple[Any, list[jax.Array]]:
+    """A training step as a function of arrays (modules split), and these arrays."""
+    carry = names["carry"]
+    if isinstance(carry[0], nnx.Module):
+        graphdef, carry = nnx.split(carry)
+
+        def step(state, *batch):
+            *modules, loss = names["step"](*nnx.merge(graphdef, state, copy=True), *batch)
+            return nnx.state(modules), loss
+
+        return step, (carry, *names["batch"])
+    return names["step"], (*carry, *names["batch"])
+
+
+def matmuls_of(names: dict[str, Any]) -> dict[str, int]:
+    step, args = step_of(names)
+    return matmuls(step, *args)
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_port_changes_three_lines(name):
+    naive, ported = sources(name)
+    diff = list(difflib.ndiff(naive.splitlines(), ported.splitlines()))
+    assert sum(line.startswith("+ ") for line in diff) <= 3
+    assert sum(line.startswith("- ") for line in diff) <= 3
+
+
+CASES = [
+    ("linen_cnn", "fp16", "float16"),
+    ("linen_gpt", "bf16", "bfloat16"),
+    ("nnx_transformer", "bf16", "bfloat16"),
+    ("haiku_resnet", "16-mixed", "float16"),
+    ("equinox_mlp", "mixed_bfloat16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "dtype"), CASES, ids=[name for name, _, _ in CASES])
+def test_every_matmul_runs_in_the_dtype_of_the_policy(name, policy, dtype):
+    naive, ported = (matmuls_of(loop(name, p)) for p in (None, policy))
+    assert list(naive) == ["float32"]
+    assert ported == {dtype: naive["float32"]}
+
+
+@pytest.mark.parametrize("policy", ["fp32", "tf32"])
+def test_matmuls_have_the_precision_of_a_float32_policy(policy):
+    step, args = step_of(loop("linen_cnn", policy))
+    name = {"fp32": "HIGHEST", "tf32": "HIGH"}[policy]
+    assert str(jax.make_jaxpr(step)(*args)).count(f"precision=(Precision.{name},") == matmuls(step, *args)["float32"]
+
+
+def test_fp8_takes_one_more_line():
+    """The model gets its scales where it is initialized; products of attention and the tied logits stay bfloat16."""
+    ported = sources("linen_gpt")[1]
+    init = "params = jax.jit(model.init)("
+    assert ported.count(init) == 1
+    names = run(ported.replace(init, "params = jaxmp.autocast(jax.jit(model.init), POLICY)("), POLICY="fp8")
+    found = matmuls_of(names)
+    layers = 2 * 6 - 1  # q, k, v, out, up, down in each block; the last layer with weights stays bfloat16
+    assert found["float8_e4m3fn"] == layers
+    assert found["float8_e4m3fnxfloat8_e5m2"] == 2 * layers
+    # two products in each of two blocks, the last layer and the tied logits, each with two derivatives
+    assert found["bfloat16"] == 3 * (2 * 2 + 2)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("linen_cnn", "fp16"), ("equinox_mlp", "16-mixed")])
+def test_the_port_trains(name, policy):
+    def losses(names: dict[str, Any]) -> np.ndarray:
+        traced.clear()
+        step, args = jax.jit(lambda *args: traced.append(1) or names["step"](*args)), names["carry"]
+        found = []
+        for _ in range(5):
+            *args, loss = step(*args, *names["batch"])
+            found.append(float(loss))
+        return np.asarray(found)
+
+    traced: list[int] = []
+    naive, ported = losses(loop(name, None)), losses(loop(name, policy))
+    assert len(traced) == 1
+    np.testing.assert_allclose(ported[0], naive[0], rtol=1e-3)
+    assert ported[-1] < ported[0]
+    assert np.abs(ported - naive).max() < 0.02 * naive[0]
+
+
+def test_params_and_results_have_the_dtypes_of_the_policy():
+    names = loop("linen_gpt", "bf16")
+    (state, loss) = jax.eval_shape(names["step"], *names["carry"], *names["batch"])
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    assert loss.dtype == jnp.float32

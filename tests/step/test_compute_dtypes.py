@@ -1,0 +1,263 @@
+"""What is said, while a step is traced, of a loss that does not compute as its params or its policy say."""
+
+import functools
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+W = {"a": X / 4, "b": X.T / 4}
+NOTHING_LOW = "no matmul or convolution of the loss runs in 16 bits or fp8"
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+
+@functools.cache
+def made(policy: str, **options: Any) -> tuple[Any, Any]:
+    return jaxmp.get_policy(policy).cast_to_param(W), jaxmp.mixed_precision(optax.sgd(0.1), policy, **options).init(W)
+
+
+def said(fn: Any, *args: Any) -> list[str]:
+    """The warnings while a function is traced."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.make_jaxpr(fn)(*args)
+    return [str(w.message) for w in caught]
+
+
+def step(loss: Any = loss_fn, of: str = "bf16", **options: Any) -> Any:
+    """The gradients of a loss for the params of a policy, as a function of a batch."""
+    params, opt_state = made(of)
+    return lambda x: jaxmp.value_and_grad(loss, **options)(params, x, opt_state=opt_state)
+
+
+# 16-bit params, and nothing in 16 bits
+
+
+def scanned(params, x):
+    return jnp.mean(lax.scan(lambda h, _: (jnp.tanh(h @ params["a"]), None), x, None, length=3)[0])
+
+
+def branched(params, x):
+    return lax.cond(jnp.sum(x) > 0, lambda: loss_fn(params, x), lambda: jnp.mean(x @ params["a"]))
+
+
+@jax.custom_vjp
+def product(x, w):
+    return x @ w.astype(x.dtype)
+
+
+product.defvjp(
+    lambda x, w: (product(x, w), (x, w)), lambda saved, g: (g @ saved[1].astype(g.dtype).T, (saved[0].T @ g))
+)
+
+
+def with_own_rule(params, x):
+    w = params["b"].astype(jnp.float32)
+    return jnp.mean(product(x, params["a"].astype(jnp.float32)) @ w)
+
+
+def convolution(params, x):
+    kernel = params["a"].reshape(2, 2, 8, 8).astype(x.dtype)
+    return jnp.mean(
+        lax.conv_general_dilated(x.reshape(2, 4, 4, 8), kernel, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"))
+    )
+
+
+NAIVE = {
+    "plain": loss_fn,
+    "jit": jax.jit(loss_fn),
+    "remat": jax.checkpoint(loss_fn),
+    "scan": scanned,
+    "cond": branched,
+    "custom_vjp": with_own_rule,
+    "vmap": lambda params, x: jnp.mean(jax.vmap(lambda row: row @ params["a"])(x)),
+    "convolution": convolution,
+    "16 bits beside it": lambda params, x: loss_fn(params, x) + jnp.mean(params["b"] * params["a"]),
+}
+
+
+@pytest.mark.parametrize("of", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", NAIVE)
+def test_it_is_said_once(kind, of):
+    (message,) = said(step(NAIVE[kind], of), X)
+    assert message.startswith(f"the params are {jaxmp.get_policy(of).param_dtype.name}, but {NOTHING_LOW}")
+    assert "policy=" in message and "dtype=" in message and "opt_state=state" in message
+
+
+def test_it_is_said_once_in_every_regime():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x):
+        return lax.pmean(step()(x), "data")
+
+    regimes = {
+        "microbatches": step(accumulate=4),
+        "shard_map": jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P()),
+        "unchecked": jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False),
+        "scan over steps": lambda x: lax.scan(lambda c, x: (c, step()(x)[0]), 0.0, x[None]),
+        "vmap": jax.vmap(lambda row: step()(row[None])),
+    }
+    for name, fn in regimes.items():
+        assert [NOTHING_LOW in message for message in said(fn, X)] == [True], name
+
+
+def test_a_jitted_step_says_it_once():
+    run = jax.jit(step())
+    with pytest.warns(UserWarning, match=NOTHING_LOW):
+        run(X)
+    run(X)  # warnings are errors
+
+
+def test_it_is_said_of_nnx():
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param, policy="bf16")
+    grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
+    with pytest.warns(UserWarning, match=NOTHING_LOW):
+        grad_fn(model, X, opt_state=optimizer.opt_state)
+
+
+def test_an_opt_state_that_left_its_train_state_brings_no_policy():
+    """After a jit of its own it is a plain one: that is said, and not guessed."""
+    model = nn.Dense(16)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+    params = model.init(jax.random.key(0), X)["params"]
+    state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="bf16")
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    def run(params, opt_state):
+        return jaxmp.value_and_grad(loss)(params, X, opt_state=opt_state)
+
+    assert not said(lambda state: run(state.params, state.opt_state), state)
+    assert not said(lambda state: run(state.params, state), state)
+    (message,) = said(run, state.params, state.opt_state)
+    assert NOTHING_LOW in message
+
+
+# Silence
+
+
+def in_16_bits(params, x):
+    return jnp.mean((x.astype(params["a"].dtype) @ params["a"]).astype(jnp.float32) ** 2)
+
+
+def own_rule_in_16_bits(params, x):
+    return jnp.mean(product(x.astype(params["a"].dtype), params["a"]).astype(jnp.float32)) + jnp.mean(x @ x)
+
+
+def region_inside(params, x):
+    return jaxmp.autocast(loss_fn, jnp.bfloat16)(params, x)
+
+
+SILENT = {
+    "16 bits": in_16_bits,
+    "one of two": lambda params, x: in_16_bits(params, x) + jnp.mean(x @ params["b"]),
+    "remat": jax.checkpoint(in_16_bits),
+    "scan": lambda params, x: lax.scan(lambda s, x: (s + in_16_bits(params, x), None), 0.0, x[None])[0],
+    "rule": own_rule_in_16_bits,
+    "autocast inside": region_inside,
+    "no matmul": lambda params, x: jnp.mean(params["a"] * x),
+    "a vector": lambda params, x: jnp.mean(x @ params["a"][0]),
+    "a norm": lambda params, x: jnp.vdot(params["a"], params["a"].astype(jnp.float32)),
+    "not of the params": lambda params, x: jnp.mean(x @ x) * jnp.mean(params["a"]).astype(jnp.float32),
+    "fp8": lambda params, x: jnp.mean(
+        jaxmp.fp8.einsum("ij,jk->ik", x, params["a"], recipe=jaxmp.fp8.CurrentScaling()).astype(jnp.float32)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_silence(kind):
+    assert said(step(SILENT[kind]), X) == []
+
+
+def test_silence_where_float32_is_what_was_asked_for():
+    assert said(step(policy="params=bfloat16,compute=float32,output=float32"), X) == []
+    assert said(step(of="fp32"), X) == []
+    with jaxmp.autocast(enabled=False):
+        assert said(step(), X) == []
+    with jaxmp.autocast(jnp.bfloat16):
+        assert said(step(), X) == []
+
+
+# A policy that is not kept
+
+
+def test_a_policy_of_which_nothing_computes_in_16_bits():
+    model = nn.Dense(16, dtype=jnp.float32)
+    params = model.init(jax.random.key(0), X)
+    for policy in ("bf16", "16-mixed"):
+        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+        run = jaxmp.value_and_grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2), policy=policy)
+        (message,) = said(lambda x, run=run, s=opt_state: run(params, x, opt_state=s), X)
+        name = jaxmp.get_policy(policy).compute_dtype.name
+        assert f"the policy says {name}, but {NOTHING_LOW}" in message and "dtype= of their own" in message
+
+
+def test_a_policy_that_says_fp8_where_nothing_runs_in_fp8():
+    run = step(of="bf16-mixed", policy="fp8")
+    (message,) = said(run, X)
+    assert "the policy says fp8, but no matmul of the loss runs in fp8" in message
+    assert 'with jaxmp.autocast("fp8")' in message and "to_fp8" in message
+
+
+# float16 without a loss scale
+
+
+def in_float16(params, x):
+    return jnp.mean((x.astype(jnp.float16) @ params["a"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+
+class Float16(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.Dense(16, dtype=jnp.float16)(x)
+        return x.astype(jnp.float32)
+
+
+def test_float16_modules_under_fp8():
+    with jaxmp.autocast("fp8"):
+        params = Float16().init(jax.random.key(0), X)["params"]
+
+    def loss(params, x):
+        return jnp.mean(Float16().apply({"params": params}, x) ** 2)
+
+    for policy in ("fp8", None):
+        for scale, count in ((None, 1), (1024.0, 0), (jaxmp.DynamicLossScale(), 0)):
+            opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", loss_scale=scale).init(params)
+
+            def run(x, opt_state=opt_state, policy=policy):
+                with jaxmp.autocast("fp8"):
+                    return jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)
+
+            messages = said(run, X)
+            assert len(messages) == count, (policy, scale)
+            assert all("matmuls run in float16, and there is no loss scale" in m for m in messages)
+
+
+@pytest.mark.parametrize("of", ["bf16", "fp32", "bf16-mixed"])
+def test_float16_matmuls_without_a_loss_scale(of):
+    (message,) = said(step(in_float16, of), X)
+    assert message.startswith("matmuls run in float16, and there is no loss scale: gradients below 6e-8 become zero")
+    assert 'jaxmp.mixed_precision(tx, "fp16")' in message
+
+
+@pytest.mark.parametrize("of", ["fp16", "16-mixed"])
+def test_silence_with_a_loss_scale(of):
+    assert said(step(in_float16, of, policy=of), X) == []
