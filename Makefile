@@ -9,6 +9,7 @@
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
+#   make pairs      100 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on the GPU of this machine, under 8 minutes
@@ -34,11 +35,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs campaign faults oracle bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs campaign faults oracle pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,16p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,17p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -89,6 +90,10 @@ faults: $(STAMP)/dev
 oracle: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
 	  $(VENV)/bin/python tests/support/step_campaign.py --json benchmarks/results/oracle.json $(ARGS)
+
+pairs: $(STAMP)/dev
+	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
+	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python tests/support/pairs.py --json benchmarks/results/pairs.json $(ARGS)
 
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev

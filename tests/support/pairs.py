@@ -1,0 +1,488 @@
+"""Small jobs that meet every pair of features: each is run, interrupted, restored, and compared with one device.
+
+    make pairs                        all jobs; writes benchmarks/results/pairs.json
+
+A job is one choice from each of `FEATURES`. The jobs are a covering array: every pair of choices that can
+stand together does in two jobs. Each job takes six steps, of which one overflows on one device, and must
+
+1.  decide on each step as the same job on one device does, and end near it: the distance between the masters is a small
+    part of the way they went;
+2.  leave all devices with the same bits;
+3.  change nothing in the skipped step but the loss scale and the counts;
+4.  go on to the same bits after a save and a restore in the middle.
+"""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxmp
+import regimes
+from fp8_model import matmul, scale_leaves
+from regimes import DEVICES, guarded, same_bits
+
+ROWS, WIDTH = 128, 64  # 32 rows on each device, 16 in each of two microbatches: the least that an fp8 GEMM takes
+TIMES = 2  # how often each pair stands in some job, with other companions
+STEPS, BAD_STEP, SAVED_AFTER = 6, 1, 3
+LEARNING_RATE = 1e-2
+RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
+
+FEATURES = {
+    "policy": ("fp32", "bf16", "fp16", "fp8", "fp16+fp8"),
+    "optimizer": ("adamw", "fused", "sgd-clip", "split16", "split8", "int8", "ema", "multisteps"),
+    "gradients": ("whole", "microbatches"),
+    "layers": ("listed", "remat", "scan", "vmap"),
+    "casting": ("policy", "autocast", "dtype"),
+    "regime": ("single", "pmap", "shard_map", "shard_map_unchecked", "jit_data", "jit_fsdp", "explicit"),
+    "framework": ("plain", "linen", "nnx"),
+}
+# What one device and many may differ by, of the way that the masters went.
+FAR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.02, "fp8": 0.2, "fp16+fp8": 0.2}
+
+
+class Case(NamedTuple):
+    """One choice of each feature."""
+
+    policy: str
+    optimizer: str
+    gradients: str
+    layers: str
+    casting: str
+    regime: str
+    framework: str
+
+
+def why_not(case: Case) -> str | None:
+    """The rule of the documentation that excludes a case; None: it must work."""
+    fp8 = "fp8" in case.policy
+    if case.optimizer in ("split16", "split8") and case.policy != "bf16":
+        return "remainder_bits: the params are bfloat16"
+    if fp8 and case.layers == "vmap":
+        return "fp8: the side of a GEMM that vmap hides is 1"
+    if fp8 and case.framework == "nnx" and case.layers == "scan":
+        return "to_fp8: layers made by nnx.vmap"
+    return None
+
+
+def pairs_of(case: Case) -> set[tuple[tuple[str, str], ...]]:
+    """All pairs of (feature, choice) of a case."""
+    return set(itertools.combinations(case._asdict().items(), 2))
+
+
+@functools.cache
+def cases() -> list[Case]:
+    """A covering array, the same in each process. (allpairspy misses pairs where some choices exclude each other.)"""
+    rng = np.random.default_rng(0)
+    valid = [case for row in itertools.product(*FEATURES.values()) if why_not(case := Case(*row)) is None]
+    valid = [valid[i] for i in rng.permutation(len(valid))]
+    found: list[Case] = []
+    for _ in range(TIMES):
+        missing = set().union(*map(pairs_of, valid))
+        while missing:
+            wanted = min(missing)
+            having = [case for case in valid if all(getattr(case, feature) == choice for feature, choice in wanted)]
+            found.append(max(having[:60], key=lambda case: len(pairs_of(case) & missing)))
+            valid.remove(found[-1])
+            missing -= pairs_of(found[-1])
+    return found
+
+
+class Job(NamedTuple):
+    """A model with its optimizer; `state` is a pytree of arrays.
+
+    Attributes:
+      state: where it starts.
+      step: `(state, batch, mean) -> (state, loss)`.
+      parts: `state -> (params, opt_state)`.
+      put: `(state, params, opt_state) -> state`.
+      tx: the optimizer.
+    """
+
+    state: Any
+    step: Callable[..., Any]
+    parts: Callable[[Any], tuple[Any, Any]]
+    put: Callable[[Any, Any, Any], Any]
+    tx: Any
+
+
+def policy_of(case: Case) -> jaxmp.Policy:
+    return jaxmp.get_policy({"fp16+fp8": "fp16"}.get(case.policy, case.policy))
+
+
+def optimizer_of(case: Case) -> Any:
+    adamw = optax.adamw(LEARNING_RATE, eps=1e-3)  # a large eps: rounding stays small where gradients nearly vanish
+    inner = {
+        "adamw": lambda: adamw,
+        "fused": lambda: jaxmp.fused_adamw(LEARNING_RATE, eps=1e-3, max_norm=1.0),
+        "sgd-clip": lambda: optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(LEARNING_RATE, 0.9)),
+        "split16": lambda: adamw,
+        "split8": lambda: jaxmp.fused_adamw(LEARNING_RATE, eps=1e-3),
+        "int8": lambda: jaxmp.fused_adamw(LEARNING_RATE, eps=1e-3, state_dtype=jnp.int8),
+        "ema": lambda: optax.chain(adamw, jaxmp.ema_params(0.9)),
+        "multisteps": lambda: optax.MultiSteps(adamw, 2),
+    }[case.optimizer]()
+    return jaxmp.mixed_precision(
+        inner,
+        policy_of(case),
+        loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2) if case.policy.startswith("fp16") else None,
+        remainder_bits={"split16": 16, "split8": 8}.get(case.optimizer),
+        recipe=RECIPE if "fp8" in case.policy else None,
+    )
+
+
+def batches() -> list[dict[str, Any]]:
+    """Six batches; in one of them a row of the second device overflows."""
+    found = []
+    for i in range(STEPS):
+        rng = np.random.default_rng(i)
+        x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+        if i == BAD_STEP:
+            x[ROWS // DEVICES + 3, 5] = np.inf
+        found.append({"x": x, "y": np.tanh(x[:, ::-1] * 0.5)})
+    return found
+
+
+def squared_error(prediction: Any, y: Any) -> Any:
+    return jnp.mean((prediction.astype(jnp.float32) - y) ** 2)
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """Arguments of `value_and_grad` besides the loss."""
+    options: dict[str, Any] = {"accumulate": 2} if case.gradients == "microbatches" else {}
+    if case.casting == "policy" and case.framework != "linen":  # linen's TrainState carries it
+        options["policy"] = policy_of(case)
+    return options
+
+
+def cast(case: Case, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, under autocast where the case says so."""
+    if case.casting != "autocast" or case.policy == "fp32":
+        return loss_fn
+    return jaxmp.autocast(loss_fn, policy_of(case).compute_dtype)
+
+
+def dtype_of(case: Case) -> Any:
+    """The dtype that the model names itself; None: it names none."""
+    return policy_of(case).compute_dtype if case.casting == "dtype" else None
+
+
+# Plain functions
+
+
+def _plain_job(case: Case) -> Job:
+    rng, fp8 = np.random.default_rng(3), "fp8" in case.policy
+    policy, tx, dtype = policy_of(case), optimizer_of(case), dtype_of(case)
+    stacked = case.layers == "scan"
+    draw = lambda *shape: np.asarray(rng.normal(size=shape) / WIDTH**0.5, np.float32)  # noqa: E731
+    first = {"w": draw(WIDTH, WIDTH)}
+    blocks = {"w": draw(2, WIDTH, WIDTH)} | (scale_leaves((2,)) if fp8 else {})
+    listed = {str(i): {name: x[i] for name, x in blocks.items()} for i in range(2)}
+    params32 = jax.tree.map(jnp.asarray, {"first": first, "blocks": blocks if stacked else listed})
+
+    def block(layer: Any, h: Any) -> Any:
+        wide = h if dtype is None else h.astype(dtype)
+        out = matmul(layer, wide, RECIPE) if fp8 else wide @ layer["w"].astype(wide.dtype)
+        return h + jnp.tanh(out).astype(h.dtype)
+
+    def apply(params: Any, x: Any) -> Any:
+        h = x if dtype is None else x.astype(dtype)
+        if fp8 and dtype is None:
+            h = h.astype(policy.compute_dtype)
+        h = h @ params["first"]["w"].astype(h.dtype)
+        if stacked:
+            return jax.lax.scan(lambda h, layer: (block(layer, h), None), h, params["blocks"])[0]
+        one = {"remat": jax.checkpoint(block), "vmap": jax.vmap(block, (None, 0))}.get(case.layers, block)
+        return one(params["blocks"]["1"], one(params["blocks"]["0"], h))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return squared_error(apply(params, batch["x"]), batch["y"])
+
+    grad = jaxmp.value_and_grad(cast(case, loss_fn), **options_of(case))
+
+    def step(state: Any, batch: Any, mean: Any) -> Any:
+        params, opt_state = state
+        loss, grads = grad(params, batch, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, mean(grads), opt_state, params), loss
+
+    state = (policy.cast_to_param(params32), tx.init(params32))
+    return Job(state, step, lambda s: s, lambda _, params, opt_state: (params, opt_state), tx)
+
+
+# linen
+
+
+class LinenBlock(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, h: Any) -> Any:
+        return h + jnp.tanh(nn.Dense(WIDTH, use_bias=False, dtype=self.dtype)(h)).astype(h.dtype)
+
+
+class LinenNet(nn.Module):
+    dtype: Any
+    layers: str
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        h = nn.Dense(WIDTH, use_bias=False, dtype=self.dtype, name="first")(x)
+        if self.layers == "scan":
+            stack = nn.scan(
+                lambda block, h, _: (block(h), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            h, _ = stack(LinenBlock(self.dtype, name="blocks"), h, None)
+        else:
+            kind: Any = LinenBlock
+            if self.layers == "remat":
+                kind = nn.remat(LinenBlock)
+            if self.layers == "vmap":
+                kind = nn.vmap(LinenBlock, variable_axes={"params": None}, split_rngs={"params": False})
+            for i in range(2):
+                h = kind(self.dtype, name=f"block{i}")(h)
+        return nn.Dense(WIDTH, use_bias=False, dtype=self.dtype, name="last")(h)
+
+
+def fp8_region(case: Case) -> Any:
+    """Where linen's layers get their scales."""
+    return jaxmp.fp8.autocast(RECIPE) if "fp8" in case.policy else contextlib.nullcontext()
+
+
+def _linen_job(case: Case) -> Job:
+    model, tx = LinenNet(dtype_of(case), case.layers), optimizer_of(case)
+    with fp8_region(case):
+        variables = model.init(jax.random.key(0), jnp.ones((ROWS, WIDTH)))
+    state = jaxmp.linen.TrainState.create(
+        apply_fn=model.apply, params=variables["params"], tx=tx, policy=policy_of(case)
+    )
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return squared_error(model.apply({"params": params}, batch["x"]), batch["y"])
+
+    grad = jaxmp.value_and_grad(cast(case, loss_fn), **options_of(case))
+
+    def step(state: Any, batch: Any, mean: Any) -> Any:
+        with fp8_region(case):
+            loss, grads = grad(state.params, batch, opt_state=state.opt_state)
+        return state.apply_gradients(grads=mean(grads)), loss
+
+    def put(state: Any, params: Any, opt_state: Any) -> Any:
+        return state.replace(params=params, opt_state=opt_state)
+
+    return Job(state, step, lambda s: (s.params, s.opt_state), put, tx)
+
+
+# nnx
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, dtype: Any, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, h: Any) -> Any:
+        return h + jnp.tanh(self.linear(h)).astype(h.dtype)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, dtype: Any, layers: str, rngs: nnx.Rngs):
+        self.layers = layers
+        self.first = nnx.Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype, rngs=rngs)
+        if layers == "scan":
+            self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: NnxBlock(dtype, rngs)))(rngs)
+        else:
+            self.blocks = nnx.List([NnxBlock(dtype, rngs) for _ in range(2)])
+        self.last = nnx.Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        h = self.first(x)
+        if self.layers == "scan":
+            h = nnx.scan(lambda h, block: block(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, self.blocks)
+        else:
+            run: Any = {
+                "remat": nnx.remat(lambda block, h: block(h)),
+                "vmap": nnx.vmap(lambda block, h: block(h), in_axes=(None, 0)),
+            }.get(self.layers, lambda block, h: block(h))
+            for block in self.blocks:
+                h = run(block, h)
+        return self.last(h)
+
+
+def _nnx_job(case: Case) -> Job:
+    model = NnxNet(dtype_of(case), case.layers, nnx.Rngs(0))
+    if "fp8" in case.policy:
+        jaxmp.nnx.to_fp8(model, RECIPE)
+    wrt: Any = (nnx.Param, jaxmp.nnx.Fp8Scale) if "fp8" in case.policy else nnx.Param
+    tx = optimizer_of(case)
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=wrt, policy=policy_of(case))
+    graphdef, initial = nnx.split((model, optimizer))
+
+    def loss_fn(model: NnxNet, batch: Any) -> Any:
+        return squared_error(model(batch["x"]), batch["y"])
+
+    grad = jaxmp.nnx.value_and_grad(cast(case, loss_fn), wrt=wrt, **options_of(case))
+
+    def step(state: Any, batch: Any, mean: Any) -> Any:
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = grad(model, batch, opt_state=optimizer.opt_state)
+        optimizer.update(model, mean(grads))
+        return nnx.state((model, optimizer)), loss
+
+    def parts(state: Any) -> tuple[Any, Any]:
+        model, optimizer = nnx.merge(graphdef, state)
+        return nnx.as_pure(nnx.state(model, wrt)), nnx.as_pure(optimizer.opt_state)
+
+    def put(state: Any, params: Any, opt_state: Any) -> Any:
+        model, optimizer = nnx.merge(graphdef, state)
+        nnx.update(model, params)
+        variables = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        for variable, value in zip(variables, jax.tree.leaves(opt_state), strict=True):
+            variable.set_value(value)
+        return nnx.state((model, optimizer))
+
+    return Job(initial, step, parts, put, tx)
+
+
+# Runs
+
+
+def job_of(case: Case) -> Job:
+    return {"plain": _plain_job, "linen": _linen_job, "nnx": _nnx_job}[case.framework](case)
+
+
+class Run(NamedTuple):
+    """What a job did.
+
+    Attributes:
+      states: the host state of the first device, before the first step and after each.
+      losses: of each step.
+    """
+
+    states: list[Any]
+    losses: list[float]
+
+
+def _steps(regime: Any, compiled: Any, state: Any, numbers: range) -> Run:
+    """The run from `state`, which is placed; raises if the devices come to other bits."""
+    states, losses = [], []
+    for i in numbers:
+        state, loss = jax.block_until_ready(compiled(state, jax.block_until_ready(regime.shard(batches()[i]))))
+        copies = regime.copies(state)
+        assert all(same_bits(copy, copies[0]) for copy in copies[1:]), f"2: devices differ after step {i}"
+        states.append(copies[0])
+        losses.append(float(np.ravel(regime.copies(loss)[0])[0]))
+    return Run(states, losses)
+
+
+def _masters(job: Job, state: Any) -> np.ndarray:
+    params, opt_state = job.parts(state)
+    leaves = jax.tree_util.tree_leaves_with_path(jaxmp.get_master_params(opt_state, params))
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for path, x in leaves if not jaxmp.fp8.is_scale(path)])
+
+
+def _metrics(job: Job, state: Any) -> dict[str, Any]:
+    metrics = jaxmp.get_metrics(job.parts(state)[1])
+    return {name: np.asarray(x) for name, x in metrics.items()}
+
+
+def _restored(job: Job, state: Any) -> Any:
+    """The state after it was saved, and restored into a new job's."""
+    params, opt_state = job.parts(state)
+    with tempfile.TemporaryDirectory() as folder, jaxmp.checkpoint.manager(folder) as steps:
+        jaxmp.checkpoint.save(steps, SAVED_AFTER, params=params, opt_state=opt_state)
+        steps.wait_until_finished()
+        found = jaxmp.checkpoint.restore(steps, job.tx, params=params)
+    return jax.tree.map(np.asarray, job.put(state, found.params, found.opt_state))
+
+
+def check(case: Case) -> float:
+    """Raises AssertionError, with the rule's number; returns how far one device and many are apart."""
+    regime = regimes.SINGLE if case.regime == "single" else regimes.REGIMES[case.regime]
+    job = job_of(case)
+    compiled = regime.compile(job.step)
+    start = jax.tree.map(np.asarray, job.state)
+    run = _steps(regime, compiled, regime.place(start), range(STEPS))
+    states = [start, *run.states]
+
+    skipped = [bool(_metrics(job, state)["skipped"]) for state in run.states]
+    assert skipped == [i == BAD_STEP for i in range(STEPS)], f"1: skipped {skipped}"
+    for i, loss in enumerate(run.losses):
+        assert np.isfinite(loss) or i == BAD_STEP, f"1: the loss of step {i} is {loss}"
+    before, after = (job.parts(states[i]) for i in (BAD_STEP, BAD_STEP + 1))
+    assert same_bits((before[0], guarded(before[1])), (after[0], guarded(after[1]))), (
+        "3: the skipped step changed state"
+    )
+
+    again = _restored(job, states[SAVED_AFTER])
+    assert same_bits(again, states[SAVED_AFTER]), "4: restored to other bits"
+    continued = _steps(regime, compiled, regime.place(again), range(SAVED_AFTER, STEPS))
+    assert same_bits(continued.states[-1], states[-1]), "4: the restored job ends in other bits"
+
+    alone = job_of(case._replace(regime="single"))
+    reference = _steps(regimes.SINGLE, regimes.SINGLE.compile(alone.step), regimes.SINGLE.place(start), range(STEPS))
+    moved = np.linalg.norm(_masters(alone, reference.states[-1]) - _masters(alone, start))
+    apart = np.linalg.norm(_masters(job, states[-1]) - _masters(alone, reference.states[-1]))
+    assert moved > 0.05, f"1: the masters moved by {moved} only"
+    names = ("loss_scale", "growth_count", "hysteresis_left", "skipped_steps")
+    for i, (one, many) in enumerate(zip(reference.states, run.states, strict=True)):
+        decisions = [{name: _metrics(j, s)[name].item() for name in names} for j, s in ((alone, one), (job, many))]
+        assert decisions[0] == decisions[1], f"1: after step {i} one device has {decisions[0]}, many {decisions[1]}"
+    far = FAR[case.policy] * (3 if case.optimizer in ("int8", "split8") else 1)
+    assert apart <= far * moved, f"1: {apart / moved:.3g} of the way apart from one device"
+    return float(apart / moved)
+
+
+def main() -> int:
+    """All jobs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of jobs")
+    arguments = parser.parse_args()
+    rows, failed = [], []
+    for i, case in enumerate(cases()):
+        if arguments.only and i not in arguments.only:
+            continue
+        start = time.perf_counter()
+        try:
+            apart, verdict = check(case), "passed"
+        except Exception as e:
+            apart, verdict = None, f"{type(e).__name__}: {e}"
+            failed.append(f"{i}: {', '.join(case)}: {verdict}")
+            if not isinstance(e, AssertionError):
+                traceback.print_exc()
+        rows.append({"job": i, **case._asdict(), "apart": apart, "verdict": verdict})
+        print(f"{i}: {', '.join(case)}: {verdict[:300]}, {time.perf_counter() - start:.0f} s", flush=True)
+        jax.clear_caches()
+    results = {
+        "command": "python tests/support/pairs.py",
+        "device": f"CPU, {DEVICES} simulated devices",
+        "versions": {"jax": jax.__version__, "optax": optax.__version__},
+        "jobs": len(rows),
+        "failed": failed,
+        "rows": rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(*failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
