@@ -123,24 +123,25 @@ def next_byte_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def attend(qkv: jax.Array) -> jax.Array:
-    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]."""
+    """Causal attention, [B, T, 3, H, D/H] -> [B, T, H, D/H]; scores and softmax in float32, the rest in its dtype."""
     q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     past = jnp.tril(jnp.ones((1, 1, q.shape[1], q.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(past, scores, -1e30))  # [B, H, T, T]
+    weights = jax.nn.softmax(jnp.where(past, scores, -1e30)).astype(v.dtype)  # [B, H, T, T]
     return jnp.einsum("bhts,bshd->bthd", weights, v)
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm. No layer names a dtype: the policy decides."""
+    """Attention and an MLP, each after a norm. Norms and softmax run in float32, matmuls in `dtype`, if it is given."""
 
     heads: int
     seq_len: int
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:  # [B*T, D]: on CPU, matmuls in 16 bits are fast in 2 dimensions only
-        norm = functools.partial(nn.LayerNorm, use_bias=False)
-        dense = functools.partial(nn.Dense, use_bias=False)
+        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=jnp.float32)
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
         width = x.shape[-1]
         qkv = dense(3 * width, name="qkv")(norm()(x)).reshape(-1, self.seq_len, 3, self.heads, width // self.heads)
         x = x + dense(width, name="out")(attend(qkv).reshape(x.shape))
@@ -148,21 +149,22 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes to logits of the next byte; the logits are float32 in every policy, as their layer says so."""
+    """Bytes to logits of the next byte. No layer needs a dtype: the policy decides, but the logits keep theirs."""
 
     width: int
     layers: int
     heads: int
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:  # uint8 [B, T] -> f32 [B, T, 256]
         seq_len = tokens.shape[1]
-        x = nn.Embed(256, self.width, name="bytes")(tokens.astype(jnp.int32))
-        x = x + nn.Embed(seq_len, self.width, name="positions")(jnp.arange(seq_len))[None]
+        x = nn.Embed(256, self.width, dtype=self.dtype, name="bytes")(tokens.astype(jnp.int32))
+        x = x + nn.Embed(seq_len, self.width, dtype=self.dtype, name="positions")(jnp.arange(seq_len))[None]
         x = x.reshape(-1, self.width)  # [B*T, D]
         for _ in range(self.layers):
-            x = Block(self.heads, seq_len)(x)
-        x = nn.LayerNorm(use_bias=False)(x)
+            x = Block(self.heads, seq_len, self.dtype)(x)
+        x = nn.LayerNorm(use_bias=False, dtype=jnp.float32)(x)
         return nn.Dense(256, use_bias=False, dtype=jnp.float32, name="logits")(x).reshape(*tokens.shape, 256)
 
 
@@ -170,6 +172,7 @@ class Precision(NamedTuple):
     """The precision that the name of a run means."""
 
     policy: jaxmp.Policy
+    recipe: Any  # for its fp8 matmuls, or None
     small_state: bool  # 24-bit masters, 8-bit moments
 
 
@@ -179,7 +182,7 @@ def precision_of(policy_name: str) -> Precision:
     policy = jaxmp.get_policy(name, keep_fp32=("*norm*",))
     if "fp8" in added:
         policy = dataclasses.replace(policy, recipe=jaxmp.fp8.DelayedScaling())
-    return Precision(policy, "8bit" in added)
+    return Precision(policy, policy.recipe, "8bit" in added)
 
 
 def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation:
@@ -196,7 +199,7 @@ def optimizer_of(cfg: Config, small_state: bool) -> optax.GradientTransformation
 def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run:
     """One run. `on_log` is called every `log_every` steps."""
     started = time.perf_counter()
-    policy, small_state = precision_of(policy_name)
+    policy, _, small_state = precision_of(policy_name)
     train_text, held_out_text = load_text()
     model = Transformer(cfg.width, cfg.layers, cfg.heads)
     tx = optimizer_of(cfg, small_state)

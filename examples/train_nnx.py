@@ -116,7 +116,7 @@ def spread(module: nnx.Module, mesh: Mesh) -> None:
 def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: None) -> report.Run:
     """One run, like `train.train`."""
     started = time.perf_counter()
-    policy, small_state = train.precision_of(policy_name)
+    policy, recipe, small_state = train.precision_of(policy_name)
     if small_state:
         raise SystemExit("8-bit state is shown by train.py; flax's nnx.Optimizer, used here, adds updates to params")
     shape = (jax.device_count() // cfg.fsdp, cfg.fsdp)
@@ -135,8 +135,8 @@ def train_nnx(cfg: Config, policy_name: str, on_log: report.OnLog = lambda *_: N
     scaler = jaxmp.DynamicLossScale(cfg.initial_scale, growth_interval=cfg.growth_interval)
     # An nnx loop changes in three places: wrap the optimizer, cast the params after creating it, and further down take
     # the gradients with jaxmp.nnx. For fp8, the model's Linear layers (except the logits) get an fp8 dot_general.
-    if policy.recipe:
-        jaxmp.nnx.to_fp8(model, policy.recipe)
+    if recipe:
+        jaxmp.nnx.to_fp8(model, recipe)
     is_fp16 = policy.param_dtype == jnp.float16
     tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -47,7 +47,8 @@ def loss_of(params, x, y):
 
 @functools.cache
 def tx_of(policy):
-    return jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=8.0 if policy == "fp16" else None)
+    # The modules are float16, which asks for a loss scale under any policy.
+    return jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=8.0 if policy == "fp16" else 1.0)
 
 
 def start(policy="fp16", loss_scale=8.0):

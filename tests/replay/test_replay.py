@@ -209,6 +209,21 @@ def test_an_nnx_module_with_state_and_keys(tmp_path):
     assert_bitwise(nnx.to_pure_dict(nnx.state(model)), before)
 
 
+def test_a_step_under_a_policy_is_replayed_under_it(tmp_path):
+    """In float32 the product is finite, in float16 it is not: a replay without the policy would find nothing."""
+    params = {"w": np.full((4, 4), 200.0, np.float32)}
+    x = np.full((4, 4), 200.0, np.float32)
+    for policy, finite in ((None, True), ("16-mixed", False), (jaxmp.get_policy("bf16-mixed"), True)):
+        path = capture(tmp_path / str(policy), product_loss, params, x, loss_scale=1.0, policy=policy)
+        found = replay(path, product_loss, times=1)
+        assert found.runs[0].finite == finite, policy
+        assert finite or found.float32
+
+
+def product_loss(params, x):
+    return jnp.mean(jnp.log(jnp.abs(x @ params["w"])))
+
+
 def test_without_a_name_the_function_is_passed(tmp_path):
     path = capture(tmp_path, lambda p, x: linear_loss(p, x), *params_and_batch(), loss_scale=1.0)
     with pytest.raises(ValueError, match="a replay needs the loss function: '' cannot be imported. Name a function"):

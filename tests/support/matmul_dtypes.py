@@ -8,6 +8,11 @@ import jax
 
 
 def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """`matmuls_in` the trace of a function."""
+    return matmuls_in(jax.make_jaxpr(fn)(*args))
+
+
+def matmuls_in(closed: Any) -> dict[str, int]:
     """How many matmuls and convolutions there are of each pair of dtypes, forward and backward, written once each.
 
     Emulation of fp8 (the branch of a `lax.platform_dependent` for other devices) does not count.
@@ -25,5 +30,5 @@ def matmuls(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                     walk(getattr(inner, "jaxpr", inner))
 
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    walk(closed.jaxpr)
     return dict(found)

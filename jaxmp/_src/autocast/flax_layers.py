@@ -46,9 +46,8 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
 
 
 def _is_in_fp8(module: Any) -> bool:
-    """Whether a layer multiplies by one of jaxmp's fp8 products, which say so themselves."""
-    products = [module, *(getattr(module, name, None) for name in ("dot_general_cls", "dot_general", "einsum_op"))]
-    return any(getattr(getattr(product, "func", product), "is_in_fp8", False) for product in products)
+    """Whether a layer was turned to fp8: it, or the rule by which it promotes its operands, says so."""
+    return any(getattr(x, "is_in_fp8", False) for x in (module, getattr(module, "promote_dtype", None)))
 
 
 def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:

@@ -258,8 +258,9 @@ def _has_other_floats(eqn: Any) -> bool:
 
 
 def _is_scale_dtype(dtype: Any) -> bool:
-    is_extended = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-    return is_extended and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _asks_for_float32(eqn: Any) -> bool:

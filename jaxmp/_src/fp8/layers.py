@@ -97,6 +97,9 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     return [cast[0], kernel, *cast[1:]]
 
 
+promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer returns 16 bits, as others do
+
+
 def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
     """Whether the filter chooses the layer at `path`."""
     if chosen is None:

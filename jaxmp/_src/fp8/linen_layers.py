@@ -36,7 +36,6 @@ class Fp8DotGeneral(nn.Module):
     """
 
     recipe: Any = recipes.DelayedScaling()
-    is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
     def __call__(
@@ -86,7 +85,7 @@ class Fp8Einsum(nn.Einsum):
     """
 
     recipe: Any = recipes.DelayedScaling()
-    is_in_fp8: ClassVar[bool] = True
+    is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:

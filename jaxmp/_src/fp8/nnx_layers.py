@@ -39,8 +39,6 @@ class Fp8DotGeneral(nnx.Module):
       ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
     """
 
-    is_in_fp8 = True  # for autocast
-
     def __init__(self, recipe: Any = _DEFAULT):
         self.recipe = recipe
         for name, start in layers_lib.leaves_of(recipe).items():
@@ -74,8 +72,6 @@ class Fp8Einsum(nnx.Module):
       >>> Fp8Einsum()("btd,dhk->bthk", x, w).shape
       (2, 16, 2, 16)
     """
-
-    is_in_fp8 = True
 
     def __init__(self, recipe: Any = _DEFAULT):
         self.dot_general = Fp8DotGeneral(recipe)

@@ -35,6 +35,7 @@ from jax.core import Tracer
 
 from jaxmp._src.programs import array_functions
 from jaxmp._src.replay import array_pickle, atomic_folders, nonfinite
+from jaxmp._src.step.policy import get_policy
 
 _META, _ARRAYS, _LEAVES, _TREE, _KWARGS = "capture.json", "arrays.bin", "leaves.pickle", "args.pickle", "kwargs.pickle"
 _CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
@@ -82,6 +83,7 @@ def capture(
     accumulate: int = 1,
     accumulate_argnums: int | Sequence[int] | None = None,
     wrt: Any = nnx.Param,
+    policy: Any = None,
     observed: Mapping[str, Any] | None = None,
     keep: int = 3,
     **kwargs: Any,
@@ -105,6 +107,7 @@ def capture(
       loss_scale: the scale that the step used; 1.0 without one.
       argnums, has_aux, accumulate, accumulate_argnums: as for the step's `jaxmp.value_and_grad`.
       wrt: as for the step's `jaxmp.nnx.value_and_grad`.
+      policy: as for the step's `value_and_grad`; `state.policy` for a TrainState that carries it.
       observed: scalars that the step returned, by name. `loss`, `skipped` and `grads_finite` are compared with a
         replay.
       keep: how many captures `directory` may hold; after that nothing is written. The first bad steps are nearest to
@@ -148,6 +151,7 @@ def capture(
         return None
     options = {"argnums": argnums, "has_aux": has_aux, "accumulate": accumulate}
     options |= {"accumulate_argnums": accumulate_argnums, "wrt": wrt}
+    options |= {"policy": None if policy is None else get_policy(policy)}
     meta = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "function": name_of(loss_fn),

@@ -182,10 +182,11 @@ class _Step:
             self.arrays = [jnp.asarray(x).astype(dtype) if x.dtype in _NARROW else x for x in self.arrays]
 
         named = first_bad_op.named(loss_fn)
+        options = capture.options if dtype is None else capture.options | {"policy": None}
 
         def step(loss_scale: Any, *arrays: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
-                return _value_and_grad(capture.options, named, args, kwargs, loss_scale)
+                return _value_and_grad(options, named, args, kwargs, loss_scale)
 
             return inputs.call(run, arrays)
 
@@ -209,7 +210,7 @@ class _Step:
 def _value_and_grad(options: dict[str, Any], loss_fn: Any, args: Any, kwargs: Any, loss_scale: Any) -> Any:
     zero = jnp.zeros((), jnp.int32)
     opt_state = states.LossScaleState(loss_scale, zero, zero)
-    common = {name: options[name] for name in ("has_aux", "accumulate", "accumulate_argnums")}
+    common = {name: options.get(name) for name in ("has_aux", "accumulate", "accumulate_argnums", "policy")}
     if options["argnums"] == 0 and array_functions.is_module(args[0]):
         differentiated = nnx_bridge.value_and_grad(loss_fn, wrt=options["wrt"], **common)
     else:

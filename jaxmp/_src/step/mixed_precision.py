@@ -39,7 +39,7 @@ def mixed_precision(
     """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, overflows skipped.
 
         opt_state = tx.init(params32);  params = policy.cast_to_param(params32)
-        loss, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy=policy)(params, batch, opt_state=opt_state)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)       # or both lines as jaxmp.apply_gradients
 

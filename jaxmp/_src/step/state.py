@@ -111,7 +111,7 @@ def with_policy(opt_state: Any, policy: Any) -> Any:
 def policy_of(opt_state: Any) -> Any:
     """The policy that was written by `with_policy`, or None."""
     found = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, UnscaleState))
-    return next((x.policy for x in found if isinstance(x, UnscaleState) and hasattr(x, "policy")), None)
+    return next((vars(x)["policy"] for x in found if isinstance(x, UnscaleState) and hasattr(x, "policy")), None)
 
 
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:

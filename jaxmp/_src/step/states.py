@@ -16,7 +16,7 @@ T = TypeVar("T")
 def _with_attributes(kind: type[T]) -> type[T]:
     """A NamedTuple class whose objects can have attributes. They are no part of the pytree, and are lost with it."""
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), names)
+    return type(kind.__name__, (kind,), names)  # pyright: ignore[reportReturnType]
 
 
 class LossScaleState(NamedTuple):

@@ -161,6 +161,7 @@ def scaled_value_and_grad(
     k: int,
     axis_name: collectives.AxisName,
     keep_fp8_weights: bool = False,
+    looks: bool = True,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     """The core of `value_and_grad` and of its nnx twin, which passes mutable state through the microbatches.
 
@@ -173,6 +174,7 @@ def scaled_value_and_grad(
       policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
       axis_name, keep_fp8_weights: see `value_and_grad`.
+      looks: whether to look in which dtypes the loss computes; a plan of memory, which trains nothing, does not.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
@@ -204,7 +206,7 @@ def scaled_value_and_grad(
             with jax.named_scope("jaxmp.scale_loss"):
                 return loss * step_scale, (loss, aux, carry)
 
-        look = _look_once(params, policy, opt_state, notes)
+        look = _look_once(params, policy, opt_state, notes) if looks else lambda *_: None
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
