@@ -63,6 +63,39 @@ def test_branches_for_other_platforms_are_not_compiled() -> None:
     assert_bitwise(jax.jit(jaxmp.autocast(fn))(X), jaxmp.autocast(jnp.matmul)(X, W))
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds(axes: int) -> None:
+    def grow(x: jax.Array, end: jax.Array) -> Any:
+        return lax.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, jnp.tanh(c[1] @ W)), (0, x))
+
+    for _ in range(axes):
+        grow = jax.vmap(grow)
+    ends = np.arange(4, dtype=np.int32).reshape((4, 1)[:axes])
+    rows = X.reshape(*ends.shape, 8)
+    auto = jaxmp.autocast(grow)
+    (count, out), (_, exact), tangent = jax.jit(
+        lambda x: (auto(x, ends), grow(x, ends), jax.jvp(lambda x: auto(x, ends)[1], (x,), (x,))[1])
+    )(rows)
+    assert_bitwise(count, ends)
+    assert out.dtype == tangent.dtype == F16
+    assert_close(np.float32(out), exact, rtol=2e-2, atol=5e-3)
+    assert np.isfinite(tangent).all()
+
+
+@pytest.mark.parametrize("name", ["exp1", "expi", "hyp1f1", "polar"])
+def test_functions_of_scipy_with_such_loops(name: str) -> None:
+    x = np.linspace(0.5, 3.0, 4, dtype=np.float32)
+    m = np.eye(3, dtype=np.float32) + 0.1 * RNG.normal(size=(2, 3, 3)).astype(np.float32)
+    special, linalg = jax.scipy.special, jax.scipy.linalg
+    fn, args = {
+        "exp1": (special.exp1, (x,)),
+        "expi": (special.expi, (x,)),
+        "hyp1f1": (lambda x: special.hyp1f1(1.5, 2.5, x), (x,)),
+        "polar": (jax.vmap(lambda m: linalg.polar(m, method="qdwh")[0]), (m,)),
+    }[name]
+    assert_close(*jax.jit(lambda *args: (jaxmp.autocast(fn)(*args), fn(*args)))(*args), rtol=1e-5, atol=1e-5)
+
+
 # ---- regions, and what jit keeps of them
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
-from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
+from jaxmp._src.autocast.planner import Plan, Step, Value, value_of_array
 from jaxmp._src.programs import array_functions, jaxprs
 
 _FEW = 8  # equations: a call of so few is written out, which is cheaper than a trace of its own
@@ -73,9 +73,18 @@ def _while(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
         return runner.run(test, test_closed, (*test_consts, *carry))[0]
 
     def advance(carry: Any) -> Any:
-        return tuple(_cast_all(runner.run(body, body_closed, (*body_consts, *carry)), step.results))
+        return _cast_all(runner.run(body, body_closed, (*body_consts, *carry)), step.results)
 
-    return list(lax.while_loop(holds, advance, tuple(operands[second:])))
+    carry = tuple(operands[second:])
+    if not test.jaxpr.outvars[0].aval.ndim:
+        return list(lax.while_loop(holds, lambda carry: tuple(advance(carry)), carry))
+
+    def advance_rows(state: Any) -> Any:
+        going_on, old = state
+        new = tuple(jaxprs.rows_going_on(going_on, advance(old), old))
+        return holds(new), new
+
+    return list(lax.while_loop(lambda state: jnp.any(state[0]), advance_rows, (holds(carry), carry))[1])
 
 
 def _scan(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
@@ -234,7 +243,7 @@ def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: An
     with regions.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    plan = runner.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
+    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), step.lists)
     return jax.tree.unflatten(jax.tree.structure(shapes), runner.run(plan, consts, leaves)), shapes
 
 

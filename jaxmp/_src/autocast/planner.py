@@ -9,8 +9,9 @@ its neighbours (`value_uses`) may change the group, and the group decides on the
     None         back to what the operation was traced with
 
 As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. But a constant that
-`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32, unless the operation only picks values
-(`where(mask, x, -1e9)`): there the constant saturates.
+`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32. If the operation only picks values, a constant
+that is too large saturates (`where(mask, x, -1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into
+a buffer runs in the dtype of the buffer.
 
 float64, complex, integers, keys and fp8 are never cast, and an operation on float64, complex or fp8 values runs as it
 was written.
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, regions, value_uses
+from jaxmp._src.autocast import cast_lists, constants, regions, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
 from jaxmp._src.programs import jaxprs
@@ -93,6 +94,16 @@ def value_of(aval: Any) -> Value:
     return Value(aval.dtype if hasattr(aval, "dtype") else None, votes=getattr(aval, "ndim", 0) > 0)
 
 
+def value_of_array(x: Any, aval: Any = None) -> Value:
+    """An array that is there when the function is planned; a scalar is a constant unless it is traced."""
+    value = value_of(jax.typeof(x) if aval is None else aval)
+    if value.dtype not in FLOATS or np.ndim(x) or isinstance(x, jax.core.Tracer):
+        return value
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return value
+    return value._replace(const=float(x))
+
+
 class Planner:
     """Plans of one function and of those inside it, each made once."""
 
@@ -113,8 +124,8 @@ class Planner:
         return self._made[key][0]
 
     def _make(self, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists, uses: Uses) -> Plan:
-        jaxpr, _ = function
-        values: dict[Any, Value] = {v: value_of(v.aval) for v in jaxpr.constvars}
+        jaxpr, consts = function
+        values = {v: value_of_array(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)}
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
         def look_up(atom: Any) -> Value:
@@ -122,7 +133,10 @@ class Planner:
 
         steps = []
         for i, eqn in enumerate(jaxpr.eqns):
-            step = self._step(i, eqn, [look_up(v) for v in eqn.invars], regions.lists_of(eqn, lists), uses)
+            operands = [look_up(v) for v in eqn.invars]
+            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists), uses)
+            if (const := constants.result(eqn, [v.const for v in operands])) is not None:
+                step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
             steps.append(step)
         traced = [getattr(v.aval, "dtype", None) for v in jaxpr.invars]
@@ -139,26 +153,32 @@ class Planner:
         ):
             return Step(eqn, "same", "allow", (lists.dtype,), (Value(lists.dtype, operands[0].votes),), (), lists)
         functions = jaxprs.functions_of(eqn)
-        group = lists.group(jaxprs.function_name(eqn) if functions else eqn.primitive.name)
+        group = cast_lists.group_of(eqn, lists)
+        if cast_lists.is_linear_algebra(eqn):
+            return written(eqn, lists)
         if functions and not _has_other_floats(eqn):
             return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
         if functions or group is None or _has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
             return written(eqn, lists)
-        if i in uses.biased:
+        if i in uses.biased and _all_hold(lists.dtype, operands):
             group = "allow"
         if group == "force_fp32" and eqn.primitive.name in cast_lists.POWERS and i in uses.tamed:
             group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
-        if group == "allow" and _asks_for_float32(eqn):
+        if group in ("allow", "widest") and _asks_for_float32(eqn):
             return written(eqn, lists)
         if eqn.primitive.name in cast_lists.EACH_ITS_OWN and group == "widest":
             return _each_its_own(eqn, operands, lists)
         if group == "force_fp32" or (group == "widest" and _is_reciprocal(eqn)):
             dtype, group = FLOAT32, "force_fp32"
-        elif group == "allow" or (i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST):
+        elif group == "allow" or (
+            i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST and _all_hold(lists.dtype, operands)
+        ):
             dtype = lists.dtype
         elif i in uses.wide:
             operands = [v._replace(home=FLOAT32) for v in operands]  # float32 until a float32 operation reads it
             dtype, group = FLOAT32, "feeds float32"
+        elif eqn.primitive.name in cast_lists.INTO_BUFFER:
+            dtype = operands[0].dtype
         else:
             dtype = _widest(eqn, operands)
         return _in_dtype(eqn, operands, dtype, group, lists)
@@ -190,15 +210,15 @@ class Planner:
         return [v.dtype for v in given], [plan], plan.outputs
 
     def _cond(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
-        given = tuple(v._replace(const=None) for v in operands)
+        given = tuple(operands)
         plans = [self.plan(f, given[1:], lists, u) for f, u in zip(functions, uses, strict=True)]
         results = [_join(values) for values in zip(*(p.outputs for p in plans), strict=True)]
         return [v.dtype for v in given], plans, results
 
     def _while(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        given = [v._replace(const=None) for v in operands]
-        cond_consts, consts, carry = given[:first], given[first:second], given[second:]
+        cond_consts, consts = operands[:first], operands[first:second]
+        carry = [v._replace(const=None) for v in operands[second:]]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[1], (*consts, *carry), lists, uses[1])
@@ -211,10 +231,11 @@ class Planner:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         low = _low_inputs(uses[0], lists, len(operands))
         given = [
-            (_cast_early(v, dtype if i < n_consts else None))._replace(const=None, votes=inner.aval.ndim > 0)
+            (_cast_early(v, dtype if i < n_consts else None))._replace(votes=inner.aval.ndim > 0)
             for i, (v, dtype, inner) in enumerate(zip(operands, low, functions[0][0].invars, strict=True))
         ]
-        consts, carry, scanned = given[:n_consts], given[n_consts : n_consts + n_carry], given[n_consts + n_carry :]
+        consts, scanned = given[:n_consts], given[n_consts + n_carry :]
+        carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[0], (*consts, *carry, *scanned), lists, uses[0])
@@ -275,9 +296,25 @@ def _widest(eqn: Any, operands: list[Value]) -> Any:
     moves = eqn.primitive.name in cast_lists.MOVES
     voting = [v for v in floats if v.votes and not (moves and v.const is not None)] or floats
     dtype = np.dtype(jnp.result_type(*(v.dtype for v in voting)))
-    if dtype != FLOAT32 and not moves and not all(holds(dtype, v.const) for v in floats if v.const is not None):
-        return FLOAT32
-    return dtype
+    if not moves:
+        return dtype if _all_hold(dtype, floats) else FLOAT32
+    known = [v.const for v in operands]
+    return dtype if all(c is None or _can_be_picked(eqn, i, c, dtype) for i, c in enumerate(known)) else FLOAT32
+
+
+def _all_hold(dtype: Any, operands: list[Value]) -> bool:
+    return dtype == FLOAT32 or all(holds(dtype, v.const) for v in operands if v.const is not None)
+
+
+def _can_be_picked(eqn: Any, i: int, const: float, dtype: Any) -> bool:
+    """Whether the constant at operand `i` of an operation that picks values may be rounded to `dtype` or saturate."""
+    if holds(dtype, const):
+        return True
+    if abs(const) < 1:  # too small
+        return False
+    name = eqn.primitive.name
+    bound = {"max": "lower", "min": "upper"}.get(name) or ({0: "lower", 2: "upper"}.get(i) if name == "clamp" else None)
+    return bound is None or (const < 0) == (bound == "lower")  # a bound that no value passes
 
 
 def holds(dtype: Any, number: float) -> bool:
@@ -329,7 +366,7 @@ def _low_inputs(uses: Uses | None, lists: CastLists, count: int) -> list[Any]:
 
 
 def _cast_early(value: Value, dtype: Any) -> Value:
-    return value._replace(dtype=dtype) if dtype is not None and value.dtype in FLOATS else value
+    return value._replace(dtype=dtype) if value.dtype in FLOATS and dtype and _all_hold(dtype, [value]) else value
 
 
 def _join(values: tuple[Value, ...]) -> Value:

@@ -87,17 +87,17 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             low_equations.add(i)
         if is_tame:
             tamed.add(i)
-        functions = jaxprs.functions_of(eqn)
-        if functions and here.group(jaxprs.function_name(eqn)) is None:
+        functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
+        if functions and cast_lists.group_of(eqn, here) is None:
             inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
             for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
                 use(atom, as_low, as_wide)
             continue
-        group = "allow" if i in biased else here.group(name)
+        group = "allow" if i in biased else cast_lists.group_of(eqn, here)
         if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
             use(eqn.invars[0], is_low, is_wide)
             continue
-        fused = group == "widest" and is_wide and name in cast_lists.FUSIBLE
+        fused = group == "widest" and is_wide and (name in cast_lists.FUSIBLE or cast_lists.sums_nothing(eqn))
         if fused:
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
@@ -139,7 +139,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
         name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
         variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         if name in jaxprs.MATMULS:
-            if regions.lists_of(eqn, lists).group(name) == "allow":
+            if cast_lists.group_of(eqn, regions.lists_of(eqn, lists)) == "allow":
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
             place = _MOVED[name](eqn, variables[0].aval.shape)
