@@ -85,6 +85,10 @@ FUSIBLE = (_ARITHMETIC | MOVES) - {
     *("sharding_constraint", "name", "cummax", "cummin", "argmax", "argmin", "dynamic_slice", "concatenate"),
 }
 
+# Movement of a part of a value: of a computed one in float32, if float32 operations read it. (A table of params stays
+# as small as it is.)
+PARTS = frozenset({"gather", "dynamic_slice", "concatenate"})
+
 # Powers leave the range of 16 bits, and bounded functions return to it: 16 bits can hold the tanh of GELU.
 POWERS = frozenset({"integer_pow", "square"})
 BOUNDED = frozenset({"tanh", "logistic", "erf", "erfc", "sin", "cos", "sign"})

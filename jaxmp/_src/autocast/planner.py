@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, constants, regions, value_uses
+from jaxmp._src.autocast import cast_lists, constants, regions, roundings, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
 from jaxmp._src.programs import jaxprs
@@ -40,12 +40,14 @@ class Value(NamedTuple):
       votes: whether it counts among the inputs of an operation in the widest dtype.
       const: the number that all its elements are, if known.
       home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
+      computed: whether an operation of the function computes it; an input, moved or not, is not.
     """
 
     dtype: Any
     votes: bool = True
     const: float | None = None
     home: Any = None
+    computed: bool = False
 
 
 class Step(NamedTuple):
@@ -80,6 +82,8 @@ class Plan(NamedTuple):
       inputs: its inputs.
       outputs: its outputs.
       changed: whether anything differs from the function as it was traced.
+      readers: for each input, how it is read (`roundings`).
+      rounded: variables whose rounding to 16 bits must happen, because they are read both in 16 bits and in float32.
     """
 
     jaxpr: Any
@@ -87,6 +91,8 @@ class Plan(NamedTuple):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     changed: bool
+    readers: tuple[frozenset[str], ...]
+    rounded: frozenset[Any]
 
 
 def value_of(aval: Any) -> Value:
@@ -142,7 +148,9 @@ class Planner:
         traced = [getattr(v.aval, "dtype", None) for v in jaxpr.invars]
         changed = any(v.dtype != t for v, t in zip(inputs, traced, strict=True))
         changed = changed or any(_is_change(step) for step in steps)
-        return Plan(jaxpr, tuple(steps), inputs, tuple(look_up(v) for v in jaxpr.outvars), changed)
+        readers, rounded = roundings.find(jaxpr, steps)
+        outputs = tuple(look_up(v) for v in jaxpr.outvars)
+        return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
         if cast_lists.is_no_cast(eqn):
@@ -151,7 +159,8 @@ class Planner:
             cast_lists.is_mark(eqn)
             or (cast_lists.is_widening(eqn) and i in uses.low and operands[0].dtype == lists.dtype)
         ):
-            return Step(eqn, "same", "allow", (lists.dtype,), (Value(lists.dtype, operands[0].votes),), (), lists)
+            result = Value(lists.dtype, operands[0].votes, computed=True)
+            return Step(eqn, "same", "allow", (lists.dtype,), (result,), (), lists)
         functions = jaxprs.functions_of(eqn)
         group = cast_lists.group_of(eqn, lists)
         if cast_lists.is_linear_algebra(eqn):
@@ -174,7 +183,7 @@ class Planner:
             i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST and _all_hold(lists.dtype, operands)
         ):
             dtype = lists.dtype
-        elif i in uses.wide:
+        elif i in uses.wide and not _takes_from_input(eqn, operands):
             operands = [v._replace(home=FLOAT32) for v in operands]  # float32 until a float32 operation reads it
             dtype, group = FLOAT32, "feeds float32"
         elif eqn.primitive.name in cast_lists.INTO_BUFFER:
@@ -225,7 +234,8 @@ class Planner:
 
         carry = _settle(carry, lambda c: body(c).outputs)
         plans = [self.plan(functions[0], (*cond_consts, *carry), lists, uses[0]), body(carry)]
-        return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, carry
+        results = [v._replace(computed=True) for v in carry]
+        return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, results
 
     def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
@@ -243,12 +253,13 @@ class Planner:
         carry = _settle(carry, lambda c: body(c).outputs[:n_carry])
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
+        results = [v._replace(computed=True) for v in results]
         return [v.dtype for v in (*consts, *carry, *scanned)], [plan], results
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
     """An equation in the dtypes it was traced with."""
-    results = tuple(value_of(v.aval) for v in eqn.outvars)
+    results = tuple(value_of(v.aval)._replace(computed=True) for v in eqn.outvars)
     casts = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
     return Step(eqn, "written", group, casts, results, (), lists)
 
@@ -280,6 +291,12 @@ def _asks_for_float32(eqn: Any) -> bool:
         return True
     given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
     return preferred is not None and np.dtype(preferred) == FLOAT32 and FLOAT32 not in given
+
+
+def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
+    """Whether an equation takes a part of inputs that are 16-bit: rows of a table of params."""
+    moved = [v for v in operands if v.dtype in FLOATS and v.dtype != FLOAT32]
+    return eqn.primitive.name in cast_lists.PARTS and bool(moved) and not any(v.computed for v in moved)
 
 
 def _is_reciprocal(eqn: Any) -> bool:
@@ -330,16 +347,17 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
         result, home = home, None
     else:
         result = dtype
-    results = []
+    computed = eqn.primitive.name not in cast_lists.MOVES or any(v.computed for v in operands)
+    results: list[Value] = []
     for out in eqn.outvars:
         if out.aval.dtype not in FLOATS or dtype is None:
             results.append(value_of(out.aval))
         elif eqn.primitive.name in cast_lists.BEFORE_CAST and len(operands) == 1:
             # A broadcast scalar does not vote. A full array of one number votes, except where values are only picked.
             const = operands[0].const
-            results.append(Value(result, operands[0].votes or const is not None, const, home))
+            results.append(Value(result, operands[0].votes or const is not None, const, home, computed))
         else:
-            results.append(Value(result, out.aval.ndim > 0, None, home))
+            results.append(Value(result, out.aval.ndim > 0, None, home, computed))
     return Step(eqn, "bind", group, casts, tuple(results), (), lists)
 
 
@@ -373,7 +391,8 @@ def _join(values: tuple[Value, ...]) -> Value:
     first = values[0]
     if first.dtype not in FLOATS:
         return first._replace(const=None)
-    return Value(np.dtype(jnp.result_type(*(v.dtype for v in values))), any(v.votes for v in values))
+    computed = any(v.computed for v in values)
+    return Value(np.dtype(jnp.result_type(*(v.dtype for v in values))), any(v.votes for v in values), computed=computed)
 
 
 def _settle(carry: list[Value], step: Any) -> list[Value]:

@@ -4,7 +4,8 @@ A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alon
 questions about its neighbours correct that:
 
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
-  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
+  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte. The label's logit
+  in a cross-entropy is taken from the same float32 values as the sum of exponentials.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
 - **Does a power end in a bounded function?** GELU's cube ends in a tanh. bfloat16 has the range for it, and the
@@ -97,7 +98,8 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
             use(eqn.invars[0], is_low, is_wide)
             continue
-        fused = group == "widest" and is_wide and (name in cast_lists.FUSIBLE or cast_lists.sums_nothing(eqn))
+        can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.sums_nothing(eqn)
+        fused = group == "widest" and is_wide and can_be_wide
         if fused:
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
