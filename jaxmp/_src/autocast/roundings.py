@@ -29,9 +29,9 @@ def find(jaxpr: Any, steps: list[Any]) -> tuple[tuple[frozenset[str], ...], froz
     readers: dict[Any, frozenset[str]] = {v: frozenset({_LOW}) for v in jaxpr.outvars if not _is_literal(v)}
     rounded = set()
     for step in reversed(steps):
-        for v, result in zip(step.eqn.outvars, step.results, strict=True):
+        for k, (v, result) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
             if step.how != "same" and _is_low(result.dtype) and readers.get(v) == _BOTH:
-                rounded.add(v)
+                rounded |= {v} if result.dtype != jnp.float16 or _is_cast_down(step, k) else set()
         for i, atom in enumerate(step.eqn.invars):
             if not _is_literal(atom):
                 readers[atom] = readers.get(atom, frozenset()) | _readers_of_operand(step, i, readers)
@@ -49,6 +49,16 @@ def _readers_of_operand(step: Any, i: int, readers: dict[Any, frozenset[str]]) -
     inner = step.inner[0].readers[i] if step.how == "call" and eqn.primitive.name in _INLINED else frozenset()
     buffered = not inner or eqn.primitive.name in jaxprs.REMATS  # what is computed anew reads the value from memory
     return inner | {_LOW} if buffered else inner
+
+
+def _is_cast_down(step: Any, k: int) -> bool:
+    """Whether result `k` is computed in float32 and then cast. (XLA computes in float16, but often not in bfloat16.)"""
+    if step.how == "call" and step.eqn.primitive.name in _INLINED:
+        result = step.inner[0].jaxpr.outvars[k]
+        for inner in step.inner[0].steps:
+            if result in inner.eqn.outvars:
+                return _is_cast_down(inner, inner.eqn.outvars.index(result))
+    return jnp.float32 in step.operands
 
 
 def rounded(x: Any) -> Any:
