@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 import jaxmp
@@ -153,6 +154,63 @@ def test_threads_may_share_a_region() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+# ---- rules that are told what is differentiated (`symbolic_zeros`), as those of equinox and diffrax
+
+
+def product_with_rules(kind: str, told: list[Any]) -> Any:
+    """`x @ w + b`, whose rule triples the derivative of x and refuses that of b."""
+    if kind == "custom_jvp":
+        product_jvp = jax.custom_jvp(lambda x, w, b: (x @ w + b, jnp.sin(b)))
+
+        def jvp(primals: Any, tangents: Any) -> Any:
+            zeros = [isinstance(t, SymbolicZero) for t in tangents]
+            told.append(tuple(not z for z in zeros))
+            assert zeros[2], "b is not differentiable"
+            (x, w, _), (dx, dw, _) = primals, tangents
+            moved = (0.0 if zeros[0] else 3 * (dx @ w)) + (0.0 if zeros[1] else x @ dw)
+            out = product_jvp(*primals)
+            return out, (moved, jnp.zeros_like(out[1]))
+
+        product_jvp.defjvp(jvp, symbolic_zeros=True)
+        return product_jvp
+    product_vjp = jax.custom_vjp(lambda x, w, b: (x @ w + b, jnp.sin(b)))
+
+    def forward(x: Any, w: Any, b: Any) -> Any:
+        told.append((x.perturbed, w.perturbed, b.perturbed))
+        assert not b.perturbed, "b is not differentiable"
+        return product_vjp(x.value, w.value, b.value), (x.value, w.value)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        x, w = residuals
+        g = cotangents[0]
+        return 3 * (g @ w.T), x.T @ g, None
+
+    product_vjp.defvjp(forward, backward, symbolic_zeros=True)
+    return product_vjp
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("over", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_rules_are_told_what_is_differentiated(kind: str, over: Any) -> None:
+    told: list[Any] = []
+    product = product_with_rules(kind, told)
+
+    def loss(wrap: Any) -> Any:
+        return lambda x, w: jnp.sum(wrap(over(lambda x, w: product(x, w, jnp.ones(8))[0]))(x, w).astype(F32) * X)
+
+    with jax.numpy_rank_promotion("allow"):
+        grads = jax.jit(
+            lambda x, w: [
+                (jax.grad(f)(x, w), jax.grad(f, (0, 1))(x, w)) for f in map(loss, (jaxmp.autocast, lambda f: f))
+            ]
+        )
+        (dx, both), (exact_dx, exact) = grads(X, W)
+        over_all = jax.jit(jaxmp.autocast(jax.grad(loss(lambda f: f))))(X, W)
+    assert dx.dtype == F32 and set(told) == {(True, False, False), (True, True, False)}
+    assert_close((dx, both), (exact_dx, exact), rtol=2e-2, atol=2e-2)
+    assert_close(over_all.astype(F32), exact_dx, rtol=2e-2, atol=2e-2)
 
 
 # ---- modules

@@ -2,15 +2,17 @@
 
 The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule was written for the dtypes that the
 function was written in. So the rule is traced once more in these dtypes, planned like any function, and run in the
-dtypes that arrive.
+dtypes that arrive. A rule that asks for it (`symbolic_zeros=True`) is told which inputs are differentiated.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
@@ -137,15 +139,17 @@ def _custom_jvp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
-    @function.defjvp
+    @functools.partial(function.defjvp, symbolic_zeros=_has_symbolic_zeros(eqn))
     def rule(primals: Any, tangents: Any) -> Any:
+        places = [i for i in floats if not isinstance(tangents[i - len(closed)], SymbolicZero)]
+
         def as_traced(values: Any, moving: Any) -> Any:
-            at = tuple(values[i] for i in floats)
-            return jax.jvp(_of_floats(eqn, values, floats), at, tuple(moving), has_aux=True)
+            at = tuple(values[i] for i in places)
+            return jax.jvp(_of_floats(eqn, values, places), at, tuple(moving), has_aux=True)
 
         traced = [v.aval.dtype for v in eqn.invars]
-        moving = [tangents[i - len(closed)] for i in floats]
-        dtypes = (traced, [traced[i] for i in floats])
+        moving = [tangents[i - len(closed)] for i in places]
+        dtypes = (traced, [traced[i] for i in places])
         (out, out_moving, rest), _ = _rerun(runner, step, as_traced, ((*closed, *primals), moving), dtypes)
         is_float = [v.dtype in FLOATS for v in step.results]
         out, out_moving, rest = iter(out), iter(out_moving), iter(rest)
@@ -185,9 +189,16 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
+    has_symbolic_zeros = _has_symbolic_zeros(eqn)
+
     def forward(*values: Any) -> Any:
+        places = floats
+        if has_symbolic_zeros:
+            places = [i for i in floats if values[i - len(closed)].perturbed]
+            values = tuple(v.value for v in values)
+
         def as_traced(values: Any) -> Any:
-            return jax.vjp(_of_floats(eqn, values, floats), *(values[i] for i in floats), has_aux=True)
+            return jax.vjp(_of_floats(eqn, values, places), *(values[i] for i in places), has_aux=True)
 
         traced = [v.aval.dtype for v in eqn.invars]
         (out, pull_back, rest), shapes = _rerun(runner, step, as_traced, ((*closed, *values),), (traced,))
@@ -195,24 +206,33 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
         dtypes = tuple(s.dtype for s in jax.tree.leaves(shapes[1]))
         out, rest = iter(out), iter(rest)
         results = [next(out) if v.dtype in FLOATS else next(rest) for v in step.results]
-        return tuple(_cast_all(results, step.results)), _Residuals(arrays, (treedef, dtypes))
+        return tuple(_cast_all(results, step.results)), _Residuals(arrays, (treedef, dtypes, tuple(places)))
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        treedef, dtypes = residuals.static
+        treedef, dtypes, places = residuals.static
 
         def as_traced(arrays: Any, cotangents: Any) -> Any:
             return jax.tree.unflatten(treedef, arrays)(list(cotangents))
 
-        given = [cotangents[i] for i in float_outputs]
+        given = [_as_array(cotangents[i]) for i in float_outputs]
         traced = [eqn.outvars[i].aval.dtype for i in float_outputs]
         moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced))
         grads: list[Any] = [None] * len(eqn.invars)
-        for i, grad in zip(floats, moving, strict=True):
+        for i, grad in zip(places, moving, strict=True):
             grads[i] = cast(grad, step.operands[i])
         return tuple(grads[len(closed) :])
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=has_symbolic_zeros)
     return list(function(*operands[len(closed) :]))
+
+
+def _has_symbolic_zeros(eqn: Any) -> bool:
+    return bool(eqn.params.get("symbolic_zeros", False))
+
+
+def _as_array(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype) if is_zero else cotangent
 
 
 def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
