@@ -97,6 +97,46 @@ def test_functions_of_scipy_with_such_loops(name: str) -> None:
     assert_close(*jax.jit(lambda *args: (jaxmp.autocast(fn)(*args), fn(*args)))(*args), rtol=1e-5, atol=1e-5)
 
 
+# ---- called without jit
+
+
+def many_operations(x: jax.Array, w: jax.Array) -> jax.Array:
+    for _ in range(4):
+        x = jax.nn.softmax(jnp.tanh(x @ w) + x)
+    return lax.scan(lambda c, r: (c + jax.nn.gelu(r @ w), c), x[0], x)[0]
+
+
+fn_of_constants = jax.jit(lambda x: many_operations(x, W))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fn: jaxmp.autocast(fn, BF16)(X, W),
+        lambda fn: jax.grad(lambda x: jaxmp.autocast(fn, BF16)(x, W).astype(F32).sum())(X),
+        lambda fn: jaxmp.autocast(lambda x: fn(x, W) + fn(2 * x, W), BF16)(X),
+        lambda fn: jaxmp.autocast(fn_of_constants, BF16)(X),
+    ],
+    ids=["call", "gradient", "inside", "closure"],
+)
+def test_a_jitted_function_is_compiled_once(call: Any) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **about: Any) -> None:
+        compiled.extend([event] if "backend_compile" in event else [])
+
+    fn = jax.jit(many_operations)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        first = call(fn)
+        assert compiled
+        compiled.clear()
+        assert_bitwise(call(fn), first)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 # ---- regions, and what jit keeps of them
 
 

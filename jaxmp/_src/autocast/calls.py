@@ -17,10 +17,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
-from jaxmp._src.autocast.planner import Plan, Step, Value, value_of_array
+from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, value_of_array
 from jaxmp._src.programs import array_functions, jaxprs
 
 _FEW = 8  # equations: a call of so few is written out, which is cheaper than a trace of its own
+_SMALL = 2**20  # bytes: arrays that a function closes over and that may be kept with its program
 
 
 def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
@@ -30,16 +31,38 @@ def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     name, is_remat = jaxprs.body_name(eqn), eqn.primitive.name in jaxprs.REMATS
     if not is_remat and len(plan.steps) <= _FEW and not _has_shardings(eqn):
         return runner.run(plan, consts, operands)
-    if id(plan) not in runner.retraced:
-
-        def function(*values: Any) -> list[Any]:
-            return runner.run(plan, consts, values)
-
-        runner.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
-    jaxpr, extra = jaxprs.without_constants(eqn.params[name], runner.retraced[id(plan)][0])
+    program = _program(runner, eqn.params[name], plan, consts).trace(*operands).jaxpr
+    if not is_remat and _is_small(jaxprs.open_jaxpr(program)[1]):
+        return list(eqn.primitive.bind(*operands, **(eqn.params | {name: program})))
+    jaxpr, extra = jaxprs.without_constants(eqn.params[name], program)
     if extra and not is_remat:  # a jit has shardings for each of its operands, and none for these
         return runner.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
+
+
+def _program(runner: PlanRunner, jaxpr: Any, plan: Plan, consts: Any) -> Any:
+    """The function of a plan, jitted: the same object at every call, so that jax traces and compiles it once.
+
+    One that closes over large arrays is kept as long as its runner, to leave their memory to the user.
+    """
+    kept = _kept(jaxpr, plan.key) if _is_small(consts) else runner.programs.setdefault(id(plan), {})
+    if "program" not in kept:
+        alone = PlanRunner(Planner(), runner.calls)  # holds nothing of the functions around
+        kept |= {"program": jax.jit(lambda *values: alone.run(plan, consts, values)), "plan": plan}
+    return kept["program"]
+
+
+@functools.lru_cache(maxsize=128)
+def _kept(jaxpr: Any, key: Any) -> dict[str, Any]:
+    """What is kept for a jitted function and one plan of it, from call to call."""
+    del jaxpr, key
+    return {}
+
+
+def _is_small(consts: Any) -> bool:
+    if any(isinstance(x, jax.core.Tracer) for x in consts):
+        return False
+    return sum(getattr(x, "nbytes", 0) for x in consts) <= _SMALL
 
 
 def _has_shardings(eqn: Any) -> bool:

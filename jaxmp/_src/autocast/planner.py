@@ -84,6 +84,7 @@ class Plan(NamedTuple):
       changed: whether anything differs from the function as it was traced.
       readers: for each input, how it is read (`roundings`).
       rounded: variables whose rounding to 16 bits must happen, because they are read both in 16 bits and in float32.
+      key: what the plan depends on, beside the function.
     """
 
     jaxpr: Any
@@ -93,6 +94,7 @@ class Plan(NamedTuple):
     changed: bool
     readers: tuple[frozenset[str], ...]
     rounded: frozenset[Any]
+    key: Any
 
 
 def value_of(aval: Any) -> Value:
@@ -150,7 +152,8 @@ class Planner:
         changed = changed or any(_is_change(step) for step in steps)
         readers, rounded = roundings.find(jaxpr, steps)
         outputs = tuple(look_up(v) for v in jaxpr.outvars)
-        return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded)
+        key = (inputs, lists, uses.wide_outputs)
+        return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded, key)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
         if cast_lists.is_no_cast(eqn):

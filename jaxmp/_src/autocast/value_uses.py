@@ -35,6 +35,7 @@ class Uses(NamedTuple):
       biased: equations that add a bias to a matmul or a convolution.
       tamed: equations whose results all end in bounded functions.
       inner: for each equation with functions inside, the answers for these.
+      wide_outputs: what the caller said of the outputs.
     """
 
     low_inputs: tuple[bool, ...]
@@ -44,6 +45,7 @@ class Uses(NamedTuple):
     biased: frozenset[int]
     tamed: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
+    wide_outputs: tuple[bool, ...]
 
 
 class Features(NamedTuple):
@@ -114,6 +116,7 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         biased,
         frozenset(tamed),
         inner,
+        wide_outputs,
     )
 
 

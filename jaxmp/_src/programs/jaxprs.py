@@ -168,6 +168,8 @@ def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return closed if hasattr(like, "consts") else jaxpr, ()
     names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
     about = core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
     operands = [*jaxpr.constvars, *jaxpr.invars]
