@@ -632,6 +632,37 @@ def test_explain() -> None:
     assert "Sequential/layers_0  dot_general" in table and "% in bfloat16" in table
 
 
+class Layer(nn.Module):
+    width: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(self.width)(nn.LayerNorm()(x))))
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(48):
+            x = Layer(width=16 if i == 5 else 8)(x)
+        return nn.Dense(4, name="head")(x)
+
+
+def test_explain_shows_repeated_layers_once() -> None:
+    explanation = jaxmp.explain_autocast(Deep().apply, jax.eval_shape(Deep().init, KEY, X), X, dtype=BF16)
+    lines = str(explanation).splitlines()
+    assert len(explanation.rows) > 500 and len(lines) < 60
+    dots = [line.split() for line in lines if " dot_general " in line]
+    assert [(d[0], d[2], d[-1]) for d in dots] == [
+        ("Deep/Layer_[0-4,6-47]/Dense_[0-1]", "94", f"{94 * 2 * 4 * 8 * 8 / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_1", "1", f"{2 * 4 * 8 * 16 / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_0", "1", f"{2 * 4 * 8 * 16 / 1e6:.3f}"),
+        ("Deep/head", "1", f"{2 * 4 * 8 * 4 / 1e6:.3f}"),
+    ]
+    total = sum(int(line.split()[2]) for line in lines[1:-1])
+    assert total == sum(row.count for row in explanation.rows)
+
+
 def test_explain_counts_iterations_and_computes_nothing() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return lax.scan(lambda c, _: (c @ W, None), x, None, length=5)[0]
