@@ -26,8 +26,8 @@ DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
 QUICK = {"xla_backend_optimization_level": 0}
 # Results that are chosen by comparing numbers, at random or by index: one rounding may change them wholly.
 CHOSEN = ("argsort", "categorical", "random.gamma", "nextafter", "lexsort", "spence")
-# The value in 16 bits is another one, by the function's own definition.
-OWN_PRECISION = ("nextafter", "frexp", "reduce_precision")
+# jax's 16-bit form names an algorithm that CPUs lack.
+NOT_BY_HAND = ("nn.dot_product_attention",)
 
 
 def is_float(x: Any) -> bool:
@@ -108,7 +108,7 @@ def program(name: str, dtype: Any, over: Any) -> tuple[Any, Any]:
     has_gradient = bool(floats and weights) and _is_differentiable(plain, floats, weights, args)
     cast = [x.astype(dtype) if x.dtype == np.float32 else x for x in args]
     by_hand = lambda *args: [jnp.asarray(x) for x in jax.tree.leaves(fn(*args))]  # noqa: E731
-    has_by_hand = _runs(by_hand, cast)
+    has_by_hand = name not in NOT_BY_HAND and _runs(by_hand, cast)
 
     def run(args: Any, cast: Any) -> Any:
         found: dict[str, Any] = {"exact": plain(*args)}
@@ -172,9 +172,9 @@ def _compare(what: str, y: Any, exact: Any, by_hand: Any, dtype: Any, kind: str)
     eps = float(jnp.finfo(dtype).eps)
     with np.errstate(invalid="ignore"):
         hand_error = np.nan_to_num(np.abs(by_hand - exact), nan=0.0, posinf=0.0, neginf=0.0)
-        largest = np.abs(exact[np.isfinite(exact)]).max(initial=0.0)
+        largest = np.abs(exact[np.isfinite(exact)]).max(initial=1.0)
         factor = 3.0 if kind == "value" else 8.0
-        bound = factor * (hand_error.max(initial=0.0) + eps * np.abs(exact) + 0.25 * eps * largest)
+        bound = factor * (hand_error.max(initial=0.0) + eps * np.abs(exact) + 0.5 * eps * largest)
         wrong = ~((y == exact) | (np.isnan(y) & np.isnan(exact)) | (np.abs(y - exact) <= bound))
     if wrong.any():
         at = tuple(np.argwhere(wrong)[0])

@@ -5,6 +5,7 @@ XLA computes bfloat16 sums in float32, and may hand the unrounded result to some
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jax import lax
 import jaxmp
 from helpers import assert_close
 
+_PINS = ("reduce_precision", "optimization_barrier")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(64, 32)).astype(np.float32)
@@ -116,6 +118,25 @@ def test_a_table_of_16_bit_params_stays_as_small_as_it_is() -> None:
     closed = jax.make_jaxpr(jaxmp.autocast(fn, BF16))(jnp.zeros((1000, 8), BF16))
     seen = [e.invars[0].aval.dtype for e in _equations(closed.jaxpr) if e.primitive.name == "gather"]
     assert seen == [jnp.dtype(BF16)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_layer_that_is_one_operation_is_rounded_for_both(dtype: Any) -> None:
+    """BatchNorm computes in float32 and returns 16 bits."""
+    norm = nn.BatchNorm(use_running_average=True)
+    variables = norm.init(jax.random.key(0), X)
+
+    def fn(x: jax.Array) -> Any:
+        y = norm.apply(variables, x)
+        return jax.nn.relu(y), jnp.exp(y)
+
+    run = jaxmp.autocast(fn, dtype)
+    assert len([e for e in _equations(jax.make_jaxpr(run)(X).jaxpr) if e.primitive.name in _PINS]) == 1
+    low, exponential = jax.jit(run)(X)
+    assert low.dtype == dtype
+    expected = np.exp(np.asarray(low).astype(np.float64))
+    at = expected > 1  # where relu is the identity
+    assert_close(np.asarray(exponential)[at], np.float32(expected[at]), rtol=1e-6)
 
 
 def test_what_is_read_in_both_is_rounded_for_both() -> None:

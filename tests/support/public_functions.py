@@ -277,7 +277,7 @@ FUNCTIONS |= {
     "special.expn": (lambda p: jsp.special.expn(2, p), "p"),
     "special.logsumexp weighted": (lambda x, p: jsp.special.logsumexp(x, 1, b=p), "xp"),
     "stats.beta": (jsp.stats.beta.logpdf, "upp"),
-    "stats.dirichlet": (lambda u, p: jsp.stats.dirichlet.logpdf(u[0] / u[0].sum(), p[0]), "up"),
+    "stats.dirichlet": (lambda p: jsp.stats.dirichlet.logpdf(np.full(8, 0.125, np.float32), p[0]), "p"),
     "stats.multivariate_normal": (lambda x, s: jsp.stats.multivariate_normal.logpdf(x, jnp.zeros(8), s), "xs"),
     "stats.bernoulli": (lambda n, u: jsp.stats.bernoulli.logpmf(n % 2, u), "nu"),
     "stats.poisson": (lambda n, p: jsp.stats.poisson.logpmf(n, p), "np"),

@@ -29,8 +29,9 @@ def find(jaxpr: Any, steps: list[Any]) -> tuple[tuple[frozenset[str], ...], froz
     readers: dict[Any, frozenset[str]] = {v: frozenset({_LOW}) for v in jaxpr.outvars if not _is_literal(v)}
     rounded = set()
     for step in reversed(steps):
+        hands_on = step.how == "same" and step.operands[0] is None
         for k, (v, result) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
-            if step.how != "same" and _is_low(result.dtype) and readers.get(v) == _BOTH:
+            if not hands_on and _is_low(result.dtype) and readers.get(v) == _BOTH:
                 rounded |= {v} if result.dtype != jnp.float16 or _is_cast_down(step, k) else set()
         for i, atom in enumerate(step.eqn.invars):
             if not _is_literal(atom):
@@ -58,7 +59,7 @@ def _is_cast_down(step: Any, k: int) -> bool:
         for inner in step.inner[0].steps:
             if result in inner.eqn.outvars:
                 return _is_cast_down(inner, inner.eqn.outvars.index(result))
-    return jnp.float32 in step.operands
+    return step.how == "same" or jnp.float32 in step.operands
 
 
 def rounded(x: Any) -> Any:
