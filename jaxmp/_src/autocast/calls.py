@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.autocast import regions
@@ -60,7 +61,7 @@ def _kept(jaxpr: Any, key: Any) -> dict[str, Any]:
 
 
 def _is_small(consts: Any) -> bool:
-    if any(isinstance(x, jax.core.Tracer) for x in consts):
+    if any(isinstance(x, Tracer) for x in consts):
         return False
     return sum(getattr(x, "nbytes", 0) for x in consts) <= _SMALL
 
@@ -254,8 +255,10 @@ def _has_symbolic_zeros(eqn: Any) -> bool:
 
 
 def _as_array(cotangent: Any) -> Any:
-    is_zero = isinstance(cotangent, SymbolicZero)
-    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype) if is_zero else cotangent
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, constants, regions, roundings, value_uses
@@ -105,7 +106,7 @@ def value_of(aval: Any) -> Value:
 def value_of_array(x: Any, aval: Any = None) -> Value:
     """An array that is there when the function is planned; a scalar is a constant unless it is traced."""
     value = value_of(jax.typeof(x) if aval is None else aval)
-    if value.dtype not in FLOATS or np.ndim(x) or isinstance(x, jax.core.Tracer):
+    if value.dtype not in FLOATS or np.ndim(x) or isinstance(x, Tracer):
         return value
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return value
