@@ -253,6 +253,32 @@ def test_rules_are_told_what_is_differentiated(kind: str, over: Any) -> None:
     assert_close(over_all.astype(F32), exact_dx, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["plain", "vmap"])
+def test_rules_are_told_which_cotangents_are_zero(batched: bool) -> None:
+    """Under vmap, jax refuses a cotangent of a result that all rows share, unless it is known to be zero."""
+    told: list[Any] = []
+
+    @jax.custom_vjp
+    def product(x: jax.Array, b: jax.Array) -> Any:
+        return jnp.tanh(x @ W) + b, jnp.sin(b)
+
+    def backward(x: jax.Array, cotangents: Any) -> Any:
+        told.append([isinstance(g, SymbolicZero) for g in cotangents])
+        return 3 * (cotangents[0] @ W.T) * x, cotangents[0]
+
+    product.defvjp(lambda x, b: (product(x.value, b.value), x.value), backward, symbolic_zeros=True)
+
+    def loss(x: jax.Array, b: jax.Array) -> jax.Array:
+        fn = jax.vmap(product, (0, None), (0, None)) if batched else product
+        return jnp.sum(fn(x, b)[0].astype(F32) ** 2)
+
+    grads, exact = jax.jit(lambda x, b: [jax.grad(f, (0, 1))(x, b) for f in (jaxmp.autocast(loss, BF16), loss)])(
+        X if batched else X[0], jnp.ones(8)
+    )
+    assert told == [[False, True]] * len(told) and len(told) >= 2
+    assert_close(grads, exact, rtol=5e-2, atol=5e-2)
+
+
 # ---- modules
 
 

@@ -214,6 +214,7 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
     has_symbolic_zeros = _has_symbolic_zeros(eqn)
+    pulled_back = _linearized if has_symbolic_zeros else _with_pull_back
 
     def forward(*values: Any) -> Any:
         places = floats
@@ -222,7 +223,7 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
             values = tuple(v.value for v in values)
 
         def as_traced(values: Any) -> Any:
-            return jax.vjp(_of_floats(eqn, values, places), *(values[i] for i in places), has_aux=True)
+            return pulled_back(_of_floats(eqn, values, places), [values[i] for i in places])
 
         traced = [v.aval.dtype for v in eqn.invars]
         (out, pull_back, rest), shapes = _rerun(runner, step, as_traced, ((*closed, *values),), (traced,))
@@ -234,12 +235,17 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         treedef, dtypes, places = residuals.static
+        nonzero = [k for k, i in enumerate(float_outputs) if not isinstance(cotangents[i], SymbolicZero)]
 
         def as_traced(arrays: Any, cotangents: Any) -> Any:
-            return jax.tree.unflatten(treedef, arrays)(list(cotangents))
+            pull_back = jax.tree.unflatten(treedef, arrays)
+            if not has_symbolic_zeros:
+                return pull_back(list(cotangents))
+            moving = [jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype) for i in places]
+            return _transposed(pull_back, nonzero, moving)(list(cotangents))
 
-        given = [_as_array(cotangents[i]) for i in float_outputs]
-        traced = [eqn.outvars[i].aval.dtype for i in float_outputs]
+        given = [cotangents[float_outputs[k]] for k in nonzero]
+        traced = [eqn.outvars[float_outputs[k]].aval.dtype for k in nonzero]
         moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced))
         grads: list[Any] = [None] * len(eqn.invars)
         for i, grad in zip(places, moving, strict=True):
@@ -254,11 +260,22 @@ def _has_symbolic_zeros(eqn: Any) -> bool:
     return bool(eqn.params.get("symbolic_zeros", False))
 
 
-def _as_array(cotangent: Any) -> Any:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype)
+def _with_pull_back(function: Any, at: list[Any]) -> Any:
+    """The results of a function with auxiliary ones, as (results, function of cotangents, auxiliary results)."""
+    return jax.vjp(function, *at, has_aux=True)
+
+
+def _linearized(function: Any, at: list[Any]) -> Any:
+    """The same with a linear function of tangents; its transpose can be told which cotangents are zero."""
+    out, linear, rest = jax.linearize(function, *at, has_aux=True)
+    jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(linear)(*at))
+    return out, _Residuals(consts, jaxpr), rest
+
+
+def _transposed(linear: _Residuals, outputs: list[int], moving: list[Any]) -> Any:
+    """From cotangents of some outputs of a linear function, those of its inputs; other outputs have none."""
+    run = jaxprs.jaxpr_as_function(linear.static, linear.arrays)
+    return jax.linear_transpose(lambda *tangents: [run(*tangents)[k] for k in outputs], *moving)
 
 
 def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
