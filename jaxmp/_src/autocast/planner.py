@@ -215,10 +215,14 @@ class Planner:
         return Step(eqn, "call", group or "inside", tuple(casts), tuple(results), tuple(inner), lists)
 
     def _inside(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
-        del eqn
-        given = tuple(
-            _cast_early(v, u) for v, u in zip(operands, _low_inputs(uses[0], lists, len(operands)), strict=True)
-        )
+        low = _low_inputs(uses[0], lists, len(operands))
+        given = tuple(_cast_early(v, u) for v, u in zip(operands, low, strict=True))
+        if uses[0] is not None and eqn.primitive.name in jaxprs.JITS:  # one cast for the readers inside and outside
+            wide = uses[0].wide_inputs
+            given = tuple(
+                v._replace(dtype=FLOAT32) if w and v.computed and v.dtype in FLOATS else v
+                for v, w in zip(given, wide, strict=True)
+            )
         plan = self.plan(functions[0], given, lists, uses[0])
         return [v.dtype for v in given], [plan], plan.outputs
 
