@@ -10,6 +10,9 @@ The models of `benchmarks/programs/autocast.py`, forward and backward, are compi
     scratch          memory beside arguments and results; it contains the values kept for the backward pass
 
 Target: autocast needs no more kernels, bytes or casts of weights than the cast by hand.
+
+A cross-entropy with its gradient and its logits is compiled, too. Its program must hold one version of the logits: if
+their last sum is computed in 16 bits for some readers and in float32 for others, a loss may be below zero.
 """
 
 import math
@@ -20,8 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import PyTree
 
+import jaxmp
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import markdown
@@ -73,6 +78,32 @@ def _follow(block: str, blocks: dict[str, list[str]], arguments: list[Any]) -> t
     return cast, is_weight.get(root, False)
 
 
+def sums_of_shape(compiled: jax.stages.Compiled, shape: tuple[int, ...]) -> list[str]:
+    """The dtypes in which sums and matmuls with results of a shape are computed, in all kernels."""
+    found = set()
+    for lines in aot.computations(compiled).values():
+        for _, type_text, op, _, _ in aot.parse(lines):
+            name, _, sizes = type_text.partition("[")
+            if op in ("add", "dot") and sizes.split("]")[0] == ",".join(map(str, shape)):
+                found.add(name)
+    return sorted(found)
+
+
+def measure_logits(name: str) -> dict[str, Any]:
+    """The dtypes in which the logits of a cross-entropy are computed."""
+    rows, width, classes = 512, 256, 1000
+
+    def loss_fn(w: Any, b: Any, x: Any, labels: Any) -> Any:
+        logits = x @ w + b[None]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+
+    m = aot.mesh()
+    floats = [aot.spec(m, shape, jnp.float32) for shape in ((width, classes), (classes,), (rows, width))]
+    step = jax.value_and_grad(jaxmp.autocast(loss_fn, DTYPES[name]), has_aux=True)
+    compiled = aot.compile_for(step, *floats, aot.spec(m, (rows,), jnp.int32))
+    return {"dtype": name, "computed_in": sums_of_shape(compiled, (rows, classes))}
+
+
 def kernels_of(variables: PyTree) -> dict[int, int]:
     """The number of elements of each weight named "kernel", by its position among the arguments."""
     leaves = jax.tree_util.tree_leaves_with_path(variables)
@@ -100,8 +131,8 @@ def measure(job: programs.Job, kind: str, name: str) -> dict[str, Any]:
     }
 
 
-def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """Where autocast costs more than the cast by hand, in words."""
+def missed(rows: list[dict[str, Any]], logits: Iterable[dict[str, Any]] = ()) -> list[str]:
+    """Where autocast costs more than the cast by hand, or computes a value twice in two dtypes, in words."""
     by_hand = {(row["model"], row["dtype"]): row for row in rows if row["program"] == programs.BY_HAND}
     out = []
     for row in rows:
@@ -111,6 +142,9 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
                 ours, theirs = _cost(row, what), _cost(hand, what)
                 if ours > theirs:
                     out.append(f"{row['model']}, {row['dtype']}: {what.replace('_', ' ')} {ours}, by hand {theirs}")
+    for row in logits:
+        if len(row["computed_in"]) != 1:
+            out.append(f"logits, {row['dtype']}: computed in {', '.join(row['computed_in']) or 'no dtype'}")
     return out
 
 
@@ -139,7 +173,9 @@ def measure_all() -> dict[str, Any]:
             rows += [measure(job, kind, name) for kind in kinds if kind != programs.UNCAST]
             if name == "bf16" and "scan over 4" in job.name:
                 rows.append(measure(job, programs.POWERS, name))
-    return {"device": "H100 (compiled, not run)", "versions": found, "missed": missed(rows), "rows": rows}
+    logits = [measure_logits(name) for name in DTYPES]
+    device = "H100 (compiled, not run)"
+    return {"device": device, "versions": found, "missed": missed(rows, logits), "logits": logits, "rows": rows}
 
 
 BENCHMARK = Benchmark("h100 autocast", "h100_autocast.json", measure_all, render)

@@ -136,6 +136,7 @@ def test_leaves_other_dtypes_alone() -> None:
         (lambda x: (x @ W).astype(BF16), "bfloat16"),  # what was asked for
         (lambda x: jnp.linalg.inv((x @ W)[:, :4]), "float32"),  # no 16-bit form: as it was written
         (lambda x: jnp.dot(x.astype(F16), W.astype(F16), preferred_element_type=F32), "float32"),
+        (lambda x: jnp.einsum("i,j->ij", x[0].astype(F16), x[1].astype(F16), preferred_element_type=F32), "float32"),
         (lambda x: jnp.dot(x, W, precision=lax.DotAlgorithmPreset.F32_F32_F32), "float32"),
         (lambda x: jnp.zeros((4, 8)).at[jnp.arange(2)].add((x @ W)[:2]), "float32"),
     ],
@@ -145,6 +146,91 @@ def test_dtypes(fn: Any, expected: str) -> None:
     assert out.dtype.name == expected
     out, exact = np.asarray(out, np.float64), np.asarray(exact, np.float64)
     assert np.linalg.norm(out - exact) < 0.03 * np.linalg.norm(exact)
+
+
+EPS = jnp.float32(1e-8)  # an array without axes, closed over below
+
+TINY: dict[str, Any] = {
+    "numpy scalar": lambda x: x + jnp.float32(1e-8),
+    "closed-over array": lambda x: x + EPS,
+    "broadcast": lambda x: x + jnp.broadcast_to(EPS, (8,))[None],
+    "computed": lambda x: x + jnp.sqrt(EPS) * EPS / 2,
+    "maximum": lambda x: jnp.maximum(x, 1e-8),
+    "maximum of an array": lambda x: jnp.maximum(x, EPS),
+    "clip": lambda x: jnp.clip(x, 1e-8, 1.0),
+    "where": lambda x: jnp.where(x > 0, x, EPS),
+    "huge maximum": lambda x: jnp.maximum(x, 1e6),
+    "huge divisor": lambda x: x / 1e8 * 1e8,
+    "in a scan": lambda x: lax.scan(lambda c, r: (jnp.maximum(c, EPS), r + EPS), x[0], x)[1],
+    "in a while": lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.maximum(c[1], EPS)), (0, x))[1],
+    "in a cond": lambda x: lax.cond(x[0, 0] > 9, lambda x, e: x - e, lambda x, e: x + e, x, EPS),
+    "in a jit": lambda x: jax.jit(lambda x, e: jnp.maximum(x, e))(x, EPS),
+    "in a rematerialized": lambda x: jax.checkpoint(lambda x: jnp.log(jnp.maximum(x, EPS)))(x),
+    "in a vmap": lambda x: jax.vmap(lambda r: jnp.maximum(r, EPS))(x),
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_constants_that_float16_cannot_hold_keep_their_operation_in_float32(name: str) -> None:
+    """In value and gradient, where the 16-bit value is 0; bfloat16 holds all of them."""
+
+    def fn(x: jax.Array) -> jax.Array:
+        return TINY[name](x @ jnp.eye(8))
+
+    def run(fn: Any) -> Any:
+        return lambda x: (fn(x), jax.vjp(fn, x)[1](fn(x) * 0 + 1)[0]) if "while" not in name else (fn(x), x)
+
+    x = jnp.zeros((2, 8))
+    got, exact = jax.jit(lambda x: (run(jaxmp.autocast(fn))(x), run(fn)(x)))(x)
+    assert got[0].dtype == F32
+    assert_close(got, exact, rtol=1e-6)
+    assert jax.eval_shape(jaxmp.autocast(fn, BF16), x).dtype == (F32 if "remat" in name else BF16)
+
+
+@pytest.mark.parametrize(
+    "constant", [lambda x: jnp.maximum(x, -1e9), lambda x: jnp.clip(x, -1e6, 1e6), lambda x: jnp.maximum(x, 1e-3)]
+)
+def test_bounds_that_no_value_passes_saturate(constant: Any) -> None:
+    assert jax.eval_shape(jaxmp.autocast(lambda x: constant(x @ W)), X).dtype == F16
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: jnp.einsum("i,j->ij", a, b),
+        lambda a, b: jnp.outer(a, b),
+        lambda a, b: a[:, None] @ b[None],
+        lambda a, b: jnp.einsum("bi,bj->bij", a[None], b[None])[0],
+    ],
+)
+def test_a_product_that_sums_nothing_keeps_the_widest_dtype(product: Any) -> None:
+    position, frequency = jnp.arange(512.0), 1e4 ** -jnp.linspace(0.0, 1.0, 8)
+    angles = jax.jit(jaxmp.autocast(product, BF16))(position, frequency)
+    assert_close(angles, np.outer(position, frequency), rtol=1e-6)
+    low = jax.eval_shape(jaxmp.autocast(lambda a, b: product(a @ W, b @ W), BF16), X[0], X[1])
+    assert low.dtype == BF16
+
+
+WRITES: dict[str, Any] = {
+    "dynamic_update_slice": lambda cache, x: lax.dynamic_update_slice(cache, x, (1, 0)),
+    "set": lambda cache, x: cache.at[1:2].set(x),
+    "set rows": lambda cache, x: cache.at[np.array([1])].set(x),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_a_buffer_keeps_its_dtype(name: str, dtype: Any) -> None:
+    @functools.partial(jaxmp.autocast, dtype=dtype)
+    def step(cache: jax.Array, x: jax.Array) -> Any:
+        cache = WRITES[name](cache, jax.nn.softmax(x)[None])  # float32
+        return cache, cache.sum()
+
+    small = jnp.zeros((3, 8), dtype)
+    cache, _ = jax.jit(lambda cache: lax.scan(step, cache, X))(small)
+    assert cache.dtype == dtype and float(cache[1].sum()) > 0.9
+    wide = jax.eval_shape(jaxmp.autocast(lambda x: WRITES[name](jnp.zeros((3, 8)), x @ W), dtype), X[:1])
+    assert wide.dtype == F32
 
 
 def test_norms_by_hand_do_not_overflow() -> None:
@@ -545,6 +631,37 @@ def test_explain() -> None:
     assert explanation.casts == 4  # x, kernel, bias, and the logits back
     table = str(explanation)
     assert "Sequential/layers_0  dot_general" in table and "% in bfloat16" in table
+
+
+class Layer(nn.Module):
+    width: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(self.width)(nn.LayerNorm()(x))))
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(48):
+            x = Layer(width=16 if i == 5 else 8)(x)
+        return nn.Dense(4, name="head")(x)
+
+
+def test_explain_shows_repeated_layers_once() -> None:
+    explanation = jaxmp.explain_autocast(Deep().apply, jax.eval_shape(Deep().init, KEY, X), X, dtype=BF16)
+    lines = str(explanation).splitlines()
+    assert len(explanation.rows) > 500 and len(lines) < 60
+    dots = [line.split() for line in lines if " dot_general " in line]
+    assert [(d[0], d[2], d[-1]) for d in dots] == [
+        ("Deep/Layer_[0-4,6-47]/Dense_[0-1]", "94", f"{94 * 2 * 4 * 8 * 8 / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_1", "1", f"{2 * 4 * 8 * 16 / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_0", "1", f"{2 * 4 * 8 * 16 / 1e6:.3f}"),
+        ("Deep/head", "1", f"{2 * 4 * 8 * 4 / 1e6:.3f}"),
+    ]
+    total = sum(int(line.split()[2]) for line in lines[1:-1])
+    assert total == sum(row.count for row in explanation.rows)
 
 
 def test_explain_counts_iterations_and_computes_nothing() -> None:

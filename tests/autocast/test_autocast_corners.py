@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 
 import jaxmp
@@ -61,6 +62,79 @@ def test_branches_for_other_platforms_are_not_compiled() -> None:
         return lax.platform_dependent(x, tpu=lambda x: kernel(x) @ W, default=lambda x: x @ W)
 
     assert_bitwise(jax.jit(jaxmp.autocast(fn))(X), jaxmp.autocast(jnp.matmul)(X, W))
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds(axes: int) -> None:
+    def grow(x: jax.Array, end: jax.Array) -> Any:
+        return lax.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, jnp.tanh(c[1] @ W)), (0, x))
+
+    for _ in range(axes):
+        grow = jax.vmap(grow)
+    ends = np.arange(4, dtype=np.int32).reshape((4, 1)[:axes])
+    rows = X.reshape(*ends.shape, 8)
+    auto = jaxmp.autocast(grow)
+    (count, out), (_, exact), tangent = jax.jit(
+        lambda x: (auto(x, ends), grow(x, ends), jax.jvp(lambda x: auto(x, ends)[1], (x,), (x,))[1])
+    )(rows)
+    assert_bitwise(count, ends)
+    assert out.dtype == tangent.dtype == F16
+    assert_close(np.float32(out), exact, rtol=2e-2, atol=5e-3)
+    assert np.isfinite(tangent).all()
+
+
+@pytest.mark.parametrize("name", ["exp1", "expi", "hyp1f1", "polar"])
+def test_functions_of_scipy_with_such_loops(name: str) -> None:
+    x = np.linspace(0.5, 3.0, 4, dtype=np.float32)
+    m = np.eye(3, dtype=np.float32) + 0.1 * RNG.normal(size=(2, 3, 3)).astype(np.float32)
+    special, linalg = jax.scipy.special, jax.scipy.linalg
+    fn, args = {
+        "exp1": (special.exp1, (x,)),
+        "expi": (special.expi, (x,)),
+        "hyp1f1": (lambda x: special.hyp1f1(1.5, 2.5, x), (x,)),
+        "polar": (jax.vmap(lambda m: linalg.polar(m, method="qdwh")[0]), (m,)),
+    }[name]
+    assert_close(*jax.jit(lambda *args: (jaxmp.autocast(fn)(*args), fn(*args)))(*args), rtol=1e-5, atol=1e-5)
+
+
+# ---- called without jit
+
+
+def many_operations(x: jax.Array, w: jax.Array) -> jax.Array:
+    for _ in range(4):
+        x = jax.nn.softmax(jnp.tanh(x @ w) + x)
+    return lax.scan(lambda c, r: (c + jax.nn.gelu(r @ w), c), x[0], x)[0]
+
+
+fn_of_constants = jax.jit(lambda x: many_operations(x, W))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fn: jaxmp.autocast(fn, BF16)(X, W),
+        lambda fn: jax.grad(lambda x: jaxmp.autocast(fn, BF16)(x, W).astype(F32).sum())(X),
+        lambda fn: jaxmp.autocast(lambda x: fn(x, W) + fn(2 * x, W), BF16)(X),
+        lambda fn: jaxmp.autocast(fn_of_constants, BF16)(X),
+    ],
+    ids=["call", "gradient", "inside", "closure"],
+)
+def test_a_jitted_function_is_compiled_once(call: Any) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **about: Any) -> None:
+        compiled.extend([event] if "backend_compile" in event else [])
+
+    fn = jax.jit(many_operations)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        first = call(fn)
+        assert compiled
+        compiled.clear()
+        assert_bitwise(call(fn), first)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 # ---- regions, and what jit keeps of them
@@ -120,6 +194,89 @@ def test_threads_may_share_a_region() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+# ---- rules that are told what is differentiated (`symbolic_zeros`), as those of equinox and diffrax
+
+
+def product_with_rules(kind: str, told: list[Any]) -> Any:
+    """`x @ w + b`, whose rule triples the derivative of x and refuses that of b."""
+    if kind == "custom_jvp":
+        product_jvp = jax.custom_jvp(lambda x, w, b: (x @ w + b, jnp.sin(b)))
+
+        def jvp(primals: Any, tangents: Any) -> Any:
+            zeros = [isinstance(t, SymbolicZero) for t in tangents]
+            told.append(tuple(not z for z in zeros))
+            assert zeros[2], "b is not differentiable"
+            (x, w, _), (dx, dw, _) = primals, tangents
+            moved = (0.0 if zeros[0] else 3 * (dx @ w)) + (0.0 if zeros[1] else x @ dw)
+            out = product_jvp(*primals)
+            return out, (moved, jnp.zeros_like(out[1]))
+
+        product_jvp.defjvp(jvp, symbolic_zeros=True)
+        return product_jvp
+    product_vjp = jax.custom_vjp(lambda x, w, b: (x @ w + b, jnp.sin(b)))
+
+    def forward(x: Any, w: Any, b: Any) -> Any:
+        told.append((x.perturbed, w.perturbed, b.perturbed))
+        assert not b.perturbed, "b is not differentiable"
+        return product_vjp(x.value, w.value, b.value), (x.value, w.value)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        x, w = residuals
+        g = cotangents[0]
+        return 3 * (g @ w.T), x.T @ g, None
+
+    product_vjp.defvjp(forward, backward, symbolic_zeros=True)
+    return product_vjp
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("over", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+def test_rules_are_told_what_is_differentiated(kind: str, over: Any) -> None:
+    told: list[Any] = []
+    product = product_with_rules(kind, told)
+
+    def loss(wrap: Any) -> Any:
+        return lambda x, w: jnp.sum(wrap(over(lambda x, w: product(x, w, jnp.ones(8))[0]))(x, w).astype(F32) * X)
+
+    with jax.numpy_rank_promotion("allow"):
+        grads = jax.jit(
+            lambda x, w: [
+                (jax.grad(f)(x, w), jax.grad(f, (0, 1))(x, w)) for f in map(loss, (jaxmp.autocast, lambda f: f))
+            ]
+        )
+        (dx, both), (exact_dx, exact) = grads(X, W)
+        over_all = jax.jit(jaxmp.autocast(jax.grad(loss(lambda f: f))))(X, W)
+    assert dx.dtype == F32 and set(told) == {(True, False, False), (True, True, False)}
+    assert_close((dx, both), (exact_dx, exact), rtol=2e-2, atol=2e-2)
+    assert_close(over_all.astype(F32), exact_dx, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["plain", "vmap"])
+def test_rules_are_told_which_cotangents_are_zero(batched: bool) -> None:
+    """Under vmap, jax refuses a cotangent of a result that all rows share, unless it is known to be zero."""
+    told: list[Any] = []
+
+    @jax.custom_vjp
+    def product(x: jax.Array, b: jax.Array) -> Any:
+        return jnp.tanh(x @ W) + b, jnp.sin(b)
+
+    def backward(x: jax.Array, cotangents: Any) -> Any:
+        told.append([isinstance(g, SymbolicZero) for g in cotangents])
+        return 3 * (cotangents[0] @ W.T) * x, cotangents[0]
+
+    product.defvjp(lambda x, b: (product(x.value, b.value), x.value), backward, symbolic_zeros=True)
+
+    def loss(x: jax.Array, b: jax.Array) -> jax.Array:
+        fn = jax.vmap(product, (0, None), (0, None)) if batched else product
+        return jnp.sum(fn(x, b)[0].astype(F32) ** 2)
+
+    grads, exact = jax.jit(lambda x, b: [jax.grad(f, (0, 1))(x, b) for f in (jaxmp.autocast(loss, BF16), loss)])(
+        X if batched else X[0], jnp.ones(8)
+    )
+    assert told == [[False, True]] * len(told) and len(told) >= 2
+    assert_close(grads, exact, rtol=5e-2, atol=5e-2)
 
 
 # ---- modules

@@ -232,6 +232,7 @@ IS_MATMUL = "a dot product is the same primitive as a matmul"
 RESIZE = "jax resizes by indexing, or by matmuls with the weights"
 ASKED_FOR = "the cast to the dtype of the result is the one that the sum undoes"
 A_MEAN = "a sum, in float32, and a division"
+A_BUFFER = "a write into a buffer keeps its dtype, so that loops can carry it"
 
 
 def all_of(n: int, lp: str, other: str) -> dict[str, str]:
@@ -261,6 +262,7 @@ EVERYWHERE: Deviations = {
     "lstm_cell": (WRITTEN_OUT, rows_of("f32 f32", "f32 f32 f32 f32 f32", "lp f32 f32 f32 f32")),
     "gru_cell": (WRITTEN_OUT, rows_of("f32", "f32 f32 f32 f32", "lp f32 f32 f32")),
     "sum_dtype": (ASKED_FOR, rows_of("f32", "lp", "f32", "other", "f64")),
+    "index_put": (A_BUFFER, rows_of("lp", "lp f32")),
     "interpolate_nearest": (RESIZE, all_of(1, "lp", "other")),
     "interpolate_bilinear": (RESIZE, rows_of("lp", "lp", "f32", "other")),
 }
@@ -303,7 +305,7 @@ def arguments(op: dict[str, Any], row: str) -> list[jax.ShapeDtypeStruct]:
 
 def halved(x: Any) -> Any:
     """`x` as a product leaves it: float32 to the function that is traced, and of 16 bits under autocast."""
-    return (x[..., None] @ jnp.ones((1, 1)))[..., 0]
+    return (jnp.stack([x, x], -1) @ jnp.ones((2, 1)))[..., 0]
 
 
 def dtype_under_autocast(name: str, lp: str, row: str, where: str) -> str:

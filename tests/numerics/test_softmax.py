@@ -179,3 +179,142 @@ def test_errors_say_the_rule_and_the_fix():
         jaxmp.softmax_cross_entropy(x, jnp.zeros(2, bool))
     with pytest.raises(ValueError, match="label_smoothing must be from 0 to 1; got 1.5"):
         jaxmp.softmax_cross_entropy(x, jnp.zeros(2, jnp.int32), label_smoothing=1.5)
+
+
+# ---- all functions, rows of every magnitude and mask, first and second derivatives
+
+
+def rows_of_every_kind(dtype, seed, rows=256, classes=9):
+    """Logits of all magnitudes that the dtype holds, masks (`where`, -inf, both, nothing left), labels, weights."""
+    rng = np.random.default_rng(seed)
+    limit = min(float(jnp.finfo(dtype).max), 1e38)  # the difference of two logits is a float32
+    scale = 10.0 ** rng.uniform(-6, np.log10(limit) + 0.5, (rows, 1))
+    scale[: rows // 2] = 10.0 ** rng.uniform(-2, 1, (rows // 2, 1))
+    offset = rng.choice([0.0, 100.0, -100.0, 3e4, -3e4], (rows, 1))  # beyond the range of exp, on both sides
+    x = np.clip(rng.normal(size=(rows, classes)) * scale + offset, -limit, limit)
+    x[rng.random(x.shape) < rng.choice([0.0, 0.3, 1.0], (rows, 1), p=[0.5, 0.45, 0.05])] = -np.inf
+    where = rng.random(x.shape) < rng.choice([1.0, 0.6, 0.0], (rows, 1), p=[0.5, 0.45, 0.05])
+    x = np.asarray(jnp.asarray(x, jnp.float32).astype(dtype))
+    counts = where & (x != -np.inf)
+    labels = np.where(counts.any(-1), np.argmax(counts * rng.random(x.shape), -1), 0).astype(np.int32)
+    q = counts * rng.random(x.shape) * (rng.random(x.shape) < 0.8)
+    q = (q / np.maximum(q.sum(-1, keepdims=True), 1e-3)).astype(np.float32)
+    u, v = (rng.normal(size=x.shape).astype(np.float32) for _ in range(2))
+    v = np.asarray(jnp.asarray(v).astype(dtype))
+    return {"x": x, "where": where, "labels": labels, "q": q, "u": u, "v": v}
+
+
+@jax.jit
+def values_and_derivatives(x, where, labels, q, u, v):
+    """By function: (value, gradient of the sum of u times it, derivative of this gradient along v)."""
+    counts = where & (x != -jnp.inf)
+    row = u[:, 0]
+
+    def of_softmax(x):
+        p = jaxmp.softmax(x, where=where)
+        return jnp.sum(u * p), p
+
+    def of_log_softmax(x):
+        y = jaxmp.log_softmax(x, where=where)
+        return jnp.sum(jnp.where(counts, u * y, 0.0)), y
+
+    def of_logsumexp(x):
+        y = jaxmp.logsumexp(x, where=where)
+        return jnp.sum(jnp.where(counts.any(-1), row * y, 0.0)), y
+
+    def of_classes(x):
+        y = jaxmp.softmax_cross_entropy(x, labels, where=where)
+        return jnp.sum(row * y), y
+
+    def of_distributions(x):
+        y = jaxmp.softmax_cross_entropy(x, q, where=where)
+        return jnp.sum(row * y), y
+
+    def derived(f):
+        grad = jax.grad(f, has_aux=True)
+        (first, value), (second, _) = jax.jvp(grad, (x,), (v,))
+        return value, first, second
+
+    functions = (of_softmax, of_log_softmax, of_logsumexp, of_classes, of_distributions)
+    return {f.__name__: derived(f) for f in functions}
+
+
+@np.errstate(all="ignore")
+def values_and_derivatives_in_float64(x, where, labels, q, u, v):
+    """The same from the equations: with p the softmax, dp = p (v - p.v) is its derivative along v."""
+    counts = where & (x != -np.inf)
+    p, log_p, lse = oracle(x, where)
+    p, u, q = p, u.astype(np.float64) * 1.0, q.astype(np.float64)
+    v = np.where(counts, v.astype(np.float64), 0.0)
+    row, uc = u[:, :1], np.where(counts, u, 0.0)
+
+    def dot(a, b):
+        return np.sum(a * b, -1, keepdims=True)
+
+    def loss(q):
+        terms = np.where(q != 0, -q * np.where(counts, log_p, 0.0), 0.0)
+        return np.where(counts.any(-1), terms.sum(-1), 0.0)
+
+    dp = p * (v - dot(p, v))
+    one_hot = np.eye(x.shape[-1])[labels] * counts.any(-1, keepdims=True)
+    total = uc.sum(-1, keepdims=True)
+    found = {
+        "of_softmax": (p, p * (u - dot(p, u)), dp * (u - dot(p, u)) - p * dot(u, dp)),
+        "of_log_softmax": (log_p, uc - p * total, -dp * total),
+        "of_logsumexp": (lse, row * p, row * dp),
+        "of_classes": (loss(one_hot), row * (p - one_hot), row * dp),
+        "of_distributions": (
+            loss(q),
+            row * (p * q.sum(-1, keepdims=True) - q),
+            row * dp * q.sum(-1, keepdims=True),
+        ),
+    }
+    return {name: (value, *(np.where(counts, d, 0.0) for d in rest)) for name, (value, *rest) in found.items()}
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def check_rows_of_every_kind(dtype, seed):
+    rows = rows_of_every_kind(dtype, seed)
+    expected = values_and_derivatives_in_float64(**rows)
+    largest = np.abs(np.where(np.isfinite(rows["x"]), rows["x"], 0).astype(np.float64)).max(-1)
+    eps, least = float(jnp.finfo(dtype).eps), float(jnp.finfo(dtype).smallest_subnormal)
+    for name, found in values_and_derivatives(**rows).items():
+        for i, (got, exact) in enumerate(zip(found, expected[name], strict=True)):
+            exact = exact.astype(np.float32).astype(np.float64)
+            got = np.asarray(got).astype(np.float64)
+            # float32 rounds x - m, which is a relative error of exp(x - m)
+            bound = 3e-5 + 3e-5 * np.abs(exact)
+            if i == 0:
+                bound = np.maximum(bound, 3e-7 * largest.reshape(largest.shape + (1,) * (exact.ndim - 1)))
+            else:  # rounded to the dtype
+                bound = bound + eps * np.abs(exact) + least
+            wrong = ~((got == exact) | (np.abs(got - exact) <= bound))
+            if wrong.any():
+                at = np.argwhere(wrong)[0][0]
+                raise AssertionError((name, i, rows["x"][at], rows["where"][at], got[at], exact[at]))
+
+
+@each_dtype
+def test_rows_of_every_kind_and_their_derivatives_are_those_of_float64(dtype):
+    check_rows_of_every_kind(dtype, 0)
+
+
+@pytest.mark.campaign
+@each_dtype
+@pytest.mark.parametrize("seed", range(1, 100))
+def test_more_rows_of_every_kind(dtype, seed):
+    check_rows_of_every_kind(dtype, seed)
+
+
+def test_a_masked_element_beside_large_negative_logits_has_no_nan_in_its_gradient():
+    x = jnp.array([-100.0, -101.0, -jnp.inf])
+    p = np.exp([0.0, -1.0]) / np.exp([0.0, -1.0]).sum()
+    grad = jax.jit(jax.grad(lambda x: jaxmp.softmax(x)[0]))(x)
+    assert_close(grad, np.float32([p[0] * p[1], -p[0] * p[1], 0.0]), rtol=1e-6)
+
+
+def test_the_gradient_of_a_distribution_is_that_of_its_equation():
+    """d/dq_c = -log p_c, where q_c is 0 as well."""
+    x, q = jnp.array([[1.0, 2.0, 0.0]]), jnp.array([[0.0, 1.0, 0.0]])
+    grad = jax.jit(jax.grad(lambda q: jaxmp.softmax_cross_entropy(x, q).sum()))(q)
+    assert_close(grad, -np.asarray(oracle(x)[1], np.float32), rtol=1e-6)

@@ -136,6 +136,31 @@ def test_casts_of_weights_are_found_in_loops_and_fusions():
     assert h100_autocast.cast_elements(compiled, {1}) == 2 * 2 * 8
 
 
+TWO_VERSIONS = """HloModule m
+
+%rounded (p: f32[4,8]) -> bf16[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %c = bf16[4,8]{1,0} convert(%p)
+  ROOT %add.1 = bf16[4,8]{1,0} add(%c, %c)
+}
+
+ENTRY %main (x: f32[4,8]) -> (bf16[4,8], f32[4,8]) {
+  %x = f32[4,8]{1,0} parameter(0)
+  %add.2 = f32[4,8]{1,0} add(%x, %x)
+  %f = bf16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%rounded
+  ROOT %t = (bf16[4,8]{1,0}, f32[4,8]{1,0}) tuple(%f, %add.2)
+}
+"""
+
+
+def test_two_versions_of_the_logits_are_found():
+    compiled = SimpleNamespace(as_text=lambda: TWO_VERSIONS)
+    assert h100_autocast.sums_of_shape(compiled, (4, 8)) == ["bf16", "f32"]
+    assert h100_autocast.sums_of_shape(compiled, (8, 4)) == []
+    one, two = ({"dtype": "bf16", "computed_in": d} for d in (["bf16"], ["bf16", "f32"]))
+    assert h100_autocast.missed([], [one, two]) == ["logits, bf16: computed in bf16, f32"]
+
+
 def test_autocast_misses_its_target_only_if_it_costs_more_than_by_hand():
     row = {"model": "m", "dtype": "bf16", "bytes_read": 10, "bytes_written": 5, "weights_cast": 1.0, "kernels": 7}
     hand, ours = row | {"program": "by hand"}, row | {"program": "jaxmp.autocast", "bytes_read": 9, "bytes_written": 6}

@@ -148,6 +148,16 @@ def test_a_while_loop_names_the_iteration():
     assert (bad.primitive, bad.iterations) == ("mul", (4,))
 
 
+def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds():
+    def f(x, end):
+        return lax.while_loop(lambda state: state[0] < end, lambda state: (state[0] + 1, state[1] * 10), (0, x))[1]
+
+    x = jnp.ones((2, 3), HALF)
+    assert first_bad_op(jax.vmap(f), x, jnp.array([1, 4])) is None  # four times in all rows: 10 and 10000
+    bad = first_bad_op(jax.vmap(f), x, jnp.array([1, 5]))
+    assert (bad.primitive, bad.iterations) == ("mul", (4,))
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_the_branch_that_ran_is_looked_into(index):
     branches = [jnp.exp, lambda x: 1 / (x - 20), lambda x: x * 4000]

@@ -2,23 +2,27 @@
 
 The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule was written for the dtypes that the
 function was written in. So the rule is traced once more in these dtypes, planned like any function, and run in the
-dtypes that arrive.
+dtypes that arrive. A rule that asks for it (`symbolic_zeros=True`) is told which inputs are differentiated.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
-from jaxmp._src.autocast.planner import Plan, Step, Value, value_of
+from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, value_of_array
 from jaxmp._src.programs import array_functions, jaxprs
 
 _FEW = 8  # equations: a call of so few is written out, which is cheaper than a trace of its own
+_SMALL = 2**20  # bytes: arrays that a function closes over and that may be kept with its program
 
 
 def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
@@ -28,16 +32,38 @@ def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     name, is_remat = jaxprs.body_name(eqn), eqn.primitive.name in jaxprs.REMATS
     if not is_remat and len(plan.steps) <= _FEW and not _has_shardings(eqn):
         return runner.run(plan, consts, operands)
-    if id(plan) not in runner.retraced:
-
-        def function(*values: Any) -> list[Any]:
-            return runner.run(plan, consts, values)
-
-        runner.retraced[id(plan)] = jax.make_jaxpr(function)(*operands), plan
-    jaxpr, extra = jaxprs.without_constants(eqn.params[name], runner.retraced[id(plan)][0])
+    program = _program(runner, eqn.params[name], plan, consts).trace(*operands).jaxpr
+    if not is_remat and _is_small(jaxprs.open_jaxpr(program)[1]):
+        return list(eqn.primitive.bind(*operands, **(eqn.params | {name: program})))
+    jaxpr, extra = jaxprs.without_constants(eqn.params[name], program)
     if extra and not is_remat:  # a jit has shardings for each of its operands, and none for these
         return runner.run(plan, consts, operands)
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
+
+
+def _program(runner: PlanRunner, jaxpr: Any, plan: Plan, consts: Any) -> Any:
+    """The function of a plan, jitted: the same object at every call, so that jax traces and compiles it once.
+
+    One that closes over large arrays is kept as long as its runner, to leave their memory to the user.
+    """
+    kept = _kept(jaxpr, plan.key) if _is_small(consts) else runner.programs.setdefault(id(plan), {})
+    if "program" not in kept:
+        alone = PlanRunner(Planner(), runner.calls)  # holds nothing of the functions around
+        kept |= {"program": jax.jit(lambda *values: alone.run(plan, consts, values)), "plan": plan}
+    return kept["program"]
+
+
+@functools.lru_cache(maxsize=128)
+def _kept(jaxpr: Any, key: Any) -> dict[str, Any]:
+    """What is kept for a jitted function and one plan of it, from call to call."""
+    del jaxpr, key
+    return {}
+
+
+def _is_small(consts: Any) -> bool:
+    if any(isinstance(x, Tracer) for x in consts):
+        return False
+    return sum(getattr(x, "nbytes", 0) for x in consts) <= _SMALL
 
 
 def _has_shardings(eqn: Any) -> bool:
@@ -73,9 +99,18 @@ def _while(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
         return runner.run(test, test_closed, (*test_consts, *carry))[0]
 
     def advance(carry: Any) -> Any:
-        return tuple(_cast_all(runner.run(body, body_closed, (*body_consts, *carry)), step.results))
+        return _cast_all(runner.run(body, body_closed, (*body_consts, *carry)), step.results)
 
-    return list(lax.while_loop(holds, advance, tuple(operands[second:])))
+    carry = tuple(operands[second:])
+    if not test.jaxpr.outvars[0].aval.ndim:
+        return list(lax.while_loop(holds, lambda carry: tuple(advance(carry)), carry))
+
+    def advance_rows(state: Any) -> Any:
+        going_on, old = state
+        new = tuple(jaxprs.rows_going_on(going_on, advance(old), old))
+        return holds(new), new
+
+    return list(lax.while_loop(lambda state: jnp.any(state[0]), advance_rows, (holds(carry), carry))[1])
 
 
 def _scan(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
@@ -128,15 +163,17 @@ def _custom_jvp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
-    @function.defjvp
+    @functools.partial(function.defjvp, symbolic_zeros=_has_symbolic_zeros(eqn))
     def rule(primals: Any, tangents: Any) -> Any:
+        places = [i for i in floats if not isinstance(tangents[i - len(closed)], SymbolicZero)]
+
         def as_traced(values: Any, moving: Any) -> Any:
-            at = tuple(values[i] for i in floats)
-            return jax.jvp(_of_floats(eqn, values, floats), at, tuple(moving), has_aux=True)
+            at = tuple(values[i] for i in places)
+            return jax.jvp(_of_floats(eqn, values, places), at, tuple(moving), has_aux=True)
 
         traced = [v.aval.dtype for v in eqn.invars]
-        moving = [tangents[i - len(closed)] for i in floats]
-        dtypes = (traced, [traced[i] for i in floats])
+        moving = [tangents[i - len(closed)] for i in places]
+        dtypes = (traced, [traced[i] for i in places])
         (out, out_moving, rest), _ = _rerun(runner, step, as_traced, ((*closed, *primals), moving), dtypes)
         is_float = [v.dtype in FLOATS for v in step.results]
         out, out_moving, rest = iter(out), iter(out_moving), iter(rest)
@@ -176,9 +213,17 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
+    has_symbolic_zeros = _has_symbolic_zeros(eqn)
+    pulled_back = _linearized if has_symbolic_zeros else _with_pull_back
+
     def forward(*values: Any) -> Any:
+        places = floats
+        if has_symbolic_zeros:
+            places = [i for i in floats if values[i - len(closed)].perturbed]
+            values = tuple(v.value for v in values)
+
         def as_traced(values: Any) -> Any:
-            return jax.vjp(_of_floats(eqn, values, floats), *(values[i] for i in floats), has_aux=True)
+            return pulled_back(_of_floats(eqn, values, places), [values[i] for i in places])
 
         traced = [v.aval.dtype for v in eqn.invars]
         (out, pull_back, rest), shapes = _rerun(runner, step, as_traced, ((*closed, *values),), (traced,))
@@ -186,24 +231,51 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
         dtypes = tuple(s.dtype for s in jax.tree.leaves(shapes[1]))
         out, rest = iter(out), iter(rest)
         results = [next(out) if v.dtype in FLOATS else next(rest) for v in step.results]
-        return tuple(_cast_all(results, step.results)), _Residuals(arrays, (treedef, dtypes))
+        return tuple(_cast_all(results, step.results)), _Residuals(arrays, (treedef, dtypes, tuple(places)))
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        treedef, dtypes = residuals.static
+        treedef, dtypes, places = residuals.static
+        nonzero = [k for k, i in enumerate(float_outputs) if not isinstance(cotangents[i], SymbolicZero)]
 
         def as_traced(arrays: Any, cotangents: Any) -> Any:
-            return jax.tree.unflatten(treedef, arrays)(list(cotangents))
+            pull_back = jax.tree.unflatten(treedef, arrays)
+            if not has_symbolic_zeros:
+                return pull_back(list(cotangents))
+            moving = [jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype) for i in places]
+            return _transposed(pull_back, nonzero, moving)(list(cotangents))
 
-        given = [cotangents[i] for i in float_outputs]
-        traced = [eqn.outvars[i].aval.dtype for i in float_outputs]
+        given = [cotangents[float_outputs[k]] for k in nonzero]
+        traced = [eqn.outvars[float_outputs[k]].aval.dtype for k in nonzero]
         moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced))
         grads: list[Any] = [None] * len(eqn.invars)
-        for i, grad in zip(floats, moving, strict=True):
+        for i, grad in zip(places, moving, strict=True):
             grads[i] = cast(grad, step.operands[i])
         return tuple(grads[len(closed) :])
 
-    function.defvjp(forward, backward)
+    function.defvjp(forward, backward, symbolic_zeros=has_symbolic_zeros)
     return list(function(*operands[len(closed) :]))
+
+
+def _has_symbolic_zeros(eqn: Any) -> bool:
+    return bool(eqn.params.get("symbolic_zeros", False))
+
+
+def _with_pull_back(function: Any, at: list[Any]) -> Any:
+    """The results of a function with auxiliary ones, as (results, function of cotangents, auxiliary results)."""
+    return jax.vjp(function, *at, has_aux=True)
+
+
+def _linearized(function: Any, at: list[Any]) -> Any:
+    """The same with a linear function of tangents; its transpose can be told which cotangents are zero."""
+    out, linear, rest = jax.linearize(function, *at, has_aux=True)
+    jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(linear)(*at))
+    return out, _Residuals(consts, jaxpr), rest
+
+
+def _transposed(linear: _Residuals, outputs: list[int], moving: list[Any]) -> Any:
+    """From cotangents of some outputs of a linear function, those of its inputs; other outputs have none."""
+    run = jaxprs.jaxpr_as_function(linear.static, linear.arrays)
+    return jax.linear_transpose(lambda *tangents: [run(*tangents)[k] for k in outputs], *moving)
 
 
 def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
@@ -234,7 +306,7 @@ def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: An
     with regions.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    plan = runner.planner.plan((jaxpr, consts), tuple(value_of(jax.typeof(x)) for x in leaves), step.lists)
+    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), step.lists)
     return jax.tree.unflatten(jax.tree.structure(shapes), runner.run(plan, consts, leaves)), shapes
 
 

@@ -5,7 +5,8 @@ are four groups:
 
     allow       float16 or bfloat16: tensor cores make these fast              matmuls, convolutions
     force_fp32  float32: where 16 bits lose range or precision                exp, log, pow, rsqrt, sums, erf_inv, ...
-    widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...
+    widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...;
+                a write into a buffer keeps the buffer's dtype; a product that sums nothing is here, too
     (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks
 
 PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the parts
@@ -16,6 +17,7 @@ References:
 """
 
 import difflib
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -62,6 +64,9 @@ MOVES = frozenset(
     }
 )
 
+# These write into a buffer, their first input, and return it in its dtype: a cache stays as small as it was made.
+INTO_BUFFER = frozenset({"dynamic_update_slice", "scatter"})
+
 # Every input of these has a dtype of its own.
 EACH_ITS_OWN = frozenset(
     {
@@ -80,12 +85,26 @@ FUSIBLE = (_ARITHMETIC | MOVES) - {
     *("sharding_constraint", "name", "cummax", "cummin", "argmax", "argmin", "dynamic_slice", "concatenate"),
 }
 
+# Movement of a part of a value: of a computed one in float32, if float32 operations read it. (A table of params stays
+# as small as it is.)
+PARTS = frozenset({"gather", "dynamic_slice", "concatenate"})
+
 # Powers leave the range of 16 bits, and bounded functions return to it: 16 bits can hold the tanh of GELU.
 POWERS = frozenset({"integer_pow", "square"})
 BOUNDED = frozenset({"tanh", "logistic", "erf", "erfc", "sin", "cos", "sign"})
 
 # A cast before these is a cast of the same or fewer values.
 BEFORE_CAST = jaxprs.REARRANGES | {"broadcast_in_dim"}
+
+# In the files of jax's linear algebra, these are products and norms; all others (expm, pinv, polar, ...) iterate or
+# cancel, and a matmul inside them is no tensor-core work.
+PRODUCTS = frozenset(
+    {
+        *("matmul", "multi_dot", "vecdot", "tensordot", "outer", "cross", "trace", "diagonal", "matrix_transpose"),
+        *("norm", "vector_norm", "matrix_norm"),
+    }
+)
+_JAX = pathlib.PurePath(jax.__file__).parent
 
 LOW_MARK = "jaxmp.autocast.low"  # the name of results that are cast to 16 bits (see `flax_layers`)
 
@@ -147,6 +166,27 @@ def is_custom_scatter(eqn: Any) -> bool:
     """Whether an equation scatters with a function of the user: `x.at[i].apply(fn)`, traced for one dtype."""
     update = eqn.params.get("update_jaxpr") if eqn.primitive.name == "scatter" else None
     return update is not None and bool(update.eqns)
+
+
+def group_of(eqn: Any, lists: "CastLists") -> str | None:
+    """The group of an equation by its lists: that of its name, but a product that sums nothing is elementwise work."""
+    group = lists.group(jaxprs.function_name(eqn) if jaxprs.functions_of(eqn) else eqn.primitive.name)
+    return "widest" if group == "allow" and sums_nothing(eqn) else group
+
+
+def sums_nothing(eqn: Any) -> bool:
+    """Whether an equation is a product over no axis, or over axes of size 1."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return all(eqn.invars[0].aval.shape[a] == 1 for a in contracted)
+
+
+def is_linear_algebra(eqn: Any) -> bool:
+    """Whether an equation calls a function of jax's linear algebra (`expm`, `pinv`, ...): it stays as written."""
+    name, file = jaxprs.source_of(eqn)
+    path = pathlib.PurePath(file)
+    return "linalg" in (path.stem, path.parent.name) and path.is_relative_to(_JAX) and name not in PRODUCTS
 
 
 def is_no_cast(eqn: Any) -> bool:

@@ -1,6 +1,7 @@
 """What autocast would do with a function, and why: a table to read before it runs."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,6 +41,9 @@ class ExplainedOp(NamedTuple):
 class Explanation(NamedTuple):
     """The result of `explain_autocast`: rows, and a table when printed.
 
+    In the table, numbered modules with the same operations are one: `Block_[0-47]/Dense_0`, with all that is done in
+    them together.
+
     Attributes:
       rows: one for each kind of operation in each module, in the order they run.
       casts: how many values would be cast.
@@ -59,7 +63,7 @@ class Explanation(NamedTuple):
         titles = ("module", "operation", "count", "written", "runs in", "because of", "MFLOP")
         lines = [
             (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
-            for r in self.rows
+            for r in _grouped(self.rows)
         ]
         total = sum(self.flops_by_dtype().values()) or 1
         shares = ", ".join(f"{100 * n / total:.1f}% in {d}" for d, n in self.flops_by_dtype().items() if n)
@@ -124,6 +128,54 @@ def explain_autocast(
     inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)), is_input)
     jax.eval_shape(lambda *values: inputs.call(call, values), *inputs.values)
     return found[0]
+
+
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+_Line = tuple[int, tuple[str, ...], ExplainedOp]  # a place in the table, the parts of a path, and the row
+
+
+def _grouped(rows: Iterable[ExplainedOp]) -> list[ExplainedOp]:
+    """The rows, and one row for modules that differ in a number only."""
+    lines = _alike_as_one([(i, tuple(row.module.split("/")), row) for i, row in enumerate(rows)])
+    return [row._replace(module="/".join(path)) for _, path, row in sorted(lines, key=lambda line: line[0])]
+
+
+def _alike_as_one(lines: list[_Line]) -> list[_Line]:
+    members: dict[str, list[_Line]] = {}
+    for place, path, row in lines:
+        members.setdefault(path[0] if path else "", []).append((place, path[1:], row))
+    alike: dict[Any, list[str]] = {}
+    for name, inside in members.items():
+        numbered = _NUMBERED.fullmatch(name)
+        around = (numbered[1], numbered[3]) if numbered else name
+        operations = tuple((path, row._replace(module="")) for _, path, row in inside)
+        alike.setdefault((around, operations), []).append(name)
+    found = []
+    for names in alike.values():
+        inside, times = members[names[0]], len(names)
+        if not names[0]:
+            found += inside
+            continue
+        for place, path, row in _alike_as_one(inside):
+            row = row._replace(count=times * row.count, flops=times * row.flops)
+            found.append((place, (_ranges(names), *path), row))
+    return found
+
+
+def _ranges(names: list[str]) -> str:
+    """`Block_[0-2,5]` for `Block_0`, `Block_1`, `Block_2` and `Block_5`; one name stays as it is."""
+    if len(names) == 1:
+        return names[0]
+    parts = [re.fullmatch(_NUMBERED, name) for name in names]
+    runs: list[list[int]] = []
+    for number in sorted(int(part[2]) for part in parts if part):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    before, after = _NUMBERED.sub(r"\1", names[0]), _NUMBERED.sub(r"\3", names[0])
+    return f"{before}[{','.join(texts)}]{after}"
 
 
 def _explain(plan: Plan) -> Explanation:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxmp._src.autocast import regions
+from jaxmp._src.autocast import regions, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
 from jaxmp._src.programs import jaxprs
@@ -30,7 +30,7 @@ class PlanRunner:
     def __init__(self, planner: Planner, calls: dict[str, Any]):
         self.planner = planner
         self.calls = calls
-        self.retraced: dict[int, tuple[Any, Plan]] = {}  # jaxprs of plans that are called more than once
+        self.programs: dict[int, dict[str, Any]] = {}  # of plans that are called more than once
 
     def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
         """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with."""
@@ -58,6 +58,8 @@ class PlanRunner:
             # An operation that runs as it was written sets its own name.
             with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
                 results = self._run_step(step, operands)
+                pairs = zip(eqn.outvars, results, strict=True)
+                results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
             held |= dict(zip(eqn.outvars, results, strict=True))
             known |= dict(zip(eqn.outvars, step.results, strict=True))
         return [read(v, None, None) for v in jaxpr.outvars]

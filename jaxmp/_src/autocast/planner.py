@@ -9,8 +9,9 @@ its neighbours (`value_uses`) may change the group, and the group decides on the
     None         back to what the operation was traced with
 
 As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. But a constant that
-`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32, unless the operation only picks values
-(`where(mask, x, -1e9)`): there the constant saturates.
+`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32. If the operation only picks values, a constant
+that is too large saturates (`where(mask, x, -1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into
+a buffer runs in the dtype of the buffer.
 
 float64, complex, integers, keys and fp8 are never cast, and an operation on float64, complex or fp8 values runs as it
 was written.
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, regions, value_uses
+from jaxmp._src.autocast import cast_lists, constants, regions, roundings, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
 from jaxmp._src.programs import jaxprs
@@ -39,12 +41,14 @@ class Value(NamedTuple):
       votes: whether it counts among the inputs of an operation in the widest dtype.
       const: the number that all its elements are, if known.
       home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
+      computed: whether an operation of the function computes it; an input, moved or not, is not.
     """
 
     dtype: Any
     votes: bool = True
     const: float | None = None
     home: Any = None
+    computed: bool = False
 
 
 class Step(NamedTuple):
@@ -79,6 +83,9 @@ class Plan(NamedTuple):
       inputs: its inputs.
       outputs: its outputs.
       changed: whether anything differs from the function as it was traced.
+      readers: for each input, how it is read (`roundings`).
+      rounded: variables whose rounding to 16 bits must happen, because they are read both in 16 bits and in float32.
+      key: what the plan depends on, beside the function.
     """
 
     jaxpr: Any
@@ -86,11 +93,24 @@ class Plan(NamedTuple):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     changed: bool
+    readers: tuple[frozenset[str], ...]
+    rounded: frozenset[Any]
+    key: Any
 
 
 def value_of(aval: Any) -> Value:
     """An input as it was traced."""
     return Value(aval.dtype if hasattr(aval, "dtype") else None, votes=getattr(aval, "ndim", 0) > 0)
+
+
+def value_of_array(x: Any, aval: Any = None) -> Value:
+    """An array that is there when the function is planned; a scalar is a constant unless it is traced."""
+    value = value_of(jax.typeof(x) if aval is None else aval)
+    if value.dtype not in FLOATS or np.ndim(x) or isinstance(x, Tracer):
+        return value
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return value
+    return value._replace(const=float(x))
 
 
 class Planner:
@@ -113,8 +133,8 @@ class Planner:
         return self._made[key][0]
 
     def _make(self, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists, uses: Uses) -> Plan:
-        jaxpr, _ = function
-        values: dict[Any, Value] = {v: value_of(v.aval) for v in jaxpr.constvars}
+        jaxpr, consts = function
+        values = {v: value_of_array(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)}
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
 
         def look_up(atom: Any) -> Value:
@@ -122,13 +142,19 @@ class Planner:
 
         steps = []
         for i, eqn in enumerate(jaxpr.eqns):
-            step = self._step(i, eqn, [look_up(v) for v in eqn.invars], regions.lists_of(eqn, lists), uses)
+            operands = [look_up(v) for v in eqn.invars]
+            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists), uses)
+            if (const := constants.result(eqn, [v.const for v in operands])) is not None:
+                step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
             steps.append(step)
         traced = [getattr(v.aval, "dtype", None) for v in jaxpr.invars]
         changed = any(v.dtype != t for v, t in zip(inputs, traced, strict=True))
         changed = changed or any(_is_change(step) for step in steps)
-        return Plan(jaxpr, tuple(steps), inputs, tuple(look_up(v) for v in jaxpr.outvars), changed)
+        readers, rounded = roundings.find(jaxpr, steps)
+        outputs = tuple(look_up(v) for v in jaxpr.outvars)
+        key = (inputs, lists, uses.wide_outputs)
+        return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded, key)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
         if cast_lists.is_no_cast(eqn):
@@ -137,28 +163,35 @@ class Planner:
             cast_lists.is_mark(eqn)
             or (cast_lists.is_widening(eqn) and i in uses.low and operands[0].dtype == lists.dtype)
         ):
-            return Step(eqn, "same", "allow", (lists.dtype,), (Value(lists.dtype, operands[0].votes),), (), lists)
+            result = Value(lists.dtype, operands[0].votes, computed=True)
+            return Step(eqn, "same", "allow", (lists.dtype,), (result,), (), lists)
         functions = jaxprs.functions_of(eqn)
-        group = lists.group(jaxprs.function_name(eqn) if functions else eqn.primitive.name)
+        group = cast_lists.group_of(eqn, lists)
+        if cast_lists.is_linear_algebra(eqn):
+            return written(eqn, lists)
         if functions and not _has_other_floats(eqn):
             return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
         if functions or group is None or _has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
             return written(eqn, lists)
-        if i in uses.biased:
+        if i in uses.biased and _all_hold(lists.dtype, operands):
             group = "allow"
         if group == "force_fp32" and eqn.primitive.name in cast_lists.POWERS and i in uses.tamed:
             group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
-        if group == "allow" and _asks_for_float32(eqn):
+        if group in ("allow", "widest") and _asks_for_float32(eqn):
             return written(eqn, lists)
         if eqn.primitive.name in cast_lists.EACH_ITS_OWN and group == "widest":
             return _each_its_own(eqn, operands, lists)
         if group == "force_fp32" or (group == "widest" and _is_reciprocal(eqn)):
             dtype, group = FLOAT32, "force_fp32"
-        elif group == "allow" or (i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST):
+        elif group == "allow" or (
+            i in uses.low and eqn.primitive.name in cast_lists.BEFORE_CAST and _all_hold(lists.dtype, operands)
+        ):
             dtype = lists.dtype
-        elif i in uses.wide:
+        elif i in uses.wide and not _takes_from_input(eqn, operands):
             operands = [v._replace(home=FLOAT32) for v in operands]  # float32 until a float32 operation reads it
             dtype, group = FLOAT32, "feeds float32"
+        elif eqn.primitive.name in cast_lists.INTO_BUFFER:
+            dtype = operands[0].dtype
         else:
             dtype = _widest(eqn, operands)
         return _in_dtype(eqn, operands, dtype, group, lists)
@@ -182,39 +215,45 @@ class Planner:
         return Step(eqn, "call", group or "inside", tuple(casts), tuple(results), tuple(inner), lists)
 
     def _inside(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
-        del eqn
-        given = tuple(
-            _cast_early(v, u) for v, u in zip(operands, _low_inputs(uses[0], lists, len(operands)), strict=True)
-        )
+        low = _low_inputs(uses[0], lists, len(operands))
+        given = tuple(_cast_early(v, u) for v, u in zip(operands, low, strict=True))
+        if uses[0] is not None and eqn.primitive.name in jaxprs.JITS:  # one cast for the readers inside and outside
+            wide = uses[0].wide_inputs
+            given = tuple(
+                v._replace(dtype=FLOAT32) if w and v.computed and v.dtype in FLOATS else v
+                for v, w in zip(given, wide, strict=True)
+            )
         plan = self.plan(functions[0], given, lists, uses[0])
         return [v.dtype for v in given], [plan], plan.outputs
 
     def _cond(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
-        given = tuple(v._replace(const=None) for v in operands)
+        given = tuple(operands)
         plans = [self.plan(f, given[1:], lists, u) for f, u in zip(functions, uses, strict=True)]
         results = [_join(values) for values in zip(*(p.outputs for p in plans), strict=True)]
         return [v.dtype for v in given], plans, results
 
     def _while(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        given = [v._replace(const=None) for v in operands]
-        cond_consts, consts, carry = given[:first], given[first:second], given[second:]
+        cond_consts, consts = operands[:first], operands[first:second]
+        carry = [v._replace(const=None) for v in operands[second:]]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[1], (*consts, *carry), lists, uses[1])
 
         carry = _settle(carry, lambda c: body(c).outputs)
         plans = [self.plan(functions[0], (*cond_consts, *carry), lists, uses[0]), body(carry)]
-        return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, carry
+        results = [v._replace(computed=True) for v in carry]
+        return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, results
 
     def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         low = _low_inputs(uses[0], lists, len(operands))
         given = [
-            (_cast_early(v, dtype if i < n_consts else None))._replace(const=None, votes=inner.aval.ndim > 0)
+            (_cast_early(v, dtype if i < n_consts else None))._replace(votes=inner.aval.ndim > 0)
             for i, (v, dtype, inner) in enumerate(zip(operands, low, functions[0][0].invars, strict=True))
         ]
-        consts, carry, scanned = given[:n_consts], given[n_consts : n_consts + n_carry], given[n_consts + n_carry :]
+        consts, scanned = given[:n_consts], given[n_consts + n_carry :]
+        carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[0], (*consts, *carry, *scanned), lists, uses[0])
@@ -222,12 +261,13 @@ class Planner:
         carry = _settle(carry, lambda c: body(c).outputs[:n_carry])
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
+        results = [v._replace(computed=True) for v in results]
         return [v.dtype for v in (*consts, *carry, *scanned)], [plan], results
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
     """An equation in the dtypes it was traced with."""
-    results = tuple(value_of(v.aval) for v in eqn.outvars)
+    results = tuple(value_of(v.aval)._replace(computed=True) for v in eqn.outvars)
     casts = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
     return Step(eqn, "written", group, casts, results, (), lists)
 
@@ -272,6 +312,12 @@ def _asks_for_float32(eqn: Any) -> bool:
     return preferred is not None and np.dtype(preferred) == FLOAT32 and FLOAT32 not in given
 
 
+def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
+    """Whether an equation takes a part of inputs that are 16-bit: rows of a table of params."""
+    moved = [v for v in operands if v.dtype in FLOATS and v.dtype != FLOAT32]
+    return eqn.primitive.name in cast_lists.PARTS and bool(moved) and not any(v.computed for v in moved)
+
+
 def _is_reciprocal(eqn: Any) -> bool:
     if eqn.primitive.name == "integer_pow":
         return eqn.params["y"] < 0
@@ -286,9 +332,25 @@ def _widest(eqn: Any, operands: list[Value]) -> Any:
     moves = eqn.primitive.name in cast_lists.MOVES
     voting = [v for v in floats if v.votes and not (moves and v.const is not None)] or floats
     dtype = np.dtype(jnp.result_type(*(v.dtype for v in voting)))
-    if dtype != FLOAT32 and not moves and not all(holds(dtype, v.const) for v in floats if v.const is not None):
-        return FLOAT32
-    return dtype
+    if not moves:
+        return dtype if _all_hold(dtype, floats) else FLOAT32
+    known = [v.const for v in operands]
+    return dtype if all(c is None or _can_be_picked(eqn, i, c, dtype) for i, c in enumerate(known)) else FLOAT32
+
+
+def _all_hold(dtype: Any, operands: list[Value]) -> bool:
+    return dtype == FLOAT32 or all(holds(dtype, v.const) for v in operands if v.const is not None)
+
+
+def _can_be_picked(eqn: Any, i: int, const: float, dtype: Any) -> bool:
+    """Whether the constant at operand `i` of an operation that picks values may be rounded to `dtype` or saturate."""
+    if holds(dtype, const):
+        return True
+    if abs(const) < 1:  # too small
+        return False
+    name = eqn.primitive.name
+    bound = {"max": "lower", "min": "upper"}.get(name) or ({0: "lower", 2: "upper"}.get(i) if name == "clamp" else None)
+    return bound is None or (const < 0) == (bound == "lower")  # a bound that no value passes
 
 
 def holds(dtype: Any, number: float) -> bool:
@@ -304,16 +366,17 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
         result, home = home, None
     else:
         result = dtype
-    results = []
+    computed = eqn.primitive.name not in cast_lists.MOVES or any(v.computed for v in operands)
+    results: list[Value] = []
     for out in eqn.outvars:
         if out.aval.dtype not in FLOATS or dtype is None:
             results.append(value_of(out.aval))
         elif eqn.primitive.name in cast_lists.BEFORE_CAST and len(operands) == 1:
             # A broadcast scalar does not vote. A full array of one number votes, except where values are only picked.
             const = operands[0].const
-            results.append(Value(result, operands[0].votes or const is not None, const, home))
+            results.append(Value(result, operands[0].votes or const is not None, const, home, computed))
         else:
-            results.append(Value(result, out.aval.ndim > 0, None, home))
+            results.append(Value(result, out.aval.ndim > 0, None, home, computed))
     return Step(eqn, "bind", group, casts, tuple(results), (), lists)
 
 
@@ -340,14 +403,15 @@ def _low_inputs(uses: Uses | None, lists: CastLists, count: int) -> list[Any]:
 
 
 def _cast_early(value: Value, dtype: Any) -> Value:
-    return value._replace(dtype=dtype) if dtype is not None and value.dtype in FLOATS else value
+    return value._replace(dtype=dtype) if value.dtype in FLOATS and dtype and _all_hold(dtype, [value]) else value
 
 
 def _join(values: tuple[Value, ...]) -> Value:
     first = values[0]
     if first.dtype not in FLOATS:
         return first._replace(const=None)
-    return Value(np.dtype(jnp.result_type(*(v.dtype for v in values))), any(v.votes for v in values))
+    computed = any(v.computed for v in values)
+    return Value(np.dtype(jnp.result_type(*(v.dtype for v in values))), any(v.votes for v in values), computed=computed)
 
 
 def _settle(carry: list[Value], step: Any) -> list[Value]:

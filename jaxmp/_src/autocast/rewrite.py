@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxmp._src.autocast import calls, cast_lists, flax_layers, plan_runner, planner, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
-from jaxmp._src.programs import array_functions
+from jaxmp._src.programs import array_functions, haiku_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -138,7 +138,14 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         here = _inherited(lists) if inherits else lists
-        out = flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+
+        def rewritten(fn: Any) -> Any:
+            return lambda *args, **kwargs: flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+
+        if here.dtype is None:
+            out = rewritten(fn)(*args, **kwargs)
+        else:
+            out = haiku_frames.call(fn, rewritten, args, kwargs, what="autocast")
         around = regions.current()
         if around is None or here.modules is not around.modules:  # a region warns at its end
             here.modules.warn_of_idle()

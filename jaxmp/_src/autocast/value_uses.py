@@ -4,7 +4,8 @@ A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alon
 questions about its neighbours correct that:
 
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
-  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte.
+  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte. The label's logit
+  in a cross-entropy is taken from the same float32 values as the sum of exponentials.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
 - **Does a power end in a bounded function?** GELU's cube ends in a tanh. bfloat16 has the range for it, and the
@@ -34,6 +35,7 @@ class Uses(NamedTuple):
       biased: equations that add a bias to a matmul or a convolution.
       tamed: equations whose results all end in bounded functions.
       inner: for each equation with functions inside, the answers for these.
+      wide_outputs: what the caller said of the outputs.
     """
 
     low_inputs: tuple[bool, ...]
@@ -43,6 +45,7 @@ class Uses(NamedTuple):
     biased: frozenset[int]
     tamed: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
+    wide_outputs: tuple[bool, ...]
 
 
 class Features(NamedTuple):
@@ -87,17 +90,18 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             low_equations.add(i)
         if is_tame:
             tamed.add(i)
-        functions = jaxprs.functions_of(eqn)
-        if functions and here.group(jaxprs.function_name(eqn)) is None:
+        functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
+        if functions and cast_lists.group_of(eqn, here) is None:
             inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
             for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
                 use(atom, as_low, as_wide)
             continue
-        group = "allow" if i in biased else here.group(name)
+        group = "allow" if i in biased else cast_lists.group_of(eqn, here)
         if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
             use(eqn.invars[0], is_low, is_wide)
             continue
-        fused = group == "widest" and is_wide and name in cast_lists.FUSIBLE
+        can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.sums_nothing(eqn)
+        fused = group == "widest" and is_wide and can_be_wide
         if fused:
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
@@ -112,6 +116,7 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         biased,
         frozenset(tamed),
         inner,
+        wide_outputs,
     )
 
 
@@ -139,7 +144,7 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
         name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
         variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         if name in jaxprs.MATMULS:
-            if regions.lists_of(eqn, lists).group(name) == "allow":
+            if cast_lists.group_of(eqn, regions.lists_of(eqn, lists)) == "allow":
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
             place = _MOVED[name](eqn, variables[0].aval.shape)

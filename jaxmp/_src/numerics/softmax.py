@@ -178,8 +178,9 @@ def softmax_cross_entropy(
         if not (isinstance(label_smoothing, (int, float)) and label_smoothing == 0):
             number = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
             target = (1.0 - label_smoothing) * target + label_smoothing * (counts / _nonzero(number))
-        used = target != 0
-        terms = jnp.where(used, target * jnp.where(used, -log_probabilities, 0.0), 0.0)
+        unused = (target == 0) & (log_probabilities == -jnp.inf)  # 0 times inf is 0 here
+        of_masked = jnp.where(target == 0, 0.0, jnp.inf)
+        terms = jnp.where(counts, -target * jnp.where(unused | ~counts, 0.0, log_probabilities), of_masked)
         not_empty = jnp.any(counts, axis=-1, keepdims=True)
         loss = jnp.sum(jnp.where(not_empty, terms, 0.0), axis=-1)
         if is_class:
@@ -204,10 +205,10 @@ def _counting(x: Array, where: Any) -> Array:
 
 def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array, Array]:
     """float32 (largest element m of each row, x - m, sum of exp(x - m)); all 0 in a row where nothing counts."""
-    wide = jnp.where(counts, x.astype(jnp.float32), 0.0)  # masked values must not reach a gradient
+    wide = x.astype(jnp.float32)
     largest = jnp.max(lax.stop_gradient(wide), axis=axis, keepdims=True, initial=-jnp.inf, where=counts)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # for an empty row; an inf in x still shows in the result
-    shifted = wide - largest
+    shifted = jnp.where(counts, wide, largest) - largest  # 0 where masked: exp and its derivatives stay finite there
     return largest, shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
 
 

@@ -146,9 +146,10 @@ class Traced:
         self._treedef: Any = None
 
         def flat(*values: Any) -> list[Any]:
-            self._out, self._treedef = jax.tree.flatten(inputs.call(fn, values))
-            self._arrays = [i for i, x in enumerate(self._out) if isinstance(x, jax.Array)]
-            return [self._out[i] for i in self._arrays]
+            out, self._treedef = jax.tree.flatten(inputs.call(fn, values))
+            self._arrays = [i for i, x in enumerate(out) if isinstance(x, jax.Array)]
+            self._out = with_values(out, self._arrays, [None] * len(self._arrays))  # no value of this trace is kept
+            return [out[i] for i in self._arrays]
 
         self.values = [jnp.asarray(x) for x in inputs.values]
         self.avals = [jax.typeof(x) for x in self.values]

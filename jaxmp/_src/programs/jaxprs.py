@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 # A call of a function with the equation's own operands: what is true of a call is true inside.
@@ -78,6 +80,14 @@ def function_name(eqn: Any) -> str:
     return str(eqn.params.get("name", eqn.primitive.name))
 
 
+def source_of(eqn: Any) -> tuple[str, str]:
+    """The name and the file of the function that an equation calls; empty if it calls none or they are not known."""
+    if eqn.primitive.name not in CALLS:
+        return "", ""
+    name, _, place = open_jaxpr(eqn.params[body_name(eqn)])[0].debug_info.func_src_info.partition(" at ")
+    return name, place.rpartition(":")[0]
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
 
@@ -88,6 +98,19 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     scanned = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
     carried = len(eqn.outvars) - stacked
     return len(eqn.invars) - scanned - carried, carried
+
+
+def rows_going_on(holds: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    """The values that a `while` carries after an iteration: `new` in rows whose test held, else `old`.
+
+    `jax.vmap` gives the test of a `while` leading axes, one bool for each row; every value has these axes first.
+    """
+    if not jnp.ndim(holds):
+        return list(new)
+    return [
+        lax.select(lax.broadcast_in_dim(holds, jnp.shape(a), range(jnp.ndim(holds))), a, b)
+        for a, b in zip(new, old, strict=True)
+    ]
 
 
 def as_function(eqn: Any) -> Any:
@@ -145,6 +168,8 @@ def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return closed if hasattr(like, "consts") else jaxpr, ()
     names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
     about = core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
     operands = [*jaxpr.constvars, *jaxpr.invars]

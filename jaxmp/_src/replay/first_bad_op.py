@@ -10,6 +10,7 @@ rules, in a loop iteration by iteration. Values are dropped after their last rea
 the function run eagerly, and a little time for each operation: seconds for a model of some thousand operations.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,12 +199,18 @@ class _Walker:
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
         carry, taints = operands[second:], tainted[second:]
-        holds, compiled, walks = _compiled(test), _compiled(body), []
+        holds, run, walks = _compiled(test), jaxprs.jaxpr_as_function(*body), []
         i = 0
-        while bool(holds(*operands[:first], *carry)[0]):
+
+        @jax.jit
+        def compiled(going_on: Any, *values: Any) -> list[Any]:
+            return jaxprs.rows_going_on(going_on, run(*values), list(values[second - first :]))
+
+        while np.any(going_on := holds(*operands[:first], *carry)[0]):
             values = [*operands[first:second], *carry]
             given = [*tainted[first:second], *taints]
-            carry, taints = self.iteration(body, compiled, values, given, walks, place.inside(eqn, i))
+            advance = functools.partial(compiled, going_on)
+            carry, taints = self.iteration(body, advance, values, given, walks, place.inside(eqn, i))
             i += 1
         return taints
 

@@ -1,0 +1,67 @@
+"""Functions inside of `hk.transform`, made functions that leave haiku's frame alone.
+
+Haiku keeps params, state and random keys in a frame, which functions change while they run. A trace inside of a frame
+would leave its own values there. So params are made outside of the trace, the function draws its random keys from a
+sequence of its own, and a function that changes state is refused. jaxmp does not import haiku.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwargs: Any, *, what: str) -> Any:
+    """`transform(fn)(*args, **kwargs)`, if needed as haiku's frame allows it.
+
+    Args:
+      fn: the function.
+      transform: takes a function and returns one that traces it.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      what: the name of the transformation, for errors.
+
+    Raises:
+      ValueError: `fn` changes haiku's state.
+    """
+    haiku = _haiku_inside_transform()
+    if haiku is None:
+        return transform(fn)(*args, **kwargs)
+    if haiku.running_init():
+        return fn(*args, **kwargs)  # params are made as they are
+    key = haiku.maybe_next_rng_key()
+
+    def with_own_keys(*args: Any, **kwargs: Any) -> Any:
+        if key is None:
+            return fn(*args, **kwargs)
+        with haiku.with_rng(key):
+            return fn(*args, **kwargs)
+
+    before = haiku.get_current_state()
+    out = transform(with_own_keys)(*args, **kwargs)
+    if (changed := _first_change(before, haiku.get_current_state())) is not None:
+        raise ValueError(
+            f"{what} inside of hk.transform traces a function, which may read haiku's state but not change it; it "
+            f"changed {changed}. Wrap the transformed function: {what}(f.apply, ...) with f = hk.transform_with_state."
+        )
+    return out
+
+
+def _haiku_inside_transform() -> Any:
+    haiku = sys.modules.get("haiku")
+    if haiku is None or not hasattr(haiku, "running_init"):
+        return None
+    try:
+        haiku.running_init()
+    except ValueError:  # outside of transforms
+        return None
+    return haiku
+
+
+def _first_change(before: Any, after: Any) -> str | None:
+    old = {path: x for path, x in jax.tree_util.tree_leaves_with_path(before)}
+    for path, x in jax.tree_util.tree_leaves_with_path(after):
+        if old.get(path) is not x:
+            return jax.tree_util.keystr(path, simple=True, separator="/")
+    return None
