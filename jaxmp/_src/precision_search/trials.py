@@ -70,7 +70,7 @@ class Trial:
             return subject.hooked(change)(params, batch)
 
         self._gradient = jax.jit(jax.value_and_grad(loss_fn))
-        self._compare = jax.jit(_compare)
+        self._compare = jax.jit(compare)
         self._given = params, subject.batch
         exact = fake_quantize.stacked([fake_quantize.roundings("fp32")] * len(subject.gemms))
         self._loss, self._grads = self._gradient(*self._given, exact)
@@ -85,7 +85,7 @@ class Trial:
         return Mix(format_noise.decibel(float(noise)), float(cosine), float(loss), float(self._loss))
 
 
-def _compare(grads: PyTree, reference: PyTree) -> tuple[Array, Array]:
+def compare(grads: PyTree, reference: PyTree) -> tuple[Array, Array]:
     """Noise to signal and the cosine of the angle between two trees, as one vector each."""
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
     # The unit, because squares of tiny gradients would be zero.
