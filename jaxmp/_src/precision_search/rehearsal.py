@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.bridges import nnx as nnx_bridge
 from jaxmp._src.numerics import casting
-from jaxmp._src.precision_search import format_noise, trials
+from jaxmp._src.precision_search import format_noise
 from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Operation, Param, Problem, Run, Suggestion
 from jaxmp._src.programs import flax_modules, jaxprs, operations
@@ -46,8 +46,6 @@ _PARAM_SQNR = 20.0  # dB, of the cast of a param
 _COSINE = 0.7  # between the gradients of a param; fp8 in all layers leaves 0.95 or more
 _NOISE = 2.0**-18  # relative change of params that shows which gradients are rounding noise in float32 too
 _AMPLIFIED = 2.0**10
-
-_compared = jax.jit(trials.compare)
 
 # Operations that hand on, choose or order values: they make no new ones.
 _NO_NEW_VALUES = (
@@ -98,6 +96,21 @@ class Trained(NamedTuple):
     seen: dict[Any, np.ndarray]
 
 
+class _Gradient(NamedTuple):
+    """The gradient of a param: its share that became zero, and sums of squares and products with float32."""
+
+    lost: float
+    own: float
+    signal: float
+    product: float
+    noise: float
+    is_noise: bool  # it is rounding noise in float32 too
+
+    @property
+    def cosine(self) -> float:
+        return self.product / np.sqrt(self.own * self.signal) if self.own * self.signal > 0 else 0.0
+
+
 class Rehearsal:
     """Runs proposals for a model beside the same steps in float32, which are run once.
 
@@ -123,19 +136,18 @@ class Rehearsal:
             found = self._train(self._start(proposal.code))
         except Exception as error:
             return self._failed(f"the code raises {type(error).__name__}: {str(error)[:300]}")
-        params = self._params(found)
+        gradients = {} if found.grads is None else self._gradients(found)
+        params = self._params(found, gradients)
         seen = [Operation(place, *map(float, found.seen[key])) for key, place in found.start.look.places.items()]
-        noise, cosine = np.nan, np.nan
-        if found.grads is not None:
-            noise, cosine = map(float, _compared(found.grads, self.reference.grads))
+        all_of = _Gradient(0.0, *np.sum([g[1:5] for g in gradients.values()] or [[np.nan] * 4], axis=0), False)
         run = Run(
             steps=len(found.losses),
             skipped=found.skipped,
             losses=tuple(found.losses),
             reference_losses=tuple(self.reference.losses[: len(found.losses)]),
             loss_scale=found.loss_scale,
-            gradient_sqnr=format_noise.decibel(noise),
-            cosine=cosine,
+            gradient_sqnr=format_noise.decibel(all_of.noise / all_of.signal),
+            cosine=float(all_of.cosine),
             params=tuple(params),
             operations=tuple(seen),
             problems=(),
@@ -217,23 +229,23 @@ class Rehearsal:
         scale = float(states.get_loss_scale(opt_state))
         return Trained(start, params, losses, skips, scale, first, seen)
 
-    def _params(self, found: Trained) -> list[Param]:
+    def _gradients(self, found: Trained) -> dict[str, _Gradient]:
+        """How the gradient of each param compares with float32."""
+        trees = [tree_paths.leaves_by_path(x) for x in (found.grads, self.reference.grads, self._nudged_grads)]
+        low, exact, nudged = map(jax.device_get, trees)
+        return {path: _of_gradient(low[path], exact[path], nudged[path]) for path in exact if path in low}
+
+    def _params(self, found: Trained, gradients: dict[str, _Gradient]) -> list[Param]:
         """Each param: the error of its cast, and how its gradient compares with float32."""
-        exact = tree_paths.leaves_by_path(self.subject.params)
         cast = tree_paths.leaves_by_path(found.start.params)
-        grads = tree_paths.leaves_by_path(found.grads)
-        reference = tree_paths.leaves_by_path(self.reference.grads)
-        nudged = tree_paths.leaves_by_path(self._nudged_grads)
         rows = []
-        for path, x in exact.items():
-            if not casting.is_float(x):
-                continue
-            low = cast[path]
-            error = _relative_error(low, x) if low.dtype != jnp.float32 else 0.0
-            lost, cosine = 0.0, 1.0
-            if path in grads and path in reference:
-                lost, cosine = map(float, _of_gradient(grads[path], reference[path], nudged[path]))
-            rows.append(Param(path, low.dtype.name, format_noise.decibel(error), lost, cosine))
+        for path, x in tree_paths.leaves_by_path(self.subject.params).items():
+            if casting.is_float(x):
+                error = _relative_error(cast[path], x) if cast[path].dtype != jnp.float32 else 0.0
+                g = gradients.get(path)
+                known = g is not None and not g.is_noise
+                lost, cosine = (g.lost, g.cosine) if known else (0.0, 1.0)
+                rows.append(Param(path, cast[path].dtype.name, format_noise.decibel(error), lost, cosine))
         return rows
 
 
@@ -310,44 +322,47 @@ def _measure(eqn: Any, operands: list[Any], results: list[Any]) -> Float[Array, 
     size = jnp.abs(exact)
     size = jnp.where(jnp.isfinite(size), size, 0)
     limit, few_bits = float(info.max), max(float(info.smallest_normal) * 2.0 ** (4 - info.nmant), 2.0**-126)
-    total = jnp.sum(jnp.minimum(size, 1e30))
-    small = jnp.sum(jnp.where(size < few_bits, size, 0))
-    lost = jnp.where(total > 0, small / jnp.where(total > 0, total, 1), 0)
-    beyond = jnp.mean((size >= limit * (1 + float(info.eps) / 4)).astype(jnp.float32))
-    return jnp.stack([beyond, lost, jnp.max(size)])
+    terms = (
+        jnp.minimum(size, 1e30),
+        jnp.where(size < few_bits, size, 0),
+        (size >= limit * (1 + float(info.eps) / 4)).astype(jnp.float32),
+        size,
+    )
+    zero = np.float32(0)
+
+    def join(a: Any, b: Any) -> Any:
+        return (*(x + y for x, y in zip(a[:3], b[:3], strict=True)), jnp.maximum(a[3], b[3]))
+
+    total, small, beyond, largest = jax.lax.reduce(terms, (zero,) * 4, join, tuple(range(size.ndim)))
+    return jnp.stack([beyond / size.size, jnp.where(total > 0, small / jnp.where(total > 0, total, 1), 0), largest])
 
 
-@jax.jit
-def _nudged(x: Array) -> Array:
+# On the host: a program for each shape would take longer to compile than the numbers to read.
+
+
+def _nudged(x: Any) -> Any:
     """`x` with relative changes of the size of a few roundings."""
     if not casting.is_float(x):
         return x
-    signs = jax.random.rademacher(jax.random.key(x.size), x.shape, x.dtype)
-    return x * (1 + _NOISE * signs)
+    signs = np.random.default_rng(x.size).choice([-1.0, 1.0], x.shape)
+    return (np.asarray(x) * (1 + _NOISE * signs)).astype(x.dtype)
 
 
-@jax.jit
-def _relative_error(low: Array, exact: Array) -> Array:
+def _relative_error(low: Any, exact: Any) -> float:
     """Noise to signal of a rounded tensor."""
-    largest = jnp.max(jnp.abs(exact), initial=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    signal = jnp.sum((exact / unit) ** 2)
-    return jnp.where(signal > 0, jnp.sum(((low.astype(jnp.float32) - exact) / unit) ** 2) / signal, 0)
+    low, exact = np.asarray(low).astype(np.float64), np.asarray(exact, np.float64)
+    signal = np.sum(exact**2)
+    return float(np.sum((low - exact) ** 2) / signal) if signal > 0 else 0.0
 
 
-@jax.jit
-def _of_gradient(low: Array, exact: Array, nudged: Array) -> tuple[Array, Array]:
-    """What share became zero, and the cosine; (0, 1) for a gradient that is rounding noise in float32 too."""
-    largest = jnp.max(jnp.abs(exact), initial=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    low, exact, nudged = low / unit, exact / unit, nudged / unit
-    size = jnp.abs(exact)
-    lost = jnp.sum(jnp.where(low == 0, size, 0)) / jnp.maximum(jnp.sum(size), 1e-30)
-    own, signal = jnp.sum(low**2), jnp.sum(exact**2)
-    cosine = jnp.sum(low * exact) / jnp.sqrt(jnp.maximum(own * signal, 1e-37))
-    is_noise = jnp.sum((nudged - exact) ** 2) > (_NOISE * _AMPLIFIED) ** 2 * signal
-    idle = is_noise | (largest == 0)
-    return jnp.where(idle, 0, lost), jnp.where(idle | (lost > _LOST), 1, cosine)
+def _of_gradient(low: Any, exact: Any, nudged: Any) -> _Gradient:
+    low, exact, nudged = (np.asarray(x, np.float64) for x in (low, exact, nudged))
+    size, signal = np.abs(exact), float(np.sum(exact**2))
+    lost = float(np.sum(size[low == 0]) / max(np.sum(size), 1e-300))
+    is_noise = float(np.sum((nudged - exact) ** 2)) >= (_NOISE * _AMPLIFIED) ** 2 * signal
+    squares = (float(np.sum(x)) for x in (low**2, low * exact, (low - exact) ** 2))
+    own, product, noise = squares
+    return _Gradient(lost, own, signal, product, noise, is_noise)
 
 
 @contextlib.contextmanager
