@@ -71,7 +71,8 @@ class Monitor:
         """Sets the thresholds.
 
         Args:
-          window: number of last steps in which skips are counted. The rule about skips waits for this many steps.
+          window: number of last steps in which skips are counted. The rule about skips waits for this many steps; but
+            if one step in ten is skipped, again and again, for 80.
           skip_ratio: the largest healthy share of skipped steps.
           lost: the largest healthy share of subnormal values in a float16 gradient.
           dead: among the values of a param that have gradients, the largest healthy share that is unchanged from one
@@ -171,7 +172,7 @@ class Monitor:
         skipped, loss = row.get("skipped", 0.0) == 1, row.get("loss")
         self._skipped.append(skipped)
         found = [*rules.stuck_scale(step, row, self._patience), *rules.kept_elements(step, row)]
-        if len(self._skipped) == self._skipped.maxlen:
+        if len(self._skipped) == self._skipped.maxlen or rules.are_many(self._skipped):
             found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
         if skipped:
             self._losses.skip()

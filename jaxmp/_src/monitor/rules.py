@@ -3,7 +3,7 @@
 A rule reads numbers on the host, and usually finds nothing. A finding names the tensor by path and says what to try:
 
     skips          more than 1 % of the last steps were skipped, or skips become more frequent
-    stuck_scale    several overflows in a row at the lower bound of the loss scale: no scale helps
+    stuck_scale    several overflows in a row at the lower bound of the loss scale, or a scale of 2^32: no scale helps
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
     kept_elements  the optimizer made values that are not finite, and the old ones were kept
@@ -32,6 +32,7 @@ from jaxmp._src.monitor.tensor_stats import FORMATS
 
 _FP16 = list(FORMATS).index("fp16")
 _LARGEST_FP16 = 65504.0
+_HIGHEST_SCALE = 2.0**32
 _STALE = 0.01  # optax.apply_updates leaves a few params a step behind
 
 
@@ -63,6 +64,15 @@ class Finding(NamedTuple):
 # Rules for every step
 
 
+def are_many(skipped: Sequence[bool]) -> bool:
+    """Whether one in ten of the last 50 steps was skipped, in both halves of them.
+
+    A dynamic scale that begins too high skips in one half only.
+    """
+    last = list(skipped)[-50:]
+    return len(skipped) >= 80 and len(last) == 50 and sum(last) >= 5 and min(sum(last[:25]), sum(last[25:])) >= 2
+
+
 def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Iterator[Finding]:
     """Too many of the last steps were skipped, or clearly more in their second half than in the first."""
     half = len(skipped) // 2
@@ -89,7 +99,17 @@ def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Ite
 
 
 def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator[Finding]:
-    """Several overflows in a row at the lower bound of the loss scale."""
+    """Several overflows in a row at the lower bound of the loss scale; or a scale that no gradient ever stopped."""
+    scale = metrics.get("loss_scale", 1.0)
+    if scale >= _HIGHEST_SCALE and metrics.get("skipped", 0.0) != 1:
+        yield Finding(
+            "stuck_scale",
+            step,
+            "",
+            f"the loss scale has grown to {scale:g}, and no gradient overflows: gradients are 0, or so small that no "
+            f"scale helps, or they were not scaled. Compute them by jaxmp.value_and_grad, and see that the loss "
+            f"depends on the params.",
+        )
     pinned = metrics.get("pinned_overflows", math.nan)
     if pinned >= patience:
         yield Finding(
