@@ -190,7 +190,7 @@ def _certified(decision: "_Decision", proposal: Suggestion, rehearsal: Rehearsal
         for _ in range(_MOST_ATTEMPTS):
             if rejected or base != proposal.base:
                 proposal = decision.suggestion(base, frozenset(banned), scale)
-            if clock.is_over or set(proposal.formats.values()) == {"fp32"}:
+            if (clock.is_over and rejected) or set(proposal.formats.values()) == {"fp32"}:
                 break
             clock.say(f"running the code of a proposal: {', '.join(dict.fromkeys(proposal.formats.values()))}")
             run = rehearsal.run(proposal)
