@@ -98,8 +98,13 @@ def suggest_policy(
     format runs in the other 16-bit format, or stays float32. The whole proposal is run too; its gradient and loss are
     reported.
 
-    It is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a matmul, is
-    float32. Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
+    The table is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a
+    matmul, is float32. So the printed code itself is run at last: some steps on the params and the batch (cast params,
+    scaled loss, autocast, fp8) beside float32. Each param, its gradient, and each operation with a result in 16 bits are
+    compared. If it does not train, the modules to blame get a wider format, then all modules, and the new code is run.
+    What is shown has trained.
+
+    Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
     in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
     checkpoint too.
 
@@ -114,11 +119,14 @@ def suggest_policy(
       steps: how many.
       has_aux: whether the loss function returns `(loss, aux)`.
       thresholds: the limits.
+      time_budget: seconds after which no further module and no second proposal is tried; None: no limit. The
+        measurement and the runs of float32 and of one proposal are always done.
+      progress: gets a line of text at each stage; by default it prints to stderr. None: silence.
 
     Returns:
-      A `Suggestion`. Printed, it is a table of the evidence with the reasons, and code to paste. `code` is only the
-      code; `policy_kwargs`, `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that
-      cost most.
+      A `Suggestion`. Printed, it is a table of the evidence with the reasons, what was run, and code to paste. `code`
+      is only the code; `run` is what it did, `rejected` what was run before and does not train. `policy_kwargs`,
+      `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that cost most.
 
     Raises:
       ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
