@@ -67,10 +67,12 @@ class Finding(NamedTuple):
 def are_many(skipped: Sequence[bool]) -> bool:
     """Whether one in ten of the last 50 steps was skipped, in both halves of them.
 
-    A dynamic scale that begins too high skips in one half only.
+    A dynamic scale that begins too high skips in one half only; where all are skipped, `stuck_scale` says so.
     """
+    if len(skipped) < 80:
+        return False
     last = list(skipped)[-50:]
-    return len(skipped) >= 80 and len(last) == 50 and sum(last) >= 5 and min(sum(last[:25]), sum(last[25:])) >= 2
+    return 5 <= sum(last) < 50 and min(sum(last[:25]), sum(last[25:])) >= 2
 
 
 def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Iterator[Finding]:

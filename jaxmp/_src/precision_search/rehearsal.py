@@ -139,7 +139,9 @@ class Rehearsal:
         gradients = {} if found.grads is None else self._gradients(found)
         params = self._params(found, gradients)
         seen = [Operation(place, *map(float, found.seen[key])) for key, place in found.start.look.places.items()]
-        all_of = _Gradient(0.0, *np.sum([g[1:5] for g in gradients.values()] or [[np.nan] * 4], axis=0), False)
+        sums = np.sum([g[1:5] for g in gradients.values()] or [[np.nan] * 4], axis=0)
+        own, signal, product, noise = map(float, sums)
+        all_of = _Gradient(0.0, own, signal, product, noise, False)
         run = Run(
             steps=len(found.losses),
             skipped=found.skipped,
@@ -243,8 +245,7 @@ class Rehearsal:
             if casting.is_float(x):
                 error = _relative_error(cast[path], x) if cast[path].dtype != jnp.float32 else 0.0
                 g = gradients.get(path)
-                known = g is not None and not g.is_noise
-                lost, cosine = (g.lost, g.cosine) if known else (0.0, 1.0)
+                lost, cosine = (0.0, 1.0) if g is None or g.is_noise else (g.lost, g.cosine)
                 rows.append(Param(path, cast[path].dtype.name, format_noise.decibel(error), lost, cosine))
         return rows
 
@@ -257,7 +258,7 @@ def _of_steps(run: Run, steps: int) -> list[Problem]:
         return [Problem("loss_scale", None, seen)]
     if not np.all(np.isfinite(run.losses)):
         return [Problem("", None, f"the loss is {run.losses[int(np.argmin(np.isfinite(run.losses)))]}")]
-    (first, *_, last), (first32, *_, last32) = (x if len(x) > 1 else x * 2 for x in (run.losses, run.reference_losses))
+    (first, last), (first32, last32) = ((x[0], x[-1]) for x in (run.losses, run.reference_losses))
     seen = f"the loss goes from {first:.6g} to {last:.6g}, in float32 from {first32:.6g} to {last32:.6g}"
     known = 2 * abs(first - first32) + 1e-3 * abs(first32)
     if abs(first - first32) > 0.1 * abs(first32) + 1e-30:

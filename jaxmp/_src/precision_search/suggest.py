@@ -100,9 +100,9 @@ def suggest_policy(
 
     The table is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a
     matmul, is float32. So the printed code itself is run at last: some steps on the params and the batch (cast params,
-    scaled loss, autocast, fp8) beside float32. Each param, its gradient, and each operation with a result in 16 bits are
-    compared. If it does not train, the modules to blame get a wider format, then all modules, and the new code is run.
-    What is shown has trained.
+    scaled loss, autocast, fp8) beside float32. Each param, its gradient, and each operation with a result in 16 bits
+    are compared. If it does not train, the modules to blame get a wider format, then all modules, and the new code is
+    run. What is shown has trained.
 
     Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
     in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
