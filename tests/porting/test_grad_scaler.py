@@ -133,17 +133,27 @@ def test_types_of_new_scale(new_scale, scale):
         (0.0, "positive and finite; got new_scale=0.0"),
         (math.inf, "positive and finite; got new_scale=inf"),
         (math.nan, "positive and finite; got new_scale=nan"),
+        (jnp.float32(math.nan), "positive and finite; got new_scale=nan"),
+        (np.float32(-1.0), "positive and finite; got new_scale=-1.0"),
+        (1e300, "positive and finite; got new_scale=1e[+]300"),
         (
             jnp.ones(1),
             r"of shape \(\); got new_scale of shape \(1,\). Pass a number or a scalar, such as new_scale\[0\]",
         ),
         (jnp.ones(2), r"of shape \(\); got new_scale of shape \(2,\)"),
     ],
-    ids=["0", "inf", "nan", "one_element", "two_elements"],
+    ids=["0", "inf", "nan", "nan_array", "negative_array", "too_large", "one_element", "two_elements"],
 )
 def test_a_new_scale_that_is_none_raises(new_scale, message):
     with pytest.raises(ValueError, match=message):
         scaled(jaxmp.GradScaler()).update(new_scale)
+
+
+def test_a_traced_scale_that_is_none_changes_nothing():
+    update = jax.jit(lambda scaler, scale: scaler.update(scale).get_scale())
+    scaler = scaled(jaxmp.GradScaler(8.0))
+    for scale, expected in ((4.0, 4.0), (math.nan, 8.0), (0.0, 8.0), (math.inf, 8.0)):
+        assert_bitwise(update(scaler, np.float32(scale)), np.float32(expected))
 
 
 @functools.cache

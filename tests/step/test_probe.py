@@ -13,7 +13,7 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def params_of(dtype):
-    return {"dense": {"kernel": jnp.ones((3, 2), dtype)}, "bias": jnp.ones((1, 2), dtype)}
+    return {"dense": {"kernel": jnp.ones((6, 4), dtype)}, "bias": jnp.ones((1, 4), dtype)}
 
 
 def decayed(params):
@@ -35,7 +35,18 @@ FINE = {
     "float32_moments-f16": (jaxmp.float32_moments(optax.adam(1e-3)), F16),
     "asks-for-the-loss": (optax.contrib.momo(0.1), F32),
 }
+FINE |= {
+    f"{name}-f32": (getattr(optax, name)(1e-3), F32)
+    for name in ("radam", "novograd", "lamb", "adabelief", "adafactor", "yogi", "rprop", "fromage", "adan", "sm3")
+}
 FAULTY = {
+    # What a second step, or a leaf of one element, does not show.
+    "radam-f16": (optax.radam(1e-3), F16),  # divides from its sixth step on
+    "radam-f32-eps-0": (optax.radam(1e-3, eps=0.0), F32),
+    "radam-late-f32-eps-0": (optax.radam(1e-3, b2=0.9, eps=0.0), F32),
+    "novograd-f16": (optax.novograd(1e-3), F16),  # by the norm of a layer
+    "novograd-f32-eps-0": (optax.novograd(1e-3, eps=0.0), F32),
+    "lamb-f32-eps-0": (optax.lamb(1e-3, eps=0.0), F32),
     "adam-f16": (optax.adam(1e-3), F16),
     "adam-f16-below-normal": (optax.adam(1e-3, eps=6e-5), F16),
     "adam-f32-eps-0": (optax.adam(1e-3, eps=0.0), F32),
@@ -72,7 +83,7 @@ def test_faults_are_reported(name):
 def test_the_leaf_is_named():
     tx = optax.multi_transform({True: optax.adam(0.1), False: optax.sgd(0.1)}, decayed)
     with pytest.warns(
-        UserWarning, match=r"at dense/kernel \(float16\) this one moves a weight by nan for a gradient of 0"
+        UserWarning, match=r"at dense/kernel \(float16\) this one moves a weight by nan for a gradient of 0 in step 1"
     ):
         jaxmp.check_optimizer(tx, params_of(F16))
 

@@ -264,7 +264,7 @@ class Machine(RuleBasedStateMachine):
     def a_scale_stuck_at_its_floor_is_reported(self):
         look = functools.partial(jaxmp.check_progress, self.state, max_consecutive_skips=1000)
         if self.naive.pinned:
-            with pytest.warns(UserWarning, match=f"pinned at its floor, .*: {self.naive.pinned} overflows"):
+            with pytest.warns(UserWarning, match="pinned at its floor, .*: overflows could not"):
                 look()
         else:
             look()  # a warning would be an error

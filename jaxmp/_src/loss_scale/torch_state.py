@@ -2,15 +2,17 @@
 
 import copy
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
-from jaxmp._src.loss_scale import dynamic, static
+from jaxmp._src.loss_scale import dynamic
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+_LEAST, _LARGEST = float(jnp.finfo(jnp.float32).smallest_normal), float(jnp.finfo(jnp.float32).max)
 _NEEDED = ("scale", *_FACTORS, "_growth_tracker")
 
 
@@ -53,16 +55,20 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
 
 
 def at_scale(loss_scale: Any, new_scale: Any) -> Any:
-    """`loss_scale` with a new scale; its rule and its counts stay."""
-    if static.is_number(new_scale) and not 0 < new_scale < math.inf:
-        raise ValueError(f"a loss scale must be positive and finite; got new_scale={new_scale}")
+    """`loss_scale` with a new scale; its rule and its counts stay. A traced scale that is no scale changes nothing."""
     if jnp.shape(new_scale) != ():
         raise ValueError(
             f"a loss scale must be a scalar, of shape (); got new_scale of shape {jnp.shape(new_scale)}. Pass a number "
             f"or a scalar, such as new_scale[0]."
         )
+    if not isinstance(new_scale, Tracer) and not _LEAST <= float(np.asarray(new_scale)) <= _LARGEST:
+        raise ValueError(
+            f"a loss scale must be positive and finite; got new_scale={new_scale}. Pass a number that float32 can "
+            f"hold, such as 2.0**16, or call update() without one for the rule."
+        )
     new = copy.copy(loss_scale)
-    new.loss_scale = jax.lax.convert_element_type(new_scale, jnp.float32)
+    wanted = jax.lax.convert_element_type(new_scale, jnp.float32)
+    new.loss_scale = jnp.where((wanted > 0) & (wanted < jnp.inf), wanted, loss_scale.loss_scale)
     return new
 
 

@@ -71,7 +71,8 @@ class Monitor:
         """Sets the thresholds.
 
         Args:
-          window: number of last steps in which skips are counted. The rule about skips waits for this many steps.
+          window: number of last steps in which skips are counted. The rule about skips waits for this many steps; but
+            if one step in ten is skipped, again and again, for 80.
           skip_ratio: the largest healthy share of skipped steps.
           lost: the largest healthy share of subnormal values in a float16 gradient.
           dead: among the values of a param that have gradients, the largest healthy share that is unchanged from one
@@ -95,9 +96,8 @@ class Monitor:
         self._patience, self._lag, self._warn = patience, lag, warn
         self._waiting: deque[tuple[int, Any]] = deque()
         self._skipped: deque[bool] = deque(maxlen=window)
-        self._losses: deque[float] = deque(maxlen=50)  # of steps that were not skipped
-        self._before_skip: list[float] = []
-        self._since_skip: int | None = None
+        self._losses, self._norms = rules.Losses(), rules.Norms()
+        self._scale = 1.0  # of the step that is read next
         self._high = 0  # number of losses in a row that were too high
         self._previous: StepStats | None = None
         self._taken_since_sample = 0
@@ -155,7 +155,9 @@ class Monitor:
         self.steps.append(row)
         found = list(self._of_step(step, row))
         stats = _first_copy(stats)
-        if stats is not None and bool(stats.grads.sampled):
+        stats = stats if stats is not None and bool(stats.grads.sampled) else None
+        found += self._of_norms(step, row, stats)
+        if stats is not None:
             found += self._of_sample(step, stats, row)
             self.samples.append((step, stats._replace(probes={})))  # probes are most of the bytes, and were compared
         self._taken_since_sample += row.get("skipped", 0.0) != 1  # after the sample: it was taken before the update
@@ -169,26 +171,30 @@ class Monitor:
     def _of_step(self, step: int, row: dict[str, float]) -> list[Finding]:
         skipped, loss = row.get("skipped", 0.0) == 1, row.get("loss")
         self._skipped.append(skipped)
-        found = list(rules.stuck_scale(step, row, self._patience))
-        if len(self._skipped) == self._skipped.maxlen:
+        found = [*rules.stuck_scale(step, row, self._patience), *rules.kept_elements(step, row)]
+        if len(self._skipped) == self._skipped.maxlen or rules.are_many(self._skipped):
             found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
         if skipped:
-            if self._since_skip is None:
-                self._before_skip = list(self._losses)
-            self._since_skip, self._high = 0, 0
-        elif self._since_skip is not None:
-            self._since_skip += 1
-        if loss is None:
-            return found
-        jump = list(rules.loss_jump(step, loss, self._before_skip, self._since_skip, skipped))
-        self._high = self._high + 1 if jump else 0
-        if self._high >= self._patience or (jump and not np.isfinite(loss)):
-            found += jump
-        if not skipped and not jump:
-            self._losses.append(loss)
-            if self._since_skip is not None and self._since_skip > 10 * self._patience:
-                self._since_skip = None  # the skip is too long ago
+            self._losses.skip()
+            self._high = 0
+        elif loss is not None:
+            jump = self._losses.jump(step, loss, self._patience)
+            self._high = self._high + 1 if jump else 0
+            if jump and (self._high >= self._patience or not np.isfinite(loss)):
+                found.append(jump)
         return found
+
+    def _of_norms(self, step: int, row: dict[str, float], stats: StepStats | None) -> list[Finding]:
+        # get_metrics has the scale of the next step, statistics have that of this one.
+        scale, self._scale = self._scale, row.get("loss_scale", 1.0)
+        if row.get("skipped", 0.0) == 1:
+            return []
+        sampled_norm, param_norm = np.nan, np.nan
+        if stats is not None:
+            scale = float(stats.loss_scale)
+            sampled_norm, param_norm = float(stats.grad_norm), float(stats.param_norm)
+        norm, loss = row.get("grad_norm", np.nan), row.get("loss", np.nan)
+        return list(self._norms.take(step, loss, scale, norm, sampled_norm, param_norm))
 
     def _of_sample(self, step: int, stats: StepStats, row: dict[str, float]) -> list[Finding]:
         suspicions = [
@@ -196,6 +202,7 @@ class Monitor:
             *rules.near_overflow(step, stats),
             *rules.underflow(step, stats, self._limits["lost"]),
             *rules.saturation(step, stats, row),
+            *rules.stale_master(step, stats),
         ]
         if self._previous is not None and self._taken_since_sample:
             suspicions += rules.dead_update(step, stats, self._previous, self._limits["dead"])
@@ -205,6 +212,8 @@ class Monitor:
 
     def _is_believed(self, suspicion: Finding) -> bool:
         key = (suspicion.kind, suspicion.path)
+        if suspicion.kind == "stale_master":  # the next step reverts it
+            return True
         if suspicion.kind == "overflow" and suspicion.path.startswith("activations/"):
             return True
         if suspicion.kind == "overflow":  # a few overflows are normal: a dynamic scale finds its value by them

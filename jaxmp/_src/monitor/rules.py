@@ -3,19 +3,25 @@
 A rule reads numbers on the host, and usually finds nothing. A finding names the tensor by path and says what to try:
 
     skips          more than 1 % of the last steps were skipped, or skips become more frequent
-    stuck_scale    several overflows in a row at the lower bound of the loss scale: no scale helps
-    loss_jump      the loss stays far above its level before a skip; or is not finite in a step that was not skipped
+    stuck_scale    several overflows in a row at the lower bound of the loss scale, or a scale of 2^32: no scale helps
+    loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
+                   a step that was not skipped
+    kept_elements  the optimizer made values that are not finite, and the old ones were kept
+    unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
+    clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
     overflow       an activation is not finite; or a gradient is not finite in several samples
     near_overflow  a float16 activation exceeds a quarter of 65504
     underflow      most values of a float16 gradient are subnormal; or all are zero while other gradients are not
     saturation     values of an fp8 tensor exceed its range; or a master exceeds the range of float16
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
+    stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first three check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+The first six check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
 only if it appears in several samples.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,13 +32,16 @@ from jaxmp._src.monitor.tensor_stats import FORMATS
 
 _FP16 = list(FORMATS).index("fp16")
 _LARGEST_FP16 = 65504.0
+_HIGHEST_SCALE = 2.0**32
+_STALE = 0.01  # optax.apply_updates leaves a few params a step behind
 
 
 class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, overflow, near_overflow, underflow, saturation or dead_update.
+      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, unscaled, clipped, overflow, near_overflow,
+        underflow, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -53,6 +62,17 @@ class Finding(NamedTuple):
 
 
 # Rules for every step
+
+
+def are_many(skipped: Sequence[bool]) -> bool:
+    """Whether one in ten of the last 50 steps was skipped, in both halves of them.
+
+    A dynamic scale that begins too high skips in one half only; where all are skipped, `stuck_scale` says so.
+    """
+    if len(skipped) < 80:
+        return False
+    last = list(skipped)[-50:]
+    return 5 <= sum(last) < 50 and min(sum(last[:25]), sum(last[25:])) >= 2
 
 
 def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Iterator[Finding]:
@@ -81,7 +101,17 @@ def skips(step: int, skipped: Sequence[bool], limit: float, suspect: str) -> Ite
 
 
 def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator[Finding]:
-    """Several overflows in a row at the lower bound of the loss scale."""
+    """Several overflows in a row at the lower bound of the loss scale; or a scale that no gradient ever stopped."""
+    scale = metrics.get("loss_scale", 1.0)
+    if scale >= _HIGHEST_SCALE and metrics.get("skipped", 0.0) != 1:
+        yield Finding(
+            "stuck_scale",
+            step,
+            "",
+            f"the loss scale has grown to {scale:g}, and no gradient overflows: gradients are 0, or so small that no "
+            f"scale helps, or they were not scaled. Compute them by jaxmp.value_and_grad, and see that the loss "
+            f"depends on the params.",
+        )
     pinned = metrics.get("pinned_overflows", math.nan)
     if pinned >= patience:
         yield Finding(
@@ -94,36 +124,172 @@ def stuck_scale(step: int, metrics: dict[str, float], patience: int) -> Iterator
         )
 
 
-def loss_jump(
-    step: int, loss: float, before: Sequence[float], since_skip: int | None, skipped: bool
-) -> Iterator[Finding]:
-    """A loss far above its level before the last skip; or one that is not finite in a step that was not skipped."""
-    # before: losses before the last skip; since_skip: number of steps since that skip, None without one.
-    if skipped:
-        return
-    if not math.isfinite(loss):
+class Losses:
+    """The levels that a loss is compared with: medians of its last values, of its first ones, and before a skip.
+
+    Losses that were found too high do not count among them.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=50)
+        self._before_skip: list[float] = []
+        self._since_skip: int | None = None
+
+    def skip(self) -> None:
+        """Takes a skipped step."""
+        if self._since_skip is None:
+            self._before_skip = list(self._last)
+        self._since_skip = 0
+
+    def jump(self, step: int, loss: float, patience: int) -> Finding | None:
+        """Takes the loss of a step that was taken; a suspicion, if it is too high."""
+        self._since_skip = None if self._since_skip is None else self._since_skip + 1
+        if not math.isfinite(loss):
+            return _nonfinite_loss(step, loss)
+        message = self._why(loss)
+        if message:
+            return Finding("loss_jump", step, "", message)
+        self._last.append(loss)
+        self._first += [loss] if len(self._first) < 3 else []
+        if self._since_skip is not None and self._since_skip > 10 * patience:
+            self._since_skip = None  # the skip is too long ago
+        return None
+
+    def _why(self, loss: float) -> str:
+        if self._since_skip is not None and len(self._before_skip) >= 4:
+            usual, spread = _level(self._before_skip)
+            if loss - usual > max(8 * spread, 0.25 * abs(usual)):
+                return (
+                    f"the loss is {loss:.4g}, {self._since_skip} steps after a skip; before the skip it was "
+                    f"{usual:.4g}. A skipped step does not change params, so steps near it did: their gradients were "
+                    f"huge, but finite. Clip gradients, skip spikes (skip_if=), or lower the learning rate."
+                )
+        if len(self._first) < 3:
+            return ""
+        first = float(np.median(self._first))
+        if len(self._last) >= 10:
+            usual, spread = _level(list(self._last))
+            # It fell by first - usual: noise of a loss that is almost 0 is no jump.
+            if loss - usual > max(8 * spread, abs(usual), 0.1 * (first - usual)):
+                return f"the loss is {loss:.4g}; the median of the last {len(self._last)} was {usual:.4g}. {_EXPLODES}"
+        if loss > 10 * abs(first) and loss > 10 * max(map(abs, self._first)):
+            return f"the loss is {loss:.4g}; it began at {first:.4g}. {_EXPLODES}"
+        return ""
+
+
+_EXPLODES = (
+    "No step was skipped for it, so all gradients were finite. Try a lower learning rate or a longer warm-up, clip "
+    "gradients (jaxmp.clip_by_global_norm), skip spikes (skip_if=), and see whether it happens in float32 too."
+)
+
+
+def _level(losses: Sequence[float]) -> tuple[float, float]:
+    """The median, and a standard deviation that ignores outliers."""
+    usual = float(np.median(losses))
+    return usual, 1.4826 * float(np.median(np.abs(np.asarray(losses) - usual)))
+
+
+def _nonfinite_loss(step: int, loss: float) -> Finding:
+    return Finding(
+        "loss_jump",
+        step,
+        "",
+        f"the loss is {loss} in a step that was not skipped. With mixed_precision, its gradients were finite: only "
+        f"the loss overflows, so compute it in float32. With a plain optimizer no step is skipped: params or "
+        f"optimizer state may be NaN (see jaxmp.monitor.first_nonfinite), for example because eps underflowed (see "
+        f"jaxmp.check_optimizer).",
+    )
+
+
+def kept_elements(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
+    """The optimizer made values of finite gradients that are not finite, so the old values were kept."""
+    kept = metrics.get("kept_elements", math.nan)
+    if kept > 0:
         yield Finding(
-            "loss_jump",
+            "kept_elements",
             step,
             "",
-            f"the loss is {loss} in a step that was not skipped. With mixed_precision, its gradients were finite: only "
-            f"the loss overflows, so compute it in float32. With a plain optimizer no step is skipped: params or "
-            f"optimizer state may be NaN (see jaxmp.monitor.first_nonfinite), for example because eps underflowed (see "
-            f"jaxmp.check_optimizer).",
+            f"for {kept:.0f} elements the optimizer made a value that is not finite, of finite gradients; they keep "
+            f"their old value. If it happens again and again they do not train: a gradient is huge (clip it), or the "
+            f"optimizer divides by 0 (jaxmp.check_optimizer).",
         )
-    elif since_skip is not None and len(before) >= 4:
-        usual = float(np.median(before))
-        # A standard deviation that ignores outliers.
-        spread = 1.4826 * float(np.median(np.abs(np.asarray(before) - usual)))
-        if loss - usual > max(8 * spread, 0.25 * abs(usual)):
+
+
+class Norms:
+    """The norms of the gradients, divided by the loss scale, in the last steps that were taken."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float]] = deque(maxlen=20)  # norm, loss scale
+        self._ratios: list[float] = []
+
+    def take(
+        self, step: int, loss: float, scale: float, norm: float, sampled_norm: float, param_norm: float
+    ) -> Iterator[Finding]:
+        """Takes a step that was taken; NaN for what is not known.
+
+        Args:
+          step: its number.
+          loss: its loss.
+          scale: the loss scale of its gradients.
+          norm: `grad_norm` of the metrics, which the chain computed.
+          sampled_norm: of the gradients before the update, divided by the scale.
+          param_norm: of its params.
+        """
+        if scale < 16:
+            return
+        if sampled_norm > 0 and 0.5 < norm / (scale * sampled_norm) < 2:
+            seen = (
+                f"the chain clips by the norm {norm:.4g}, which is {sampled_norm:.4g} times the loss scale of {scale:g}"
+            )
+            yield _clipped_outside(step, f"{seen}: clipping comes before the gradients are unscaled", None)
+            return
+        norm = sampled_norm if math.isnan(norm) else norm
+        if not (math.isfinite(norm) and norm > 0):
+            return
+        self._last.append((norm, scale))
+        scaled = np.array([norm * scale for norm, scale in self._last])
+        # The norm of constant gradients is constant too, but times the scale it is no usual max_norm.
+        is_pinned = np.ptp(scaled) <= 1e-3 * scaled[0] and 0.01 < scaled[-1] < 100 and scale >= 256
+        if is_pinned and len(scaled) == self._last.maxlen:
+            seen = (
+                f"in each of the last {len(scaled)} steps the norm of the gradients was {scaled[-1]:.4g} / loss scale"
+            )
+            yield _clipped_outside(
+                step, f"{seen} (now {scale:g}): they were clipped while they were scaled", scaled[-1]
+            )
+        elif not is_pinned:
+            yield from self._unscaled(step, loss, scale, norm, param_norm)
+
+    def _unscaled(self, step: int, loss: float, scale: float, norm: float, param_norm: float) -> Iterator[Finding]:
+        # If all params grow by a factor of e, a loss of order L changes by up to norm * |params|. This over L lies
+        # between 0.01 and 1000 when a run begins; later gradients may be small. Without |params|, norm / L is well
+        # above 3e-4.
+        if len(self._ratios) == 10 or scale < 256 or not math.isfinite(loss) or loss == 0:
+            return
+        is_known = math.isfinite(param_norm)
+        self._ratios.append(norm * (max(1.0, param_norm) / 0.01 if is_known else 1 / 3e-4) / abs(loss))
+        ratio = float(np.median(self._ratios))
+        if len(self._ratios) >= 5 and ratio < 1 and ratio * scale > 1:
             yield Finding(
-                "loss_jump",
+                "unscaled",
                 step,
                 "",
-                f"the loss is {loss:.4g}, {since_skip} steps after a skip; before the skip it was {usual:.4g}. A "
-                f"skipped step does not change params, so steps near it did: their gradients were huge, but finite. "
-                f"Clip gradients, skip spikes (skip_if=), or lower the learning rate.",
+                f"the norm of the gradients is {norm:.3g} at a loss of {loss:.3g}; {norm * scale:.3g}, which is this "
+                f"norm times the loss scale of {scale:g}, is what fits. So the gradients were divided by a scale that "
+                f"never multiplied them: compute them by jaxmp.value_and_grad(loss_fn)(params, ..., "
+                f"opt_state=opt_state), not by jax.value_and_grad.",
             )
+
+
+def _clipped_outside(step: int, seen: str, max_norm: float | None) -> Finding:
+    clip = "max_norm" if max_norm is None else f"{max_norm:.3g}"
+    return Finding(
+        "clipped",
+        step,
+        "",
+        f"{seen}. Clip inside: jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm({clip}), inner), policy).",
+    )
 
 
 # Rules for sampled steps
@@ -261,6 +427,20 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                     if float(stats.loss_scale) > 1
                     else ""
                 ),
+            )
+
+
+def stale_master(step: int, stats: StepStats) -> Iterator[Finding]:
+    """Params that are not their master, rounded."""
+    for path, share in stats.stale_masters.items():
+        if share > _STALE:
+            yield Finding(
+                "stale_master",
+                step,
+                f"params/{path}",
+                f"{_percent(share)} of this param are not the master in opt_state, rounded: the param was changed by "
+                f"hand (loaded, pruned, averaged), and the next step computes it from its master again. Call "
+                f"opt_state = jaxmp.reload_master_params(opt_state, params) after the change.",
             )
 
 

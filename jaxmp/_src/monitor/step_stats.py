@@ -7,6 +7,9 @@ all params in every step, sampled or not.
 """
 
 import functools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,10 +18,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import collectives, shardings
+from jaxmp._src.devices import collectives, host_memory, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import state as states
 
 PROBES = 256  # number of values of each tensor
@@ -55,6 +59,11 @@ class StepStats(NamedTuple):
       probes: path -> float32[up to 256], some values of each param in float32. If shard_map splits the params, each
         device returns values of its own part: give `probes` an out_spec with that axis, not P().
       loss_scale: float32[], the scale of `grads`.
+      grad_norm: float32[], the norm of `grads`, divided by the scale. If they are split over devices, the largest norm
+        of any part.
+      param_norm: float32[], of the params in the same way.
+      stale_masters: path -> float32[], the share of a param that is not its master, rounded; for params with a float32
+        master.
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -68,6 +77,9 @@ class StepStats(NamedTuple):
     fp8: Fp8Stats
     probes: dict[str, Float[Array, "p"]]
     loss_scale: Float[Array, ""]
+    grad_norm: Float[Array, ""] | float = math.nan
+    param_norm: Float[Array, ""] | float = math.nan
+    stale_masters: Mapping[str, Float[Array, ""]] = MappingProxyType({})
 
 
 def step_stats(
@@ -128,14 +140,40 @@ def _measure_step(
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
     params32 = states.get_master_params(opt_state, params)
+    axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
     return StepStats(
         grads=measure(grads),
         params=measure(params32),
         activations=None if activations is None else tensor_stats.over_microbatches(activations),
-        fp8=_fp8_stats(grads, params, collectives.bound_axes(axis_name)),
+        fp8=_fp8_stats(grads, params, axes),
         probes={path: _probe(x) for path, x in tensor_stats.float_leaves(params32)},
-        loss_scale=states.get_loss_scale(opt_state),
+        loss_scale=loss_scale,
+        grad_norm=_norm(grads, axes) / loss_scale,
+        param_norm=_norm(params32, axes),
+        stale_masters=_stale_masters(opt_state, params, axes),
     )
+
+
+def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
+    # In units of the largest value: squares of float32 overflow and underflow.
+    leaves = [x.astype(jnp.float32) for _, x in tensor_stats.float_leaves(tree)]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves], jnp.float32(0))
+    unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
+    squares = sum((jnp.sum((x / unit) ** 2) for x in leaves), jnp.float32(0))
+    return collectives.max_over(unit * jnp.sqrt(squares), axes)
+
+
+def _stale_masters(opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
+    found = {}
+    masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params))
+    for path, p in tree_paths.leaves_by_path(params).items():
+        master = masters.get(path)
+        if master is None or master.dtype != jnp.float32 or not casting.is_low_precision(p.dtype):
+            continue
+        rounded = casting.round_to(host_memory.to_device(master), p.dtype)
+        is_stale = (rounded != p.astype(jnp.float32)) & jnp.isfinite(rounded)
+        found[path] = collectives.max_over(jnp.mean(is_stale.astype(jnp.float32)), axes)
+    return found
 
 
 def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:

@@ -332,7 +332,8 @@ class GradScaler:
 
         Args:
           new_scale: None for the rule: the scale falls if *any* optimizer overflowed. Or a positive number or a scalar
-            array, the new scale; the count of steps without overflow then stays.
+            array, the new scale; the count of steps without overflow then stays. Inside jit, where an array cannot be
+            refused, one that is not positive and finite leaves the scale as it is.
 
         Returns:
           A scaler that is READY for every optimizer.

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude
 from jaxmp._src.precision_search import fake_quantize
-from jaxmp._src.precision_search.fake_quantize import Grid
 
 FORMATS = ("fp8", "fp16", "bf16")
 TENSORS: tuple[str, ...] = ("x", "w", "y", "dy", "dx", "dw")
@@ -56,31 +55,35 @@ def measure(x: Float[Array, "..."], loss_scale: Float[Array, ""], *, backward: b
     x = x.astype(jnp.float32)
     largest = largest_magnitude(x)
     unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)  # squares of tiny numbers would be zero
-    signal = jnp.sum((x / unit) ** 2)
-    grids = [fake_quantize.grid(("e5m2" if backward else "e4m3") if f == "fp8" else f) for f in FORMATS]
-    by = jax.tree.map(lambda *fields: jnp.stack(fields), *grids)
-    by = by._replace(factor=jnp.where(np.array([f == "fp16" for f in FORMATS]) & backward, loss_scale, 1.0))
-
-    def of_format(by: Grid) -> Array:
+    terms = [(x / unit) ** 2, x != 0]
+    for name in FORMATS:
+        by = fake_quantize.grid(("e5m2" if backward else "e4m3") if name == "fp8" else name)
+        by = by._replace(factor=loss_scale if backward and name == "fp16" else by.factor)
         scale = fake_quantize.scale_of(largest, by)
         rounded = fake_quantize.rounded_under(x, scale, by)
-        noise = jnp.sum(((rounded - x) / unit) ** 2)
         scaled = jnp.abs(x) * scale
-        beyond = jnp.where(jnp.isnan(by.overflow), scaled > by.limit, scaled >= by.overflow)
+        beyond = scaled > by.limit if np.isnan(by.overflow) else scaled >= by.overflow
         lost, small = (rounded == 0) & (x != 0), (scaled < by.smallest_normal) & (x != 0)
-        ratio = jnp.where(signal > 0, noise / jnp.where(signal > 0, signal, 1), 0)
-        return jnp.stack([ratio, *(_count(which) for which in (beyond, lost, small))])
-
-    counts = jnp.stack([jnp.float32(1), jnp.float32(x.size), _count(x != 0)])
+        terms += [((rounded - x) / unit) ** 2, beyond, lost, small]
+    signal, nonzero, *of_formats = _sums(terms)
+    of_formats[::4] = [jnp.where(signal > 0, n / jnp.where(signal > 0, signal, 1), 0) for n in of_formats[::4]]
     histogram = jnp.zeros(_EXPONENTS, jnp.uint32)
     if backward:
         histogram = histogram.at[float_bits.exponent_field(x)].add(np.uint32(1)).at[0].set(0)
-    return jnp.concatenate([counts, jax.vmap(of_format)(by).ravel(), histogram.astype(jnp.float32)])
+    numbers = jnp.stack([jnp.float32(1), jnp.float32(x.size), nonzero, *of_formats])
+    return jnp.concatenate([numbers, histogram.astype(jnp.float32)])
 
 
-def _count(which: Array) -> Array:
-    """How many are true, float32[]; counted in integers, because a sum of ones in float32 stops at 2^24."""
-    return jnp.sum(which, dtype=jnp.uint32).astype(jnp.float32)
+def _sums(terms: list[Array]) -> list[Array]:
+    """The sum of each tensor, float32[], all in one pass; bools are counted in integers: float32 stops at 2^24."""
+    given = [x.astype(jnp.uint32 if x.dtype == bool else x.dtype) for x in terms]
+    zeros = [np.zeros((), x.dtype) for x in given]
+
+    def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(x + y for x, y in zip(a, b, strict=True))
+
+    found = jax.lax.reduce(tuple(given), tuple(zeros), add, tuple(range(given[0].ndim)))
+    return [x.astype(jnp.float32) for x in found]
 
 
 @jax.custom_vjp

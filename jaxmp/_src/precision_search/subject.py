@@ -44,8 +44,9 @@ class Subject:
 
     def __init__(self, model: Any, batch: Any, params: PyTree, loss_fn: Any, has_aux: bool):
         self.is_nnx = isinstance(model, nnx.Module)
-        self._model, self._has_aux = model, has_aux
-        self._loss_fn: Any = loss_fn if self.is_nnx else model
+        self._model, self.has_aux = model, has_aux
+        self.given_loss_fn: Any = loss_fn if self.is_nnx else model
+        self._loss_fn = self.given_loss_fn
         if isinstance(self._loss_fn, _JITTED):  # a jitted function is not traced again
             self._loss_fn = inspect.unwrap(self._loss_fn, stop=lambda fn: not isinstance(fn, _JITTED))
         if self.is_nnx and loss_fn is None:
@@ -62,6 +63,7 @@ class Subject:
                 f"it outside jaxmp.fp8.autocast, without Fp8DotGeneral."
             )
         self.params = casting.cast_floats(params, jnp.float32)
+        self.given_batch = tuple(batch)
         self.batch = casting.cast_floats(tuple(batch), jnp.float32)
         self.gemms = self._find_gemms()
         if not self.gemms:
@@ -70,6 +72,10 @@ class Subject:
                 "while, shard_map and functions with their own derivatives are not searched"
             )
 
+    def new_model(self) -> nnx.Module:
+        """A copy of the nnx module, with float32 params."""
+        return nnx.merge(self._graphdef, self.params, self._rest, copy=True)
+
     def loss(self, hook: taps.Replace) -> Callable[..., Any]:
         """The loss as a function of params and batch, with a hook at its matmuls."""
         tapped = taps.replace_matmuls(self._loss_fn, hook)
@@ -77,7 +83,7 @@ class Subject:
         def loss(params: PyTree, batch: Any) -> Array:
             first = nnx.merge(self._graphdef, params, self._rest, copy=True) if self.is_nnx else params
             out = tapped(first, *batch)
-            return (out[0] if self._has_aux else out).astype(jnp.float32)
+            return (out[0] if self.has_aux else out).astype(jnp.float32)
 
         return loss
 

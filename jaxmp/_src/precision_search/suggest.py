@@ -8,10 +8,14 @@ another lie below it, and outliers in a third leave no fp8 numbers for the other
     2. for each module and format, the gradient of the whole model with only this module in the format, compared with
        the gradient in float32 (`fake_quantize`): one compiled program, the roundings are arguments
     3. a decision for each module, then a run of the whole proposal in the same way
+    4. the code of the proposal itself is run, beside float32 (`rehearsal`). What does not train is never shown: the
+       modules to blame get a wider format, then the whole model another one, and the new proposal is run
 
-Three programs are compiled, for any number of modules.
+Five programs are compiled, for any number of modules, and one more for each proposal that does not train.
 """
 
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +28,22 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.precision_search import fake_quantize, format_noise
 from jaxmp._src.precision_search.fake_quantize import Roundings
 from jaxmp._src.precision_search.format_noise import BACKWARD, CAST_TO_FP8, FORMATS, TENSORS, Noise
+from jaxmp._src.precision_search.rehearsal import Rehearsal
 from jaxmp._src.precision_search.subject import Gemm, Subject
-from jaxmp._src.precision_search.suggestion import Mix, ModuleEvidence, Suggestion, TensorEvidence, exceptions, globs
+from jaxmp._src.precision_search.suggestion import (
+    Mix,
+    ModuleEvidence,
+    Problem,
+    Rejected,
+    Suggestion,
+    TensorEvidence,
+    exceptions,
+    globs,
+)
 from jaxmp._src.precision_search.trials import Trial, measure
 from jaxmp._src.step.policy import get_policy
+
+_MOST_ATTEMPTS = 4  # proposals with one base; each moves the modules to blame to a wider format
 
 
 class Thresholds(NamedTuple):
@@ -53,6 +69,10 @@ class Thresholds(NamedTuple):
     mix_sqnr: float = 10.0
 
 
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def suggest_policy(
     model: Any,
     batch: Any,
@@ -64,6 +84,8 @@ def suggest_policy(
     steps: int = 4,
     has_aux: bool = False,
     thresholds: Thresholds = Thresholds(),  # noqa: B008
+    time_budget: float | None = None,
+    progress: Callable[[str], Any] | None = _to_stderr,
 ) -> Suggestion:
     """Measures a model for a few steps and proposes which modules run in fp8, float16, bfloat16 or float32.
 
@@ -76,8 +98,13 @@ def suggest_policy(
     format runs in the other 16-bit format, or stays float32. The whole proposal is run too; its gradient and loss are
     reported.
 
-    It is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a matmul, is
-    float32. Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
+    The table is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a
+    matmul, is float32. So the printed code itself is run at last: some steps on the params and the batch (cast params,
+    scaled loss, autocast, fp8) beside float32. Each param, its gradient, and each operation with a result in 16 bits
+    are compared. If it does not train, the modules to blame get a wider format, then all modules, and the new code is
+    run. What is shown has trained.
+
+    Modules in `cond`, `while` and functions with their own derivatives are not measured and not named; layers
     in one `scan` are one module. A few steps at the beginning say little about step 10,000: measure a trained
     checkpoint too.
 
@@ -92,11 +119,14 @@ def suggest_policy(
       steps: how many.
       has_aux: whether the loss function returns `(loss, aux)`.
       thresholds: the limits.
+      time_budget: seconds after which no further module and no second proposal is tried; None: no limit. The
+        measurement and the runs of float32 and of one proposal are always done.
+      progress: gets a line of text at each stage; by default it prints to stderr. None: silence.
 
     Returns:
-      A `Suggestion`. Printed, it is a table of the evidence with the reasons, and code to paste. `code` is only the
-      code; `policy_kwargs`, `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that
-      cost most.
+      A `Suggestion`. Printed, it is a table of the evidence with the reasons, what was run, and code to paste. `code`
+      is only the code; `run` is what it did, `rejected` what was run before and does not train. `policy_kwargs`,
+      `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that cost most.
 
     Raises:
       ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
@@ -122,14 +152,70 @@ def suggest_policy(
                 f"suggest_policy: thresholds.{field} needs a number for each format in formats; it has none for "
                 f"{missing}. Add them, or remove these formats."
             )
+    clock = Clock(progress, time_budget)
+    optimizer = optimizer or optax.adam(1e-3)
     with get_policy("fp32").default_matmul_precision():
         subject = Subject(model, batch, params, loss_fn, has_aux)
-        measured, loss_scale, params = measure(subject, optimizer or optax.adam(1e-3), steps)
-        return _Decision(subject, measured, loss_scale, Trial(subject, params), tuple(formats), thresholds).suggestion()
+        clock.say(f"measuring {len(subject.gemms)} matmuls and convolutions in {steps} steps")
+        measured, loss_scale, trained = measure(subject, optimizer, steps)
+        clock.say("compiling the trials")
+        trial = Trial(subject, trained)
+        decision = _Decision(subject, measured, loss_scale, trial, tuple(formats), thresholds, clock)
+        first = decision.suggestion()
+    return _certified(decision, first, Rehearsal(subject, optimizer, decision.in_float32().code), clock)
+
+
+class Clock:
+    """Says what is being done, and knows when a time budget (seconds, or None) is spent."""
+
+    def __init__(self, progress: Callable[[str], Any] | None = None, budget: float | None = None):
+        self._progress, self._budget, self._start = progress, budget, time.perf_counter()
+        self._said = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget is not None and self.spent > self._budget
+
+    def say(self, what: str, *, often: bool = False) -> None:
+        """Reports what begins now; what is said `often`, every five seconds at most."""
+        if self._progress is not None and (not often or self.spent > self._said + 5):
+            self._said = self.spent
+            self._progress(f"suggest_policy, {self.spent:.0f} s: {what}")
+
+
+def _certified(decision: "_Decision", proposal: Suggestion, rehearsal: Rehearsal, clock: Clock) -> Suggestion:
+    """The first proposal whose code trains: `proposal`, then others with wider formats; float32 is the last."""
+    rejected: list[Rejected] = []
+    for base in decision.bases():
+        banned: set[tuple[str, str]] = set()
+        scale: float | None = None
+        for _ in range(_MOST_ATTEMPTS):
+            if rejected or base != proposal.base:
+                proposal = decision.suggestion(base, frozenset(banned), scale)
+            if (clock.is_over and rejected) or set(proposal.formats.values()) == {"fp32"}:
+                break
+            clock.say(f"running the code of a proposal: {', '.join(dict.fromkeys(proposal.formats.values()))}")
+            run = rehearsal.run(proposal)
+            if not run.problems:
+                return proposal._replace(run=run, rejected=tuple(rejected))
+            clock.say(f"it does not train: {run.problems[0].message}")
+            rejected.append(Rejected(base, proposal.formats, run.problems))
+            more = decision.to_ban(proposal, run.problems) - banned
+            lower = run.loss_scale if [p.path for p in run.problems] == ["loss_scale"] else scale
+            if not more and lower == scale:
+                break
+            banned, scale = banned | more, lower
+    return decision.in_float32()._replace(run=rehearsal.of_float32(), rejected=tuple(rejected))
 
 
 class _Decision:
-    """The proposal for a model, from its measured sums [matmul, tensor, n] and the highest loss scale."""
+    """The proposals for a model, from its measured sums [matmul, tensor, n] and the highest loss scale."""
 
     def __init__(
         self,
@@ -139,48 +225,79 @@ class _Decision:
         trial: Trial,
         formats: tuple[str, ...],
         thresholds: Thresholds,
+        clock: Clock | None = None,
     ):
         self.subject, self.measured, self.loss_scale = subject, measured, loss_scale
         self.trial, self.formats, self.thresholds = trial, formats, thresholds
+        self.clock = clock or Clock()
         self.gemms: dict[str, list[int]] = {}  # of each module
         for i, gemm in enumerate(subject.gemms):
             self.gemms.setdefault(gemm.module, []).append(i)
         self.noises = [dict(zip(TENSORS, (format_noise.read(m) for m in of_gemm), strict=True)) for of_gemm in measured]
         self.widest = next((name for name in ("bf16", "fp16") if name in formats), "fp32")
-        self.evidence = {(path, name): self._try(path, name) for path in self.gemms for name in formats}
+        wide_first = sorted(formats, key="fp8".__eq__)
+        tried = {(path, name): self._try(path, name) for name in wide_first for path in self.gemms}
+        self.evidence = {(path, name): tried[path, name] for path in self.gemms for name in formats}
 
-    def suggestion(self) -> Suggestion:
-        """The proposal, checked as a whole."""
-        base = self._base()
+    def suggestion(
+        self, base: str | None = None, banned: frozenset[tuple[str, str]] = frozenset(), scale: float | None = None
+    ) -> Suggestion:
+        """A proposal, emulated as a whole.
+
+        Args:
+          base: the format of most operations; None: the best one.
+          banned: formats that a module must not run in, as (path, format); its modules without matmuls too.
+          scale: the highest loss scale, if it is lower than the one that was measured.
+        """
+        base = self.bases()[0] if base is None else base
         wide = [base, *(name for name in self.formats if name not in ("fp8", base))] if base != "fp32" else []
         chosen = {}
         for path in self.gemms:
-            chosen[path] = self._first(path, wide)
+            chosen[path] = self._first(path, wide, banned)
             if chosen[path] == base and "fp8" in self.formats:
-                chosen[path] = self._first(path, ["fp8", *wide])
+                chosen[path] = self._first(path, ["fp8", *wide], banned)
         mix = self._mix(chosen, base)
         while mix.gradient_sqnr < self.thresholds.mix_sqnr and set(chosen.values()) != {"fp32"}:
             lowered = [path for path in chosen if chosen[path] != "fp32"]
             worst = min(lowered, key=lambda path: self.evidence[path, chosen[path]].gradient_sqnr)
-            chosen[worst] = self._first(worst, wide) if chosen[worst] == "fp8" else "fp32"
+            chosen[worst] = self._first(worst, wide, banned) if chosen[worst] == "fp8" else "fp32"
             mix = self._mix(chosen, base)
-        modules, unnamed = self._exceptions(chosen, base)
+        without_matmuls = {path for path, _ in banned} - set(self.gemms)
+        others = {
+            path: next((name for name in wide[1:] if (path, name) not in banned), "fp32") for path in without_matmuls
+        }
+        modules, unnamed = self._exceptions(chosen, others, base)
         return Suggestion(
             formats=chosen,
             base=base,
-            keep_fp32=self._kept(chosen, base),
+            keep_fp32=self._kept(chosen | others, base),
             fp8_layers=globs([path for path in chosen if chosen[path] == "fp8"], list(chosen)),
             modules=modules,
             unnamed=unnamed,
             is_nnx=self.subject.is_nnx,
-            loss_scales=(self._least_loss_scale(chosen, base), self.loss_scale),
+            loss_scales=(self._least_loss_scale(chosen, base), scale or self.loss_scale),
             tensors=tuple(self._tensors()),
             evidence=tuple(self.evidence.values()),
             mix=mix,
         )
 
+    def in_float32(self) -> Suggestion:
+        """Everything in float32."""
+        return self.suggestion("fp32", frozenset((path, "fp8") for path in self.gemms))
+
+    def to_ban(self, proposal: Suggestion, problems: Sequence[Problem]) -> set[tuple[str, str]]:
+        """The formats of modules that problems are to blame on."""
+        found = set()
+        for module in {p.module for p in problems if p.module is not None}:
+            own = proposal.formats.get(module, proposal.base)
+            found |= {(module, own), (module, "fp8"), *({(module, proposal.base)} if own == "fp8" else ())}
+        return found
+
     def _try(self, path: str, name: str) -> ModuleEvidence:
         """A module alone in a format, and the reason against it, if any."""
+        if self.clock.is_over:
+            return ModuleEvidence(path, name, np.nan, np.nan, np.nan, "the time budget was spent before it was tried")
+        self.clock.say(f"trying {path or '(top)'} in {name}", often=True)
         results = self.widest if name == "fp8" else name
         mix = self._mix({path: name}, results)
         reason = self._why_not(path, name)
@@ -209,17 +326,17 @@ class _Decision:
                     return f"{tensor} has {noise.sqnr:.1f} dB, less than {limits.tensor_sqnr[name]:g}"
         return ""
 
-    def _first(self, path: str, names: Sequence[str]) -> str:
-        return next((name for name in names if not self.evidence[path, name].reason), "fp32")
+    def _first(self, path: str, names: Sequence[str], banned: frozenset[tuple[str, str]]) -> str:
+        may = (name for name in names if (path, name) not in banned and not self.evidence[path, name].reason)
+        return next(may, "fp32")
 
-    def _base(self) -> str:
-        """The 16-bit format in which most operations may run (the first of equals); float32 if there is none."""
+    def bases(self) -> list[str]:
+        """The 16-bit formats by the operations that may run in each, most first; and float32."""
         flops = {}
         for name in self.formats:
             may = [path for path in self.gemms if name != "fp8" and not self.evidence[path, name].reason]
             flops[name] = sum(self._flops(i) for path in may for i in self.gemms[path])
-        best = max(flops, key=lambda name: flops[name])
-        return best if flops[best] else "fp32"
+        return [*sorted((name for name in flops if flops[name]), key=lambda name: -flops[name]), "fp32"]
 
     def _flops(self, i: int) -> float:
         """The operations of a matmul in all its calls: one in a scan runs once for each layer."""
@@ -243,23 +360,29 @@ class _Decision:
             return 1.0
         return max(format_noise.least_loss_scale(h, self.thresholds.underflow["fp16"]) for h in found)
 
-    def _exceptions(self, chosen: dict[str, str], base: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    def _exceptions(
+        self, chosen: dict[str, str], others: dict[str, str], base: str
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Formats by glob of the flax modules outside `base`; and the scopes outside `base` that are no modules."""
         runs_in = {path: base if name == "fp8" else name for path, name in chosen.items()}
         named = [path for path in chosen if self.subject.gemms[self.gemms[path][0]].site.module is not None]
-        found = exceptions({path: runs_in[path] for path in named}, base)
+        found = exceptions({path: runs_in[path] for path in named} | others, base)
         return found, tuple(path for path in chosen if path not in named and runs_in[path] != base)
 
-    def _kept(self, chosen: dict[str, str], base: str) -> tuple[str, ...]:
-        """Patterns of the params that stay float32."""
+    def _kept(self, formats: dict[str, str], base: str) -> tuple[str, ...]:
+        """Patterns of the params that stay float32: of modules in neither `base` nor fp8, and of norms."""
         if base == "fp32":
             return ()
-        params = [(gemm.param, chosen[gemm.module]) for gemm in self.subject.gemms if gemm.param is not None]
-        kept = [param for param, name in params if name not in (base, "fp8")]
-        folders = [param.rpartition("/")[0] for param, _ in params if "/" in param]
+        of_param = {g.param: formats[g.module] for g in self.subject.gemms if g.param is not None}
+        paths = list(tree_paths.leaves_by_path(self.subject.params))
+        for path in paths:  # of modules without matmuls
+            folder = path.rpartition("/")[0]
+            if folder in formats and folder not in self.gemms:
+                of_param[path] = formats[folder]
+        kept = [param for param, name in of_param.items() if name not in (base, "fp8")]
+        folders = [param.rpartition("/")[0] for param in of_param if "/" in param]
         chosen_folders = [param.rpartition("/")[0] for param in kept if "/" in param]
         top = [param for param in kept if "/" not in param]
-        paths = list(tree_paths.leaves_by_path(self.subject.params))
         norms = ("*norm*",) if any(tree_paths.matches(path, "*norm*") for path in paths) else ()
         return (*norms, *globs(chosen_folders, folders, below=True), *globs(top, paths))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.numerics import formats
 from jaxmp._src.precision_search.format_noise import TENSORS, Noise
+from jaxmp._src.programs import operations
 
 
 class TensorEvidence(NamedTuple):
@@ -62,6 +63,111 @@ class Mix(NamedTuple):
     reference_loss: float
 
 
+class Param(NamedTuple):
+    """One param in the run of a proposal.
+
+    Attributes:
+      path: its path.
+      dtype: the dtype that the policy casts it to.
+      cast_sqnr: of this cast, in dB; inf: nothing was lost.
+      gradient_lost: the share of its gradient (of the sum of magnitudes in float32) that became zero.
+      cosine: between its gradient and the one in float32; 1 for a gradient that is rounding noise in float32 too.
+    """
+
+    path: str
+    dtype: str
+    cast_sqnr: float
+    gradient_lost: float
+    cosine: float
+
+
+class Operation(NamedTuple):
+    """One operation with a result in 16 bits in the run of a proposal, compared with itself in float32.
+
+    Attributes:
+      place: its name, module, dtype, and whether it is a part of the backward pass.
+      beyond: the largest share of its results beyond the range of its dtype.
+      lost: the largest share (of the sum of magnitudes) so small that few or no bits are left.
+      largest: the largest magnitude, in float32.
+    """
+
+    place: operations.Place
+    beyond: float
+    lost: float
+    largest: float
+
+
+class Problem(NamedTuple):
+    """Why a proposal does not train.
+
+    Attributes:
+      path: of the param, the module or the scope; "" for the whole run.
+      module: the flax module whose format is to blame; None if it is not known.
+      message: what was seen.
+    """
+
+    path: str
+    module: str | None
+    message: str
+
+
+class Run(NamedTuple):
+    """What the code of a proposal did on the params and the batch, beside the same steps in float32.
+
+    Attributes:
+      steps, skipped: how many steps were taken and skipped.
+      losses, reference_losses: of the steps that were taken, and of the same steps in float32.
+      loss_scale: after the steps.
+      gradient_sqnr, cosine: of the first gradient of all params, compared with float32.
+      params: one entry for each param.
+      operations: one entry for each operation with a result in 16 bits, forwards and backwards.
+      problems: why it does not train; empty for a proposal that is shown.
+    """
+
+    steps: int
+    skipped: int
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    loss_scale: float
+    gradient_sqnr: float
+    cosine: float
+    params: tuple[Param, ...]
+    operations: tuple[Operation, ...]
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        ends = [f"{x[0]:.6g} to {x[-1]:.6g}" for x in (self.losses, self.reference_losses)]
+        lines = [
+            f"this code ran {self.steps} steps on the batch, {self.skipped} skipped: loss {ends[0]} "
+            f"(float32: {ends[1]})"
+        ]
+        if self.operations:
+            lines.append(f"its gradient: {self.gradient_sqnr:.1f} dB, cosine {self.cosine:.6f}; " + self._weakest())
+            largest = max(self.operations, key=lambda x: x.largest / float(jnp.finfo(x.place.dtype).max))
+            lines.append(
+                f"{len(self.operations)} operations give 16 bits; the one nearest to the end of its range is "
+                f"{largest.place} ({largest.place.dtype}), with {largest.largest:.3g}"
+            )
+        return "\n".join(lines)
+
+    def _weakest(self) -> str:
+        weakest = min(self.params, key=lambda p: p.cosine)
+        return f"of {len(self.params)} params the worst is {weakest.path}, cosine {weakest.cosine:.6f}"
+
+
+class Rejected(NamedTuple):
+    """A proposal whose code was run and does not train: `formats` by module, its `base`, and the `problems`."""
+
+    base: str
+    formats: dict[str, str]
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        names = sorted(set(self.formats.values()), key=list(self.formats.values()).count, reverse=True)
+        more = f" (and {len(self.problems) - 2} more)" if len(self.problems) > 2 else ""
+        return f"{' and '.join(names)}: " + "; ".join(str(p.message) for p in self.problems[:2]) + more
+
+
 class Suggestion(NamedTuple):
     """A proposal for each module with matmuls, and why; prints as a table.
 
@@ -77,7 +183,9 @@ class Suggestion(NamedTuple):
         overflows (a factor of 2 is left). Powers of two.
       tensors: one entry for each tensor and format.
       evidence: one entry for each module and format.
-      mix: the whole proposal at once.
+      mix: the whole proposal at once, emulated.
+      run: what its code did; None for a proposal that was not run.
+      rejected: proposals that were run before it and do not train.
     """
 
     formats: dict[str, str]
@@ -91,6 +199,8 @@ class Suggestion(NamedTuple):
     tensors: tuple[TensorEvidence, ...]
     evidence: tuple[ModuleEvidence, ...]
     mix: Mix
+    run: Run | None = None
+    rejected: tuple[Rejected, ...] = ()
 
     @property
     def _uses_float16(self) -> bool:
@@ -149,10 +259,13 @@ class Suggestion(NamedTuple):
         scale = f"float16 gradients need a loss scale of {least:g} or more, and overflow above about {2 * highest:g}"
         mix = self.mix
         all_together = (
-            f"all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, loss {mix.loss:.6g} "
-            f"(float32: {mix.reference_loss:.6g})"
+            f"emulated, all as proposed: gradient {mix.gradient_sqnr:.1f} dB, cosine {mix.cosine:.6f}, "
+            f"loss {mix.loss:.6g} (float32: {mix.reference_loss:.6g})"
         )
-        return "\n".join([self._table(), "", all_together, *((scale,) if self._uses_float16 else ()), "", self.code])
+        ran = [f"ran, but does not train: {rejected}" for rejected in self.rejected]
+        ran += [] if self.run is None else [str(self.run)]
+        scales = (scale,) if self._uses_float16 else ()
+        return "\n".join([self._table(), "", all_together, *scales, *ran, "", self.code])
 
     def _table(self) -> str:
         noises = [f"{tensor} dB" for tensor in TENSORS]

@@ -13,6 +13,7 @@ from jaxmp._src.precision_search.fake_quantize import Roundings
 from jaxmp._src.precision_search.format_noise import TENSORS
 from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Mix
+from jaxmp._src.step.policy import get_policy
 
 
 def measure(subject: Subject, optimizer: Any, steps: int) -> tuple[np.ndarray, float, PyTree]:
@@ -73,14 +74,16 @@ class Trial:
         self._compare = jax.jit(_compare)
         self._given = params, subject.batch
         exact = fake_quantize.stacked([fake_quantize.roundings("fp32")] * len(subject.gemms))
-        self._loss, self._grads = self._gradient(*self._given, exact)
+        with get_policy("fp32").default_matmul_precision():
+            self._loss, self._grads = self._gradient(*self._given, exact)
         largest = max((float(jnp.max(jnp.abs(g), initial=0)) for g in jax.tree.leaves(self._grads)), default=0.0)
         if not 0 < largest < np.inf:
             raise ValueError(f"suggest_policy: the largest gradient in float32 is {largest}: nothing can be compared")
 
     def run(self, by: list[Roundings]) -> Mix:
         """The gradient with these roundings, one for each matmul."""
-        loss, grads = self._gradient(*self._given, fake_quantize.stacked(by))
+        with get_policy("fp32").default_matmul_precision():  # a part of the key of what is compiled
+            loss, grads = self._gradient(*self._given, fake_quantize.stacked(by))
         noise, cosine = self._compare(grads, self._grads)
         return Mix(format_noise.decibel(float(noise)), float(cosine), float(loss), float(self._loss))
 

@@ -47,6 +47,17 @@ def leave_marker(call: ModuleCall) -> Any:
         return call.run()
 
 
+def named(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, in which the operations of flax modules carry the paths of the modules."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        nodes = filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=is_module))
+        with module_paths.marking():
+            return with_hook(fn, nodes, leave_marker)(*args, **kwargs)
+
+    return function
+
+
 def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwargs: Any, hook: Hook) -> Any:
     """Calls `fn` through a transformation of functions of arrays, modules among its arguments included.
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs
 from jaxmp._src.replay import bad_operation, nonfinite
 
 _ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
@@ -52,19 +52,8 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
       ('mul in head (forward)', 300.0, 90000.0)
     """
     inputs = array_functions.Inputs(array_functions.leaves_of((args, kwargs)))
-    closed = jax.make_jaxpr(lambda *arrays: inputs.call(named(fn), arrays))(*inputs.values)
+    closed = jax.make_jaxpr(lambda *arrays: inputs.call(flax_modules.named(fn), arrays))(*inputs.values)
     return walk(closed, inputs.values, inputs.paths)
-
-
-def named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, in which the operations of flax modules carry the paths of the modules."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        nodes = filter(array_functions.is_module, jax.tree.leaves((args, kwargs), is_leaf=array_functions.is_module))
-        with module_paths.marking():
-            return flax_modules.with_hook(fn, nodes, flax_modules.leave_marker)(*args, **kwargs)
-
-    return function
 
 
 def walk(closed: Any, values: list[Any], paths: list[str]) -> bad_operation.BadOp | None:

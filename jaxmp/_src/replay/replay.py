@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxmp._src.base import named_functions
 from jaxmp._src.bridges import nnx as nnx_bridge
-from jaxmp._src.programs import array_functions, jaxprs
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
 from jaxmp._src.step import states, value_and_grad
 
@@ -181,7 +181,7 @@ class _Step:
         if dtype is not None:
             self.arrays = [jnp.asarray(x).astype(dtype) if x.dtype in _NARROW else x for x in self.arrays]
 
-        named = first_bad_op.named(loss_fn)
+        named = flax_modules.named(loss_fn)
         options = capture.options if dtype is None else capture.options | {"policy": None}
 
         def step(loss_scale: Any, *arrays: Any) -> Any:

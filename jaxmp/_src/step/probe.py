@@ -5,9 +5,11 @@ of 1e-8 is 0 as well: m / 0 = inf in the first step, and 0 / 0 for a gradient of
 way.
 
 An optax transform is a pair of closures, so its eps cannot be read. Its results can. A healthy optimizer moves a weight
-about as far for a tiny gradient as for a gradient of 1, or less far. So this file runs two steps, with g and then with
-0, on a copy of the params with one element in each leaf, for g = 0 and for small g around the underflow of g^2 in
-float16 and in float32. It reports a move that is not finite, or more than 32 times as far as for g = 1.
+about as far for a tiny gradient as for a gradient of 1, or less far. So this file runs some steps on a copy of the
+params, cut to four elements along each axis, for g = 0 and for small g around the underflow of g^2 in float16 and in
+float32. Each run has the gradients g, 0, g, ..., g, 0: RAdam divides for the first time in its sixth step, and NovoGrad
+by a norm that it keeps from the step before. It reports a move that is not finite, or more than 32 times as far as for
+g = 1.
 """
 
 import math
@@ -29,6 +31,8 @@ from jaxmp._src.step import buffers, state as state_lib, states
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
 _GRADIENTS = np.array([1.0, 0.0, *_SMALL], np.float32)
 _FAR = 32.0
+_STEPS = np.array([1.0, 0.0, *[1.0] * 9, 0.0], np.float32)  # factors of g
+_LARGEST_SIDE = 4
 
 
 class _Finding(NamedTuple):
@@ -37,14 +41,15 @@ class _Finding(NamedTuple):
     gradient: float
     move: float
     usual: float
+    step: int
 
 
 def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | None:
     """Warns if `tx` divides by a number that underflows: an eps of 0, or too small for the dtype of its state.
 
-    Call it once, before training. It runs two steps of `tx` on one element for each leaf (see the module's docstring),
-    takes some seconds for a thousand leaves, and changes nothing. `unscale_and_skip` and `mixed_precision` call it at
-    `init` if the optimizer's state is float16.
+    Call it once, before training. It runs a dozen steps of `tx` on a few elements of each leaf (see the module's
+    docstring), takes some seconds for a thousand leaves, and changes nothing. `unscale_and_skip` and `mixed_precision`
+    call it at `init` if the optimizer's state is float16.
 
     Args:
       tx: any optax transform.
@@ -66,7 +71,7 @@ def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | 
       False
       >>> print(caught[0].message)
       an optimizer must not divide by what underflows; at w (float16) this one moves a weight by nan for a gradient of
-      0 (and by 0.001 for a gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep ...
+      0 in step 1 (and by 0.001 for a gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep ...
       >>> check_optimizer(optax.adam(1e-3), {"w": jnp.ones(3)})
       True
     """
@@ -87,9 +92,10 @@ def warn_of_underflow(
         return True
     warnings.warn(
         f"an optimizer must not divide by what underflows; at {found.path} ({found.dtype}) this one moves a weight by "
-        f"{found.move:.3g} for a gradient of {found.gradient:.3g} (and by {found.usual:.3g} for a gradient of 1): "
-        f"its eps is 0, or too small, in the dtype of its state. Keep the state in float32, with jaxmp.mixed_precision "
-        f"or, without masters, jaxmp.float32_moments(inner); or raise eps: to 1e-8 in float32, to 1e-3 in float16.",
+        f"{found.move:.3g} for a gradient of {found.gradient:.3g} in step {found.step} (and by {found.usual:.3g} for a "
+        f"gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep the state in float32, with "
+        f"jaxmp.mixed_precision or, without masters, jaxmp.float32_moments(inner); or raise eps: to 1e-8 in float32, "
+        f"to 1e-3 in float16.",
         stacklevel=stacklevel,
     )
     return False
@@ -97,7 +103,7 @@ def warn_of_underflow(
 
 def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
     tx = optax.with_extra_args_support(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx)
-    params = jax.tree.map(_one_element, params)
+    params = jax.tree.map(_few_elements, params)
     state = tx.init(params)
     unscales = bool(state_lib.find(state, states.UnscaleState))
     extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss; some optimizers need it
@@ -111,11 +117,12 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
         def grads(g: Any) -> PyTree:
             return jax.tree.map(lambda p: jnp.full_like(p, g, dtype=_grad_dtype_of(p, grad_dtype)), params)
 
-        first, after = tx.update(grads(gradient), state, params, **extra_args)
-        after = jax.tree.map(lambda new, old: buffers.in_dtype_of(new, jnp.asarray(old)), after, state)
-        second, _ = tx.update(grads(0.0), after, params, **extra_args)
-        pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-        return [jnp.maximum(*(jnp.max(jnp.abs(u.astype(jnp.float32))) for u in pair)) for pair in pairs]
+        def step(state: Any, factor: Array) -> tuple[Any, list[Array]]:
+            updates, after = tx.update(grads(gradient * factor), state, params, **extra_args)
+            after = jax.tree.map(lambda new, old: buffers.in_dtype_of(new, jnp.asarray(old)), after, state)
+            return after, [jnp.max(jnp.abs(u.astype(jnp.float32))) for u in jax.tree.leaves(updates)]
+
+        return jax.lax.scan(step, jax.tree.map(jnp.asarray, state), jnp.asarray(_STEPS))[1]
 
     found = [np.asarray(x) for x in jax.vmap(moves)(jnp.asarray(_GRADIENTS))]
     named = jax.tree_util.tree_leaves_with_path(params)
@@ -123,18 +130,18 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
         path = tree_paths.path_str(key_path)
         if scale_leaves.is_scale(path) or not casting.is_float(p):
             continue
-        usual, others = by_gradient[0], by_gradient[1:]
+        usual, others = float(np.max(by_gradient[0])), by_gradient[1:]  # [gradient, step]
         bad = ~np.isfinite(others) | (others > _FAR * usual)
         if math.isfinite(usual) and bad.any():
-            i = int(np.argmax(bad))
-            return _Finding(path, p.dtype, float(_GRADIENTS[1 + i]), float(others[i]), float(usual))
+            i, n = map(int, np.unravel_index(np.argmax(bad), bad.shape))
+            return _Finding(path, p.dtype, float(_GRADIENTS[1 + i]), float(others[i, n]), usual, n + 1)
     return None
 
 
-def _one_element(x: Any) -> Any:
+def _few_elements(x: Any) -> Any:
     if not hasattr(x, "dtype") or not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == bool):
         return x
-    return jnp.ones((1,) * len(x.shape), x.dtype)
+    return jnp.ones([max(1, min(n, _LARGEST_SIDE)) for n in x.shape], x.dtype)
 
 
 def _grad_dtype_of(param: Array, grad_dtype: Any) -> Any:

@@ -1,11 +1,18 @@
 """Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
 
+import math
 import warnings
 from typing import Any
 
 import numpy as np
+import optax
+from flax import nnx
 
 from jaxmp._src.step import state as states
+
+_MANY = 0.1  # the share of skipped steps that is named,
+_STEPS = 80  # after this many steps: before, a loss scale that begins too high finds its value by skipping
+_RECENT = 40  # and only if this many steps without overflow have not followed
 
 
 class TrainingStuck(RuntimeError):
@@ -24,23 +31,35 @@ class TrainingStuck(RuntimeError):
     """
 
 
-def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinned_overflows: int | None = None) -> None:
-    """Raises for a run that skips every step, and warns of a loss scale stuck at its floor.
+def check_progress(
+    opt_state: Any,
+    *,
+    max_consecutive_skips: int = 50,
+    max_pinned_overflows: int | None = None,
+    ceiling: float = 2.0**32,
+    step: int | None = None,
+) -> None:
+    """Raises for a run that skips every step; warns of other signs that it does not train.
 
     Call it on the host every n steps: a compiled step cannot raise, so the step counts and this function checks the
-    counts. It waits for the step to end.
+    counts. It waits for the step to end. The text of a warning is the same each time, so that Python's default filter
+    shows each cause once.
 
     Args:
       opt_state: state after an update; a state replicated by pmap works too.
       max_consecutive_skips: this many skipped steps in a row raise.
       max_pinned_overflows: this many overflows in a row at the floor of the scale raise; None only warns (DeepSpeed
         raises at the first).
+      ceiling: a loss scale that reaches it is reported; the `max_scale` of your `DynamicLossScale`, or more.
+      step: how many steps there were, the skipped ones included; None: the optimizer's own count of steps that were
+        taken tells. An optimizer without a count (`optax.sgd`) needs the number for the warning about skips.
 
     Raises:
       TrainingStuck: see above. Nothing is lost: params, masters and moments are those before the first skip.
 
     Warns:
-      UserWarning: an overflow found the loss scale at its floor.
+      UserWarning: an overflow found the loss scale at its floor; the scale is at the ceiling; of 80 steps or more one
+        in ten was skipped, and it goes on; the optimizer made values that are not finite.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -59,11 +78,44 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinne
             f"at {metrics['loss_scale']}. {_WHAT_TO_DO}"
         )
     if pinned > 0:
-        warnings.warn(
-            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: {int(pinned)} overflows in a row could "
-            f"not lower it. {_WHAT_TO_DO}",
-            stacklevel=2,
+        _warn(
+            f"the loss scale is pinned at its floor, {metrics['loss_scale']}: overflows could not lower it "
+            f"(pinned_overflows of get_metrics counts them). {_WHAT_TO_DO}"
         )
+    if metrics["loss_scale"] >= ceiling and not metrics["skipped"]:
+        _warn(
+            f"the loss scale is at its ceiling of {ceiling:g}, and no gradient overflows: gradients are 0, or so small "
+            f"that no scale helps, or they were not scaled. Compute them by jaxmp.value_and_grad, see that the loss "
+            f"depends on the params, and look at the gradients with jaxmp.monitor.step_stats."
+        )
+    if _skips_often(metrics, opt_state, step):
+        _warn(
+            f"more than {100 * _MANY:g}% of the steps are skipped (skipped_steps of get_metrics counts them). "
+            f"{_WHAT_TO_DO}"
+        )
+    if metrics.get("kept_elements", 0) > 0:
+        _warn(
+            "the optimizer makes values that are not finite, of finite gradients: these elements keep their old value "
+            "and do not train (kept_elements of get_metrics counts them). A gradient is huge: clip it; or the "
+            "optimizer divides by 0: try jaxmp.check_optimizer(tx, params)."
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _skips_often(metrics: dict[str, Any], opt_state: Any, step: int | None) -> bool:
+    skipped = metrics["skipped_steps"]
+    if not skipped > 0:  # NaN: nothing is counted
+        return False
+    total = step
+    if total is None:
+        found = optax.tree_utils.tree_get_all_with_path(nnx.as_pure(opt_state), "count")
+        taken = max((int(np.max(np.asarray(x))) for _, x in found if np.size(x)), default=0)
+        total = taken + skipped if taken else 0
+    since = metrics["growth_count"]  # good steps since the last overflow; 0 for a static scale, NaN without one
+    return total >= _STEPS and skipped >= _MANY * total and (math.isnan(since) or since < _RECENT)
 
 
 _WHAT_TO_DO = (
