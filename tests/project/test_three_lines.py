@@ -179,17 +179,17 @@ def test_fp8_takes_one_more_line():
 
 def test_the_port_trains():
     def losses(names: dict[str, Any]) -> np.ndarray:
-        traced.clear()
-        step, args = jax.jit(lambda *args: traced.append(1) or names["step"](*args)), names["carry"]
+        traces.clear()
+        step, args = jax.jit(lambda *args: traces.append(1) or names["step"](*args)), names["carry"]
         found = []
         for _ in range(5):
             *args, loss = step(*args, *names["batch"])
             found.append(float(loss))
         return np.asarray(found)
 
-    traced: list[int] = []
+    traces: list[int] = []
     naive, ported = losses(run(source_of("equinox_mlp", None))), losses(run(source_of("equinox_mlp", "16-mixed")))
-    assert len(traced) == 1
+    assert len(traces) == 1
     np.testing.assert_allclose(ported[0], naive[0], rtol=1e-3)
     assert ported[-1] < ported[0]
     assert np.abs(ported - naive).max() < 0.02 * naive[0]

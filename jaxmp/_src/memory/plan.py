@@ -279,11 +279,11 @@ def _trace(
 def _scaled(loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]) -> Any:
     """`jaxmp.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, opt_state=opt_state)`, without its warnings."""
 
-    def loss(params: PyTree, carry: PyTree, batch: tuple[Any, ...]) -> Any:
+    def run(params: PyTree, carry: PyTree, batch: tuple[Any, ...]) -> Any:
         return *gradients.loss_and_aux(loss_fn(*params, *batch), has_aux), carry
 
     loss, aux, _, (grads,) = gradients.scaled_value_and_grad(
-        loss, (params,), (), batch, opt_state, policy=None, k=1, axis_name="auto", looks=False
+        run, (params,), (), batch, opt_state, policy=None, k=1, axis_name="auto", looks=False
     )
     return ((loss, aux) if has_aux else loss), grads
 

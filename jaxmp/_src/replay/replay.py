@@ -210,7 +210,8 @@ class _Step:
 def _value_and_grad(options: dict[str, Any], loss_fn: Any, args: Any, kwargs: Any, loss_scale: Any) -> Any:
     zero = jnp.zeros((), jnp.int32)
     opt_state = states.LossScaleState(loss_scale, zero, zero)
-    common = {name: options.get(name) for name in ("has_aux", "accumulate", "accumulate_argnums", "policy")}
+    common = {name: options[name] for name in ("has_aux", "accumulate", "accumulate_argnums")}
+    common["policy"] = options.get("policy")  # captures of older versions hold none
     if options["argnums"] == 0 and array_functions.is_module(args[0]):
         differentiated = nnx_bridge.value_and_grad(loss_fn, wrt=options["wrt"], **common)
     else:
