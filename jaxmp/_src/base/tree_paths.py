@@ -163,6 +163,27 @@ def is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata | nnx.Variable)
 
 
+def with_boxes_inside(tree: Any) -> Any:
+    """`tree` with each `nnx.Variable` that holds a tree of arrays replaced by that tree with a Variable for each array.
+
+    Optax maps over a Variable as over any container, so what it puts in place of an array comes to stand inside: a
+    NamedTuple, `MaskedNode()`. But nnx.Optimizer writes its state back Variable by Variable, as nnx.State: a NamedTuple
+    inside a Variable would come back as a State, and a NamedTuple of Variables stays.
+    """
+
+    def pushed(x: Any) -> Any:
+        if not isinstance(x, nnx.Variable):
+            return x
+        leaves, treedef = jax.tree.flatten(x.get_raw_value())
+        if treedef == jax.tree.structure(0):  # an array
+            return x
+        shapes = [np.shape(leaf) for leaf in leaves]  # metadata, such as a sharding, is for the first
+        pairs = zip(leaves, shapes, strict=True)
+        return treedef.unflatten([x.replace(leaf) if shape == shapes[0] else type(x)(leaf) for leaf, shape in pairs])
+
+    return jax.tree.map(pushed, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
 def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """`(path, leaf or whole box)` of each entry of `tree`, and the structure to put them back together."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)

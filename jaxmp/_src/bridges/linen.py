@@ -15,7 +15,7 @@ import optax
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.step import mixed_precision, policy as policy_lib, state
+from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, state
 
 
 class TrainState(train_state.TrainState):
@@ -75,10 +75,14 @@ class TrainState(train_state.TrainState):
 
         Returns:
           The next state.
+
+        Raises:
+          TypeError: an argument that is neither a field nor taken by the optimizer.
         """
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
+        extra_arguments.check(self.tx, extra, fields=known)
         params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}

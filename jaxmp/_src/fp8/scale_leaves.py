@@ -22,7 +22,7 @@ Two things need care when the loss is differentiated:
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,16 @@ _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
 def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:
     """The name of the leaf that holds the scale of `operand` ("lhs", "rhs" or "grad")."""
     return f"fp8_{operand}_{formats.name_of(dtype)}_{'log2_scale' if power_of_two else 'scale'}"
+
+
+def refuse(paths: Iterable[str]) -> None:
+    """Raises a ValueError if there is a scale among the params of an optimizer that knows no recipe."""
+    for path in paths:
+        if is_scale(path):
+            raise ValueError(
+                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe. Pass "
+                f'recipe=, the one that the layers were built with, to jaxmp.mixed_precision, or use the policy "fp8".'
+            )
 
 
 def is_scale(path: Any, leaf: Any = None) -> bool:

@@ -71,7 +71,7 @@ def _from_jmp(scaler: jmp.DynamicLossScale) -> DynamicLossScale:
         growth_factor=float(scaler.factor),
         backoff_factor=1.0 / float(scaler.factor),
         growth_interval=int(scaler.period),
-        min_scale=float(scaler.min_loss_scale),
+        min_scale=float(scaler.min_loss_scale) or None,  # jmp's floor of 0 is none
     )
     new.growth_count = jnp.asarray(scaler.counter, jnp.int32)
     return new

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import compat
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
-from jaxmp._src.step import in_place, write_masters
+from jaxmp._src.step import extra_arguments, in_place, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.states import MasterState
 
@@ -168,12 +168,13 @@ def stream_updates(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         if host_memory.first_on_host((updates, state, params)) is None:
-            return plain.update(updates, state, params, **extra_args)
+            return extra_arguments.update(plain, updates, state, params, extra_args)
         if "grads_finite" in extra_args:
             host_memory.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
-            new_updates, new = plain.update(*host_memory.to_device((updates, state, params)), **extra_args)
+            here = host_memory.to_device((updates, state, params))
+            new_updates, new = extra_arguments.update(plain, *here, extra_args)
             leaves, treedef = jax.tree.flatten(new_updates)
             return leaves, (jax.tree.map(host_memory.as_before, new, state), _Static(treedef))
 

@@ -9,6 +9,7 @@ All three steps are exact in float32, because q is a power of two made from the 
 dtype come out right, because the spacing is constant below e_min. (`lax.reduce_precision` flushes those of float16.)
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -100,6 +101,7 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
     Returns:
       float32 of the same shape. NaN stays NaN. Values outside the range, inf included, become the largest finite value.
+      Its derivative is that of a cast: 1 within the range.
 
     Raises:
       TypeError: `x` is not float32.
@@ -118,7 +120,18 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.clip(x, -limit, limit)
     if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return round_to_grid(x, np.float32(float(info.smallest_normal)), np.float32(2.0**-info.nmant))
+    return _straight_through(x, float(info.smallest_normal), 2.0**-info.nmant)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _straight_through(x: Float[Array, "..."], smallest_normal: float, step: float) -> Float[Array, "..."]:
+    """`round_to_grid` whose derivative is 1, that of a cast, and not 0, that of the rounding to an integer in it."""
+    return round_to_grid(x, np.float32(smallest_normal), np.float32(step))
+
+
+@_straight_through.defjvp
+def _(smallest_normal: float, step: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _straight_through(primals[0], smallest_normal, step), tangents[0]
 
 
 def round_to_grid(

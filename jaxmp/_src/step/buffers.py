@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._src.numerics import casting
@@ -13,11 +14,14 @@ def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
     """`state` with each array in its own buffer, which no other array of `state` or `foreign` shares.
 
     Donation deletes a buffer after the step. An array that appears twice in the state cannot be donated, and an array
-    that the caller's params share would be deleted under the caller.
+    that the caller's params share would be deleted under the caller. A NumPy array can change under the state: it is
+    copied too.
     """
     seen = {id(x) for x in jax.tree.leaves(foreign)}
 
     def own(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic):
+            return jnp.array(x)
         if isinstance(x, jax.Array) and id(x) in seen:
             return jnp.copy(x)
         seen.add(id(x))

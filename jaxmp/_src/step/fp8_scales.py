@@ -24,7 +24,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import buffers, in_place
+from jaxmp._src.step import buffers, extra_arguments, in_place
 from jaxmp._src.step.state import find, masters_of
 from jaxmp._src.step.states import Fp8State, SplitFp8State
 
@@ -155,7 +155,8 @@ def split_fp8(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SplitFp8State]:
         moved, scales_state = move_scales(updates, state, params, **extra_args)
-        updated, rest_state = rest.update(others_of(updates), state.fp8_rest, others_of(params), **extra_args)
+        others = (others_of(updates), state.fp8_rest, others_of(params))
+        updated, rest_state = extra_arguments.update(rest, *others, extra_args)
         return scale_leaves.merge(moved, updated), SplitFp8State(scales_state, rest_state)
 
     if not isinstance(rest, in_place.InPlace):

@@ -84,6 +84,7 @@ class Destination:
 
     def __init__(self, params: PyTree | None) -> None:
         self.written: PyTree | None = None
+        self._noted: list[Any] | None = None
         self._expected = params
         self._trace_state = compat.trace_state()
 
@@ -99,9 +100,49 @@ class Destination:
         same = len(expected) == len(given) and all(a is b for a, b in zip(expected, given, strict=True))
         return same and self._trace_state == compat.trace_state()
 
+    def note(self, updates: PyTree) -> None:
+        """Called by a transform with masters: it returns these updates, and `apply_gradients` may not need them."""
+        if self._trace_state == compat.trace_state():
+            self._noted = [*(self._noted or []), *jax.tree.leaves(updates)]
+
+    def is_last(self, updates: PyTree, opt_state: Any, kinds: tuple[type, ...]) -> bool:
+        """Whether no transform after one with masters has made other updates.
+
+        Args:
+          updates: of params with masters, as `apply_gradients` got them.
+          opt_state: state of the whole optimizer.
+          kinds: the states of transforms that write.
+        """
+        noted = {id(x) for x in self._noted or ()}
+        if self._noted is not None and all(id(u) in noted for u in jax.tree.leaves(updates)):
+            return True
+        return not _has_follower(opt_state, kinds, certain=self._noted is not None)
+
     def closed(self) -> "Destination":
         """For transforms inside `unscale_and_skip`: `apply_gradients` called, but they must not write."""
         return Destination(None)
+
+
+def _has_follower(state: Any, kinds: tuple[type, ...], *, certain: bool) -> bool:
+    """Whether a state of one of `kinds` has a state behind it in an `optax.chain`, whose state is a plain tuple.
+
+    `optax.named_chain` has a dict, which jax sorts: there it counts only if it is `certain` that updates changed.
+    """
+
+    def holds(x: Any) -> bool:
+        return any(isinstance(y, kinds) for y in jax.tree.leaves(x, is_leaf=lambda y: isinstance(y, kinds)))
+
+    if isinstance(state, kinds) or not holds(state):
+        return False
+    if isinstance(state, dict):
+        parts, is_chain = list(state.values()), certain and len(state) > 1
+        return is_chain or any(_has_follower(x, kinds, certain=certain) for x in parts)
+    if isinstance(state, tuple):
+        is_chain = not hasattr(state, "_fields")
+        if is_chain and any(holds(x) for x in state[:-1]):
+            return True
+        return any(_has_follower(x, kinds, certain=certain) for x in state)
+    return False
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:

@@ -129,9 +129,7 @@ def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
     return Held(paths, held, shared)
 
 
-def keep_together(
-    like: PyTree, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None
-) -> PyTree:
+def keep_together(like: PyTree, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
     """`new` with the old values of held elements (of all, where the step is not taken)."""
     return find(like, new, old).keep(new, old, taken=taken)
 

@@ -27,7 +27,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, in_place, kept_elements, write_masters
+from jaxmp._src.step import buffers, extra_arguments, in_place, kept_elements, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.states import MasterState
@@ -75,10 +75,10 @@ def keep_master_params(
 
     def init_fn(params: PyTree) -> MasterState:
         _warn_of_idle_patterns(policy, params)
-        _refuse_scales(params)
+        scale_leaves.refuse(path for path, _ in tree_paths.boxed_leaves(params)[0])
         full = casting.cast_floats(params, jnp.float32)
         masters = _make_masters(inner, policy, params, full)
-        inner_state = inner.init(_view(full, masters))
+        inner_state = tree_paths.with_boxes_inside(inner.init(_view(full, masters)))
         if remainder is not None:
             masters = _split_masters(policy, params, masters, remainder)
         count = jnp.zeros((), jnp.int32) if remainder == jnp.int8 else None
@@ -97,7 +97,7 @@ def keep_master_params(
             raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
         if as_made:
             full = casting.cast_floats(params, jnp.float32)
-            moves, inner_state = inner.update(updates, state.master_inner, full, **extra_args)
+            moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, full, extra_args)
             return moves, state._replace(master_inner=inner_state)
         if remainder is not None:
             raise ValueError(
@@ -112,7 +112,7 @@ def keep_master_params(
         write_masters.check_masters(state.master_params, params, None)
         view = _view(params, state.master_params)
         with tree_paths.explained_by_shapes(updates, params):  # shapes may differ: one gradient for each example
-            moves, inner_state = inner.update(updates, state.master_inner, view, **extra_args)
+            moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, view, extra_args)
         tree_paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
             units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
@@ -127,6 +127,8 @@ def keep_master_params(
             pairs = [_step(*part) for part in parts]
         new_updates = treedef.unflatten([update for update, _ in pairs])
         new_masters = treedef.unflatten([master for _, master in pairs])
+        if destination is not None:
+            destination.note(new_updates)
         return new_updates, state._replace(master_params=new_masters, master_inner=inner_state)
 
     def write_fn(
@@ -155,15 +157,6 @@ def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
     # stacklevel: whoever calls mixed_precision(...).init
     tree_paths.warn_of_idle("keep_fp32", policy.keep_fp32, paths, of="param", stacklevel=4)
-
-
-def _refuse_scales(params: PyTree) -> None:
-    for path, _ in tree_paths.boxed_leaves(params)[0]:
-        if scale_leaves.is_scale(path):
-            raise ValueError(
-                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe. Pass "
-                f'recipe=, the one that the layers were built with, to jaxmp.mixed_precision, or use the policy "fp8".'
-            )
 
 
 def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:
@@ -197,7 +190,7 @@ def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) 
         else master
         for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True)
     ]
-    return treedef.unflatten(short)
+    return tree_paths.with_boxes_inside(treedef.unflatten(short))
 
 
 def _view(params: PyTree, masters: PyTree) -> PyTree:

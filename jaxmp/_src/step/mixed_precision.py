@@ -20,7 +20,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, fp8_scales, in_place, master_params, state, states, unscale
+from jaxmp._src.step import buffers, extra_arguments, fp8_scales, in_place, master_params, state, states, unscale
 from jaxmp._src.step.policy import get_policy
 
 
@@ -129,6 +129,10 @@ def apply_gradients(
     Returns:
       `(params, opt_state)`.
 
+    Raises:
+      ValueError: a transform follows `mixed_precision` in a chain.
+      TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
+
     Example:
       >>> import jax.numpy as jnp
       >>> tx = mixed_precision(optax.sgd(1.0), "bf16")
@@ -137,10 +141,13 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
+    extra_arguments.check(tx, extra_args)
     destination = in_place.Destination(params)
     if state.find(opt_state, states.UnscaleState) or state.find(opt_state, states.MasterState):
         extra_args["destination"] = destination
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, **extra_args)
+    tx = optax.with_extra_args_support(tx)
+    updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
+    _check_is_last(destination, updates, opt_state, params)
     if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):
             return stored_kernels.write(destination.written, state.masters_of(opt_state, params)), opt_state
@@ -150,6 +157,20 @@ def apply_gradients(
         new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
         new_params = treedef.unflatten(new_units)
         return stored_kernels.write(new_params, treedef.unflatten(masters)), opt_state
+
+
+def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state: Any, params: PyTree) -> None:
+    """Raises if a transform changed updates that are not used: those of params that are written from their masters."""
+    treedef = jax.tree.structure(params, is_leaf=tree_paths.is_box)
+    masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
+    unused = [u for u, m in zip(treedef.flatten_up_to(updates), masters, strict=True) if m is not None]
+    unused = updates if destination.written is not None else unused
+    if unused and not destination.is_last(unused, opt_state, (states.UnscaleState, states.MasterState)):
+        raise ValueError(
+            "nothing may follow mixed_precision (or keep_master_params) in a chain: apply_gradients writes params from "
+            "their masters, and would ignore what follows; got a chain with a transform behind it. Put that transform "
+            "inside: jaxmp.mixed_precision(optax.chain(inner, what_follows), policy)."
+        )
 
 
 def _moved(param: Any, master_param: Any, update: Any) -> Any:

@@ -28,6 +28,7 @@ from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import frozen_leaves
 from jaxmp._src.step import buffers, in_place, probe, state as state_lib, states, ways_to_write
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
@@ -118,6 +119,7 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
 
@@ -155,7 +157,8 @@ def unscale_and_skip(
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
-        guarded_state = guarded.init(params)
+        _check_moves_scales(guarded, params)
+        guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
         fresh = states.UnscaleState(
@@ -212,6 +215,8 @@ def unscale_and_skip(
                 if own_scale_moves and hasattr(scaler, "is_pinned")
                 else jnp.zeros((), bool)
             )
+            if destination is not None:
+                destination.note(new.updates)
             return new.updates, states.UnscaleState(
                 scaling=jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling),
                 skipped=skipped,
@@ -292,6 +297,18 @@ def decide(
     if measured is None:  # without this, XLA repeats the computation of both flags in the code of every leaf
         finite, taken = casting.computed_once((finite, taken))
     return Decision(finite, taken)
+
+
+def _check_moves_scales(inner: Any, params: PyTree) -> None:
+    """Raises a ValueError if `inner` would train the fp8 scales in the params as weights. (They may be frozen.)"""
+    if not any(scale_leaves.is_scale(path) for path, _ in tree_paths.boxed_leaves(params)[0]):
+        return
+    if state_lib.find(jax.eval_shape(inner.init, params), states.Fp8State):
+        return
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    frozen = frozen_leaves.frozen_leaves(inner, params)
+    trained = [tree_paths.path_str(path) for path, stays in zip(paths, frozen, strict=True) if not stays]
+    scale_leaves.refuse(trained)
 
 
 def _check_gradients(grads: PyTree) -> None:

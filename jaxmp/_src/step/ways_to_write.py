@@ -21,7 +21,7 @@ from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
-from jaxmp._src.step import in_place, kept_elements, state as state_lib, states
+from jaxmp._src.step import extra_arguments, in_place, kept_elements, state as state_lib, states
 
 
 class Gradients(NamedTuple):
@@ -131,7 +131,7 @@ class PlainUpdate:
         if self._as_made and state_lib.find(state, states.MasterState):
             extra_args = extra_args | {"as_made": True}
         with jax.named_scope("jaxmp.optimizer"):
-            updates, new = self._inner.update(grads, state, params, **extra_args)
+            updates, new = extra_arguments.update(self._inner, grads, state, params, extra_args)
         if self._as_made:
             nothing = jnp.zeros((), jnp.float32)
             return Written(updates, new, nothing, nothing)

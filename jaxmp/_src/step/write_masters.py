@@ -17,7 +17,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import in_place, kept_elements
+from jaxmp._src.step import extra_arguments, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.states import MasterState
 from pallas_kernels import moments
@@ -112,7 +112,7 @@ def by_updates(
     weights = [moments.join(p, m) if is_remainder(m) else m for p, m in pairs]
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
     old_weights = treedef.unflatten(weights)
-    moves, new_state = inner.update(unscaled, state, old_weights, **extra_args)
+    moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
     new_weights = jax.tree.map(moved, old_weights, moves)
     held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
     new_weights = held.keep(new_weights, old_weights, taken=step.taken)

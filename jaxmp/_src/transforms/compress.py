@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from jaxmp._src.step import kept_elements
+from jaxmp._src.base import tree_paths
+from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
@@ -78,13 +79,14 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             )
 
         count = jnp.zeros((), jnp.int32)
-        return CompressedState(count, map_moments(lambda x, signed, number: store(x, signed, number, count), state))
+        stored = map_moments(lambda x, signed, number: store(x, signed, number, count), state)
+        return CompressedState(count, tree_paths.with_boxes_inside(stored))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         count: Any = optax.safe_increment(state.compress_count)
         with jax.named_scope("jaxmp.decompress_moments"):
             full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
-        updates, new = inner.update(updates, full, params, **extra_args)
+        updates, new = extra_arguments.update(inner, updates, full, params, extra_args)
         # Here, and not only around this transform: an inf or NaN would become the scale of its whole group. An update
         # that is NaN tells the transform around this one to keep the element too.
         old_updates = kept_elements.no_updates(updates)

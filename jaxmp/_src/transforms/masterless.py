@@ -32,6 +32,7 @@ from jaxtyping import Array, Int, PyTree, UInt
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.numerics import casting
+from jaxmp._src.step import extra_arguments
 from pallas_kernels import moments
 
 
@@ -137,7 +138,7 @@ def float32_moments(inner: optax.GradientTransformation) -> optax.GradientTransf
         return inner.init(_wide(params))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        moves, state = inner.update(_wide(updates), state, _wide(params), **extra_args)
+        moves, state = extra_arguments.update(inner, _wide(updates), state, _wide(params), extra_args)
         return _wide(moves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
