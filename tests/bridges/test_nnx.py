@@ -421,3 +421,105 @@ def test_a_state_of_params_trains_as_a_tree(policy):
     step = 0.25 if policy == "fp16" else 0.5
     expected = jax.tree.map(lambda m, p: (m - step).astype(p.dtype), params32, params)
     assert_bitwise(jax.tree.leaves(new), jax.tree.leaves(expected))
+
+
+# --- state that holds tuples of arrays --------------------------------------------------------------------------------
+
+
+class Wide(nnx.Module):
+    """A kernel that is large enough for moments in 8 bits, and a small layer."""
+
+    def __init__(self, rngs):
+        self.base = nnx.Linear(32, 128, rngs=rngs)
+        self.head = nnx.Linear(128, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.base(x))
+
+
+def wide_loss(model, x):
+    return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+
+def freeze_base(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" if "base" in str(path[0]) else "trained", params)
+
+
+TUPLES = {
+    "int8": (lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), {}),
+    "fused int8": (lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8), {"remainder_bits": 8}),
+    "split": (lambda: optax.adam(1e-3), {"remainder_bits": 16}),
+    "frozen": (
+        lambda: optax.multi_transform({"trained": optax.adam(1e-3), "frozen": optax.set_to_zero()}, freeze_base),
+        {},
+    ),
+}
+
+
+def wide(name, ours):
+    inner, options = TUPLES[name]
+    tx = jaxmp.mixed_precision(inner(), "bf16", **options)
+    model = Wide(nnx.Rngs(0))
+    if ours:
+        return model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16"), tx
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, "bf16")
+    return model, optimizer, tx
+
+
+def wide_step(model, optimizer, x):
+    loss, grads = jaxmp.nnx.value_and_grad(wide_loss)(model, x, opt_state=optimizer.opt_state)
+    optimizer.update(model, grads)
+    return loss
+
+
+WIDE_X = np.random.default_rng(0).normal(size=(4, 32)).astype(F32)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("fused int8", True), ("split", True), ("int8", False), ("frozen", False)], ids=str
+)
+def test_state_keeps_its_structure_from_the_first_step_on(name, ours):
+    """Moments in 8 bits and split masters are tuples: they stay tuples, one trace serves, and a scan over steps."""
+    model, optimizer, _ = wide(name, ours)
+    structure = jax.tree.structure(nnx.state(optimizer))
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        traces.append(0)
+        return wide_step(model, optimizer, x)
+
+    losses = [float(step(model, optimizer, WIDE_X)) for _ in range(3)]
+    assert len(traces) == 1 and losses[2] < losses[1] < losses[0]
+    assert jax.tree.structure(nnx.state(optimizer)) == structure
+    if name != "split":
+        return
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def scanned(carry, x):
+        return carry, wide_step(*carry, x)
+
+    again, again_optimizer, _ = wide(name, ours)
+    _, by_scan = nnx.jit(scanned)((again, again_optimizer), np.stack([WIDE_X] * 3))
+    np.testing.assert_allclose(by_scan, losses, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["fused int8", "frozen"])
+def test_the_restore_loop_of_the_page(name, tmp_path):
+    """docs/how-to/job/checkpoints.md: each Variable of the state has one array, also beside a frozen part."""
+    model, optimizer, tx = wide(name, True)
+    step = nnx.jit(wide_step)
+    step(model, optimizer, WIDE_X)
+    with jaxmp.checkpoint.manager(tmp_path / "steps") as steps:
+        jaxmp.checkpoint.save(steps, 1, params=nnx.state(model, nnx.Param), opt_state=nnx.as_pure(optimizer.opt_state))
+        steps.wait_until_finished()
+        fresh, fresh_optimizer, _ = wide(name, True)
+        restored = jaxmp.checkpoint.restore(steps, tx, params=nnx.state(fresh, nnx.Param))
+    nnx.update(fresh, restored.params)
+    variables = jax.tree.leaves(fresh_optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
+        variable.set_value(value)
+    pure = nnx.as_pure
+    assert_bitwise(jax.tree.leaves(pure(fresh_optimizer.opt_state)), jax.tree.leaves(pure(optimizer.opt_state)))
+    assert_bitwise(step(fresh, fresh_optimizer, WIDE_X), step(model, optimizer, WIDE_X))

@@ -140,7 +140,7 @@ def test_apply_gradients_of_plain_optax_is_plain_optax(dtype):
     params = {"w": jnp.array([1.0, -0.0], dtype)}
     grads = {"w": jnp.array([0.5, 1.0], dtype)}
     updates, expected_state = tx.update(grads, tx.init(params), params)
-    got, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params, unknown="swallowed")
+    got, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params, value=jnp.float32(1.0))
     assert_bitwise((got, state), (optax.apply_updates(params, updates), expected_state))
 
 

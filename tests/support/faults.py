@@ -3,15 +3,17 @@
     make faults                       10,000 faults; writes benchmarks/results/faults.json
 
 A *world* is a small model in one parallel regime and one precision. From one state two steps are taken on the same
-batch: one uninjured, its *twin*, and one in which a gradient of one device holds inf, NaN or the largest finite number
-of its dtype at a random place. What must hold (the numbers are those of the design's invariants):
+batch: one uninjured, its *twin*, and one in which a gradient of one device holds inf, NaN, the largest finite number
+of its dtype or another huge one (1e18 to 3e38) at a random place. What must hold (the numbers are those of the design's invariants):
 
 1.  All devices take the same decision and have the same scale; the scale moved by the rule, worked out here in Python.
 2.  inf and NaN skip: params, masters, moments, counts and amax histories are bit for bit those before the step. A
     finite number does what the twin does: everything but the number's own place is bit for bit the twin's. (After some
     faults the twin overflows, too: a weight has become huge, or an fp8 scale so small that all else is rounded to 0.)
 3.  Nothing that is not finite stands anywhere in params or state; the scale lies within its bounds.
-4.  Structure, dtypes and shardings stay, and nothing is compiled again.
+4.  No master moves farther than Adam can move it, whatever finite gradient came; an element that was
+    kept has its old moments.
+5.  Structure, dtypes and shardings stay, and nothing is compiled again.
 
 The next fault starts from the injured state, so that faults add up; after some it starts anew.
 """
@@ -41,7 +43,9 @@ WIDTH, ROWS = 16, 64  # 16 rows on each device: the least that an fp8 GEMM takes
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
 SCALE = {"growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "max_scale": 2.0**14}
 ANEW = 40  # faults that add up
-KINDS = ("inf", "-inf", "nan", "largest")
+KINDS = ("inf", "-inf", "nan", "largest", "huge")
+RATE = 1e-3
+FARTHEST = 4 * RATE  # Adam moves a weight by at most (1 - b1) / sqrt(1 - b2) = 3.2 times its rate
 PRECISIONS = {"fp16": ("fp16", False), "bf16": ("bf16", False), "fp8": ("fp8", True), "fp16+fp8": ("fp16", True)}
 MESH = regimes.mesh_of()
 
@@ -101,7 +105,7 @@ def make_world(regime_name: str, precision: str) -> World:
     params32 = _params(in_fp8)
     scale = jaxmp.DynamicLossScale(2.0**10, **SCALE) if name == "fp16" else None
     recipe = RECIPE if in_fp8 else None
-    tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, loss_scale=scale, recipe=recipe)
+    tx = jaxmp.mixed_precision(optax.adam(RATE), policy, loss_scale=scale, recipe=recipe)
     is_fsdp = regime_name == "shard_map_fsdp"
     regime = regimes.SINGLE if regime_name == "single" else regimes.REGIMES.get(regime_name)
     layout = fsdp.layout_of(params32, MESH, regimes.AXIS, min_size=64) if is_fsdp else None
@@ -170,6 +174,13 @@ class Fault(NamedTuple):
     device: int
     place: int
     kind: str
+    exponent: float = 0.0  # of ten, for "huge": a finite number whose square may not be finite
+
+    def value(self, limit: float) -> float:
+        """The wrong number, in a gradient whose largest number is `limit`."""
+        if self.kind == "huge":
+            return min(10.0**self.exponent, limit)
+        return limit if self.kind == "largest" else float(self.kind)
 
 
 def batch_of(rng: np.random.Generator, fault: Fault | None, limits: list[float]) -> dict[str, Any]:
@@ -179,7 +190,7 @@ def batch_of(rng: np.random.Generator, fault: Fault | None, limits: list[float])
     value = np.zeros(DEVICES, np.float32)
     if fault is not None:
         leaf[fault.device], place[fault.device] = fault.leaf, fault.place
-        value[fault.device] = limits[fault.leaf] if fault.kind == "largest" else float(fault.kind)
+        value[fault.device] = fault.value(limits[fault.leaf])
     batch = {"x": x, "y": np.tanh(x @ np.eye(WIDTH, k=1, dtype=np.float32))}
     return batch | {"fault": {"leaf": leaf, "place": place, "value": value}}
 
@@ -205,7 +216,8 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
     for copy in afters[1:]:
         assert same_bits(copy, afters[0]), "1: devices differ"
     old, other, new = befores[0], twins[0], afters[0]
-    skip = fault.kind != "largest" or bool(jaxmp.get_metrics(other[1])["skipped"])
+    finite = fault.kind in ("largest", "huge")
+    skip = not finite or bool(jaxmp.get_metrics(other[1])["skipped"])
     metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(new[1]).items()}
     old_metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(old[1]).items()}
     assert bool(metrics["skipped"]) == skip, f"1: skipped is {metrics['skipped']} for {fault.kind}"
@@ -226,12 +238,31 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
             own = allowed in path or (is_scale and any(part in path for part in _OF_A_SCALE))
             most = RECIPE.amax_history_len if path.endswith(".amax_history") else 1  # it moves on where the twin's is 0
             assert own and places <= most, f"2: {places} places of {path} differ from the twin's"
+        _check_moves(kept(new), kept(old), metrics["kept_elements"])
     for path, x in jax.tree_util.tree_leaves_with_path(kept(new)):
         if jnp.issubdtype(x.dtype, jnp.floating):
             assert np.all(np.isfinite(np.asarray(x, np.float32))), f"3: {jax.tree_util.keystr(path)} is not finite"
     kinds = [[(x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(s)] for s in (twin, after)]
-    assert kinds[0] == kinds[1], "4: a dtype, shape or sharding changed"
-    assert jax.tree.structure(before) == jax.tree.structure(after), "4: the structure changed"
+    assert kinds[0] == kinds[1], "5: a dtype, shape or sharding changed"
+    assert jax.tree.structure(before) == jax.tree.structure(after), "5: the structure changed"
+
+
+def _check_moves(new: Any, old: Any, kept: Any) -> None:
+    """No master moves farther than Adam moves it with consistent moments; and who keeps one moment keeps both."""
+    held = 0
+    leaves = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(new)}
+    before = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
+    same = {path: np.asarray(x) == np.asarray(before[path]) for path, x in leaves.items()}
+    for path, x in leaves.items():
+        is_master = ".master_params" in path or (path.startswith("[0]") and np.asarray(x).dtype == np.float32)
+        if is_master and "fp8_" not in path:
+            was = np.asarray(before[path], np.float64)
+            moved = np.abs(np.asarray(x, np.float64) - was)
+            assert np.all(moved <= FARTHEST + 1e-6 * np.abs(was)), f"4: {path} moved by {moved.max()}"
+        if ".nu[" in path and "fp8_" not in path:
+            mu = path.replace(".nu[", ".mu[")
+            held += int(np.sum(same[path] & same[mu] & (np.asarray(before[path]) != 0)))
+    assert int(np.max(kept)) <= max(held, 0), f"4: {kept} elements were kept, and {held} have their old moments"
 
 
 _OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors")
@@ -268,7 +299,8 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
             int(rng.integers(len(world.names))),
             int(rng.integers(DEVICES)),
             int(rng.integers(2**16)),
-            str(rng.choice(KINDS, p=(0.2, 0.1, 0.2, 0.5))),
+            str(rng.choice(KINDS, p=(0.2, 0.1, 0.2, 0.25, 0.25))),
+            float(rng.uniform(18.0, 38.5)),
         )
         data = int(rng.integers(2**31))
         uninjured = world.shard(batch_of(np.random.default_rng(data), None, world.limits))
@@ -277,7 +309,7 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
         twin = jax.block_until_ready(world.step(state, uninjured))
         events.clear()
         after = jax.block_until_ready(world.step(state, injured))
-        assert not events or i == 0, f"4: compiled again at {fault}"
+        assert not events or i == 0, f"5: compiled again at {fault}"
         try:
             check(world, state, twin, after, fault)
         except AssertionError as e:

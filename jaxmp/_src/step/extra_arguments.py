@@ -86,8 +86,8 @@ def _functions_of(f: Any) -> Iterator[types.FunctionType]:
             open_ += x
         elif hasattr(x, "__wrapped__"):  # jax.jit
             open_.append(x.__wrapped__)
-        elif isinstance(call := getattr(type(x), "__call__", None), types.FunctionType):
-            open_ += [call, *getattr(x, "__dict__", {}).values()]
+        elif callable(x) and isinstance(x.__call__, types.MethodType):
+            open_.append(x.__call__)
 
 
 def _is_full(cell: Any) -> bool:

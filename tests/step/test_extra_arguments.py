@@ -1,0 +1,213 @@
+"""Extra arguments reach the transforms that take them, and a misspelt one is refused."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import struct
+from optax import contrib
+
+import jaxmp
+
+PARAMS = {"w": np.array([1.0, 2.0], np.float32)}
+
+
+def sam(**kwargs):
+    return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)), **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["alone", "in a chain", "8 bits"])
+def test_a_transform_with_a_fixed_list_of_arguments(policy, place):
+    """SAM takes none of jaxmp's own; its two alternating steps are those of plain optax on float32 params."""
+    inner = {
+        "alone": sam,
+        "in a chain": lambda: optax.chain(jaxmp.clip_by_global_norm(10.0), sam()),
+        "8 bits": lambda: jaxmp.compress_moments(contrib.sam(optax.sgd(0.1, 0.9), optax.sgd(0.05)), jnp.bfloat16),
+    }[place]()
+    tx = jaxmp.mixed_precision(inner, policy)
+    expected, plain_state = PARAMS, inner.init(PARAMS)
+    params, state = jaxmp.get_policy(policy).cast_to_param(PARAMS), tx.init(PARAMS)
+    for i in range(4):
+        g = {"w": np.array([0.5, -0.25], np.float32) * (i + 1)}
+        params, state = jaxmp.apply_gradients(tx, g, state, params)
+        updates, plain_state = inner.update(g, plain_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    np.testing.assert_allclose(jaxmp.get_master_params(state, params)["w"], expected["w"], rtol=1e-6)
+
+
+def test_an_argument_of_the_users_reaches_it():
+    def grad_fn(params, i):
+        del i
+        return jax.tree.map(jnp.ones_like, params)
+
+    tx = jaxmp.mixed_precision(sam(opaque_mode=True), "fp32")
+    params, _ = jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
+    np.testing.assert_allclose(params["w"], PARAMS["w"] - 0.1, rtol=1e-6)
+
+
+def test_its_own_error_is_not_hidden():
+    def update(updates, state, params=None, *, needed, **extra_args):
+        del params, needed, extra_args
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = jaxmp.mixed_precision(inner, "fp32")
+    with pytest.raises(TypeError, match="needed"):
+        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+
+
+class State(jaxmp.linen.TrainState):
+    batch_stats: Any = struct.field(default=None)
+
+
+def new_state(tx):
+    return State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=jnp.zeros(2))
+
+
+@pytest.mark.parametrize("tx", [jaxmp.mixed_precision(optax.adam(0.1), "fp32"), optax.adam(0.1)], ids=["", "plain"])
+def test_a_misspelt_argument_is_refused(tx):
+    with pytest.raises(TypeError, match=r"got batch_stat=, .* no field of this state. Did you mean batch_stats=\?"):
+        new_state(tx).apply_gradients(grads=PARAMS, batch_stat=jnp.ones(2))
+    with pytest.raises(TypeError, match="got los_scale=, which no transform of tx takes. Did you mean loss"):
+        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, los_scale=1.0)
+    assert set(dataclasses.asdict(new_state(tx))) >= {"batch_stats"}
+
+
+def reads_by_name(name):
+    def update(updates, state, params=None, **extra_args):
+        del params
+        return jax.tree.map(lambda u: u * extra_args[name], updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def test_arguments_that_are_taken_or_customary():
+    """By name, by a string, by a function of the user's own that takes any; `value` may go to any optimizer."""
+    plateau = optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau())
+    cases = [
+        (plateau, {"value": jnp.float32(1.0)}),
+        (optax.adam(0.1), {"value": jnp.float32(1.0)}),
+        (optax.chain(reads_by_name("factor"), optax.sgd(0.1)), {"factor": 2.0}),
+        (optax.MultiSteps(optax.sgd(0.1), 2), {"value": jnp.float32(1.0)}),
+        (optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), {"value": jnp.float32(1.0)}),
+    ]
+    for inner, extra in cases:
+        tx = jaxmp.mixed_precision(inner, "fp32")
+        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, **extra)
+        new_state(tx).apply_gradients(grads=PARAMS, batch_stats=jnp.ones(2), **extra)
+
+
+# --- what follows in a chain ------------------------------------------------------------------------------------------
+
+
+def bf16(inner):
+    return jaxmp.mixed_precision(inner, "bf16")
+
+
+FOLLOWED = {
+    "chain": lambda: optax.chain(bf16(optax.sgd(1.0)), optax.scale(0.0)),
+    "fused": lambda: optax.chain(bf16(jaxmp.fused_sgd(1.0)), optax.scale(0.0)),
+    "named": lambda: optax.named_chain(("a", bf16(optax.sgd(1.0))), ("b", optax.scale(0.0))),
+    "nested": lambda: optax.chain(optax.chain(bf16(optax.sgd(1.0)), optax.keep_params_nonnegative())),
+    "parts": lambda: optax.chain(jaxmp.keep_master_params(optax.sgd(1.0), "bf16"), optax.scale(0.0)),
+    "around": lambda: optax.MultiSteps(optax.chain(bf16(optax.sgd(1.0)), optax.scale(0.0)), 1),
+}
+ALLOWED = {
+    "last": lambda: optax.chain(optax.scale(1.0), bf16(optax.sgd(0.5))),
+    "named last": lambda: optax.named_chain(("z", optax.scale(1.0)), ("a", bf16(optax.sgd(0.5)))),
+    "identity": lambda: optax.chain(bf16(optax.sgd(0.5)), optax.identity()),
+    "MultiSteps": lambda: optax.MultiSteps(bf16(optax.sgd(0.5)), 1),
+    "two masked": lambda: optax.chain(optax.masked(bf16(optax.sgd(0.5)), {"a": True, "b": False}),
+                                      optax.masked(bf16(optax.sgd(0.5)), {"a": False, "b": True})),
+    "labels": lambda: optax.multi_transform({"x": bf16(optax.sgd(0.5)), "y": bf16(optax.sgd(0.5))}, {"a": "x", "b": "y"}),
+    "without masters": lambda: optax.chain(jaxmp.mixed_precision(optax.sgd(1.0), "fp32"), optax.scale(0.5)),
+}  # fmt: skip
+
+
+def two(dtype):
+    return {"a": jnp.ones(2, dtype), "b": jnp.ones(2, dtype)}
+
+
+def apply_to_two(tx, dtype):
+    tx = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
+    return jaxmp.apply_gradients(tx, two(dtype), tx.init(two(dtype)), two(dtype))[0]
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_follows_in_a_chain_is_refused(name):
+    with pytest.raises(ValueError, match="nothing may follow mixed_precision .* Put that transform inside"):
+        jax.eval_shape(lambda: apply_to_two(FOLLOWED[name](), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_changes_nothing_is_not(name):
+    dtype = jnp.float32 if name == "without masters" else jnp.bfloat16
+    new = apply_to_two(ALLOWED[name](), dtype)
+    assert [x.tolist() for x in jax.tree.leaves(new)] == [[0.5, 0.5]] * 2
+
+
+# --- NumPy params, and derivatives of a step --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+def test_init_copies_numpy_params(policy):
+    """A master that shares its buffer with the caller's array would change with it."""
+    mine = {"w": np.ones(3, np.float32)}
+    tx = jaxmp.mixed_precision(optax.adam(0.1), policy)
+    state = tx.init(mine)
+    mine["w"][:] = 7.0
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+    assert not any(np.any(np.asarray(x) == 7.0) for x in jax.tree.leaves(state.guarded))
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_the_derivative_through_an_update_is_that_of_a_step(policy):
+    """By both ways of writing: rounding is straight through; d/d(rate) of sum(p'^2) = -2 sum(p' g)."""
+    tx_of = lambda rate: jaxmp.mixed_precision(optax.sgd(rate), policy, loss_scale=None if policy == "bf16" else 2.0)  # noqa: E731
+    params = {"w": jnp.array([1.0, 2.0], jaxmp.get_policy(policy).param_dtype)}
+    g = {"w": jnp.array([0.5, -0.25], jnp.float32)}
+    scale = 1.0 if policy == "bf16" else 2.0
+
+    def after(rate, by_update):
+        tx = tx_of(rate)
+        state, scaled = tx.init(params), jax.tree.map(lambda x: x * scale, g)
+        if by_update:
+            updates, state = tx.update(scaled, state, params)
+            new = optax.apply_updates(params, updates)
+        else:
+            new, state = jaxmp.apply_gradients(tx, scaled, state, params)
+        return jnp.sum(new["w"].astype(jnp.float32) ** 2)
+
+    exact = -2 * np.sum((np.array([1.0, 2.0]) - 0.1 * np.asarray(g["w"])) * np.asarray(g["w"]))
+    for by_update in (True, False):
+        np.testing.assert_allclose(jax.grad(after)(jnp.float32(0.1), by_update), exact, rtol=0.1)
+
+
+def test_jmps_floor_of_zero_is_none():
+    import jmp
+
+    scale = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(0.0))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=scale)
+    params = {"w": jnp.ones(2, jnp.float16)}
+    state, bad = tx.init(params), {"w": jnp.full(2, jnp.inf, jnp.float16)}
+    for _ in range(5):
+        _, state = tx.update(bad, state, params)
+    assert float(jaxmp.get_loss_scale(state)) == 0.25
+
+
+def test_unscale_and_skip_alone_refuses_fp8_scales():
+    """Adam would train log2 scales as weights. Frozen ones, and those that a recipe moves, are fine."""
+    name = "fp8_lhs_e4m3_log2_scale"
+    params = {"layer": {"w": jnp.ones(2), name: jnp.zeros(())}}
+    with pytest.raises(ValueError, match=f"fp8 scales are moved by a recipe.*got layer/{name} in the params"):
+        jaxmp.unscale_and_skip(optax.adam(0.1)).init(params)
+    labels = {"layer": {"w": "train", name: "freeze"}}
+    frozen = optax.multi_transform({"train": optax.adam(0.1), "freeze": optax.set_to_zero()}, labels)
+    jaxmp.unscale_and_skip(frozen).init(params)
+    moved = jaxmp.fp8.split_fp8(jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling()), optax.adam(0.1))
+    jaxmp.unscale_and_skip(moved).init(params)
