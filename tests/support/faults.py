@@ -4,7 +4,8 @@
 
 A *world* is a small model in one parallel regime and one precision. From one state two steps are taken on the same
 batch: one uninjured, its *twin*, and one in which a gradient of one device holds inf, NaN, the largest finite number
-of its dtype or another huge one (1e18 to 3e38) at a random place. What must hold (the numbers are those of the design's invariants):
+of its dtype or another huge one (1e18 to 3e38) at a random place. What must hold
+(the numbers are those of the design's invariants):
 
 1.  All devices take the same decision and have the same scale; the scale moved by the rule, worked out here in Python.
 2.  inf and NaN skip: params, masters, moments, counts and amax histories are bit for bit those before the step. A

@@ -17,7 +17,14 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.step import microbatches, mixed_precision, policy as policy_lib, state, value_and_grad as grads_lib
+from jaxmp._src.step import (
+    batch_arguments,
+    microbatches,
+    mixed_precision,
+    policy as policy_lib,
+    state,
+    value_and_grad as grads_lib,
+)
 
 
 def value_and_grad(
@@ -73,6 +80,9 @@ def value_and_grad(
             loss, aux = grads_lib.loss_and_aux(out, has_aux)
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
+        if k > 1:
+            rows, named = {i: (model, *args)[i] for i in batches}, accumulate_argnums is not None
+            batch_arguments.check(lambda batch, rest: loss_fn(params, rest, batch)[0], rows, rest, k, named=named)
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
             loss_fn,
             params,

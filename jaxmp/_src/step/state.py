@@ -269,6 +269,9 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
     Returns:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
+    Raises:
+      ValueError: an array of `new` has another shape than in `old` (named by path).
+
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
@@ -278,9 +281,22 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    _check_shapes(new, old)
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)
         return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
 
     return jax.tree.map(pick, old, new)
+
+
+def _check_shapes(new: PyTree, old: PyTree) -> None:
+    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=False)
+    for (path, o), n in pairs:
+        if jnp.shape(n) != jnp.shape(o):
+            raise ValueError(
+                f"state that a skipped step restores must keep its shapes; got {jnp.shape(n)} in new and "
+                f"{jnp.shape(o)} in old at {tree_paths.path_str(path)}. With accumulate=k, aux of the loss is stacked; "
+                f"BatchNorm's statistics are passed through the microbatches by "
+                f"jaxmp.value_and_grad(..., carry_argnum=), see docs/how-to/step/accumulation.md."
+            )

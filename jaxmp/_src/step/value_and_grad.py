@@ -35,7 +35,7 @@ from jaxmp._src.distributed import cut_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state
+from jaxmp._src.step import batch_arguments, carried_arguments, state
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 
 
@@ -46,6 +46,7 @@ def value_and_grad(
     *,
     accumulate: int = 1,
     accumulate_argnums: int | Sequence[int] | None = None,
+    carry_argnum: int | None = None,
     axis_name: collectives.AxisName = "auto",
     keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
@@ -58,7 +59,10 @@ def value_and_grad(
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; default: all that are not in `argnums`. Their
         arrays are cut along the leading axis, which k must divide; PRNG keys are split into k; scalars and keyword
-        arguments are repeated. Name the batch if you pass other trees too, such as batch_stats.
+        arguments are repeated. Name the batch if you pass other arrays too, such as class weights.
+      carry_argnum: which positional argument is passed through the microbatches, such as BatchNorm's statistics: the
+        loss returns its new value as aux, or as the first of two parts of aux. The next microbatch gets that value,
+        and aux holds the last one, without an axis of microbatches.
       axis_name: manual axes over which the gradients stay this device's own: `"auto"` for all bound axes, or names.
         (Leave out a tensor-parallel axis over which autodiff should sum.)
       keep_fp8_weights: whether to cast the kernels of fp8 layers once for all microbatches instead of once for each:
@@ -71,12 +75,15 @@ def value_and_grad(
       loss: float32[], unscaled, of this device; the mean over the microbatches.
       grads: like the arguments in `argnums`, multiplied by the loss scale; in the params' dtypes, or float32 with
         `accumulate` > 1.
-      aux: with `accumulate` > 1, stacked along a new leading axis [k].
+      aux: with `accumulate` > 1, stacked along a new leading axis [k], except for what `carry_argnum` carries.
 
     Raises:
       TypeError: a param is not a float array (named by path); the loss is not a float scalar.
       ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; an axis name is not
-        bound.
+        bound; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
+
+    Warns:
+      UserWarning: with `accumulate` > 1, all microbatches draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
@@ -97,17 +104,24 @@ def value_and_grad(
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
-        batches, whole = split_arguments(args, diff_argnums, accumulate_argnums, k)
+        carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
+        batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
-            positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch
+            positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch | carry
             out = fun(*(positional[i] for i in range(len(args))), **kwargs)
             loss, aux = loss_and_aux(out, has_aux)
-            return loss, aux, carry
+            return loss, *carried_arguments.take(aux, carry)
 
-        loss, aux, _, grads = scaled_value_and_grad(
-            loss_fn, diff, (), batches, opt_state, k=k, axis_name=axis_name, keep_fp8_weights=keep_fp8_weights
+        carry = {i: args[i] for i in carried}
+        if k > 1:
+            rows = {i: args[i] for i in batches}
+            named = accumulate_argnums is not None
+            batch_arguments.check(lambda batch, carry: loss_fn(diff, carry, batch)[0], rows, carry, k, named=named)
+        loss, aux, carry, grads = scaled_value_and_grad(
+            loss_fn, diff, carry, batches, opt_state, k=k, axis_name=axis_name, keep_fp8_weights=keep_fp8_weights
         )
+        aux = carried_arguments.put_back(aux, carry)
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
 
     return wrapped
@@ -143,6 +157,8 @@ def scaled_value_and_grad(
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
+        axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
+        carry = carried_arguments.as_varying(carry, axes)
     loss_fn = rewrite.by_region(loss_fn)
     loss_scale = state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)

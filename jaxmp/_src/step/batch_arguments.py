@@ -1,0 +1,172 @@
+"""Looks at a loss before its arguments are cut into microbatches: what holds the batch, and which keys are drawn from.
+
+With `accumulate=` and no names, every argument that is not differentiated is cut. A vector of class weights that is as
+long as the batch would be cut too, and the loss would be wrong without a word. The shapes do not tell, but the loss
+does: rows of a batch go together, so a loss cannot be traced with twice as many rows of one of its arguments only. If
+it can, this argument may be cut or not, and the caller must say which.
+
+The same trace shows whether a `uint32[2]` is a PRNG key, and whether random numbers are drawn from a key that every
+microbatch has (a dropout key that the loss closes over): each microbatch would have the same mask.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jaxtyping import PyTree
+
+from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.programs import jaxprs
+from jaxmp._src.step.microbatches import is_key
+
+
+def check(
+    loss_fn: Callable[[dict[int, PyTree], PyTree], Any], batch: dict[int, PyTree], carry: PyTree, k: int, *, named: bool
+) -> None:
+    """Raises for arguments that may hold the batch or not, and warns of a key that all microbatches share.
+
+    Args:
+      loss_fn: the loss as a function of the arguments to cut, by position, and of `carry`; it closes over all others.
+      batch: these arguments, whole.
+      carry: what is passed from microbatch to microbatch.
+      k: the number of microbatches.
+      named: whether the caller named them.
+
+    Raises:
+      ValueError: see the module's docstring.
+
+    Warns:
+      UserWarning: a key that all microbatches share.
+    """
+    program = _traced(loss_fn, batch, carry)
+    if program is None:  # the loss raises the same error when it is traced in earnest
+        return
+    jaxpr, _ = jaxprs.open_jaxpr(program)
+    inputs = dict(zip(_paths(batch), jaxpr.invars, strict=False))
+    for path, v in inputs.items():
+        if v.aval.dtype == jnp.uint32 and v.aval.shape == (2,) and not _is_wrapped(jaxpr, v):
+            raise ValueError(
+                f"accumulate={k} splits PRNG keys; got uint32[2] at argument {path}, which the loss does not use as a "
+                f"key. Pass it in an argument that accumulate_argnums= does not name; those are passed on whole."
+            )
+    if not named:
+        _check_rows_go_together(loss_fn, batch, carry, k, jaxpr)
+    rows = {v.aval.shape[0] for v in inputs.values() if v.aval.shape and not _is_key_type(v.aval)}
+    consts = {v: _From(from_input=True, varies=False) for v in jaxpr.constvars}
+    drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=True) for v in jaxpr.invars})
+    if any(shape and shape[0] in rows for shape in drawn):
+        warnings.warn(
+            f"with accumulate={k} every microbatch draws the same random numbers: the loss draws from a PRNG key that "
+            f"it closes over, or that is passed on whole. Pass the key as an argument of the loss that holds the batch "
+            f"(one that accumulate_argnums= names); there it is split into {k}.",
+            stacklevel=4,
+        )
+
+
+def _check_rows_go_together(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree, k: int, jaxpr: Any) -> None:
+    """Raises if the loss can be traced with twice as many rows of one argument only."""
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, core.Literal)}
+    used = dict(zip(_paths(batch), (v in read for v in jaxpr.invars), strict=False))
+    cut = [
+        i
+        for i, tree in batch.items()
+        if any(_is_rows(x) and used[f"{i}/{path}" if path else str(i)] for path, x in _leaves(tree))
+    ]
+    if len(cut) < 2:
+        return
+    for i in cut:
+        twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if _is_rows(x) else x, batch[i])
+        if _traced(loss_fn, batch | {i: twice}, carry) is not None:
+            shape = next(jnp.shape(x) for _, x in _leaves(batch[i]) if _is_rows(x))
+            others = tuple(j for j in batch if j != i)
+            raise ValueError(
+                f"accumulate={k} must know which arguments hold the batch; got argument {i}, of shape {shape}, which "
+                f"the loss takes cut and whole. Name the batch: accumulate_argnums={tuple(batch)} to cut argument {i} "
+                f"too, or {others} to pass it on whole to every microbatch."
+            )
+
+
+def _traced(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree) -> Any:
+    """The program of the loss, or None if it cannot be traced with these arguments."""
+    try:
+        with warnings.catch_warnings(action="ignore"), ambient.noting():
+            return jax.make_jaxpr(loss_fn)(batch, carry)
+    except Exception:
+        return None
+
+
+def _paths(batch: dict[int, PyTree]) -> list[str]:
+    return [tree_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+
+
+def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    return [("" if not path else tree_paths.path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _is_rows(x: Any) -> bool:
+    return jnp.ndim(x) > 0 and not is_key(x)
+
+
+def _is_key_type(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+# --- what a program draws --------------------------------------------------------------------------------------------
+
+
+class _From(NamedTuple):
+    """Where a value comes from."""
+
+    from_input: bool  # not from literals alone
+    varies: bool  # from the batch
+
+
+_NOWHERE = _From(from_input=False, varies=False)
+
+
+def _draws(jaxpr: Any, known: dict[Any, _From]) -> list[tuple[int, ...]]:
+    """The shapes of random bits that are drawn from a key which is an input and does not vary."""
+    found, _ = _followed(jaxpr, known)
+    return found
+
+
+def _followed(jaxpr: Any, known: dict[Any, _From]) -> tuple[list[tuple[int, ...]], list[_From]]:
+    def of(v: Any) -> _From:
+        return _NOWHERE if isinstance(v, core.Literal) else known.get(v, _NOWHERE)
+
+    found: list[tuple[int, ...]] = []
+    for eqn in jaxpr.eqns:
+        operands = [of(v) for v in eqn.invars]
+        together = _From(any(x.from_input for x in operands), any(x.varies for x in operands))
+        results = [together] * len(eqn.outvars)
+        if eqn.primitive.name == "random_bits" and together.from_input and not together.varies:
+            found.append(eqn.outvars[0].aval.shape)
+        if eqn.primitive.name in jaxprs.CALLS:
+            ((inner, _),) = jaxprs.functions_of(eqn)
+            drawn, results = _followed(inner, dict(zip(inner.invars, operands, strict=False)))
+            found += drawn
+        known |= dict(zip(eqn.outvars, results, strict=False))
+    return found, [of(v) for v in jaxpr.outvars]
+
+
+def _is_wrapped(jaxpr: Any, v: Any) -> bool:
+    """Whether a program makes a typed key of its input `v`."""
+    names = {v}
+    for eqn in jaxpr.eqns:
+        operands = [i for i, x in enumerate(eqn.invars) if not isinstance(x, core.Literal) and x in names]
+        if not operands:
+            continue
+        name = eqn.primitive.name
+        if name == "random_wrap":
+            return True
+        if name in jaxprs.REARRANGES | jaxprs.HANDS_ON:
+            names |= set(eqn.outvars)
+        for inner, _ in jaxprs.functions_of(eqn):
+            # the operands of a call and of a loop are the last inputs of its function
+            shift = len(inner.invars) - len(eqn.invars)
+            if any(0 <= i + shift and _is_wrapped(inner, inner.invars[i + shift]) for i in operands):
+                return True
+    return False

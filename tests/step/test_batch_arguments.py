@@ -1,0 +1,259 @@
+"""With `accumulate=`: which arguments are cut, which keys are shared, and state that passes through the microbatches."""
+
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+import regimes
+from helpers import assert_bitwise, assert_close
+
+N, K = 8, 4
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(N, 3)).astype(np.float32), rng.integers(0, N, N).astype(np.int32)
+TARGETS = rng.normal(size=N).astype(np.float32)
+PARAMS = {"w": rng.normal(size=(3, N)).astype(np.float32)}
+STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(PARAMS)
+
+
+def cross_entropy(params, x, y, weights=None):
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["w"], y)
+    return jnp.mean(losses if weights is None else losses * weights[y])
+
+
+def accumulated(loss_fn, *args, k=K, **options):
+    has_aux = options.pop("has_aux", False)
+    return jaxmp.value_and_grad(loss_fn, has_aux=has_aux, accumulate=k, **options)(PARAMS, *args, opt_state=STATE)
+
+
+# --- which arguments hold the batch -----------------------------------------------------------------------------------
+
+
+def test_class_weights_as_long_as_the_batch_are_asked_for():
+    """Cut, they would be the weights of other classes."""
+    weights = jnp.linspace(0.1, 2.0, N)
+    message = r"got argument 3, of shape \(8,\), which the loss takes cut and whole. Name the batch: accumulate_argnums"
+    with pytest.raises(ValueError, match=message):
+        accumulated(cross_entropy, X, Y, weights)
+    loss, _ = accumulated(cross_entropy, X, Y, weights, accumulate_argnums=(1, 2))
+    assert_close(loss, cross_entropy(PARAMS, X, Y, weights), rtol=1e-6)
+
+
+def squared(params, x, y):
+    return jnp.mean((jnp.sum(x @ params["w"], -1) - y) ** 2)
+
+
+CLEAR = {
+    "labels": (cross_entropy, (X, Y)),
+    "targets": (squared, (X, TARGETS)),
+    "one argument": (lambda p, b: squared(p, b["x"], b["y"]), ({"x": X, "y": TARGETS},)),
+    "not read": (lambda p, x, y, names: squared(p, x, y), (X, TARGETS, np.zeros((N, 2), np.float32))),
+    "one row": (squared, (X[:K], TARGETS[:K])),
+    "scalars": (lambda p, x, y, a: a * squared(p, x, y), (X, TARGETS, 1.0)),
+    "keys": (lambda p, x, y, key: squared(p, x + jax.random.normal(key, x.shape), y), (X, TARGETS, jax.random.key(0))),
+    "raw keys": (
+        lambda p, x, y, key: squared(p, x + jax.jit(jax.random.normal, static_argnums=1)(key, x.shape), y),
+        (X, TARGETS, np.array([0, 7], np.uint32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_what_is_clear_needs_no_names(name):
+    loss_fn, args = CLEAR[name]
+    loss, _ = accumulated(loss_fn, *args)
+    if "keys" not in name:
+        assert_close(loss, loss_fn(PARAMS, *args), rtol=1e-6)
+
+
+def test_two_integers_that_are_no_key():
+    """An image size: splitting it as a key gave random sizes."""
+
+    def loss_fn(params, x, size):
+        return jnp.mean((x @ params["w"]) ** 2) * size[0].astype(jnp.float32) / size[1].astype(jnp.float32)
+
+    size = np.array([32, 64], np.uint32)
+    with pytest.raises(ValueError, match=r"got uint32\[2\] at argument 2, which the loss does not use as a key"):
+        accumulated(loss_fn, X, size)
+    loss, _ = accumulated(loss_fn, X, size, accumulate_argnums=1)
+    assert_close(loss, loss_fn(PARAMS, X, size), rtol=1e-6)
+
+
+def test_in_nnx():
+    model = nnx.Linear(3, N, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, x, y, weights):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(x), y) * weights[y])
+
+    weights = jnp.ones(N)
+    with pytest.raises(ValueError, match="got argument 3"):
+        jaxmp.nnx.value_and_grad(loss_fn, accumulate=K)(model, X, Y, weights, opt_state=STATE)
+    named = jaxmp.nnx.value_and_grad(loss_fn, accumulate=K, accumulate_argnums=(1, 2))
+    loss, _ = named(model, X, Y, weights, opt_state=STATE)
+    assert_close(loss, loss_fn(model, X, Y, weights), rtol=1e-6)
+
+
+# --- keys that all microbatches share ---------------------------------------------------------------------------------
+
+KEY = jax.random.key(3)
+SHARED = "every microbatch draws the same random numbers"
+
+
+def dropped(params, x, key):
+    return jnp.mean((nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": key}) @ params["w"]) ** 2)
+
+
+def test_a_key_that_the_loss_closes_over_is_warned_of():
+    for run in (
+        lambda: accumulated(lambda p, x: dropped(p, x, KEY), X),
+        lambda: accumulated(dropped, X, KEY, accumulate_argnums=1),
+        lambda: jaxmp.value_and_grad(dropped, accumulate=K)(PARAMS, X, key=KEY, opt_state=STATE),
+        lambda: jax.jit(lambda key: accumulated(lambda p, x: dropped(p, x, key), X))(KEY),
+    ):
+        with pytest.warns(UserWarning, match=SHARED):
+            run()
+
+
+def test_keys_of_their_own_are_not():
+    """Split with the batch; folded with it; of nnx, whose counts move; for noise of the weights, which all may share."""
+
+    def noisy_weights(params, x):
+        w = params["w"] + 0.1 * jax.random.normal(KEY, params["w"].shape)
+        return jnp.mean((x @ w) ** 2)
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.linear(self.dropout(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulated(dropped, X, KEY)
+        accumulated(lambda p, x, step: dropped(p, x, jax.random.fold_in(KEY, step[0])), X, np.arange(N),
+                    accumulate_argnums=(1, 2))  # fmt: skip
+        accumulated(noisy_weights, X)
+        nnx_loss = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), accumulate=K)
+        nnx_loss(Net(), X, opt_state=STATE)
+
+
+# --- state through the microbatches -----------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(4)(x))
+        return jnp.sum(x**3, -1)
+
+
+VARIABLES = Normed().init(jax.random.key(0), X)
+POLICY = jaxmp.get_policy("bf16", keep_fp32=("*BatchNorm*",))
+
+
+class TrainState(jaxmp.linen.TrainState):
+    batch_stats: Any
+
+
+def normed_loss(params, batch_stats, x, y):
+    out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"])
+    return jnp.mean((out.astype(jnp.float32) - y) ** 2), new["batch_stats"]
+
+
+def new_state():
+    tx = jaxmp.mixed_precision(optax.sgd(0.01), POLICY)
+    return TrainState.create(
+        apply_fn=None, params=VARIABLES["params"], batch_stats=VARIABLES["batch_stats"], tx=tx, policy=POLICY
+    )
+
+
+def one_after_the_other(params, stats):
+    """The statistics after K microbatches, by hand."""
+    for x, y in zip(np.split(X, K), np.split(TARGETS, K), strict=True):
+        stats = normed_loss(params, stats, x, y)[1]
+    return stats
+
+
+@pytest.mark.parametrize("k", [1, K])
+def test_batch_statistics_pass_through_the_microbatches(k):
+    """One trace for all steps, no further axis, and a skipped step restores them."""
+    traces = []
+
+    @jax.jit
+    def step(state, x, y):
+        traces.append(0)
+        compute = jaxmp.value_and_grad(
+            normed_loss, has_aux=True, accumulate=k, accumulate_argnums=(2, 3), carry_argnum=1
+        )
+        (loss, stats), grads = compute(state.params, state.batch_stats, x, y, opt_state=state.opt_state)
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    first = new_state()
+    state, _ = step(first, X, TARGETS)
+    if k == K:
+        assert_close(state.batch_stats, one_after_the_other(first.params, first.batch_stats), rtol=2e-2, atol=1e-2)
+    state, _ = step(state, X, TARGETS)
+    assert len(traces) == 1
+    skipped, _ = step(state, np.full_like(X, np.inf), TARGETS)
+    assert_bitwise(skipped.batch_stats, state.batch_stats)
+
+
+def test_aux_beside_the_statistics_is_stacked():
+    def loss_fn(params, stats, x, y):
+        loss, new = normed_loss(params, stats, x, y)
+        return loss, (new, {"loss": loss})
+
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    compute = jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=K, carry_argnum=1)
+    (loss, (new, others)), _ = compute(params, stats, X, TARGETS, opt_state=STATE)
+    assert others["loss"].shape == (K,)
+    assert_close(jnp.mean(others["loss"]), loss, rtol=1e-6)
+    assert_close(new, one_after_the_other(params, stats), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_statistics_inside_shard_map(check_vma):
+    """Each device has its own after its own rows; their mean is the caller's to take."""
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    P = jax.sharding.PartitionSpec
+    n = regimes.DEVICES
+
+    def step(x, y):
+        compute = jaxmp.value_and_grad(normed_loss, has_aux=True, accumulate=2, carry_argnum=1)
+        (_, new), _ = compute(params, stats, x, y, opt_state=STATE)
+        return jax.tree.map(lambda s: jax.lax.pmean(s, regimes.AXIS), new)
+
+    x, y = np.tile(X, (n // 2, 1)), np.tile(TARGETS, n // 2)
+    spread = jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(regimes.AXIS), out_specs=P(), check_vma=check_vma)
+    new = jax.jit(spread)(x, y)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stats)
+    assert not np.allclose(new["BatchNorm_0"]["mean"], 0)
+
+
+def test_errors_of_carried_arguments():
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    with pytest.raises(ValueError, match=r"carry_argnum names; got has_aux=False"):
+        jaxmp.value_and_grad(normed_loss, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
+    wrong = lambda *args: (normed_loss(*args)[0], {"other": 1.0})  # noqa: E731
+    with pytest.raises(ValueError, match="other is in aux only"):
+        jaxmp.value_and_grad(wrong, has_aux=True, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
+
+
+def test_stacked_statistics_are_refused():
+    """Without carry_argnum: each step would add an axis."""
+    state = new_state()
+    compute = jaxmp.value_and_grad(normed_loss, has_aux=True, accumulate=K, accumulate_argnums=(2, 3))
+    (_, stats), grads = compute(state.params, state.batch_stats, X, TARGETS, opt_state=state.opt_state)
+    with pytest.raises(ValueError, match=r"got \(4, 4\) in new and \(4,\) in old at batch_stats/.*carry_argnum="):
+        state.apply_gradients(grads=grads, batch_stats=stats)
+    with pytest.raises(ValueError, match=r"got \(2,\) in new and \(1,\) in old at mean"):
+        jaxmp.keep_if_skipped(state.opt_state, {"mean": np.zeros(2)}, {"mean": np.zeros(1)})
