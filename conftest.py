@@ -43,6 +43,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxmp")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def gradients_are_scaled_by_hand() -> None:
+    """Many tests make gradients themselves. Reading a loss scale once says so (`jaxmp.UnreadLossScale`)."""
+    import jaxmp
+
+    jaxmp.get_loss_scale(())
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",

@@ -62,6 +62,7 @@ from jaxmp._src.step.mixed_precision import mixed_precision as mixed_precision
 from jaxmp._src.step.mixed_precision import wrap_state as wrap_state
 from jaxmp._src.step.progress import TrainingStuck as TrainingStuck
 from jaxmp._src.step.progress import check_progress as check_progress
+from jaxmp._src.step.scale_reads import UnreadLossScale as UnreadLossScale
 from jaxmp._src.step.unscale import unscale_and_skip as unscale_and_skip
 
 try:

@@ -1,4 +1,4 @@
-"""With `accumulate=`: which arguments are cut, which keys are shared, and state that passes through the microbatches."""
+"""With `accumulate=`: which arguments are cut, which keys are shared, and what passes through the microbatches."""
 
 import warnings
 from typing import Any
@@ -122,7 +122,7 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
 
 
 def test_keys_of_their_own_are_not():
-    """Split with the batch; folded with it; of nnx, whose counts move; for noise of the weights, which all may share."""
+    """Split with the batch; folded with it; of nnx, whose counts move; for noise of weights, which all may share."""
 
     def noisy_weights(params, x):
         w = params["w"] + 0.1 * jax.random.normal(KEY, params["w"].shape)

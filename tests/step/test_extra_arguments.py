@@ -124,7 +124,8 @@ ALLOWED = {
     "MultiSteps": lambda: optax.MultiSteps(bf16(optax.sgd(0.5)), 1),
     "two masked": lambda: optax.chain(optax.masked(bf16(optax.sgd(0.5)), {"a": True, "b": False}),
                                       optax.masked(bf16(optax.sgd(0.5)), {"a": False, "b": True})),
-    "labels": lambda: optax.multi_transform({"x": bf16(optax.sgd(0.5)), "y": bf16(optax.sgd(0.5))}, {"a": "x", "b": "y"}),
+    "labels": lambda: optax.multi_transform({"x": bf16(optax.sgd(0.5)), "y": bf16(optax.sgd(0.5))},
+                                            {"a": "x", "b": "y"}),
     "without masters": lambda: optax.chain(jaxmp.mixed_precision(optax.sgd(1.0), "fp32"), optax.scale(0.5)),
 }  # fmt: skip
 

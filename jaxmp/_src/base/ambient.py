@@ -9,9 +9,11 @@ function, an optax chain) stands between the sender and the receiver:
 `docs/explanation/step.md` gives the reason for each field.
 """
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -44,6 +46,24 @@ class Notes:
     cut_params: list[CutParams] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class ScaleReads:
+    """Which loss scales were read in this process, to scale a loss. One object serves all regions.
+
+    Attributes:
+      any: whether one was.
+      warned: whether the user was told that none was.
+      read, made: traced scales by their id, while they live: those that were read, and those that an update made.
+      traces: the last traces in which one was read, from `compat.trace_state()`.
+    """
+
+    any: bool = False
+    warned: bool = False
+    read: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
+
+
 @dataclasses.dataclass(frozen=True)
 class Ambient:
     """The value in the context variable. Every region replaces some fields, and restores them at its end.
@@ -55,6 +75,7 @@ class Ambient:
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
+      scale_reads: the same object everywhere.
     """
 
     autocast_lists: Any = None
@@ -62,6 +83,7 @@ class Ambient:
     fp8_enabled: bool = True
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
+    scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

@@ -64,7 +64,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import kept_elements, mixed_precision, state, states
+from jaxmp._src.step import kept_elements, mixed_precision, scale_reads, state, states
 
 _READY, _UNSCALED, _STEPPED = "READY", "UNSCALED", "STEPPED"
 
@@ -202,6 +202,7 @@ class GradScaler:
           {'a': Array(8., dtype=float32)}
         """
         self._may_have_scaled = True
+        scale_reads.note_read(self.get_scale())
         if not self.is_enabled():
             return tree
         for path, x in jax.tree_util.tree_leaves_with_path(tree):

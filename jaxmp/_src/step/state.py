@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
+from jaxmp._src.step import scale_reads
 from jaxmp._src.step.states import (
     CustomLossScaleState,
     Fp8State,
@@ -98,6 +99,12 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       >>> float(get_loss_scale(tx.init(jnp.ones(2))))
       1.0
     """
+    scale = _loss_scale_of(opt_state)
+    scale_reads.note_read(scale)
+    return scale
+
+
+def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
     found = _scalings(opt_state)

@@ -29,7 +29,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, in_place, probe, state as state_lib, states, ways_to_write
+from jaxmp._src.step import buffers, in_place, probe, scale_reads, state as state_lib, states, ways_to_write
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
@@ -124,6 +124,7 @@ def unscale_and_skip(
         a float dtype.
 
     Warns:
+      UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
       UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
         float16 (see `check_optimizer`).
 
@@ -192,6 +193,9 @@ def unscale_and_skip(
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
         # state holds 1, or the scale of an earlier run.
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
+        is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
+        if is_dynamic:
+            scale_reads.check(used_scale, stacklevel=4)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
@@ -217,8 +221,11 @@ def unscale_and_skip(
             )
             if destination is not None:
                 destination.note(new.updates)
+            scaling = jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling)
+            if is_dynamic:
+                scale_reads.note_made(scaling.loss_scale, before=used_scale)
             return new.updates, states.UnscaleState(
-                scaling=jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling),
+                scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),

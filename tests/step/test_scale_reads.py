@@ -1,0 +1,181 @@
+"""A forgotten `jaxmp.value_and_grad` is warned of while the step is traced, and nothing else is."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.base import ambient
+
+X = np.ones((4, 2), np.float32)
+POLICY = jaxmp.get_policy("fp16")
+PARAMS = {"w": jnp.ones((2, 3), jnp.float16)}
+NOBODY, TWICE = "nobody read cannot have multiplied", "the same gradients twice"
+
+
+@contextlib.contextmanager
+def fresh_process():
+    """As if nothing had read a scale; warnings are errors."""
+    with ambient.having(scale_reads=ambient.ScaleReads()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
+
+
+def mixed(**kwargs):
+    return jaxmp.mixed_precision(optax.sgd(0.1), POLICY, **kwargs)
+
+
+def forgotten(tx):
+    def step(params, state, x):
+        _, grads = jax.value_and_grad(loss_fn)(params, x)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def right(tx):
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def trace(step, *args):
+    return jax.eval_shape(jax.jit(step), *args)
+
+
+def test_a_forgotten_value_and_grad_is_warned_of_once():
+    tx = mixed()
+    with fresh_process():
+        with pytest.warns(jaxmp.UnreadLossScale, match=f"{NOBODY}.*in place of jax.value_and_grad"):
+            trace(forgotten(tx), PARAMS, tx.init(PARAMS), X)
+        trace(lambda *args: forgotten(tx)(*args), PARAMS, tx.init(PARAMS), X)
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=NOBODY):
+        state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 3))}, tx=tx, policy=POLICY)
+        trace(lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X)), state)
+
+
+def scan_of_steps(tx):
+    def steps(params, state, x):
+        step = right(tx)
+        return jax.lax.scan(lambda carry, x: (step(*carry, x), None), (params, state), jnp.stack([x, x]))[0]
+
+    return steps
+
+
+def two_steps(tx):
+    step = right(tx)
+    return lambda params, state, x: step(*step(params, state, x), x)
+
+
+def by_hand(tx):
+    def step(params, state, x):
+        scale = jaxmp.get_loss_scale(state)
+        grads = jax.grad(lambda p: loss_fn(p, x) * scale)(params)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def accumulated(tx):
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn, accumulate=2)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def two_losses(tx):
+    def step(params, state, x):
+        parts = [jaxmp.value_and_grad(loss_fn)(params, x * i, opt_state=state)[1] for i in (1, 2)]
+        return jaxmp.apply_gradients(tx, jax.tree.map(jnp.add, *parts), state, params)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [right, scan_of_steps, two_steps, by_hand, accumulated, two_losses])
+def test_scales_that_were_read(make):
+    tx = mixed()
+    with fresh_process():
+        trace(make(tx), PARAMS, tx.init(PARAMS), X)
+
+
+def test_gradients_of_another_program():
+    """Of a jitted function of their own, of an earlier call, and outside of jit."""
+    tx = mixed()
+    state = tx.init(PARAMS)
+    with fresh_process():
+        grads = jax.jit(lambda p, s: jaxmp.value_and_grad(loss_fn)(p, X, opt_state=s)[1])(PARAMS, state)
+        trace(lambda g, s, p: jaxmp.apply_gradients(tx, g, s, p), grads, state, PARAMS)
+    with fresh_process():  # nothing is traced
+        tx.update(PARAMS, state, PARAMS)
+    with fresh_process():
+        shared = jaxmp.shared_loss_scale()
+        trace(lambda g, s, p, h: shared.apply_gradients(tx, g, s, p, h), grads, state, PARAMS, shared.init())
+    with fresh_process():  # a plain number is known without reading
+        static = mixed(loss_scale=4.0)
+        trace(lambda g, s, p: static.update(g, s, p), grads, static.init(PARAMS), PARAMS)
+        none = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+        bf16 = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+        trace(lambda g, s, p: none.update(g, s, p), bf16, none.init(bf16), bf16)
+
+
+def test_the_same_gradients_twice_are_warned_of():
+    """The second update divides by a scale that the first has made."""
+    tx = mixed()
+
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=TWICE):
+        trace(step, PARAMS, tx.init(PARAMS), X)
+
+
+def test_two_optimizers_with_a_scale_each():
+    """One model's gradients come from outside, the other's are computed here."""
+    tx = mixed()
+
+    def step(params, state, other_state, other_grads, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        new = jaxmp.apply_gradients(tx, grads, state, params)
+        return new, jaxmp.apply_gradients(tx, other_grads, other_state, params)
+
+    with fresh_process():
+        trace(step, PARAMS, tx.init(PARAMS), tx.init(PARAMS), PARAMS, X)
+
+
+def test_in_nnx_and_with_a_grad_scaler():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, mixed(), wrt=nnx.Param, policy=POLICY)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x).astype(jnp.float32)))(
+            model, x, opt_state=optimizer.opt_state
+        )
+        optimizer.update(model, grads)
+        return loss
+
+    with fresh_process():
+        step(model, optimizer, X)
+        step(model, optimizer, X[:2])
+
+    def with_scaler(params, scaler, x):
+        return jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(params)
+
+    with fresh_process():
+        trace(with_scaler, PARAMS, jaxmp.GradScaler(), X)
+        assert ambient.now().scale_reads.any
