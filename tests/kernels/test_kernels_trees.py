@@ -362,8 +362,8 @@ def test_update_is_the_oracles(backend, rule):
 @each_rule
 def test_backends_agree(backend, rule):
     """On all but the codes whose odds a last bit has tipped."""
-    (after, saturated), (reference, expected) = (after_one_step(rule, b) for b in (backend, "xla"))
-    assert_bitwise(saturated, expected)
+    (after, counts), (reference, expected) = (after_one_step(rule, b) for b in (backend, "xla"))
+    assert_bitwise(counts, expected)
     for a, b in zip(after, reference, strict=True):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert x.dtype == y.dtype
@@ -384,19 +384,21 @@ def test_a_step_not_taken_changes_no_bit(backend, rule):
 @each_backend
 @two_rules
 def test_nothing_non_finite_enters(backend, rule):
-    """Gradients of NaN and inf in a step that is taken: these elements keep weight and moments, the others move."""
+    """Gradients of NaN and inf in a step that is taken: these elements keep weight and moments, the others move.
+
+    All numbers of an element: the sign of inf would be a step like any other, but lion's moment cannot take inf.
+    """
     weights = weights_of(rule)
     bad = [np.arange(w.grad.size).reshape(w.grad.shape) % 3 == 0 for w in weights]
     broken = [
         w._replace(grad=np.where(b, np.asarray([np.nan, np.inf][i % 2], w.grad.dtype), w.grad))
         for i, (w, b) in enumerate(zip(weights, bad, strict=True))
     ]
-    after, _ = updated(rule, backend, broken)
-    for i, (w, new, b) in enumerate(zip(weights, after, bad, strict=True)):
+    after, counts = updated(rule, backend, broken)
+    assert_bitwise(counts.kept, np.float32(sum(b.sum() for b in bad)))
+    for w, new, b in zip(weights, after, bad, strict=True):
         assert all(np.all(np.isfinite(np.asarray(x, np.float64))) for x in jax.tree.leaves(new._replace(grad=())))
-        is_sign = rule == "lion" and i % 2  # the sign of inf is a step like any other
-        if not is_sign:
-            assert_bitwise(weight_of(new)[b], weight_of(w)[b])
+        assert_bitwise(weight_of(new)[b], weight_of(w)[b])
         if w.grad.size > 100:
             assert np.mean(weight_of(new)[~b] != weight_of(w)[~b]) > 0.99
         for m, old in zip(new.moments, w.moments, strict=True):
@@ -418,7 +420,7 @@ def test_masters_beyond_float16_are_counted(backend):
     weights = weights_of("momentum")
     counted = sum(2 for w in weights if w.param is not None and w.param.dtype == jnp.float16)
     assert counted == 4
-    assert_bitwise(after_one_step("momentum", backend)[1], np.float32(counted))
+    assert_bitwise(after_one_step("momentum", backend)[1].saturated, np.float32(counted))
 
 
 @each_backend
@@ -456,7 +458,10 @@ def test_steps_and_leaves_differ_in_their_noise(backend):
     twice += [updated("momentum", backend, weights, step=step)[0] for step in (STEP, STEP + 1)]
     assert_bitwise(twice[0], twice[1])
     for w, again in zip(twice[0], twice[2], strict=True):
-        assert_bitwise(weight_of(w), weight_of(again))
+        if w.master.dtype == jnp.int8:  # the last of 24 bits is rounded by it too
+            assert w.grad.size < 100 or np.mean(weight_of(w) != weight_of(again)) > 0.1
+        else:
+            assert_bitwise(weight_of(w), weight_of(again))
         (m,), (n,) = w.moments, again.moments
         if isinstance(m, Quantized):
             assert np.mean(np.asarray(m.codes) != np.asarray(n.codes)) > 0.1
