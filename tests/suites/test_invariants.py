@@ -102,7 +102,7 @@ class NaiveRun:
         self.growth_count, self.hysteresis_left = 0, self.rule["hysteresis"] if self.dynamic else 0
         self.masters = {k: v.copy() for k, v in INITIAL.items()}
         self.velocity = {k: np.zeros_like(v) for k, v in INITIAL.items()}
-        self.count = self.skipped_steps = self.consecutive = self.pinned = self.saturated = 0
+        self.count = self.skipped_steps = self.consecutive = self.pinned = self.saturated = self.held = 0
         self.skipped = False
 
     def param_dtype(self, name):
@@ -121,6 +121,7 @@ class NaiveRun:
                 for name, m in self.masters.items()
                 if self.param_dtype(name) == np.float16
             )
+            self.held = 0
             self.move_scale(finite)
             self.skipped = not finite or bool(spike)
             self.skipped_steps += self.skipped
@@ -131,8 +132,10 @@ class NaiveRun:
             for name, g in grads.items():
                 velocity = g + MOMENTUM * self.velocity[name]
                 moved = self.masters[name] + -LEARNING_RATE * velocity
-                self.velocity[name] = np.where(np.isfinite(velocity), velocity, self.velocity[name])
-                self.masters[name] = np.where(np.isfinite(moved), moved, self.masters[name])
+                held = ~(np.isfinite(velocity) & np.isfinite(moved))  # one of them keeps both
+                self.velocity[name] = np.where(held, self.velocity[name], velocity)
+                self.masters[name] = np.where(held, self.masters[name], moved)
+                self.held += int(held.sum())
 
     def move_scale(self, finite):
         rule = self.rule
@@ -250,6 +253,7 @@ class Machine(RuleBasedStateMachine):
             "consecutive_skips": np.int32(naive.consecutive),
             "pinned_overflows": np.int32(naive.pinned),
             "saturated_params": np.float32(naive.saturated),
+            "kept_elements": np.float32(naive.held),
         }
         assert_bitwise({k: metrics[k] for k in expected}, expected)
 

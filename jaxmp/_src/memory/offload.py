@@ -200,23 +200,19 @@ def stream_updates(
             )
             new = [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
             new_state = jax.tree.map(host_memory.as_before, new_state, state)
-            if split_leaves:  # a leaf in pieces cannot be summed
-                return new, new_state
             return list(zip(new, kept, strict=True)), new_state
 
         def run_once(carry: Any) -> Any:
             _, pairs, state, kept = carry
-            into = (pairs, state) if split_leaves else None
+            into = ([(pair, pair[1]) for pair in pairs], state) if split_leaves else None
             new, state = windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
-            if not split_leaves:
-                new, counts = [pair for pair, _ in new], [count for _, count in new]
-                kept = sum(counts, start=jnp.zeros_like(kept))
-            return jnp.zeros((), bool), new, state, kept
+            kept = sum((count for _, count in new), start=jnp.zeros_like(kept))
+            return jnp.zeros((), bool), [pair for pair, _ in new], state, kept
 
         # A loop that runs once or never, instead of a cond: XLA keeps the sharding of a loop's carry and updates it in
         # place. It replicates the results of a cond, unless each has a sharding constraint.
         with jax.named_scope("jaxmp.stream"):
-            kept = jnp.full((), jnp.nan if split_leaves else 0.0, jnp.float32)
+            kept = jnp.zeros((), jnp.float32)
             kept = compat.as_varying(kept, tuple({a for p, m in pairs for a in compat.varying_axes(m)}))
             start = (step.taken, pairs, state, kept)
             _, pairs, state, kept = lax.while_loop(lambda carry: carry[0], run_once, start)

@@ -17,17 +17,19 @@ from jaxmp._src.programs import jaxprs
 
 
 class Rows(NamedTuple):
-    """An elementwise part of a program.
+    """An elementwise part of a program, and sums over all of its elements.
 
     Attributes:
       eqns: its equations, in order.
       wide: variables with rows that it reads.
       whole: scalars that it reads.
+      summed: for each target None, or the variable with rows whose sum it is.
     """
 
     eqns: list[Any]
     wide: list[Any]
     whole: list[Any]
+    summed: list[Any]
 
 
 def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any, Any], late: set[Any]) -> Rows | None:
@@ -36,15 +38,17 @@ def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any,
     Args:
       jaxpr: a program without calls.
       makers: the number of the equation that computes each variable.
-      targets: variables of one shape [n, ...].
+      targets: variables of one shape [n, ...], the first of them and all others; or sums of such variables.
       held: variables that have values.
       late: variables that depend on arrays which are not copied in yet.
     """
     shape = targets[0].aval.shape
-    if not shape or any(v.aval.shape != shape for v in targets):
+    summed = [_summed(jaxpr, makers, v) if v.aval.shape != shape else None for v in targets]
+    made = [v if of is None else of for v, of in zip(targets, summed, strict=True)]
+    if not shape or any(v.aval.shape != shape for v in made):
         return None
     todo, wide, whole = set(), {}, {}
-    open_ = list(targets)
+    open_ = list(made)
     while open_:
         v = open_.pop()
         if v.aval.shape == ():
@@ -64,7 +68,14 @@ def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any,
             return None
         else:
             wide[v] = None
-    return Rows([jaxpr.eqns[i] for i in sorted(todo)], list(wide), list(whole))
+    return Rows([jaxpr.eqns[i] for i in sorted(todo)], list(wide), list(whole), summed)
+
+
+def _summed(jaxpr: Any, makers: dict[Any, int], v: Any) -> Any:
+    """The variable whose elements `v` sums up; `v` itself if it is no such sum."""
+    eqn = jaxpr.eqns[makers[v]] if v in makers else None
+    is_sum = eqn is not None and eqn.primitive.name == "reduce_sum" and v.aval.shape == ()
+    return eqn.invars[0] if is_sum and not isinstance(eqn.invars[0], core.Literal) else v
 
 
 def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], count: int) -> list[Any]:
@@ -73,7 +84,7 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
     Args:
       rows: from `find`; `held` has all variables that it reads.
       targets: variables.
-      into: for each target the variable whose array it replaces; of the same shape, dtype and memory.
+      into: for each target that is no sum the variable whose array it replaces; of the same shape, dtype and memory.
       held: values of variables.
       count: a divisor of the number of rows.
     """
@@ -81,12 +92,17 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
     others = {v: held[v] for v in rows.wide if v not in into}
     whole = {v: held[v] for v in rows.whole}
 
-    def turn(i: Any, replaced: list[Any]) -> list[Any]:
+    arrays_made = [v for v, of in zip(targets, rows.summed, strict=True) if of is None]
+    sums_of = [of for of in rows.summed if of is not None]
+
+    def turn(i: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        replaced, sums = carry
+
         def cut(x: Any) -> Any:
             return lax.dynamic_slice_in_dim(x, i * count, count)
 
-        arrays = dict(zip(into, replaced, strict=True))
-        known = whole | {v: cut(arrays.get(v, others.get(v))) for v in rows.wide}
+        before = dict(zip(into, replaced, strict=True))
+        known = whole | {v: cut(before.get(v, others.get(v))) for v in rows.wide}
         for eqn in rows.eqns:
             operands = [v.val if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
             if eqn.primitive.name == "broadcast_in_dim":
@@ -94,10 +110,14 @@ def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], c
             else:
                 results = _bound(eqn, operands)
             known |= dict(zip(eqn.outvars, results, strict=True))
-        new = [known[v] for v in targets]
-        return [lax.dynamic_update_slice_in_dim(x, n, i * count, 0) for x, n in zip(replaced, new, strict=True)]
+        new = [known[v] for v in arrays_made]
+        sums = [total + jnp.sum(known[v]) for total, v in zip(sums, sums_of, strict=True)]
+        return [lax.dynamic_update_slice_in_dim(x, n, i * count, 0) for x, n in zip(replaced, new, strict=True)], sums
 
-    return lax.fori_loop(0, shape[0] // count, turn, [held[v] for v in into])
+    zeros = [jnp.zeros((), v.aval.dtype) for v in sums_of]
+    arrays, sums = lax.fori_loop(0, shape[0] // count, turn, ([held[v] for v in into], zeros))
+    made, totals = iter(arrays), iter(sums)
+    return [next(made) if of is None else next(totals) for of in rows.summed]
 
 
 def largest_divisor(n: int, most: int) -> int:

@@ -53,9 +53,9 @@ def run(
         results. It copies its arguments to the device (`host_memory.to_device`) and its results to their place.
       *args: pytrees of arrays.
       window_bytes: how much is copied in from host memory for one window; a part that needs more has its own window.
-      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type. A
-        part that is too large for a window then goes in pieces of its leading axis, if it is elementwise
-        (`row_loops`).
+      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type (for a
+        scalar, any leaf). A part that is too large for a window then goes in pieces of its leading axis, if it is
+        elementwise, sums of it included (`row_loops`).
 
     Returns:
       The result of `f`.
@@ -216,7 +216,9 @@ def _compute_rows(
     """Puts results of a window that depend on its inputs into `held`, if they can be computed by rows."""
     needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
     chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
-    targets, into = [jaxpr.outvars[i] for i in chosen], [replaced[i] for i in chosen]
+    chosen.sort(key=lambda i: jaxpr.outvars[i].aval.shape == ())  # sums last
+    targets = [jaxpr.outvars[i] for i in chosen]
+    into = [replaced[i] for i in chosen if jaxpr.outvars[i].aval.shape != ()]
     late = {v for v in needed if v not in held}
     rows = row_loops.find(jaxpr, makers, targets, held, late)
     if rows is None or len(set(into)) < len(into):

@@ -165,7 +165,8 @@ def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state
     masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
     unused = [u for u, m in zip(treedef.flatten_up_to(updates), masters, strict=True) if m is not None]
     unused = updates if destination.written is not None else unused
-    if unused and not destination.is_last(unused, opt_state, (states.UnscaleState, states.MasterState)):
+    kinds = (states.UnscaleState, states.MasterState)
+    if jax.tree.leaves(unused) and not destination.is_last(unused, opt_state, kinds):
         raise ValueError(
             "nothing may follow mixed_precision (or keep_master_params) in a chain: apply_gradients writes params from "
             "their masters, and would ignore what follows; got a chain with a transform behind it. Put that transform "

@@ -231,7 +231,7 @@ def unscale_and_skip(
                 consecutive_skips=jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
                 pinned_overflows=jnp.where(decision.finite, 0, _count(state.pinned_overflows, pinned)),
                 unscaled_fp16=state.unscaled_fp16,
-                saturated_params=jnp.where(decision.taken, new.saturated, state.saturated_params),
+                saturated_params=jnp.where(jnp.isnan(new.saturated), state.saturated_params, new.saturated),
                 kept_elements=new.kept,
                 guarded=new.state,
             )

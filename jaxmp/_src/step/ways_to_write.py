@@ -63,8 +63,8 @@ class Written(NamedTuple):
       updates: what the caller adds to the params; -0.0 if the params are written already.
       state: state of the wrapped transform.
       kept: float32[], how many elements of the params kept their old values in a step that is taken.
-      saturated: float32[], how many params stood at the largest value of their dtype before the step; undefined if the
-        step is not taken.
+      saturated: float32[], how many params stood at the largest value of their dtype before the step; NaN if it was
+        not counted.
     """
 
     updates: PyTree
@@ -208,7 +208,7 @@ class InPlaceWrite:
             self._destination.written = new_params
             nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
             saturated, kept = collectives.as_common(jnp.stack(counts), self._axis_name)
-            return Written(nothing, new_state, jnp.where(taken, kept, 0.0), saturated)
+            return Written(nothing, new_state, jnp.where(taken, kept, 0.0), jnp.where(taken, saturated, jnp.nan))
 
     def _to_write_from(self, grads: Gradients) -> Measured:
         if grads.scale is None:
