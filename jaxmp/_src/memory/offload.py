@@ -173,8 +173,8 @@ def stream_updates(
             host_memory.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
-            here = host_memory.to_device((updates, state, params))
-            new_updates, new = extra_arguments.update(plain, *here, extra_args)
+            updates, state_here, params = host_memory.to_device((updates, state, params))
+            new_updates, new = extra_arguments.update(plain, updates, state_here, params, extra_args)
             leaves, treedef = jax.tree.flatten(new_updates)
             return leaves, (jax.tree.map(host_memory.as_before, new, state), _Static(treedef))
 

@@ -73,9 +73,11 @@ def find(jaxpr: Any, makers: dict[Any, int], targets: list[Any], held: dict[Any,
 
 def _summed(jaxpr: Any, makers: dict[Any, int], v: Any) -> Any:
     """The variable whose elements `v` sums up; `v` itself if it is no such sum."""
-    eqn = jaxpr.eqns[makers[v]] if v in makers else None
-    is_sum = eqn is not None and eqn.primitive.name == "reduce_sum" and v.aval.shape == ()
-    return eqn.invars[0] if is_sum and not isinstance(eqn.invars[0], core.Literal) else v
+    if v not in makers or v.aval.shape != ():
+        return v
+    eqn = jaxpr.eqns[makers[v]]
+    is_sum = eqn.primitive.name == "reduce_sum" and not isinstance(eqn.invars[0], core.Literal)
+    return eqn.invars[0] if is_sum else v
 
 
 def run(rows: Rows, targets: list[Any], into: list[Any], held: dict[Any, Any], count: int) -> list[Any]:

@@ -177,8 +177,10 @@ def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Arra
     for unit, master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
         leaves, masters = jax.tree.leaves(unit), jax.tree.leaves(master)
         for p, m in zip(leaves, masters or [None] * len(leaves), strict=True):
-            is_float16 = m is not None and p.dtype == jnp.float16  # bfloat16 has the range of float32
-            found.append(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max) if is_float16 else None)
+            if m is None or p.dtype != jnp.float16:  # bfloat16 has the range of float32
+                found.append(None)
+            else:
+                found.append(jnp.abs(m) > np.float32(jnp.finfo(jnp.float16).max))
     return found
 
 

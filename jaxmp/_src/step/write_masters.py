@@ -61,9 +61,9 @@ def write(
     if not (isinstance(inner, in_place.InPlace) and inner.streams):
         host_memory.check_on_device(state)
     pairs = [pair for unit, master in zip(units, masters, strict=True) for pair in _pairs(unit, master)]
-    count = None if state.rounding_count is None else optax.safe_increment(state.rounding_count)
+    count: Any = state.rounding_count
     if count is not None:
-        step = step._replace(number=count)
+        step = step._replace(number=optax.safe_increment(count))
     leaves = jax.tree.leaves(grads)
     with jax.named_scope("jaxmp.update_masters"):
         if isinstance(inner, in_place.InPlace):
@@ -75,7 +75,7 @@ def write(
     written = [_put_back(unit, master, left) for unit, master in zip(units, masters, strict=True)]
     new_params = treedef.unflatten([unit for unit, _ in written])
     if count is not None:
-        count = jnp.where(step.taken, count, state.rounding_count)
+        count = jnp.where(step.taken, step.number, count)
     return new_params, MasterState(treedef.unflatten([master for _, master in written]), inner_state, count), counts
 
 
