@@ -24,8 +24,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.base import compat
-from jaxmp._src.devices import shardings
 from jaxmp._src.step import buffers
 
 _Path = tuple[Any, ...]
@@ -78,17 +76,16 @@ class Held:
         """How many elements are held, and how many of the flags `others` are set; float32[] each.
 
         Args:
-          others: for each param None, or bools of its shape. Both counts are then one reduction: XLA makes two of them
-            part of the optimizer's pass over memory only if they are one operation.
+          others: for each param None, or bools of its shape. Both counts are then one sum of complex numbers: XLA makes
+            two reductions part of the optimizer's pass over memory only if they are one operation on one array.
         """
-        held, set_ = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+        if all(other is None for other in others):
+            return sum(self.counts(), start=jnp.zeros((), jnp.float32)), jnp.zeros((), jnp.float32)
+        both = jnp.zeros((), jnp.complex64)
         for mask, other in zip(self._masks, others, strict=True):
-            if other is None:
-                held += jnp.sum(mask, dtype=jnp.float32)
-            else:
-                two = _sums(mask, other)
-                held, set_ = held + two[0], set_ + two[1]
-        return held, set_
+            flags = jnp.zeros_like(mask) if other is None else other
+            both += jnp.sum(lax.complex(mask.astype(jnp.float32), flags.astype(jnp.float32)))
+        return jnp.real(both), jnp.imag(both)
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
         return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
@@ -162,15 +159,6 @@ def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."
     for flag in flags[1:]:
         found = found | flag
     return found
-
-
-def _sums(a: Bool[Array, "..."], b: Bool[Array, "..."]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    if shardings.is_explicit(a) or a.ndim == 0:
-        return jnp.sum(a, dtype=jnp.float32), jnp.sum(b, dtype=jnp.float32)
-    axes = tuple(compat.varying_axes(a) | compat.varying_axes(b))
-    counted = [compat.as_varying(x.astype(jnp.float32), axes) for x in (a, b)]
-    zeros = [compat.as_varying(jnp.zeros((), jnp.float32), axes)] * 2
-    return lax.reduce(counted, zeros, lambda x, y: [x[0] + y[0], x[1] + y[1]], tuple(range(a.ndim)))
 
 
 def _owner(paths: dict[_Path, int], shapes: list[tuple[int, ...]], path: _Path, x: Array) -> _Owner | None:
