@@ -21,6 +21,7 @@
 #   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest runs in                   (2)
+#   SAMPLE        of the cases of a parametrized test run one of so many   (3; 1: all)
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`
@@ -31,6 +32,7 @@ VENV_GPU ?= .venv-gpu
 CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
+SAMPLE ?= 3
 LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
@@ -78,9 +80,10 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(ARGS)
 
 campaign: $(STAMP)/dev
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m campaign $(ARGS)
 
 faults: $(STAMP)/dev

@@ -57,8 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each parametrized test, and of the doctests of each module, run every N-th only, and nothing marked "
-        "`newest`: for an older cell",
+        help="of the cases of each parametrized test run one of N only",
     )
 
 
@@ -71,24 +70,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the cases of `sampled(n)` tests that are not in the sample to the campaign, and does what `--sample` says.
-
-    The doctests of a module are cases of one test.
-    """
+    """Leaves cases of `sampled(n)` tests that are not in the sample to the campaign, and does what `--sample` says."""
     of_all = config.getoption("sample")
     cases = defaultdict(list)
     for item in items:
         name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
-        name = item.path.name if isinstance(item, pytest.DoctestItem) else name
         cases[item.path, getattr(item, "cls", None), name].append(item)
-    left_out = {item for item in items if of_all > 1 and item.get_closest_marker("newest")}
+    left_out = set()
     for found in cases.values():
         mark = found[0].get_closest_marker("sampled")
         if mark is not None:
             always, _ = _by_campaign(found)
             for item in set(always) - _sample(always, *mark.args):
                 item.add_marker(pytest.mark.campaign)
-        for part in _by_campaign(found):
+        for part in _by_campaign(found) if found[0].get_closest_marker("whole") is None else ():
             left_out |= set(part) - _sample(part, of_all)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

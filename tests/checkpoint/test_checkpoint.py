@@ -36,6 +36,7 @@ FP32 = jaxmp.mixed_precision(INNER, "fp32")
 def trained(tx=TX, policy=POLICY):
     """(params, opt_state) after a step."""
     params, opt_state = policy.cast_to_param(PARAMS), tx.init(PARAMS)
+    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
     return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
 
 

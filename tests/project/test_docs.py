@@ -28,6 +28,7 @@ def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
 def test_code_of_page_runs(page):
     blocks = [block for block in python_blocks(page) if not block.lstrip("\n").startswith(FRAGMENTS)]

@@ -28,7 +28,7 @@ def fresh_process():
 
 
 def loss_fn(params, x):
-    return jnp.mean((x @ params["w"].astype(jnp.float32)) ** 2)
+    return jnp.mean((x.astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) ** 2)
 
 
 def mixed(**kwargs):
@@ -163,7 +163,7 @@ def test_in_nnx_and_with_a_grad_scaler():
 
     @nnx.jit
     def step(model, optimizer, x):
-        loss, grads = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x).astype(jnp.float32)))(
+        loss, grads = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x)), policy=POLICY)(
             model, x, opt_state=optimizer.opt_state
         )
         optimizer.update(model, grads)
