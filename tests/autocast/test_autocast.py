@@ -799,3 +799,29 @@ def test_modules_have_dtypes_of_their_own_by_path():
     assert [r.runs_in for r in rows if r.name == "dot_general"] == ["float16", "float32"]
     with pytest.raises(ValueError, match="autocast: dtype float32 is off, so modules="):
         jaxmp.autocast(loss_fn, jnp.float32, modules={"brain": jnp.bfloat16})
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda a, b: jnp.einsum("bk,bk->b", a, b),
+        lambda a, b: jnp.vdot(a, b),
+        lambda a, b: jax.vmap(jnp.dot)(a, b),
+        lambda a, b: jnp.einsum("bk,bk->", a, b),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_sum_of_products_is_a_sum(fn, dtype):
+    """Neither side has an axis of its own: `jnp.vdot(w, w)` is a sum, and 70000 and -1e5 * 0 are float32 numbers."""
+    a = jnp.array([[250.0, 100.0, -1e5], [1.0, 3.0, 4.0]])
+    b = jnp.array([[300.0, 7.0, 0.0], [1.0, 3.0, 4.0]])
+    run = jax.jit(jaxmp.autocast(jax.value_and_grad(lambda a, b: jnp.sum(fn(a, b))), dtype))
+    expected = jax.value_and_grad(lambda a, b: jnp.sum(a * b))(a, b)
+    assert_close(run(a, b), expected, rtol=1e-6)
+
+
+def test_a_matmul_with_one_row_is_a_matmul():
+    jaxpr = jax.make_jaxpr(jaxmp.autocast(lambda q, k: jnp.einsum("bd,bkd->bk", q, k), jnp.bfloat16))(
+        jnp.ones((2, 3)), jnp.ones((2, 5, 3))
+    )
+    assert "bf16[2,5,3]" in str(jaxpr)

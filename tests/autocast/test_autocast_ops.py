@@ -228,7 +228,8 @@ Deviations = dict[str, tuple[str, dict[str, str]]]
 PARTS_IN_F32 = "its parts, of which some are float32 operations"
 NOT_A_BIAS = "a product and a sum with a float32 array of the same size: the widest dtype; torch's is one operation"
 WRITTEN_OUT = "written out, it is arithmetic on what it is given; torch's is one operation that casts"
-IS_MATMUL = "a dot product is the same primitive as a matmul"
+IS_MATMUL = "a product of tensors is the same primitive as a matmul"
+A_SUM = "a product without a matrix is a sum, and sums are float32"
 RESIZE = "jax resizes by indexing, or by matmuls with the weights"
 ASKED_FOR = "the cast to the dtype of the result is the one that the sum undoes"
 A_MEAN = "a sum, in float32, and a division"
@@ -252,7 +253,9 @@ EVERYWHERE: Deviations = {
         all_of(5, "f32", "f32") | rows_of("f32", "lp f32 f32 f32 f32", "other lp lp lp lp"),
     ),
     "addmm": (NOT_A_BIAS, rows_of("f32", "f32 f32 f32", "lp f32 f32")),
-    **dict.fromkeys(("dot", "vdot", "tensordot"), (IS_MATMUL, rows_of("lp", "f32 f32", "lp f32", "f32 lp"))),
+    **dict.fromkeys(("dot", "vdot"), (A_SUM, all_of(2, "f32", "f32"))),
+    "linalg_vecdot": (A_SUM, all_of(2, "f32", "f32") | rows_of("f32", "f32 f32", "lp f32", "f32 lp", "other lp")),
+    "tensordot": (IS_MATMUL, rows_of("lp", "f32 f32", "lp f32", "f32 lp")),
     "addr": (
         WRITTEN_OUT,
         rows_of("f32", "f32 f32 f32", "lp f32 f32", "f32 lp lp", "other lp lp") | {"other other other": "other"},

@@ -241,3 +241,16 @@ def test_activations_that_leave_float16(scale, kind):
         for i in range(3):
             monitor.update(i, {}, stats=step)
         monitor.finish()
+
+
+def test_a_loss_that_explodes_between_skips():
+    """float16: most steps of an explosion are skipped, and their losses show it too."""
+    monitor = jaxmp.monitor.Monitor(warn=False)
+    losses = {66: 4.99, 68: 263.0, 74: 2.3e8}
+    high = 0.2
+    for step in range(80):
+        skipped = step >= 65 and step not in losses
+        high = losses.get(step, high)
+        monitor.update(step, {"skipped": float(skipped), "loss_scale": 2.0 ** (16 - max(step - 64, 0))}, loss=high)
+    found = [f for f in monitor.findings if f.kind == "loss_jump"]
+    assert found and found[0].step <= 69 and "before the skip" in found[0].message

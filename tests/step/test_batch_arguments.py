@@ -257,3 +257,30 @@ def test_stacked_statistics_are_refused():
         state.apply_gradients(grads=grads, batch_stats=stats)
     with pytest.raises(ValueError, match=r"got \(2,\) in new and \(1,\) in old at mean"):
         jaxmp.keep_if_skipped(state.opt_state, {"mean": np.zeros(2)}, {"mean": np.zeros(1)})
+
+
+def test_class_weights_inside_the_batch_are_asked_for():
+    """As long as the batch, and in one dict with it: they may be cut or not, and each is refused or named."""
+    rng = np.random.default_rng(0)
+    x, y, weights = rng.normal(size=(4, 3)).astype(np.float32), np.arange(4) % 2, np.float32([0.5, 1.0, 2.0, 4.0])
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
+    params = jnp.ones((3, 4))
+    state = tx.init(params)
+
+    def loss(params, batch):
+        errors = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params, batch["y"])
+        return jnp.mean(errors * jnp.asarray(batch["weights"])[batch["y"]])
+
+    batch = {"x": x, "y": y, "weights": weights}
+    with pytest.raises(ValueError, match="got argument 1/weights, of shape .* in an argument of its own"):
+        jaxmp.value_and_grad(loss, accumulate=2)(params, batch, opt_state=state)
+
+    def apart(params, batch, weights):
+        return loss(params, batch | {"weights": weights})
+
+    del batch["weights"]
+    whole = jax.value_and_grad(apart)(params, batch, weights)
+    cut = jaxmp.value_and_grad(apart, accumulate=2, accumulate_argnums=1)(params, batch, weights, opt_state=state)
+    np.testing.assert_allclose(cut[0], whole[0], rtol=1e-6)
+    np.testing.assert_allclose(cut[1], whole[1], rtol=1e-5, atol=1e-7)
+    jaxmp.value_and_grad(lambda p, b: loss(p, b | {"weights": weights}), accumulate=2)(params, batch, opt_state=state)

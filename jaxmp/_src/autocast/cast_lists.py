@@ -6,7 +6,8 @@ are four groups:
     allow       float16 or bfloat16: tensor cores make these fast              matmuls, convolutions
     force_fp32  float32: where 16 bits lose range or precision                exp, log, pow, rsqrt, sums, erf_inv, ...
     widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...;
-                a write into a buffer keeps the buffer's dtype; a product that sums nothing is here, too
+                a write into a buffer keeps the buffer's dtype; a product that sums nothing is here, too. A product
+                without a matrix (`jnp.vdot`) is a sum
     (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks
 
 PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the parts
@@ -169,9 +170,15 @@ def is_custom_scatter(eqn: Any) -> bool:
 
 
 def group_of(eqn: Any, lists: "CastLists") -> str | None:
-    """The group of an equation by its lists: that of its name, but a product that sums nothing is elementwise work."""
+    """The group of an equation by its lists: that of its name, but some products are no matmuls.
+
+    A product that sums nothing is elementwise work. One in which every axis is summed or shared (`jnp.vdot`,
+    `einsum("bk,bk->b")`) is a sum of products, as `jnp.sum(a * b)` is.
+    """
     group = lists.group(jaxprs.function_name(eqn) if jaxprs.functions_of(eqn) else eqn.primitive.name)
-    return "widest" if group == "allow" and sums_nothing(eqn) else group
+    if group != "allow":
+        return group
+    return "widest" if sums_nothing(eqn) else "force_fp32" if only_sums(eqn) else group
 
 
 def sums_nothing(eqn: Any) -> bool:
@@ -180,6 +187,15 @@ def sums_nothing(eqn: Any) -> bool:
         return False
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return all(eqn.invars[0].aval.shape[a] == 1 for a in contracted)
+
+
+def only_sums(eqn: Any) -> bool:
+    """Whether an equation is a product of which neither side has an axis of its own: no matrix takes part in it."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, shared = eqn.params["dimension_numbers"]
+    sides = zip(eqn.invars, contracted, shared, strict=True)
+    return all(len(x.aval.shape) == len(summed) + len(along) for x, summed, along in sides)
 
 
 def is_linear_algebra(eqn: Any) -> bool:

@@ -6,6 +6,7 @@ for plots and tables, and checks them with the rules of `rules.py`. Each new fin
 """
 
 import csv
+import math
 import os
 import warnings
 from collections import Counter, deque
@@ -174,11 +175,12 @@ class Monitor:
         found = [*rules.stuck_scale(step, row, self._patience), *rules.kept_elements(step, row)]
         if len(self._skipped) == self._skipped.maxlen or rules.are_many(self._skipped):
             found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
+        jump = None
         if skipped:
-            self._losses.skip()
-            self._high = 0
+            jump = self._losses.skip(step, math.nan if loss is None else loss)
         elif loss is not None:
             jump = self._losses.jump(step, loss, self._patience)
+        if loss is not None and (np.isfinite(loss) or not skipped):  # an overflow says nothing about the level
             self._high = self._high + 1 if jump else 0
             if jump and (self._high >= self._patience or not np.isfinite(loss)):
                 found.append(jump)

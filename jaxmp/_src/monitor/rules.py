@@ -136,11 +136,13 @@ class Losses:
         self._before_skip: list[float] = []
         self._since_skip: int | None = None
 
-    def skip(self) -> None:
-        """Takes a skipped step."""
+    def skip(self, step: int, loss: float) -> Finding | None:
+        """Takes a skipped step; a suspicion, if its loss is finite and too high: the params are those of the step."""
         if self._since_skip is None:
             self._before_skip = list(self._last)
         self._since_skip = 0
+        message = self._why(loss) if math.isfinite(loss) else ""
+        return Finding("loss_jump", step, "", message) if message else None
 
     def jump(self, step: int, loss: float, patience: int) -> Finding | None:
         """Takes the loss of a step that was taken; a suspicion, if it is too high."""

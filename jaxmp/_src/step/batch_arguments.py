@@ -2,8 +2,8 @@
 
 With `accumulate=` and no names, every argument that is not differentiated is cut. A vector of class weights that is as
 long as the batch would be cut too, and the loss would be wrong without a word. The shapes do not tell, but the loss
-does: rows of a batch go together, so a loss cannot be traced with twice as many rows of one of its arguments only. If
-it can, this argument may be cut or not, and the caller must say which.
+does: rows of a batch go together, so a loss cannot be traced with twice as many rows of one of its arguments only, or
+of one array in it. If it can, this argument or array may be cut or not, and the caller must say which.
 
 The same trace shows whether a `uint32[2]` is a PRNG key, and whether random numbers are drawn from a key that every
 microbatch has (a dropout key that the loss closes over): each microbatch would have the same mask.
@@ -67,17 +67,19 @@ def check(
 
 
 def _check_rows_go_together(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree, k: int, jaxpr: Any) -> None:
-    """Raises if the loss can be traced with twice as many rows of one argument only."""
+    """Raises if the loss can be traced with twice as many rows of one argument only, or of one array only."""
     read = {v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, core.Literal)}
     used = dict(zip(_paths(batch), (v in read for v in jaxpr.invars), strict=False))
-    cut = [
-        i
+    arrays = [
+        (i, path)
         for i, tree in batch.items()
-        if any(_is_rows(x) and used[f"{i}/{path}" if path else str(i)] for path, x in _leaves(tree))
+        for path, x in _leaves(tree)
+        if _is_rows(x) and used[f"{i}/{path}" if path else str(i)]
     ]
-    if len(cut) < 2:
+    if len(arrays) < 2:
         return
-    for i in cut:
+    cut = list(dict.fromkeys(i for i, _ in arrays))
+    for i in cut if len(cut) > 1 else ():
         twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if _is_rows(x) else x, batch[i])
         if _traced(loss_fn, batch | {i: twice}, carry) is not None:
             shape = next(jnp.shape(x) for _, x in _leaves(batch[i]) if _is_rows(x))
@@ -86,6 +88,15 @@ def _check_rows_go_together(loss_fn: Any, batch: dict[int, PyTree], carry: PyTre
                 f"accumulate={k} must know which arguments hold the batch; got argument {i}, of shape {shape}, which "
                 f"the loss takes cut and whole. Name the batch: accumulate_argnums={tuple(batch)} to cut argument {i} "
                 f"too, or {others} to pass it on whole to every microbatch."
+            )
+    for i, path in arrays:
+        twice = tree_paths.map_with_path(lambda p, x, at=path: jnp.concatenate([x, x]) if p == at else x, batch[i])
+        if path and _traced(loss_fn, batch | {i: twice}, carry) is not None:
+            shape = next(jnp.shape(x) for p, x in _leaves(batch[i]) if p == path)
+            raise ValueError(
+                f"accumulate={k} must know which arrays hold the batch; got argument {i}/{path}, of shape {shape}, "
+                f"which the loss takes cut and whole. To cut it too, name the batch: accumulate_argnums={tuple(batch)}."
+                f" To pass it on whole to every microbatch, pass it in an argument of its own, not named there."
             )
 
 
