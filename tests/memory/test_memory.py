@@ -422,6 +422,9 @@ def test_gpt2_is_planned_as_xla_has_it(precision):
     assert 124_439_808 == row["num_params"]
 
 
+COUNTS_SINCE = 8  # bytes of counts that the state got after the comparison was recorded (`kept_elements`)
+
+
 def test_plans_are_those_that_were_held_against_an_h100():
     """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
     results = json.loads(benchmark.BENCHMARK.results.read_text())
@@ -432,7 +435,7 @@ def test_plans_are_those_that_were_held_against_an_h100():
     sample = memory_programs.example("bf16"), memory_programs.example("fp8"), memory_programs.gpt2("bf16+remat")
     for case in sample:
         planned, row = case.plan(), rows[case.model, case.precision]
-        assert planned.stored + planned.batch == row["state"]
+        assert 0 <= planned.stored + planned.batch - row["state"] <= COUNTS_SINCE
         assert planned.gradients == row["gradients"]
         temp = planned.peak - planned.stored - planned.batch
         assert abs(temp / row["temp_h100"] - 1) < benchmark.NEAR
@@ -444,7 +447,7 @@ def test_every_plan_is_that_which_was_held_against_an_h100():
     for case, row in zip(memory_programs.cases(), rows, strict=True):
         assert (case.model, case.precision) == (row["model"], row["precision"])
         planned = case.plan()
-        assert planned.stored + planned.batch == row["state"]
+        assert 0 <= planned.stored + planned.batch - row["state"] <= COUNTS_SINCE
         temp = planned.peak - planned.stored - planned.batch
         assert abs(temp / row["temp_h100"] - 1) < (benchmark.NEAR if case.is_known else 0.3)
 
