@@ -350,3 +350,11 @@ def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
     for name, amaxes in found.items():
         np.testing.assert_allclose(*map(jax.tree.leaves, (amaxes, expected)), rtol=1e-2, err_msg=name)
     np.testing.assert_allclose(*map(jax.tree.leaves, (found_2, expected_2)), rtol=1e-2)
+
+
+def test_a_layer_that_cannot_run_in_fp8_says_in_which_dtype_it_runs():
+    """autocast traces in float32 and casts afterwards: the layer runs in bfloat16."""
+    rows = X[:12]
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"\(layer Dense_1\) runs in bfloat16 instead of fp8") as caught:
+        jax.eval_shape(gradient("fp8"), rows, Y[:12])
+    assert not any("float32" in str(warning.message) for warning in caught)

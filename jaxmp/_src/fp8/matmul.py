@@ -129,7 +129,11 @@ def dot_general(
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
         where = f" (layer {layer})" if layer else ""
-        warnings.warn(f"this matmul{where} runs in {out_dtype} instead of fp8: {reason}", FallbackWarning, stacklevel=3)
+        warnings.warn(
+            f"this matmul{where} runs in {_traced_for(out_dtype)} instead of fp8: {reason}",
+            FallbackWarning,
+            stacklevel=3,
+        )
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
     stateful = isinstance(recipe, recipes.DelayedScaling)
     if stateful != (scales is not None):
@@ -160,6 +164,13 @@ def dot_general(
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
     return _delayed_dot(gemm, lhs, rhs, *scales)
+
+
+def _traced_for(dtype: Any) -> Any:
+    """The dtype in which a matmul traced in `dtype` will run: autocast traces in float32 and casts afterwards."""
+    now = ambient.now()
+    lists = now.autocast_lists if now.autocast_tracing and dtype == jnp.float32 else None
+    return dtype if lists is None or lists.dtype is None else jnp.dtype(lists.dtype)
 
 
 def why_not_fp8(
