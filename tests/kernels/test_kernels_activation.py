@@ -41,6 +41,35 @@ def expected_of(value, scale, dtype):
     return q, q.T, np.abs(value).max()
 
 
+def assert_rounds_to(got, value, dtype):
+    """`got` is `value` in `dtype`, computed by another program: float32 may differ by an ulp, and so the rounding.
+
+    That is one unit of the format, in few places. Small values have more float32 ulps, beside sums that cancel.
+    """
+    want, unit = value.astype(dtype).astype(F32), float(ml_dtypes.finfo(dtype).eps)
+    got = np.asarray(got)
+    assert got.dtype == dtype
+    assert_close(got.astype(F32), want, rtol=unit, atol=4e-6)
+    assert np.mean(got.astype(F32) != want) <= (0.02 if np.dtype(dtype).itemsize < 4 else 1)
+
+
+def assert_is_cast(got, value, scale, dtype):
+    """(q, q.T, amax) of float32 values that another program computed."""
+    q, q_t, amax = got
+    limit = F32(ml_dtypes.finfo(dtype).max)
+    assert_rounds_to(q, np.clip(np.asarray(value) * F32(scale), -limit, limit), dtype)
+    assert_bitwise(q_t, np.asarray(q).T)
+    assert_close(amax, np.abs(np.asarray(value)).max(), rtol=1e-6)
+
+
+def assert_near(got, want):
+    """Two programs whose casts to fp8 may differ by a unit in few places: 1 % of each array's norm."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
+
+
 def small(source, seed=0):
     return (np.random.default_rng(seed).normal(size=(64, 128)) * 3).astype(source)
 
@@ -82,7 +111,7 @@ def test_forward(backend, source, activation):
         assert_close(got[0].astype(F32), q.astype(F32), rtol=0.13, atol=0.01)
         assert_bitwise(got[1], jnp.transpose(got[0]))
     else:
-        assert_bitwise(got, expected_of(value, 4.0, E4M3))
+        assert_is_cast(got, value, 4.0, E4M3)
 
 
 @pytest.mark.sampled(4)
@@ -103,8 +132,8 @@ def test_backward(backend, source, activation):
         assert_close(amax, np.abs(np.asarray(value)).max(), rtol=1e-5)
         assert_bitwise(q_t, jnp.transpose(q))
     else:
-        assert_bitwise(dx, np.asarray(value).astype(source))
-        assert_bitwise((q, q_t, amax), expected_of(value, 8.0, E5M2))
+        assert_rounds_to(dx, np.asarray(value), source)
+        assert_is_cast((q, q_t, amax), value, 8.0, E5M2)
 
 
 @pytest.mark.sampled(3)
@@ -129,10 +158,10 @@ def test_gated_forward_and_backward(backend):
     if backend == "mosaic":
         assert_close(out[2], np.abs(np.asarray(value)).max(), rtol=1e-5)
         return
-    assert_bitwise(out, expected_of(value, 2.0, E4M3))
+    assert_is_cast(out, value, 2.0, E4M3)
     for (d, *cast), exact, s in zip(gradients, wide, (2.0, 4.0), strict=True):
-        assert_bitwise(d, np.asarray(exact).astype(BF16))
-        assert_bitwise(tuple(cast), expected_of(exact, s, E5M2))
+        assert_rounds_to(d, np.asarray(exact), BF16)
+        assert_is_cast(cast, exact, s, E5M2)
 
 
 @pytest.mark.sampled(3)
@@ -193,7 +222,7 @@ def test_a_matmul_behind_an_activation(activation):
         dv, dw, ds = backward(g)
         return y, (getattr(reference, f"{activation}_grad")(dv, x), dw, ds)
 
-    assert_bitwise(fused(x, w, g), apart(x, w, g))
+    assert_near(fused(x, w, g), apart(x, w, g))
 
 
 @pytest.mark.sampled(3)
@@ -203,7 +232,7 @@ def test_recipes_without_state_and_odd_shapes_take_it_too(activation):
     recipe = fp8.CurrentScaling()
     got = fp8.dot_general(x, w, MATMUL, recipe=recipe, activation=activation)
     want = fp8.dot_general(COMPUTE[activation](x.astype(F32)).astype(BF16), w, MATMUL, recipe=recipe)
-    assert_bitwise(got, want)
+    assert_near(got, want)
     with pytest.warns(fp8.FallbackWarning):
         odd = product(jnp.asarray(x[:, :20]), jnp.asarray(w[:20]), SCALES, activation)
     plain = IN_JAX[activation](x[:, :20].astype(F32)) @ w[:20].astype(F32)
@@ -226,5 +255,5 @@ def test_vmap_of_it():
     x, w = jnp.asarray(np.stack([small(F32), 2 * small(F32, 1)])), jnp.asarray(matrix(F32, (128, 64), 1))
     y, backward = jax.vjp(lambda s: jax.vmap(lambda x: product(x, w, s, "gelu"))(x), SCALES)
     (amaxes,) = backward(y)
-    assert_bitwise(amaxes.lhs, np.abs(np.asarray(reference.gelu(x))).max())
+    assert_close(amaxes.lhs, np.abs(np.asarray(reference.gelu(x))).max(), rtol=1e-6)
     assert y.shape == (2, 64, 64)
