@@ -21,7 +21,6 @@ The next fault starts from the injured state, so that faults add up; after some 
 
 import argparse
 import collections
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import campaigns
 import jaxmp
 import regimes
 from fp8_model import matmul, scale_leaves
@@ -346,18 +346,9 @@ def main() -> int:
         print(
             f"{regime_name}, {precision}: {sum(done.values())} faults, {time.perf_counter() - start:.0f} s", flush=True
         )
-    results = {
-        "command": f"python tests/support/faults.py --count {arguments.count} --seed {arguments.seed}",
-        "device": f"CPU, {DEVICES} simulated devices",
-        "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        "faults": sum(row["faults"] for row in rows),
-        "wrong_states": failed,
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(*failed, sep="\n")
-    return 1 if failed else 0
+    command = f"python tests/support/faults.py --count {arguments.count} --seed {arguments.seed}"
+    counted = {"faults": sum(row["faults"] for row in rows)}
+    return campaigns.finish(arguments.json, command, counted, ("wrong_states", failed), rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import functools
 import itertools
-import json
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import campaigns
 import jaxmp
 import regimes
 from fp8_model import matmul, scale_leaves
@@ -470,18 +470,8 @@ def main() -> int:
         rows.append({"job": i, **case._asdict(), "apart": apart, "verdict": verdict})
         print(f"{i}: {', '.join(case)}: {verdict[:300]}, {time.perf_counter() - start:.0f} s", flush=True)
         jax.clear_caches()
-    results = {
-        "command": "python tests/support/pairs.py",
-        "device": f"CPU, {DEVICES} simulated devices",
-        "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        "jobs": len(rows),
-        "failed": failed,
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(*failed, sep="\n")
-    return 1 if failed else 0
+    command = "python tests/support/pairs.py"
+    return campaigns.finish(arguments.json, command, {"jobs": len(rows)}, ("failed", failed), rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ with each other.
 import argparse
 import collections
 import functools
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import campaigns
 import jaxmp
 import regimes
 import step_oracle
@@ -279,18 +279,9 @@ def main() -> int:
             done = collections.Counter()
         rows.append(dict(zip(("regime", "precision", "optimizer"), names, strict=True)) | {"steps": dict(done)})
         print(f"{', '.join(names)}: {dict(done)}, {time.perf_counter() - start:.0f} s", flush=True)
-    results = {
-        "command": f"python tests/support/step_campaign.py --count {arguments.count} --seed {arguments.seed}",
-        "device": f"CPU, {DEVICES} simulated devices",
-        "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        "steps": sum(sum(row["steps"].values()) for row in rows),
-        "wrong_steps": failed,
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(*failed, sep="\n")
-    return 1 if failed else 0
+    command = f"python tests/support/step_campaign.py --count {arguments.count} --seed {arguments.seed}"
+    counted = {"steps": sum(sum(row["steps"].values()) for row in rows)}
+    return campaigns.finish(arguments.json, command, counted, ("wrong_steps", failed), rows)
 
 
 if __name__ == "__main__":
