@@ -130,8 +130,7 @@ class Subject:
         elif params[weight] is None:
             why = "one of its matmuls has no weight"
         else:
-            x, w = site.eqn.invars
-            why = matmul.why_not_fp8(x.aval.shape, w.aval.shape, site.eqn.params["dimension_numbers"]) or ""
+            why = matmul.why_not_fp8(site.eqn.params["dimension_numbers"]) or ""
         other = site.origins[1 - weight]
         is_data = other is not None and not f"{other}/".startswith(root)
         return Gemm(site, module, weight, params[weight], is_data, why)
