@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class CutParams(NamedTuple):
+class GatheredParams(NamedTuple):
     """Params that are cut over a mesh axis, as seen at one level of one trace.
 
     Attributes:
@@ -39,11 +39,11 @@ class Notes:
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
-      cut_params: which trees of params were gathered from their parts.
+      gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
-    cut_params: list[CutParams] = dataclasses.field(default_factory=list)
+    gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass

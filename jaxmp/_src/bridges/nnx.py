@@ -22,7 +22,7 @@ from jaxmp._src.step import (
     microbatches,
     mixed_precision,
     policy as policy_lib,
-    state,
+    read_state,
     value_and_grad as grads_lib,
 )
 
@@ -161,7 +161,7 @@ class Optimizer(nnx.Optimizer):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
-        self.step[...] = state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+        self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
 
 
 def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
@@ -225,4 +225,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     """
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, state.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))

@@ -29,7 +29,15 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, in_place, probe, scale_reads, state as state_lib, states, ways_to_write
+from jaxmp._src.step import (
+    check_optimizer,
+    in_place,
+    read_state,
+    scale_reads,
+    state_arrays,
+    state_tuples,
+    ways_to_write,
+)
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
@@ -156,14 +164,14 @@ def unscale_and_skip(
     largest = None if clamp_inf is None else largest_of(clamp_inf)
     rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
 
-    def init_fn(params: PyTree) -> states.UnscaleState:
+    def init_fn(params: PyTree) -> state_tuples.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
         _check_moves_scales(guarded, params)
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
-            probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
-        fresh = states.UnscaleState(
-            scaling=state_lib.scaling_state(template),
+            check_optimizer.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
+        fresh = state_tuples.UnscaleState(
+            scaling=read_state.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
             consecutive_skips=zero,
@@ -173,7 +181,7 @@ def unscale_and_skip(
             kept_elements=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
-        return buffers.own_buffers(fresh, (params, template))
+        return state_arrays.own_buffers(fresh, (params, template))
 
     def update_fn(
         updates: PyTree,
@@ -185,10 +193,10 @@ def unscale_and_skip(
         destination: in_place.Destination | None = None,
         as_made: bool = False,
         **extra_args: Any,
-    ) -> tuple[PyTree, states.UnscaleState]:
+    ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
-        state_lib.check_has_scaling(state)
-        scaler = state_lib.scaler_of(template, state.scaling)
+        read_state.check_has_scaling(state)
+        scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
         # state holds 1, or the scale of an earlier run.
@@ -204,7 +212,7 @@ def unscale_and_skip(
             decision = decide(rule, grads.unscaled, state, measured, clamped, grads_finite)
 
         next_scaler = scaler.adjust(decision.finite) if own_scale_moves else scaler
-        next_scaling = state_lib.scaling_state(next_scaler) if scales else state.scaling
+        next_scaling = read_state.scaling_state(next_scaler) if scales else state.scaling
         extra_args |= {
             "grads_finite": decision.taken,
             "loss_scale": used_scale,
@@ -221,10 +229,10 @@ def unscale_and_skip(
             )
             if destination is not None:
                 destination.note(new.updates)
-            scaling = jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling)
+            scaling = jax.tree.map(state_arrays.in_dtype_of, next_scaling, state.scaling)
             if is_dynamic:
                 scale_reads.note_made(scaling.loss_scale, before=used_scale)
-            return new.updates, states.UnscaleState(
+            return new.updates, state_tuples.UnscaleState(
                 scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
@@ -254,14 +262,14 @@ def _unscale(
         grads = casting.cast_floats(grads, jnp.float32)
         # The "gradients" of fp8 scales are amaxes; value_and_grad has unscaled them.
         grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
-    scale = used_scale if state_lib.is_own(rule.template) else None
+    scale = used_scale if read_state.is_own(rule.template) else None
     return ways_to_write.Gradients(given, scaled, grads, scale), clamped
 
 
 def decide(
     rule: Rule,
     grads: PyTree,
-    state: states.UnscaleState,
+    state: state_tuples.UnscaleState,
     measured: ways_to_write.Measured | None,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
@@ -288,7 +296,7 @@ def decide(
         overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
     unwanted = jnp.zeros((), bool)
     if rule.skip_if is not None:
-        unwanted = jnp.asarray(rule.skip_if(grads, state_lib.get_metrics(state)), bool)
+        unwanted = jnp.asarray(rule.skip_if(grads, read_state.get_metrics(state)), bool)
     axes = collectives.bound_axes(rule.axis_name)
     if looks or rule.skip_if is not None:
         found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)
@@ -310,7 +318,7 @@ def _check_moves_scales(inner: Any, params: PyTree) -> None:
     """Raises a ValueError if `inner` would train the fp8 scales in the params as weights. (They may be frozen.)"""
     if not any(scale_leaves.is_scale(path) for path, _ in tree_paths.boxed_leaves(params)[0]):
         return
-    if state_lib.find(jax.eval_shape(inner.init, params), states.Fp8State):
+    if read_state.find(jax.eval_shape(inner.init, params), state_tuples.Fp8State):
         return
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     frozen = frozen_leaves.frozen_leaves(inner, params)

@@ -33,11 +33,11 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.distributed import cut_params
+from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, state
+from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, read_state
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -185,7 +185,7 @@ def scaled_value_and_grad(
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-    loss_scale = state.get_loss_scale(opt_state)
+    loss_scale = read_state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     if k > 1:
         carry = carried_arguments.as_varying(carry, axes)
@@ -196,7 +196,7 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     is_default = policy is None
-    policy = carried or state.policy_of(opt_state) if policy is None else policy
+    policy = carried or read_state.policy_of(opt_state) if policy is None else policy
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         loss_in_region = rewrite.by_region(loss_fn)
 
@@ -210,14 +210,14 @@ def scaled_value_and_grad(
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
-    cut_params.lift(notes)
+    gathered_params.lift(notes)
     return loss, aux, carry, fp8.over_devices(grads, params)
 
 
 def _look_once(params: PyTree, policy: Policy | None, opt_state: Any, notes: ambient.Notes) -> Callable[..., None]:
     """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
     lists = regions.current()
-    scales, is_off = state.may_scale(opt_state), lists is not None and lists.dtype is None
+    scales, is_off = read_state.may_scale(opt_state), lists is not None and lists.dtype is None
     warned = False
 
     def look(pullback: Any, value: Any) -> None:
@@ -258,7 +258,7 @@ def _zeros_like_float32(x: Array) -> Array:
 
 
 def _check_has_loss_scale(opt_state: Any) -> None:
-    if not state.has_loss_scale(opt_state):
+    if not read_state.has_loss_scale(opt_state):
         raise ValueError(
             "opt_state must hold the loss scale that the update unscales with; "
             + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")

@@ -1,4 +1,4 @@
-"""Read `opt_state`: find the tuples of states.py in it, the loss scale, the masters, the metrics.
+"""Read `opt_state`: find the tuples of state_tuples.py in it, the loss scale, the masters, the metrics.
 
 State is plain arrays in NamedTuples: no objects with behaviour, no Python numbers. So checkpoints,
 `flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
@@ -19,7 +19,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import scale_reads
-from jaxmp._src.step.states import (
+from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
     Fp8State,
     GlobalNormState,
