@@ -24,6 +24,7 @@ from jaxmp._src.step.states import (
     Fp8State,
     GlobalNormState,
     LossScaleState,
+    LowUnscaleState,
     MasterState,
     NoLossScaleState,
     UnscaleState,
@@ -88,6 +89,11 @@ def may_scale(opt_state: Any) -> bool:
     """Whether there may be a loss scale other than 1: False only if it is known that there is none."""
     found = _scalings(opt_state)
     return not found or not all(isinstance(x, NoLossScaleState) for x in found)
+
+
+def computes_low(opt_state: Any) -> bool:
+    """Whether `opt_state` belongs to an optimizer whose policy has wide params and computes in 16 bits."""
+    return bool(find(opt_state, LowUnscaleState))
 
 
 def with_policy(opt_state: Any, policy: Any) -> Any:

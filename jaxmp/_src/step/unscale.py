@@ -106,7 +106,8 @@ def unscale_and_skip(
       skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
         (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
         devices. It does not lower the loss scale; only overflow does.
-      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics), and, by
+        the type of the state, a loss that does not compute in the 16 bits of the policy (`value_and_grad`).
       clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
         overflow (jnp.float16), an infinite gradient becomes the largest finite value of that dtype, divided by the
         scale; the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8
@@ -155,6 +156,9 @@ def unscale_and_skip(
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
     largest = None if clamp_inf is None else largest_of(clamp_inf)
     rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
+    # 16-bit params show by their dtype what the loss should compute in.
+    only_computes_low = policy is not None and policy.computes_in_16_bits and policy.param_dtype.itemsize > 2
+    kind = states.LowUnscaleState if only_computes_low else states.UnscaleState
 
     def init_fn(params: PyTree) -> states.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
@@ -162,7 +166,7 @@ def unscale_and_skip(
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
-        fresh = states.UnscaleState(
+        fresh = kind(
             scaling=state_lib.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
@@ -224,7 +228,7 @@ def unscale_and_skip(
             scaling = jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling)
             if is_dynamic:
                 scale_reads.note_made(scaling.loss_scale, before=used_scale)
-            return new.updates, states.UnscaleState(
+            return new.updates, type(state)(
                 scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),

@@ -94,8 +94,8 @@ def value_and_grad(
         bound; the policy is not known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
 
     Warns:
-      UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits, of which no matmul or
-        convolution runs in 16 bits or fp8; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1,
+      UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1,
         microbatches that all draw the same random numbers.
 
     Example:
@@ -206,7 +206,7 @@ def scaled_value_and_grad(
             with jax.named_scope("jaxmp.scale_loss"):
                 return loss * step_scale, (loss, aux, carry)
 
-        look = _look_once(params, policy, opt_state, notes) if looks else lambda *_: None
+        look = _look_once(params, policy, opt_state, fp8.is_used, notes) if looks else lambda *_: None
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
@@ -214,16 +214,26 @@ def scaled_value_and_grad(
     return loss, aux, carry, fp8.over_devices(grads, params)
 
 
-def _look_once(params: PyTree, policy: Policy | None, opt_state: Any, notes: ambient.Notes) -> Callable[..., None]:
+def _look_once(
+    params: PyTree, policy: Policy | None, opt_state: Any, has_fp8: bool, notes: ambient.Notes
+) -> Callable[..., None]:
     """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
     lists = regions.current()
     scales, is_off = state.may_scale(opt_state), lists is not None and lists.dtype is None
+    of_low = state.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
     warned = False
 
     def look(pullback: Any, value: Any) -> None:
         nonlocal warned
         warned = warned or compute_dtypes.check(
-            pullback, value, params, policy, scales=scales, is_off=is_off, fp8_matmuls=notes.fp8_matmuls
+            pullback,
+            value,
+            params,
+            policy,
+            scales=scales,
+            of_low=of_low,
+            is_off=is_off,
+            fp8_matmuls=notes.fp8_matmuls,
         )
 
     return look
