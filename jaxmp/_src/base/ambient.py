@@ -70,6 +70,8 @@ class Ambient:
 
     Attributes:
       autocast_lists: the `CastLists` of the innermost `jaxmp.autocast`; None outside of all.
+      autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
+      autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
@@ -79,6 +81,8 @@ class Ambient:
     """
 
     autocast_lists: Any = None
+    autocast_region: Any = None
+    autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
     fp8_enabled: bool = True
     fp8_layers: Any = None

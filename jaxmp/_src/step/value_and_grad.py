@@ -113,8 +113,10 @@ def value_and_grad(
     k = check_accumulate(accumulate)
     policy = None if policy is None else get_policy(policy)
     single = isinstance(argnums, int)
+    seen: set[Any] = set()
 
     @functools.wraps(fun)
+    @carried_arguments.asks_for_carry(fun, k, argnums, has_aux=has_aux, carry_argnum=carry_argnum)
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
@@ -129,9 +131,15 @@ def value_and_grad(
 
         carry = {i: args[i] for i in carried}
         if k > 1:
-            rows = {i: args[i] for i in batches}
-            named = accumulate_argnums is not None
-            batch_arguments.check(lambda batch, carry: loss_fn(diff, carry, batch)[0], rows, carry, k, named=named)
+            batch_arguments.check_once(
+                seen,
+                (args, kwargs),
+                lambda batch, carry: loss_fn(diff, carry, batch)[0],
+                {i: args[i] for i in batches},
+                carry,
+                k,
+                named=accumulate_argnums is not None,
+            )
         loss, aux, carry, grads = scaled_value_and_grad(
             loss_fn,
             diff,
