@@ -55,6 +55,8 @@ class ScaleReads:
       warned: whether the user was told that none was.
       read, made: traced scales by their id, while they live: those that were read, and those that an update made.
       traces: the last traces in which one was read, from `compat.trace_state()`.
+      scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
+        the id of the leaf.
     """
 
     any: bool = False
@@ -62,6 +64,7 @@ class ScaleReads:
     read: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
+    scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Ambient:
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
+      replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
+        same object everywhere.
     """
 
     autocast_lists: Any = None
@@ -88,6 +93,7 @@ class Ambient:
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

@@ -142,7 +142,8 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
-    destination = in_place.Destination(params)
+    state.check_wrappers(opt_state)
+    destination = in_place.Destination(params, grads)
     if state.find(opt_state, states.UnscaleState) or state.find(opt_state, states.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)

@@ -120,6 +120,7 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
@@ -164,6 +165,7 @@ def unscale_and_skip(
         zero = jnp.zeros((), jnp.int32)
         _check_moves_scales(guarded, params)
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
+        state_lib.check_not_nested(guarded_state)
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
         fresh = kind(
@@ -199,7 +201,7 @@ def unscale_and_skip(
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
         if is_dynamic:
-            scale_reads.check(used_scale, stacklevel=4)
+            scale_reads.check(updates if destination is None else destination.grads, used_scale, stacklevel=4)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
@@ -216,6 +218,7 @@ def unscale_and_skip(
         }
         new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
 
+        state_lib.note_replaced(state)
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~decision.taken
             pinned = (

@@ -37,7 +37,7 @@ from jaxmp._src.distributed import cut_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, state
+from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, scale_reads, state
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -190,6 +190,7 @@ def scaled_value_and_grad(
     carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
+    state.check_wrappers(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
@@ -219,7 +220,9 @@ def scaled_value_and_grad(
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     cut_params.lift(notes)
-    return loss, aux, carry, fp8.over_devices(grads, params)
+    grads = fp8.over_devices(grads, params)
+    scale_reads.note_scaled(grads, loss_scale)
+    return loss, aux, carry, grads
 
 
 def _look_once(
