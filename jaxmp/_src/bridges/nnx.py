@@ -72,6 +72,7 @@ def value_and_grad(
     """
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
+    seen: set[Any] = set()
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
@@ -86,8 +87,15 @@ def value_and_grad(
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
         if k > 1:
-            rows, named = {i: (model, *args)[i] for i in batches}, accumulate_argnums is not None
-            batch_arguments.check(lambda batch, rest: loss_fn(params, rest, batch)[0], rows, rest, k, named=named)
+            batch_arguments.check_once(
+                seen,
+                (graphdef, params, rest, args, kwargs),
+                lambda batch, rest: loss_fn(params, rest, batch)[0],
+                {i: (model, *args)[i] for i in batches},
+                rest,
+                k,
+                named=accumulate_argnums is not None,
+            )
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
             loss_fn,
             params,

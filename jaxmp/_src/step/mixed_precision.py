@@ -151,7 +151,8 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
-    destination = in_place.Destination(params)
+    read_state.check_wrappers(opt_state)
+    destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)

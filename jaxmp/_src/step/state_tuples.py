@@ -92,6 +92,10 @@ class UnscaleState(NamedTuple):
     guarded: Any
 
 
+class LowUnscaleState(UnscaleState):
+    """`UnscaleState` for a policy of wide params and 16-bit computation: its type says so while a step is traced."""
+
+
 class MasterState(NamedTuple):
     """State of `keep_master_params`.
 
