@@ -54,7 +54,12 @@ class Wrapped(nn.Module):
     @nn.compact
     def __call__(self, x):
         remat = nn.remat(Layers)
-        ways = (Layers, functools.partial(Scanned, remat), functools.partial(Vmapped, remat), functools.partial(Vmapped, functools.partial(Scanned, Layers)))
+        ways = (
+            Layers,
+            functools.partial(Scanned, remat),
+            functools.partial(Vmapped, remat),
+            functools.partial(Vmapped, functools.partial(Scanned, Layers)),
+        )
         for layers in ways:
             x = x + layers()(x)
         return x
