@@ -158,7 +158,7 @@ def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     def loss(params, x):
         return 1e-9 * jnp.mean(layer.apply({"params": params}, x) ** 2)
 
-    new, state = jaxmp.fp8.calibrate(loss, params, X, tx=tx, opt_state=tx.init(params))
+    new, _ = jaxmp.fp8.calibrate(loss, params, X, tx=tx, opt_state=tx.init(params))
     y = layer.apply({"params": params}, X)
     scale = float(new["Fp8DotGeneral_0"]["fp8_grad_e5m2_scale"])
     expected = 57344 / (2e-9 * np.max(np.abs(y)) / y.size)
