@@ -77,6 +77,7 @@ class Ambient:
       autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
+      fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
@@ -90,6 +91,7 @@ class Ambient:
     autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
     fp8_enabled: bool = True
+    fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)

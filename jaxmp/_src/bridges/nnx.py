@@ -25,6 +25,7 @@ from jaxmp._src.step import (
     read_state,
     value_and_grad as grads_lib,
 )
+from jaxmp._src.step.calibrate import calibrate
 
 
 def value_and_grad(
@@ -170,6 +171,28 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+
+    def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
+
+        The other state of the module (statistics, counts of keys) stays as it is. See `jaxmp.fp8.calibrate`.
+
+        Args:
+          model: the module.
+          fun: the loss, called as `fun(model, *args)`.
+          *args: its arguments behind the module.
+          **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
+        """
+        graphdef, params, rest = nnx.split(model, self.wrt, ...)
+
+        def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return fun(nnx.merge(graphdef, params, rest, copy=True), *args, **kwargs)
+
+        kwargs.setdefault("policy", self.policy)
+        opt_state = nnx.as_pure(self.opt_state)
+        params, opt_state = calibrate(of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
 
 
 def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
@@ -73,7 +73,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
-        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
@@ -96,14 +96,16 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             else:
-                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
             move = jnp.where(move == 0, -0.0, move)
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
                 moves[i] = part.reshape(leaves[i].shape)
-        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+        lost = _lost_gradients(params, amaxes)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -239,6 +241,18 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
         for path, x in tree_paths.leaves_by_path(params).items()
         if scale_leaves.is_scale(path)
     }
+
+
+def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
+    """How many gradients came to a layer as zeros, of layers that ran."""
+    paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+    inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
+    lost = jnp.zeros((), jnp.float32)
+    for path, amax in zip(paths, amaxes, strict=True):
+        layer = path.rpartition("/")[0]
+        if scale_leaves.format_of(path)[0] and layer in inputs:
+            lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
+    return lost
 
 
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:

@@ -270,6 +270,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
       fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
+      fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
@@ -304,7 +305,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
 
 def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     found = find(opt_state, Fp8State)
-    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
     # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
@@ -316,6 +317,7 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
         jnp.max(newest, axis=-1),
         found[0].saturated_tensors,
         found[0].unused_tensors,
+        found[0].lost_gradients,
     )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 
