@@ -357,8 +357,8 @@ def test_a_layer_that_cannot_run_in_fp8_says_in_which_dtype_it_runs():
     class Scaled(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.Einsum((1, 16), "bk,ok->bk", name="gains")(nn.Dense(16)(x))
-            return nn.Dense(16)(x)
+            x = nn.DenseGeneral(1, axis=(), name="gains")(nn.Dense(16)(x))[..., 0]
+            return nn.Dense(16)(nn.Dense(16)(x))
 
     model = Scaled()
     with jaxmp.autocast("fp8"):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -108,9 +107,7 @@ class Fp8Einsum(nn.Einsum):
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         reason = einsum.why_not_one_gemm(subscripts, jnp.ndim(inputs), len(self.shape))
         if reason:
-            if not self.is_initializing():
-                dtype = self.dtype or jnp.result_type(inputs, self.param_dtype)
-                matmul.warn_of_fallback(dtype, reason, "/".join(self.path), stacklevel=2)
+            matmul.warn_of_layer("/".join(self.path), reason, stacklevel=2)
             return nn.Einsum.__call__(self, inputs, None if einsum_str is None else subscripts)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
@@ -209,13 +206,11 @@ class _Interceptor:
         before = self.base_calls
         out = next_fun(*args, **kwargs)
         if self.base_calls == before and layers.is_enabled() and self._wants(path, module):
-            warnings.warn(
-                f"the layer {path} does not run in fp8: {type(module).__name__}.__call__ does not call "
-                f"nn.{base.__name__}.__call__. Call it there, or use jaxmp.linen.Fp8DotGeneral() or Fp8Einsum in it, "
-                f"or leave the layer out by filter=.",
-                matmul.FallbackWarning,
-                stacklevel=2,
+            reason = (
+                f"{type(module).__name__}.__call__ does not call nn.{base.__name__}.__call__. Call it there, or use "
+                f"jaxmp.linen.Fp8DotGeneral() or Fp8Einsum in it, or leave the layer out by filter="
             )
+            matmul.warn_of_layer(path, reason, stacklevel=2)
         return out
 
 

@@ -141,7 +141,7 @@ def dot_general(
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation)
+    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, ambient.now().fp8_calibrating)
     return product.call(lhs, rhs, *(scales or ()))
 
 
@@ -154,6 +154,7 @@ class _Product(NamedTuple):
     out_dtype: Any
     out_sharding: Any
     activation: str | None
+    calibrating: bool
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *args: Array) -> Array:
@@ -225,8 +226,14 @@ class _Product(NamedTuple):
             activation=self.activation,
             lhs_zeros=zeros[0],
             rhs_zeros=zeros[1],
+            calibrating=self.calibrating,
         )
         return _delayed_dot(gemm, lhs, rhs, *leaves) if leaves else _current_dot(gemm, self.recipe, lhs, rhs)
+
+
+def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
+    """Warns that a layer, by its path, never runs in fp8; `stacklevel` is 1 for the caller."""
+    warnings.warn(f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning, stacklevel=stacklevel + 1)
 
 
 def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: int) -> None:

@@ -98,7 +98,7 @@ class Fp8Einsum(nnx.Module):
         if reason := einsum.why_not_one_gemm(subscripts, lhs.ndim, rhs.ndim):
             dtype = preferred_element_type or matmul.result_dtype(lhs, rhs)
             if layers_lib.is_enabled():
-                matmul.warn_of_fallback(dtype, reason, self.dot_general.layer, stacklevel=2)
+                matmul.warn_of_layer(self.dot_general.layer or "(an Fp8Einsum)", reason, stacklevel=2)
             operands = lhs.astype(dtype), rhs.astype(dtype)
             return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=dtype, **kwargs)
         dot = functools.partial(
@@ -197,7 +197,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
             continue
         if reason := _why_not(layer, kind):
             left.append(path)
-            warnings.warn(f"the layer {path} does not run in fp8: {reason}", matmul.FallbackWarning, stacklevel=2)
+            matmul.warn_of_layer(path, reason, stacklevel=2)
             continue
         own = layers_lib.recipe_at(recipe, path)
         setattr(layer, kind.attribute, nnx.data(kind.in_fp8(own, stack=_stack_of(path, layer), layer=path)))
@@ -240,18 +240,16 @@ def _why_not(layer: Any, kind: _Kind) -> str | None:
         return None
     return (
         f"{type(layer).__name__}.__call__ does not use self.{kind.attribute}. Use it there, or leave the layer out by "
-        f"filter=."
+        f"filter="
     )
 
 
 def _names_in(function: Any) -> set[str]:
     """The names of globals and attributes in a Python function and those inside it."""
-    code = getattr(inspect.unwrap(function), "__code__", function)
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", function)
     if not isinstance(code, types.CodeType):
         return set()
-    return set(code.co_names).union(
-        *(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-    )
+    return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
 def _ends_of(modules: list[tuple[str, Any]]) -> set[int]:
