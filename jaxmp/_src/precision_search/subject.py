@@ -126,7 +126,7 @@ class Subject:
         weight = 0 if params[0] is not None and params[1] is None else 1
         why = ""
         if module not in layers:
-            why = "is no Dense, DenseGeneral or Einsum layer"
+            why = "is no Dense, DenseGeneral, Einsum or 1x1 Conv layer"
         elif params[weight] is None:
             why = "one of its matmuls has no weight"
         else:
