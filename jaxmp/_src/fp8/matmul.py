@@ -132,17 +132,21 @@ def dot_general(
     if reason:
         warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
-    stateful = isinstance(recipe, recipes.DelayedScaling)
-    if stateful != (scales is not None):
-        raise ValueError(
-            f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
-            f"and scales={'given' if scales is not None else 'None'}."
-        )
+    check_scales(recipe, scales)
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, ambient.now().fp8_calibrating)
     return product.call(lhs, rhs, *(scales or ()))
+
+
+def check_scales(recipe: Any, scales: Scales | None) -> None:
+    """Raises a ValueError unless a recipe with state has scales, and another has none."""
+    if isinstance(recipe, recipes.DelayedScaling) != (scales is not None):
+        raise ValueError(
+            f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
+            f"and scales={'given' if scales is not None else 'None'}."
+        )
 
 
 class _Product(NamedTuple):
@@ -272,7 +276,7 @@ def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: 
     lhs_q, _ = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
     )
-    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf, None)
+    rhs_q, _ = quantize_rhs(gemm, rhs, rhs_leaf, None)
     return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
@@ -289,7 +293,7 @@ def _delayed_forward(
         activation=gemm.activation,
         zeros=gemm.lhs_zeros,
     )
-    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
+    rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = gemms.fprop(gemm, lhs_q, rhs_q)
     return out, (*gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
@@ -320,7 +324,7 @@ def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
     return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
 
 
-def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
+def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
     """The weight in fp8: cast here, or already stored in fp8."""
     if not stored_kernels.holds_fp8(rhs, leaf):
         rows = rows if operands.is_whole(rhs) else None
@@ -339,22 +343,23 @@ def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
     lhs_q, rhs_q = residuals
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    grad_q = _quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)
+    grad_q = quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 
 _current_dot.defvjp(_current_forward, _current_backward)
 
 
-def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+    """`x` with `zeros` in fp8, with the scale of its own amax."""
     x = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         largest = largest_magnitude(x)
