@@ -12,8 +12,8 @@ so fp8 works in any loop, and never meets clipping, weight decay, Adam or the lo
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
 `dot_general`, `einsum`, `quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how
-scales move; `mixed_precision` joins them) -> `get_scales`, `resize_history` (looking at them, and restoring).
-`backends` says what serves all this on the machine at hand.
+scales move; `mixed_precision` joins them) -> `calibrate` (scales from one batch, before the first step) ->
+`get_scales`, `resize_history` (looking at them, and restoring). `backends` says what serves all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
@@ -39,6 +39,7 @@ from jaxmp._src.fp8.recipes import (
 from jaxmp._src.fp8.scale_leaves import is_scale as is_scale
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
+from jaxmp._src.step.calibrate import calibrate as calibrate
 from jaxmp._src.step.fp8_scales import (
     get_scales as get_scales,
     resize_history as resize_history,

@@ -22,9 +22,10 @@ from jaxmp._src.step import (
     microbatches,
     mixed_precision,
     policy as policy_lib,
-    state,
+    read_state,
     value_and_grad as grads_lib,
 )
+from jaxmp._src.step.calibrate import calibrate
 
 
 def value_and_grad(
@@ -72,6 +73,7 @@ def value_and_grad(
     """
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
+    seen: set[Any] = set()
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
@@ -86,8 +88,15 @@ def value_and_grad(
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
         if k > 1:
-            rows, named = {i: (model, *args)[i] for i in batches}, accumulate_argnums is not None
-            batch_arguments.check(lambda batch, rest: loss_fn(params, rest, batch)[0], rows, rest, k, named=named)
+            batch_arguments.check_once(
+                seen,
+                (graphdef, params, rest, args, kwargs),
+                lambda batch, rest: loss_fn(params, rest, batch)[0],
+                {i: (model, *args)[i] for i in batches},
+                rest,
+                k,
+                named=accumulate_argnums is not None,
+            )
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
             loss_fn,
             params,
@@ -161,7 +170,29 @@ class Optimizer(nnx.Optimizer):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
-        self.step[...] = state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+        self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+
+    def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
+
+        The other state of the module (statistics, counts of keys) stays as it is. See `jaxmp.fp8.calibrate`.
+
+        Args:
+          model: the module.
+          fun: the loss, called as `fun(model, *args)`.
+          *args: its arguments behind the module.
+          **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
+        """
+        graphdef, params, rest = nnx.split(model, self.wrt, ...)
+
+        def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return fun(nnx.merge(graphdef, params, rest, copy=True), *args, **kwargs)
+
+        kwargs.setdefault("policy", self.policy)
+        opt_state = nnx.as_pure(self.opt_state)
+        params, opt_state = calibrate(of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
 
 
 def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
@@ -225,4 +256,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     """
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, state.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -30,6 +31,17 @@ def is_enabled() -> bool:
 def switched(enabled: bool) -> Iterator[None]:
     """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost region counts."""
     with ambient.having(fp8_enabled=enabled):
+        yield
+
+
+# A part of the key under which `jax.jit` caches a trace.
+_CALIBRATING = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def calibrating() -> Iterator[None]:
+    """A region in which layers with delayed scaling cast each tensor with the scale of its own amax."""
+    with ambient.having(fp8_calibrating=True), _CALIBRATING(True):
         yield
 
 

@@ -163,6 +163,7 @@ def dot_general(
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
         activation=activation,
+        calibrating=ambient.now().fp8_calibrating,
     )
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)

@@ -19,14 +19,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import buffers, extra_arguments, in_place
-from jaxmp._src.step.state import find, masters_of
-from jaxmp._src.step.states import Fp8State, SplitFp8State
+from jaxmp._src.step import extra_arguments, in_place, state_arrays
+from jaxmp._src.step.read_state import find, masters_of
+from jaxmp._src.step.state_tuples import Fp8State, SplitFp8State
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
@@ -73,7 +73,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
-        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
@@ -96,14 +96,16 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             else:
-                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
             move = jnp.where(move == 0, -0.0, move)
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
                 moves[i] = part.reshape(leaves[i].shape)
-        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+        lost = _lost_gradients(params, amaxes)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -168,8 +170,8 @@ def split_fp8(
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
-        new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
-        scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
+        new_scales = state_arrays.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = state_arrays.select(step.taken, scales_state, state.fp8_scales)
         written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
         return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
 
@@ -239,6 +241,18 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
         for path, x in tree_paths.leaves_by_path(params).items()
         if scale_leaves.is_scale(path)
     }
+
+
+def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
+    """How many gradients came to a layer as zeros, of layers that ran."""
+    paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+    inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
+    lost = jnp.zeros((), jnp.float32)
+    for path, amax in zip(paths, amaxes, strict=True):
+        layer = path.rpartition("/")[0]
+        if scale_leaves.format_of(path)[0] and layer in inputs:
+            lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
+    return lost
 
 
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:
