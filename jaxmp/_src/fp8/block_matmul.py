@@ -45,7 +45,6 @@ from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
 
 Recipe = blocks_lib.BlockScaling | RowwiseScaling | MXFP8 | NVFP4
-_Blocks = Blocks | Fp4Blocks
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -56,6 +55,11 @@ class _Gemm(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
+
+
+class _Operand(NamedTuple):
+    blocks: Blocks | Fp4Blocks  # q [B, ., .], blocked along `axis` at least
+    axis: int  # the one that the GEMM sums over
 
 
 def dot_general(
@@ -122,25 +126,27 @@ def _forward(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> tuple[A
         x_along_k = _quantize(recipe, x, 2)
         x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
         w_along_k = _weight(recipe, w, 1)
-        w_along_n = _summed_last(w_along_k, 1) if recipe.has_square_weights else _weight(recipe, w, 2)
-    return _fprop(gemm, x_along_k, w_along_k), (x_along_m, w_along_n, key_data)
+        w_along_n = w_along_k._replace(axis=2) if recipe.has_square_weights else _weight(recipe, w, 2)
+    return _fprop(gemm, x_along_k, w_along_k), (x_along_m.blocks, w_along_n.blocks, key_data)
 
 
-def _fprop(gemm: _Gemm, x: _Blocks, w: _Blocks) -> Array:
-    with jax.named_scope("jaxmp.fp8_fprop"):  # [B, M, K] by [B, N, K]
+def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
+    with jax.named_scope("jaxmp.fp8_fprop"):  # [B, M, K] by [B, K, N]
         return _matmul(gemm.recipe, x, w, gemm.out_dtype, fast=True)
 
 
 def _backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, Array, Any]:
-    x, w, key_data = residuals
     recipe = gemm.recipe
+    x_blocks, w_blocks, key_data = residuals
+    x = _Operand(x_blocks, _axis_of(recipe, 1))
+    w = _Operand(w_blocks, 2)
     with jax.named_scope("jaxmp.fp8_quantize"):
         keys = _keys(recipe, key_data)
         grad_along_n = _quantize(recipe, grad, 2, backward=True, key=keys[0])
         grad_along_m = _quantize(recipe, _mixed(recipe, grad), 1, backward=True, key=keys[1])
-    with jax.named_scope("jaxmp.fp8_dgrad"):  # [B, M, N] by [B, K, N]
+    with jax.named_scope("jaxmp.fp8_dgrad"):  # [B, M, N] by [B, N, K]
         d_x = _matmul(recipe, grad_along_n, w, gemm.lhs_dtype)
-    with jax.named_scope("jaxmp.fp8_wgrad"):  # [B, K, M] by [B, N, M]
+    with jax.named_scope("jaxmp.fp8_wgrad"):  # [B, K, M] by [B, M, N]
         d_w = _matmul(recipe, x, grad_along_m, gemm.rhs_dtype)
     no_gradient = None if key_data is None else np.zeros(key_data.shape, jax.dtypes.float0)
     return d_x, d_w, no_gradient
@@ -168,26 +174,32 @@ def _keys(recipe: Recipe, key_data: Array | None) -> tuple[Any, Any]:
     return first, second
 
 
-def _weight(recipe: Recipe, w: Array, axis: int) -> _Blocks:
-    """w [B, K, N], cast for a sum over `axis`, which comes last in the result."""
+def _weight(recipe: Recipe, w: Array, axis: int) -> _Operand:
+    """w [B, K, N], cast for a sum over `axis`."""
     if recipe.has_square_weights:
-        return _summed_last(_stored(recipe, w, (1, 2)), axis)
+        return _Operand(_stored(recipe, w, (1, 2)), axis)
     return _quantize(recipe, w, axis)
 
 
-def _quantize(recipe: Recipe, x: Array, axis: int, *, backward: bool = False, key: Array | None = None) -> _Blocks:
-    """`x` [B, ., .], cast for a sum over `axis`, which comes last in the result."""
-    return _stored(recipe, jnp.moveaxis(x, axis, 2), (2,), backward=backward, key=key)
+def _quantize(recipe: Recipe, x: Array, axis: int, *, backward: bool = False, key: Array | None = None) -> _Operand:
+    """`x` [B, ., .], cast for a sum over `axis`."""
+    moved = _axis_of(recipe, axis)
+    return _Operand(_stored(recipe, jnp.moveaxis(x, axis, moved), (moved,), backward=backward, key=key), moved)
 
 
-def _summed_last(blocks: _Blocks, axis: int) -> _Blocks:
-    q, scale_inv, *rest = blocks
-    return type(blocks)(jnp.moveaxis(q, axis, 2), jnp.moveaxis(scale_inv, axis, 2), *rest)
+def _axis_of(recipe: Recipe, axis: int) -> int:
+    """The position of the summed axis in what is stored: the last, where XLA moves fewer bytes so (`make h100`)."""
+    return 2 if isinstance(recipe, RowwiseScaling | NVFP4) else axis
+
+
+def _summed_last(t: _Operand) -> list[Array]:
+    """(q, scale_inv) with the summed axis last."""
+    return [jnp.moveaxis(x, t.axis, 2) for x in (t.blocks.q, t.blocks.scale_inv)]
 
 
 def _stored(
     recipe: Recipe, x: Array, axes: tuple[int, ...], *, backward: bool = False, key: Array | None = None
-) -> _Blocks:
+) -> Blocks | Fp4Blocks:
     """`x` in stored blocks; scale_inv is NaN for blocks with an inf."""
     if isinstance(recipe, NVFP4):
         return Fp4Blocks(*lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key))))
@@ -197,65 +209,74 @@ def _stored(
     return Blocks(*lax.optimization_barrier((q, scale_inv)))
 
 
-_LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
-
-
-def _matmul(recipe: Recipe, a: _Blocks, b: _Blocks, out_dtype: Any, *, fast: bool = False) -> Array:
-    """The product of a [B, M, K] and b [B, N, K], [B, M, N] in `out_dtype`."""
+def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool = False) -> Array:
+    """The product of a and b, summed over their `axis`, for each of B, in `out_dtype`."""
     if isinstance(recipe, RowwiseScaling):
-        return _matmul_of_rows(a, b, out_dtype, fast=fast)
+        return _matmul_of_rows(recipe, a, b, out_dtype, fast=fast)
     is_exact_in_16_bits = recipe.exact_dtype == jnp.bfloat16
     # cuBLAS rounds the float32 accumulator to bfloat16 when it writes it; float16 would be rounded twice.
     may_write = is_exact_in_16_bits and out_dtype == jnp.bfloat16 and not isinstance(recipe, NVFP4)
     written = jnp.bfloat16 if may_write else jnp.float32
+    dimension_numbers = (((a.axis,), (b.axis,)), ((0,), (0,)))
 
     def in_bfloat16(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, _LAST, precision=lax.Precision.HIGHEST, preferred_element_type=written)
+        highest = lax.Precision.HIGHEST
+        return lax.dot_general(a, b, dimension_numbers, precision=highest, preferred_element_type=written)
 
     def in_float32(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return lax.dot_general(a, b, _LAST, precision=lax.Precision.HIGHEST).astype(written)
+        return lax.dot_general(a, b, dimension_numbers, precision=lax.Precision.HIGHEST).astype(written)
 
-    def emulated(a: _Blocks, b: _Blocks) -> Array:
+    def emulated(a: Any, b: Any) -> Array:
         product = hardware.on_fp8_hardware(in_bfloat16 if is_exact_in_16_bits else in_float32, in_float32)
         return product(_values(recipe, a), _values(recipe, b))
 
-    def in_blocks(a: _Blocks, b: _Blocks) -> Array:
+    def in_blocks(a_blocks: Any, b_blocks: Any) -> Array:
+        a_q, a_scale = _summed_last(_Operand(a_blocks, a.axis))
+        b_q, b_scale = _summed_last(_Operand(b_blocks, b.axis))
         a_scale, b_scale = (
-            blocks_lib.spread(t.scale_inv, (*t.q.shape[:2], t.scale_inv.shape[2]), recipe.block_size) for t in (a, b)
+            blocks_lib.spread(scale, (*q.shape[:2], scale.shape[2]), recipe.block_size)  # of square blocks, all rows
+            for q, scale in ((a_q, a_scale), (b_q, b_scale))
         )
-        product = _scaled_matmul(a.q, b.q, a_scale, b_scale)
-        axes = tuple(compat.varying_axes(a.q) | compat.varying_axes(b.q))
+        product = _scaled_matmul(a_q, b_q, a_scale, b_scale)
+        axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
         return compat.as_varying(product, axes).astype(written)  # scaled_matmul forgets them
 
-    fits = isinstance(recipe, MXFP8 | NVFP4) and a.q.shape[2] % recipe.block_size == 0
-    product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated)(a, b)
-    if isinstance(a, Fp4Blocks) and isinstance(b, Fp4Blocks):
-        scales = a.tensor_scale_inv, b.tensor_scale_inv
+    fits = isinstance(recipe, MXFP8 | NVFP4) and a.blocks.q.shape[a.axis] % recipe.block_size == 0
+    product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated)(a.blocks, b.blocks)
+    if isinstance(a.blocks, Fp4Blocks) and isinstance(b.blocks, Fp4Blocks):
+        scales = a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv
         product = product * jnp.minimum(*scales) * jnp.maximum(*scales)  # with the larger alone it may be inf
     return product.astype(out_dtype)
 
 
-def _values(recipe: Recipe, t: _Blocks) -> Array:
+def _values(recipe: Recipe, t: Any) -> Array:
     """The numbers of a tensor, but for the scale of a whole tensor in NVFP4."""
     if isinstance(t, Fp4Blocks):
         return nvfp4.in_units_of_the_tensor(t.q, t.scale_inv, recipe.exact_dtype)
     return recipe.dequantize(*t, dtype=recipe.exact_dtype)
 
 
-def _matmul_of_rows(a: Blocks, b: Blocks, out_dtype: Any, *, fast: bool) -> Array:
+_LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
+
+
+def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool) -> Array:
     """The product of operands with one scale for each sum."""
     presets = lax.DotAlgorithmPreset
     algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
+    # As in `gemms`: a power of two commutes with rounding to bfloat16.
+    written = jnp.bfloat16 if recipe.power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
 
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, _LAST, precision=algorithm, preferred_element_type=jnp.float32)
+        return lax.dot_general(a, b, _LAST, precision=algorithm, preferred_element_type=written)
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
-        return lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), _LAST, precision=lax.Precision.HIGHEST)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return lax.dot_general(a, b, _LAST, precision=lax.Precision.HIGHEST).astype(written)
 
-    product = hardware.on_fp8_hardware(in_fp8, in_float32)(a.q, b.q)
-    scales = a.scale_inv, jnp.swapaxes(b.scale_inv, 1, 2)  # [B, M, 1], [B, 1, N]
+    (a_q, a_scale), (b_q, b_scale) = _summed_last(a), _summed_last(b)
+    product = hardware.on_fp8_hardware(in_fp8, in_float32)(a_q, b_q)
+    scales = a_scale, jnp.swapaxes(b_scale, 1, 2)  # [B, M, 1], [B, 1, N]
     # The smaller first: the product with the larger alone may be inf.
     return (product * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(out_dtype)
 
