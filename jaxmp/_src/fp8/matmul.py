@@ -160,11 +160,22 @@ def dot_general(
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
         activation=activation,
-        calibrating=ambient.now().fp8_calibrating,
+        by_own_amax=ambient.now().fp8_calibrating or _nothing_moves(scales, layer),
     )
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
     return _delayed_dot(gemm, lhs, rhs, *scales)
+
+
+def _nothing_moves(scales: Scales | None, layer: str | None) -> bool:
+    """Whether a loss of `value_and_grad` calls a layer whose scales it does not differentiate; notes the layer.
+
+    Nothing moves these scales, and the loss scale does not shift them.
+    """
+    if scales is None or not ambient.is_in_loss() or scales.lhs.dtype == compat.max_dtype():
+        return False
+    ambient.now().notes.unmoved_scales[layer or "a layer"] = None
+    return True
 
 
 def _traced_for(dtype: Any) -> Any:

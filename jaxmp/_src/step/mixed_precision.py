@@ -130,7 +130,7 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain.
+      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
     Example:
@@ -142,6 +142,7 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
+    fp8_scales.check_moves_all(opt_state, params)
     destination = in_place.Destination(params)
     if state.find(opt_state, states.UnscaleState) or state.find(opt_state, states.MasterState):
         extra_args["destination"] = destination
