@@ -38,6 +38,7 @@ from jaxtyping import Array, Float
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, BlockScaling, block_amax
+from jaxmp._src.fp8.first_derivatives import once
 
 Recipe = BlockScaling | MXFP8
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -102,6 +103,7 @@ def _dot(gemm: _Gemm, x: Array, w: Array) -> Array:
 
 
 def _forward(gemm: _Gemm, x: Array, w: Array) -> tuple[Array, Any]:
+    x, w = once(x), once(w)
     with jax.named_scope("jaxmp.fp8_quantize"):
         x_along_k = _quantize(gemm.recipe, x, 2)
         x_along_m = _quantize(gemm.recipe, x, 1)
@@ -116,6 +118,7 @@ def _forward(gemm: _Gemm, x: Array, w: Array) -> tuple[Array, Any]:
 
 def _backward(gemm: _Gemm, residuals: tuple[Blocks, Blocks], grad: Array) -> tuple[Array, Array]:
     x, w = residuals
+    grad = once(grad)
     with jax.named_scope("jaxmp.fp8_quantize"):
         grad_along_n = _quantize(gemm.recipe, grad, 2, backward=True)
         grad_along_m = _quantize(gemm.recipe, grad, 1, backward=True)
