@@ -39,10 +39,12 @@ class Notes:
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
+      unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
+    unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
@@ -105,6 +107,11 @@ _OUTSIDE = Ambient()  # of all regions
 def now() -> Ambient:
     """The value where this is called."""
     return _NOW.get(_OUTSIDE)
+
+
+def is_in_loss() -> bool:
+    """Whether a loss of `value_and_grad` is traced or differentiated here."""
+    return now().notes is not _OUTSIDE.notes
 
 
 @contextlib.contextmanager

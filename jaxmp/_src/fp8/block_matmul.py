@@ -42,6 +42,7 @@ from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
+from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
 
 Recipe = blocks_lib.BlockScaling | RowwiseScaling | MXFP8 | NVFP4
@@ -122,6 +123,7 @@ def _dot(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> Array:
 
 def _forward(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> tuple[Array, Any]:
     recipe = gemm.recipe
+    x, w = once(x), once(w)
     with jax.named_scope("jaxmp.fp8_quantize"):
         x_along_k = _quantize(recipe, x, 2)
         x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
@@ -138,6 +140,7 @@ def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
 def _backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, Array, Any]:
     recipe = gemm.recipe
     x_blocks, w_blocks, key_data = residuals
+    grad = once(grad)
     x = _Operand(x_blocks, _axis_of(recipe, 1))
     w = _Operand(w_blocks, 2)
     with jax.named_scope("jaxmp.fp8_quantize"):
@@ -242,7 +245,8 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: b
         axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
         return compat.as_varying(product, axes).astype(written)  # scaled_matmul forgets them
 
-    fits = isinstance(recipe, MXFP8 | NVFP4) and a.blocks.q.shape[a.axis] % recipe.block_size == 0
+    size = recipe.block_size if isinstance(recipe, MXFP8 | NVFP4) else None
+    fits = size is not None and a.blocks.q.shape[a.axis] % size == 0
     product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated)(a.blocks, b.blocks)
     if isinstance(a.blocks, Fp4Blocks) and isinstance(b.blocks, Fp4Blocks):
         scales = a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv

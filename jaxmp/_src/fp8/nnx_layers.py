@@ -42,8 +42,8 @@ class Fp8DotGeneral(nnx.Module):
 
     def __init__(self, recipe: Any = _DEFAULT, *, rngs: nnx.Rngs | None = None):
         self.recipe = recipe
-        draws = layers_lib.rounds_at_random(recipe) and rngs is not None
-        self.rngs = nnx.data(rngs[layers_lib.ROUNDING].fork() if draws else None)
+        rngs = rngs if layers_lib.rounds_at_random(recipe) else None
+        self.rngs = nnx.data(None if rngs is None else rngs[layers_lib.ROUNDING].fork())
         for name, start in layers_lib.leaves_of(recipe).items():
             setattr(self, name, Fp8Scale(jnp.full((), start, jnp.float32)))
 

@@ -139,7 +139,7 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain.
+      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
     Example:
@@ -152,6 +152,7 @@ def apply_gradients(
     """
     extra_arguments.check(tx, extra_args)
     read_state.check_wrappers(opt_state)
+    fp8_scales.check_moves_all(opt_state, params)
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
