@@ -1,6 +1,6 @@
 """Public functions under autocast, with gradients and under transformations, beside float32 and a cast by hand.
 
-    make autocast                     every function, dtype and transformation; writes benchmarks/results/autocast_fuzz.json
+    make autocast         every function, dtype and transformation; writes benchmarks/results/autocast_fuzz.json
 
 Each float argument comes from a 16-bit matmul, which leaves its value as it is. Then
 
@@ -195,7 +195,9 @@ NAMES = sorted(FUNCTIONS)
 def main() -> int:
     """The campaign."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th, from the I-th")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th, from the I-th"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where results go")
     arguments = parser.parse_args()

@@ -194,6 +194,8 @@ def unscale_and_skip(
     ) -> tuple[PyTree, states.UnscaleState]:
         _check_gradients(updates)
         state_lib.check_has_scaling(state)
+        if destination is not None:
+            destination.arrive(updates)
         scaler = state_lib.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the

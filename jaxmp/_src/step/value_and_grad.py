@@ -95,8 +95,8 @@ def value_and_grad(
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1,
-        microbatches that all draw the same random numbers.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; float16 matmuls without a loss
+        scale; a float16 loss; with `accumulate` > 1, microbatches that all draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
