@@ -10,6 +10,7 @@ halves them, a sum needs equal ones. A clip compares a value of degree 1 with a 
 Zeros and infinities have every degree. What the rules below do not know is unknown, and is never called wrong.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,9 +40,12 @@ _KNOWS_SIZE = frozenset(
 )
 
 
-def degrees(program: Any, inputs: list[Degree]) -> list[Degree]:
+def degrees(program: Any, inputs: Sequence[Degree]) -> list[Degree]:
     """The degree of each result of a jaxpr, closed or not, whose inputs have these degrees."""
-    jaxpr, consts = jaxprs.open_jaxpr(program)
+    return _degrees(*jaxprs.open_jaxpr(program), inputs)
+
+
+def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:
     known: dict[Any, Degree] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {v: _of_constant(x) for v, x in zip(jaxpr.constvars, consts, strict=False)}
 
@@ -77,10 +81,10 @@ def _results(eqn: Any, operands: list[Degree]) -> list[Degree]:
     if name in jaxprs.CALLS:
         ((inner, consts),) = jaxprs.functions_of(eqn)
         skipped = len(inner.invars) - len(operands)
-        return degrees(core.ClosedJaxpr(inner, consts), operands) if skipped == 0 else [UNKNOWN] * count
+        return _degrees(inner, consts, operands) if skipped == 0 else [UNKNOWN] * count
     if name == "cond":
         chosen, *given = operands
-        branches = [degrees(core.ClosedJaxpr(f, consts), given) for f, consts in jaxprs.functions_of(eqn)]
+        branches = [_degrees(f, consts, given) for f, consts in jaxprs.functions_of(eqn)]
         return [_chosen(chosen, [branch[i] for branch in branches]) for i in range(count)]
     if name == "optimization_barrier":
         return operands

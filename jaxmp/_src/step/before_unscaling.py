@@ -72,7 +72,7 @@ def _first_that_knows_its_size(tx: Any, grads: PyTree, opt_state: Any, params: P
     except Exception:  # inside of another transformation, or with arguments that only the caller has
         return None
     others = len(jax.tree.leaves((opt_state, params)))
-    inputs: list[homogeneity.Degree] = [1.0] * len(jax.tree.leaves(grads)) + [0.0] * others
+    inputs = [1.0] * len(jax.tree.leaves(grads)) + [0.0] * others
     found = homogeneity.degrees(program, inputs)
     return next((p for p, d in zip(paths, found, strict=True) if d not in (1.0, *_UNKNOWN)), None)
 
