@@ -39,10 +39,12 @@ class Notes:
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
+      unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
+    unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
@@ -82,6 +84,7 @@ class Ambient:
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
+      checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
     """
@@ -95,6 +98,7 @@ class Ambient:
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
@@ -105,6 +109,11 @@ _OUTSIDE = Ambient()  # of all regions
 def now() -> Ambient:
     """The value where this is called."""
     return _NOW.get(_OUTSIDE)
+
+
+def is_in_loss() -> bool:
+    """Whether a loss of `value_and_grad` is traced or differentiated here."""
+    return now().notes is not _OUTSIDE.notes
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ class Gemm(NamedTuple):
     activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
-    calibrating: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
+    by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
     def rhs_starts(self) -> bool:

@@ -28,7 +28,8 @@ class Fp8DotGeneral(nn.Module):
     directly to fp8, and the kernel's gradient is float32.
 
     Attributes:
-      recipe: a `DelayedScaling` or a stateless recipe.
+      recipe: a `DelayedScaling` or a stateless recipe. `NVFP4()` rounds gradients at random: give the model's apply
+        `rngs={"rounding": key}`, with a new key for each step.
 
     Example:
       >>> layer = nn.Dense(32, dot_general_cls=Fp8DotGeneral)
@@ -159,10 +160,13 @@ class Fp8Einsum(nn.Einsum):
 
 def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any) -> Array:
     """The product with the scale leaves of `module`, which lies in the layer."""
+    recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
     leaves = _leaves(module)
+    draws = layers.rounds_at_random(recipe) and module.has_rng(layers.ROUNDING)
+    key = module.make_rng(layers.ROUNDING) if draws else None
     with layers.switched(layers.is_enabled() and not module.is_initializing()):
         layer = "/".join(module.path[:-1])
-        return layers.dot_general(module.recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer)  # pyright: ignore[reportAttributeAccessIssue]
+        return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
 
 
 def _leaves(module: nn.Module) -> list[Array]:

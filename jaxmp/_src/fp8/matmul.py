@@ -30,7 +30,7 @@ from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
+from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
@@ -83,6 +83,7 @@ def dot_general(
     out_sharding: Any = None,
     activation: str | None = None,
     layer: str | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
@@ -92,7 +93,7 @@ def dot_general(
     Args:
       lhs, rhs: float arrays; any batch and contracting dimensions.
       dimension_numbers: as for `jax.lax.dot_general`.
-      recipe: `DelayedScaling` (with `scales`), `CurrentScaling`, `BlockScaling` or `MXFP8` (without).
+      recipe: `DelayedScaling` (with `scales`), or a recipe without state.
       scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
@@ -101,13 +102,15 @@ def dot_general(
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
       layer: a name for warnings.
+      key: a key of `jax.random` for the stochastic rounding of gradients; only `NVFP4` needs one.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
       GEMM's accumulator.
 
     Raises:
-      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation.
+      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
+        gradient by `NVFP4()` without a key.
 
     Warns:
       FallbackWarning: no axis is contracted (an outer product); the product then runs in the result's dtype.
@@ -136,8 +139,10 @@ def dot_general(
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, ambient.now().fp8_calibrating)
-    return product.call(lhs, rhs, *(scales or ()))
+    by_own_amax = ambient.now().fp8_calibrating or _nothing_moves(scales, layer)
+    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_own_amax)
+    needs_key = key is not None and isinstance(recipe, block_matmul.Recipe)
+    return product.call(lhs, rhs, *(scales or ([jax.random.key_data(key)] if needs_key else ())))
 
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
@@ -150,7 +155,7 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 
 
 class _Product(NamedTuple):
-    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves...)."""
+    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or data of a key, if any)."""
 
     recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
@@ -158,7 +163,7 @@ class _Product(NamedTuple):
     out_dtype: Any
     out_sharding: Any
     activation: str | None
-    calibrating: bool
+    by_own_amax: bool
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *args: Array) -> Array:
@@ -190,20 +195,20 @@ class _Product(NamedTuple):
             run = jax.vmap(run, [0 if has_axis else None for has_axis in level])
         return run(*args)
 
-    def _of_matrix(self, lhs: Array, rhs: Array, *leaves: Array) -> Array:
+    def _of_matrix(self, lhs: Array, rhs: Array, *more: Array) -> Array:
         """The product for one member; a vector becomes a matrix, so that there is an axis to pad."""
         n_batch, n_summed = len(self.batch[0]), len(self.contract[0])
         if lhs.ndim == n_batch + n_summed:
             product = self._with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
-            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *leaves), n_batch)
+            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *more), n_batch)
         if rhs.ndim == n_batch + n_summed:
             last = lhs.ndim - n_summed
             product = self._replace(out_sharding=_with_axis(self.out_sharding, last))
-            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *leaves), last)
-        return self._of_matrices(lhs, rhs, *leaves)
+            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *more), last)
+        return self._of_matrices(lhs, rhs, *more)
 
-    def _of_matrices(self, lhs: Array, rhs: Array, *leaves: Array) -> Array:
-        if isinstance(self.recipe, BlockScaling | MXFP8):
+    def _of_matrices(self, lhs: Array, rhs: Array, *more: Array) -> Array:
+        if isinstance(self.recipe, block_matmul.Recipe):
             return block_matmul.dot_general(
                 lhs,
                 rhs,
@@ -211,6 +216,7 @@ class _Product(NamedTuple):
                 recipe=self.recipe,
                 out_dtype=self.out_dtype,
                 out_sharding=self.out_sharding,
+                key=jax.random.wrap_key_data(more[0]) if more else None,
             )
         zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
         if operands.is_whole(lhs) and operands.is_whole(rhs):
@@ -230,9 +236,9 @@ class _Product(NamedTuple):
             activation=self.activation,
             lhs_zeros=zeros[0],
             rhs_zeros=zeros[1],
-            calibrating=self.calibrating,
+            by_own_amax=self.by_own_amax,
         )
-        return _delayed_dot(gemm, lhs, rhs, *leaves) if leaves else _current_dot(gemm, self.recipe, lhs, rhs)
+        return _delayed_dot(gemm, lhs, rhs, *more) if more else _current_dot(gemm, self.recipe, lhs, rhs)
 
 
 def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
@@ -248,6 +254,17 @@ def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: 
         FallbackWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def _nothing_moves(scales: Scales | None, layer: str | None) -> bool:
+    """Whether a loss of `value_and_grad` calls a layer whose scales it does not differentiate; notes the layer.
+
+    Nothing moves these scales, and the loss scale does not shift them.
+    """
+    if scales is None or not ambient.is_in_loss() or scales.lhs.dtype == compat.max_dtype():
+        return False
+    ambient.now().notes.unmoved_scales[layer or "a layer"] = None
+    return True
 
 
 def _traced_for(dtype: Any) -> Any:
@@ -283,6 +300,7 @@ def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: 
 def _delayed_forward(
     gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
 ) -> tuple[Array, Any]:
+    lhs, rhs = once(lhs), once(rhs)
     lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
     lhs_q, lhs_amax = operands.quantize(
         gemm,
@@ -301,6 +319,7 @@ def _delayed_forward(
 
 def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
     lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
     grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows, zeros=zeros)
@@ -339,10 +358,12 @@ def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    return _current_forward(gemm, recipe, lhs, rhs)[0]
+    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
+    return gemms.fprop(gemm, lhs_q, _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False))
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+    lhs, rhs = once(lhs), once(rhs)
     lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
     rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
@@ -351,7 +372,7 @@ def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[A
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
     lhs_q, rhs_q = residuals
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    grad_q = quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)
+    grad_q = quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 

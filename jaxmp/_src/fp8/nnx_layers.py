@@ -36,6 +36,7 @@ class Fp8DotGeneral(nnx.Module):
 
     Args:
       recipe: a `DelayedScaling` or a stateless recipe; give the same to `jaxmp.mixed_precision`.
+      rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
       stack: the first axes of a kernel that holds a stack of layers; the leaves get them, too.
       layer: a name for warnings.
 
@@ -45,8 +46,17 @@ class Fp8DotGeneral(nnx.Module):
       ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
     """
 
-    def __init__(self, recipe: Any = _DEFAULT, *, stack: tuple[int, ...] = (), layer: str | None = None):
+    def __init__(
+        self,
+        recipe: Any = _DEFAULT,
+        *,
+        rngs: nnx.Rngs | None = None,
+        stack: tuple[int, ...] = (),
+        layer: str | None = None,
+    ):
         self.recipe, self.layer = recipe, layer
+        rngs = rngs if layers_lib.rounds_at_random(recipe) else None
+        self.rngs = nnx.data(None if rngs is None else rngs[layers_lib.ROUNDING].fork())
         for name, start in layers_lib.leaves_of(recipe).items():
             setattr(self, name, Fp8Scale(jnp.full(stack, start, jnp.float32)))
 
@@ -74,6 +84,7 @@ class Fp8DotGeneral(nnx.Module):
             preferred_element_type,
             out_sharding,
             layer=self.layer,
+            key=None if self.rngs is None else self.rngs(),
         )
 
 
@@ -91,8 +102,8 @@ class Fp8RaggedDot(nnx.Module):
 
     is_in_fp8: ClassVar[bool] = True  # for autocast
 
-    def __init__(self, recipe: Any = _DEFAULT, *, stack: tuple[int, ...] = (), layer: str | None = None):
-        self.dot_general = Fp8DotGeneral(recipe, stack=stack, layer=layer)
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
 
     def __call__(
         self,
@@ -112,7 +123,7 @@ class Fp8Einsum(nnx.Module):
     An equation that is no single GEMM is computed by `jnp.einsum`, with a `FallbackWarning`.
 
     Args:
-      recipe, stack, layer: as for `Fp8DotGeneral`.
+      recipe, rngs, stack, layer: as for `Fp8DotGeneral`.
 
     Example:
       >>> x, w = jnp.ones((2, 16, 16)), jnp.ones((16, 2, 16))
@@ -120,8 +131,8 @@ class Fp8Einsum(nnx.Module):
       (2, 16, 2, 16)
     """
 
-    def __init__(self, recipe: Any = _DEFAULT, *, stack: tuple[int, ...] = (), layer: str | None = None):
-        self.dot_general = Fp8DotGeneral(recipe, stack=stack, layer=layer)
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
 
     def __call__(
         self,
@@ -163,8 +174,8 @@ class Fp8ConvGeneralDilated(nnx.Module):
       (1, 4, 4, 32)
     """
 
-    def __init__(self, recipe: Any = _DEFAULT, *, stack: tuple[int, ...] = (), layer: str | None = None):
-        self.dot_general = Fp8DotGeneral(recipe, stack=stack, layer=layer)
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
 
     def __call__(
         self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], strides: Any, padding: Any, **kwargs: Any
@@ -192,7 +203,9 @@ _WITH_WEIGHTS = (*_KINDS, nnx.Embed, nnx.ConvTranspose)
 _FLAX_PROMOTES = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
 
 
-def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None) -> list[str]:
+def to_fp8(
+    model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None, rngs: nnx.Rngs | None = None
+) -> list[str]:
     """Puts fp8 into the Linear, LinearGeneral, Einsum and 1x1 Conv layers of a model, in place.
 
     Call it before `nnx.Optimizer`. Attention's projections are LinearGeneral layers, gates of LSTM and GRU cells are
@@ -206,6 +219,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
         weights (embeddings and convolutions count), in the order in which the model's attributes were set. If a module
         calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
+      rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
       The paths of the layers that now run in fp8.
@@ -239,7 +253,8 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
             matmul.warn_of_layer(path, reason, stacklevel=2)
             continue
         own = layers_lib.recipe_at(recipe, path)
-        setattr(layer, kind.attribute, nnx.data(kind.in_fp8(own, stack=_stack_of(path, layer), layer=path)))
+        product = kind.in_fp8(own, rngs=rngs, stack=_stack_of(path, layer), layer=path)
+        setattr(layer, kind.attribute, nnx.data(product))
         layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
         converted.append(path)
     is_in_fp8 = converted or any(isinstance(x, Fp8DotGeneral) for _, x in modules)

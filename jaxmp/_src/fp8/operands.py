@@ -55,10 +55,10 @@ def quantize(
     x = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2)
-        if gemm.calibrating or zeros or rows is None or _why_not_transposed(x, rows, activation):
+        if gemm.by_own_amax or zeros or rows is None or _why_not_transposed(x, rows, activation):
             y = activated(x, activation)
             observed = quantize_lib.observe(y, scale)
-            if gemm.calibrating:
+            if gemm.by_own_amax:
                 scale, inv_scale = _scales_of(observed, dtype, holds_log2=gemm.holds_log2)
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:

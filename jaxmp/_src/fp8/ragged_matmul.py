@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, compat, hardware
 from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, stored_kernels
+from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 
@@ -93,7 +94,7 @@ def ragged_dot(
         out_sharding=None,
         lhs_zeros=zeros[0],
         rhs_zeros=zeros[1],
-        calibrating=ambient.now().fp8_calibrating,
+        by_own_amax=ambient.now().fp8_calibrating,
     )
     return _ragged_dot(gemm, recipe, lhs, rhs, group_sizes, scales)
 
@@ -113,7 +114,7 @@ def _ragged_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Ar
 def _forward(
     gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None
 ) -> tuple[Array, Any]:
-    lhs = _in_groups(lhs, group_sizes)
+    lhs, rhs = once(_in_groups(lhs, group_sizes)), once(rhs)
     if scales is None:
         lhs_q = matmul.quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
         rhs_q = matmul.quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
@@ -129,7 +130,7 @@ def _forward(
 
 def _backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Any, ...]:
     lhs_q, rhs_q, group_sizes, amaxes = residuals
-    grad = _in_groups(grad, group_sizes)
+    grad = once(_in_groups(grad, group_sizes))
     zeros = _of_result(gemm)
     if amaxes is None:
         grad_q = matmul.quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)

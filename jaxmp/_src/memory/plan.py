@@ -103,8 +103,8 @@ def plan(
         evaluated on shapes: on the float32 params if it keeps masters, else on the stored params.
       loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad(loss_fn, policy=policy)`, which
         is the loop that is planned: layers keep a `dtype=` of their own. (For a loop without `policy=`, write
-        `with jaxmp.autocast(enabled=False)` into the loss.) Under `jax.checkpoint` only the values that it saves count. None: no
-        activations are counted.
+        `with jaxmp.autocast(enabled=False)` into the loss.) Under `jax.checkpoint` only the values that it saves count.
+        None: no activations are counted.
       batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, for all devices and all microbatches
         together; leading axes are batch axes. Scalars and PRNG keys are not cut.
       has_aux: whether `loss_fn` returns `(loss, aux)`.

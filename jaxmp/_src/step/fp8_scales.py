@@ -178,6 +178,20 @@ def split_fp8(
     return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
 
 
+def check_moves_all(opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError if `opt_state` moves some of the fp8 scales of `params`, and not all."""
+    moved = sum(jnp.size(group.scale) for found in find(opt_state, Fp8State) for group in found.amax_states)
+    paths = {path: x for path, x in tree_paths.leaves_by_path(params).items() if scale_leaves.is_scale(path)}
+    held = sum(map(jnp.size, paths.values()))
+    if moved and moved < held:
+        raise ValueError(
+            f"the scales of all fp8 layers must move, also beside frozen weights: gradients go through these layers, "
+            f"and become zero by a scale that stays. Got {held} scales in the params, of which the optimizer moves "
+            f"{moved}. Put mixed_precision around optax.multi_transform, masked or partition, not inside: it keeps "
+            f"scales away from labels and masks."
+        )
+
+
 def is_delayed(recipe: Recipe) -> bool:
     """Whether a recipe keeps scales in the params. Other recipes need nothing from the optimizer."""
     return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
@@ -273,7 +287,9 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
             "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling(). If the scales lie "
+            "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
+            "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
 

@@ -121,8 +121,9 @@ def autocast(
     A region changes the linen and haiku modules called in it, the loss functions of `jaxmp.value_and_grad` and
     `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
     `with autocast(enabled=False)` run as they were written. Other code, such as nnx modules and plain operations, it
-    cannot reach: transform it, `autocast(model, dtype)(x)`. A region that reached nothing says so. A function that was jitted outside a region is traced anew
-    in it. The innermost of nested regions counts, also with transformations in between.
+    cannot reach: transform it, `autocast(model, dtype)(x)`. A region that reached nothing says so. A function that was
+    jitted outside a region is traced anew in it. The innermost of nested regions counts, also with transformations in
+    between.
 
     Args:
       fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.

@@ -35,7 +35,7 @@ from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.fp8.gradients import Fp8Gradients
+from jaxmp._src.fp8.gradients import Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, read_state, scale_reads
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
@@ -95,8 +95,9 @@ def value_and_grad(
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1,
-        microbatches that all draw the same random numbers.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales are not
+        differentiated; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1, microbatches that
+        all draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
@@ -219,6 +220,7 @@ def scaled_value_and_grad(
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
+    warn_of_unmoved_scales(notes.unmoved_scales)
     gathered_params.lift(notes)
     grads = fp8.over_devices(grads, params)
     scale_reads.note_scaled(grads, loss_scale)
