@@ -13,8 +13,8 @@ from jaxmp import nnx as nnx
 from jaxmp import offload as offload
 from jaxmp._src.checkpoint.convert import reload_master_params as reload_master_params
 from jaxmp._src.step.policy_regions import autocast as autocast
+from jaxmp._src.step.policy_regions import explain_autocast as explain_autocast
 from jaxmp._src.autocast.rewrite import no_autocast as no_autocast
-from jaxmp._src.autocast.explain import explain_autocast as explain_autocast
 from jaxmp._src.precision_search.fake_quantize import fake_quantize as fake_quantize
 from jaxmp._src.porting.mmcv import auto_fp16 as auto_fp16
 from jaxmp._src.porting.mmcv import force_fp32 as force_fp32

@@ -306,7 +306,8 @@ def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: An
     with regions.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
-    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), step.lists)
+    lists = step.lists._replace(narrow=frozenset())  # these were chosen for another function
+    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), lists)
     return jax.tree.unflatten(jax.tree.structure(shapes), runner.run(plan, consts, leaves)), shapes
 
 

@@ -121,6 +121,8 @@ class CastLists(NamedTuple):
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of modules by pattern (`tree_paths`); None: as it was written. The first that fits counts.
+      chooser: says which matmuls of a function run narrower than `dtype` (`narrow_matmuls`); None: none.
+      narrow: what it said of the matmuls of one function: (place, product or reason) each.
     """
 
     dtype: np.dtype | None
@@ -128,6 +130,16 @@ class CastLists(NamedTuple):
     force_fp32: frozenset[str] = FORCE_FP32
     widest: frozenset[str] = WIDEST
     modules: tree_paths.Patterns = tree_paths.Patterns("autocast(modules=)", (), of="module")
+    chooser: Any = None
+    narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
+
+    def within(self, i: int) -> "CastLists":
+        """The lists in equation `i` of a function, and in function `i` of an equation."""
+        if not self.narrow:
+            return self
+        return self._replace(
+            narrow=frozenset((place[1:], x) for place, x in self.narrow if place[0] == i and place[1:])
+        )
 
     def at(self, path: str) -> "CastLists":
         """The lists in the module at `path`, where one of `modules` names it."""

@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite
+from jaxmp._src.autocast import cast_lists, flax_layers, narrow_matmuls, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
 from jaxmp._src.base import tables
 from jaxmp._src.programs import array_functions, jaxprs
@@ -24,7 +23,8 @@ class ExplainedOp(NamedTuple):
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
       group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
-        of `force_fp32` read it); or `written` (unchanged).
+        of `force_fp32` read it); or `written` (unchanged). Of a matmul in fp8 its recipe; of one that could not be in
+        fp8, or is not by the filter, the reason, as `allow, not fp8: filter`.
       count: how many there are; one in a scan counts once for each iteration.
       flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
@@ -73,47 +73,16 @@ class Explanation(NamedTuple):
     __repr__ = __str__
 
 
-def explain_autocast(
-    fn: Callable[..., Any],
-    *args: Any,
-    dtype: Any = jnp.float16,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
-    **kwargs: Any,
-) -> Explanation:
-    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
-
-    Args:
-      fn: the function.
-      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
-      dtype: as for `autocast`.
-      allow: as for `autocast`.
-      force_fp32: as for `autocast`.
-      widest: as for `autocast`.
-      modules: as for `autocast`.
-      **kwargs: keyword arguments of `fn`.
-
-    Returns:
-      An `Explanation`, which prints as a table.
-
-    Raises:
-      ValueError: as `autocast`.
-
-    Example:
-      >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
-      >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
-      ('dot_general', 'float16', 'allow')
-    """
-    lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules)
+def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any) -> Explanation:
+    """What `autocast` with these lists would do with `fn(*args, **kwargs)`; arrays may be `jax.ShapeDtypeStruct`."""
     found: list[Explanation] = []
 
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle(stacklevel=1)
-            found.append(_explain(traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)))
+            function = traced.jaxpr, traced.consts
+            found.append(_explain(narrow_matmuls.plan(traced.planner, function, traced.inputs, lists)))
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
 
@@ -217,7 +186,12 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
     written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in cast_lists.FLOATS]
     name = jaxprs.function_name(eqn)
     group = "written" if step.how == "written" and step.group == "inside" else step.group
-    counts = rows.setdefault((module, name, written[0], dtypes[0] if dtypes else written[0], group), [0, 0])
+    runs_in = dtypes[0] if dtypes else written[0]
+    if callable(step.narrow):
+        runs_in, group = step.narrow.dtype_name, step.narrow.reason
+    elif step.narrow is not None and group == "allow":
+        group = f"{group}, not fp8: {step.narrow}"
+    counts = rows.setdefault((module, name, written[0], runs_in, group), [0, 0])
     counts[0] += times
     counts[1] += times * flops_of(eqn)
 

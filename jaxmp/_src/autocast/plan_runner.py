@@ -72,6 +72,8 @@ class PlanRunner:
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
             return jaxprs.run_as_traced(eqn, operands)
+        if callable(step.narrow):
+            return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if eqn.primitive.name in _SCATTERS:
             return [_scatter(eqn, operands)]
         bound = eqn.primitive.bind(*operands, **_params(step))

@@ -63,6 +63,7 @@ class Step(NamedTuple):
       results: its results.
       inner: plans of the functions inside.
       lists: the lists that are used here, and inside.
+      narrow: the product that runs in place of a matmul, or why none does (`narrow_matmuls`).
     """
 
     eqn: Any
@@ -72,6 +73,7 @@ class Step(NamedTuple):
     results: tuple[Value, ...]
     inner: tuple["Plan", ...]
     lists: CastLists
+    narrow: Any = None
 
 
 class Plan(NamedTuple):
@@ -141,9 +143,12 @@ class Planner:
             return _literal(atom) if isinstance(atom, core.Literal) else values[atom]
 
         steps = []
+        narrow = {place[0]: x for place, x in lists.narrow if len(place) == 1}
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
-            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists), uses)
+            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)._replace(
+                narrow=narrow.get(i)
+            )
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -172,7 +177,7 @@ class Planner:
         if functions and not _has_other_floats(eqn):
             return self._call(eqn, operands, lists, group, functions, uses.inner.get(i))
         if functions or group is None or _has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
-            return written(eqn, lists)
+            return _with_origin(written(eqn, lists), operands)
         if i in uses.biased and _all_hold(lists.dtype, operands):
             group = "allow"
         if group == "force_fp32" and eqn.primitive.name in cast_lists.POWERS and i in uses.tamed:
@@ -206,12 +211,16 @@ class Planner:
             operands = [v._replace(dtype=dtype, const=None) if v.dtype in FLOATS else v for v in operands]
             lists, uses = lists.inside(group), None
         elif lists.dtype is None:
-            operands = [value_of(v.aval) for v in eqn.invars]
+            operands = [
+                value_of(v.aval)._replace(computed=o.computed) for v, o in zip(eqn.invars, operands, strict=True)
+            ]
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
         casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
         if not any(p.changed for p in inner):
-            return written(eqn, lists, group or "written")
+            step = written(eqn, lists, group or "written")
+            origins = [v._replace(computed=result.computed) for v, result in zip(step.results, results, strict=True)]
+            return step._replace(results=tuple(origins), inner=tuple(inner))
         return Step(eqn, "call", group or "inside", tuple(casts), tuple(results), tuple(inner), lists)
 
     def _inside(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
@@ -223,12 +232,13 @@ class Planner:
                 v._replace(dtype=FLOAT32) if w and v.computed and v.dtype in FLOATS else v
                 for v, w in zip(given, wide, strict=True)
             )
-        plan = self.plan(functions[0], given, lists, uses[0])
+        plan = self.plan(functions[0], given, lists.within(0), uses[0])
         return [v.dtype for v in given], [plan], plan.outputs
 
     def _cond(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         given = tuple(operands)
-        plans = [self.plan(f, given[1:], lists, u) for f, u in zip(functions, uses, strict=True)]
+        pairs = enumerate(zip(functions, uses, strict=True))
+        plans = [self.plan(f, given[1:], lists.within(k), u) for k, (f, u) in pairs]
         results = [_join(values) for values in zip(*(p.outputs for p in plans), strict=True)]
         return [v.dtype for v in given], plans, results
 
@@ -238,10 +248,10 @@ class Planner:
         carry = [v._replace(const=None) for v in operands[second:]]
 
         def body(carry: list[Value]) -> Plan:
-            return self.plan(functions[1], (*consts, *carry), lists, uses[1])
+            return self.plan(functions[1], (*consts, *carry), lists.within(1), uses[1])
 
         carry = _settle(carry, lambda c: body(c).outputs)
-        plans = [self.plan(functions[0], (*cond_consts, *carry), lists, uses[0]), body(carry)]
+        plans = [self.plan(functions[0], (*cond_consts, *carry), lists.within(0), uses[0]), body(carry)]
         results = [v._replace(computed=True) for v in carry]
         return [v.dtype for v in (*cond_consts, *consts, *carry)], plans, results
 
@@ -256,7 +266,7 @@ class Planner:
         carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
 
         def body(carry: list[Value]) -> Plan:
-            return self.plan(functions[0], (*consts, *carry, *scanned), lists, uses[0])
+            return self.plan(functions[0], (*consts, *carry, *scanned), lists.within(0), uses[0])
 
         carry = _settle(carry, lambda c: body(c).outputs[:n_carry])
         plan = body(carry)
@@ -272,6 +282,13 @@ def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
     return Step(eqn, "written", group, casts, results, (), lists)
 
 
+def _with_origin(step: Step, operands: list[Value]) -> Step:
+    """A cast that was written in the function keeps whether its operand is computed."""
+    if step.eqn.primitive.name != "convert_element_type":
+        return step
+    return step._replace(results=(step.results[0]._replace(computed=operands[0].computed),))
+
+
 def _literal(literal: Any) -> Value:
     number = literal.val
     is_float = literal.aval.dtype in FLOATS
@@ -281,8 +298,12 @@ def _literal(literal: Any) -> Value:
 def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
-    return step.how == "call" or any(
-        cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)
+    return (
+        step.how == "call"
+        or callable(step.narrow)
+        or any(
+            cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)
+        )
     )
 
 
@@ -419,7 +440,7 @@ def _settle(carry: list[Value], step: Any) -> list[Value]:
     for widen in (False, True):
         for _ in range(len(carry) + 2):
             after = [
-                v._replace(dtype=out.dtype) if v.dtype in FLOATS else v
+                v._replace(dtype=out.dtype, computed=v.computed or out.computed) if v.dtype in FLOATS else v
                 for v, out in zip(carry, step(carry), strict=True)
             ]
             if widen:

@@ -66,12 +66,12 @@ def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
 def lists_of(eqn: Any, lists: CastLists) -> CastLists:
     """The lists of an equation: those of the innermost region it was traced in, else `lists`."""
     found = module_paths.REGIONS.findall(str(eqn.source_info.name_stack))
-    return from_text(found[-1]) if found else lists
+    return from_text(found[-1])._replace(narrow=lists.narrow) if found else lists
 
 
 def scope_of(eqn: Any) -> str:
     """The name stack of an equation, without regions."""
-    stack = module_paths.REGIONS.sub("", str(eqn.source_info.name_stack))
+    stack = module_paths.without_regions(str(eqn.source_info.name_stack))
     return "/".join(part for part in stack.split("/") if part)
 
 

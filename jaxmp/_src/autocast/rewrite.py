@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.autocast import calls, cast_lists, flax_layers, plan_runner, planner, reach, regions
+from jaxmp._src.autocast import calls, cast_lists, flax_layers, narrow_matmuls, plan_runner, planner, reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.programs import array_functions, haiku_frames
 
@@ -52,7 +52,9 @@ class Autocast:
     def __enter__(self) -> "Autocast":
         if self._output_dtype is not None:
             raise ValueError("autocast: a region has no output to cast. Use output_dtype= with a function")
-        lists = _inherited(self._lists) if self._inherits else self._lists
+        if self._lists.chooser is not None and regions.is_tracing():
+            self._lists.chooser.check_region()
+        lists = _inherited(self._lists, self._inherits)
         stack = contextlib.ExitStack()
         region = stack.enter_context(reach.entered(lists))
         stack.enter_context(region_of(lists))
@@ -81,13 +83,16 @@ def autocast(
     widest: Iterable[str] = (),
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
+    chooser: Any = None,
 ) -> Any:
-    """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments."""
+    """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments.
+
+    `chooser` says which matmuls run narrower still (`narrow_matmuls`).
+    """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     lists = cast_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest, modules)
-    if not enabled:
-        lists = cast_lists.OFF
+    lists = cast_lists.OFF if not enabled or lists.dtype is None else lists._replace(chooser=chooser)
     if output_dtype is not None:
         output_dtype = jnp.dtype(output_dtype)
         if not jnp.issubdtype(output_dtype, jnp.floating):
@@ -140,10 +145,14 @@ def _is_dtype(fn: Any) -> bool:
         return False
 
 
-def _inherited(lists: CastLists) -> CastLists:
-    """The lists with the dtype of the region or function around them, if it has one."""
+def _inherited(lists: CastLists, dtype_too: bool) -> CastLists:
+    """The lists with the chooser, and perhaps the dtype, of the region around them, if they have none."""
     outer = regions.current()
-    return lists if outer is None or outer.dtype is None or lists.dtype is None else lists._replace(dtype=outer.dtype)
+    if outer is None or outer.dtype is None or lists.dtype is None:
+        return lists
+    if lists.chooser is None and not regions.is_tracing():
+        lists = lists._replace(chooser=outer.chooser)
+    return lists._replace(dtype=outer.dtype) if dtype_too else lists
 
 
 def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False) -> Any:
@@ -153,7 +162,7 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         reach.mark()
-        here = _inherited(lists) if inherits else lists
+        here = _inherited(lists, inherits)
 
         def rewritten(fn: Any) -> Any:
             return lambda *args, **kwargs: flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
@@ -180,7 +189,7 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
             with regions.region(lists):
                 return fn(*args, **kwargs)
         traced = Traced(fn, lists, args, kwargs)
-        plan = traced.planner.plan((traced.jaxpr, traced.consts), traced.inputs, lists)
+        plan = narrow_matmuls.plan(traced.planner, (traced.jaxpr, traced.consts), traced.inputs, lists)
         with regions.rewritten():
             runner = plan_runner.PlanRunner(traced.planner, calls.CALLS)
             return traced.unflatten(runner.run(plan, traced.consts, traced.values))

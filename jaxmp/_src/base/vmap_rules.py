@@ -27,7 +27,8 @@ def call(fun: Callable[..., Array], rule: Rule, *args: Array) -> Array:
     return _call.bind(*args, body=body, fun=fun, rule=rule)
 
 
-_call = Primitive("call_with_vmap_rule")
+NAME = "call_with_vmap_rule"
+_call = Primitive(NAME)
 
 
 @_call.def_impl

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import convolutions, einsum, layers, matmul, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import DelayedScaling
-from jaxmp._src.programs import jaxprs
+from jaxmp._src.programs import jaxprs, module_paths
 
 
 class Fp8DotGeneral(nn.Module):
@@ -388,6 +388,7 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     layers.check_recipe(recipe)
     interceptor = _Interceptor(recipe, filter)
     with (
+        module_paths.fp8_region(enabled) if ambient.now().autocast_tracing else contextlib.nullcontext(),
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),

@@ -18,6 +18,9 @@ _MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
 # Regions of autocast are scopes too, `jaxmp.autocast(float16)`, and no modules.
 REGION = "jaxmp.autocast"
 REGIONS = re.compile(re.escape(REGION) + r"\(([^()]*)\)")
+# And so are regions of fp8: `jaxmp.fp8(off)`.
+FP8 = "jaxmp.fp8"
+_FP8_REGIONS = re.compile(re.escape(FP8) + r"\((on|off)\)")
 _WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
 
 # A part of the key under which `jax.jit` caches what it traced: with markers it is another program.
@@ -41,6 +44,21 @@ def join(outer: str, inner: str) -> str:
     return "/".join(part for part in (outer, inner) if part)
 
 
+def without_regions(stack: str) -> str:
+    """A name stack without the scopes of regions."""
+    return _FP8_REGIONS.sub("", REGIONS.sub("", stack))
+
+
+def fp8_region(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a region of fp8, for what is read off a jaxpr later."""
+    return jax.named_scope(f"{FP8}({'on' if enabled else 'off'})")
+
+
+def is_without_fp8(stack: str) -> bool:
+    """Whether the innermost region of fp8 in a name stack switches it off."""
+    return _FP8_REGIONS.findall(stack)[-1:] == ["off"]
+
+
 def is_backward(stack: str) -> bool:
     """Whether an equation under this name stack is a part of a derivative."""
     return "transpose(" in stack
@@ -51,7 +69,7 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
 
     The name stack of an equation in a nested function begins at that function.
     """
-    *marked, rest = _pieces(REGIONS.sub("", stack))
+    *marked, rest = _pieces(without_regions(stack))
     found: list[str] = []
     for scopes, path in marked:
         # The scope right before a marker is flax's own name for the module.

@@ -4,6 +4,9 @@
     "fp16"          float16, by autocast       -                     as jax has it
     "bf16"          bfloat16                   -                     as jax has it
     "fp8"           bfloat16                   linen's layers        as jax has it
+    with a recipe   as the policy says         linen's layers, and   as jax has it
+    without state                              where there are none
+                                               any matmul
     "fp32"          as they were written       -                     full float32
     "tf32"          as they were written       -                     TensorFloat-32
 
@@ -18,6 +21,7 @@ carries is a default: any region around the call replaces its part.
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,9 +32,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from jaxmp._src.autocast import cast_lists, regions, rewrite
+from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import linen_layers
+from jaxmp._src.fp8 import layers, linen_layers
+from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,8 +47,9 @@ _KEY = jax.make_user_context(None)
 class PolicyRegion:
     """The result of `autocast` of a policy: a decorator, and a region for `with`."""
 
-    def __init__(self, policy: Policy, lists: Any, *, enabled: bool):
+    def __init__(self, policy: Policy, lists: Any, *, enabled: bool, filter: layers.Filter):
         self._policy = policy
+        self._filter = filter
         self._lists = lists  # makes the region of autocast, or the transformed function: `rewrite.autocast` of a dtype
         self._enabled = enabled
         self._entered = threading.local()
@@ -53,7 +59,7 @@ class PolicyRegion:
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with _fp8_and_precision(self._policy, enabled=self._enabled):
+            with _fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter):
                 return run(*args, **kwargs)
 
         return wrapped  # pyright: ignore[reportReturnType]
@@ -61,7 +67,7 @@ class PolicyRegion:
     def __enter__(self) -> "PolicyRegion":
         region = self._lists().__enter__()
         others = contextlib.ExitStack()
-        others.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled))
+        others.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter))
         vars(self._entered).setdefault("regions", []).append((region, others))
         return self
 
@@ -80,6 +86,8 @@ class _Options(TypedDict, total=False):
     widest: Iterable[str]
     modules: Mapping[str, Any] | None
     output_dtype: Any
+    recipe: Any
+    filter: layers.Filter
 
 
 @overload
@@ -98,6 +106,8 @@ def autocast(
     widest: Iterable[str] = (),
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
+    recipe: Any = None,
+    filter: layers.Filter = None,
     **torch_options: Any,
 ) -> Any:
     """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
@@ -112,11 +122,19 @@ def autocast(
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
         with jaxmp.autocast(dtype=jnp.float16): ...                 a region
         with jaxmp.autocast("fp8"): ...                             a policy in place of a dtype
+        jaxmp.autocast(fn, "fp8", recipe=jaxmp.fp8.CurrentScaling())    fp8 in any function
 
     A policy or its name brings its compute dtype; with "fp8", linen's Dense, DenseGeneral and Einsum layers run in fp8,
     as in `jaxmp.fp8.autocast(policy.recipe)`, and get their scales where the model is initialized; with "fp32" and
     "tf32", autocast is off, and float32 matmuls have the policy's precision. `jaxmp.value_and_grad(policy=)` runs the
     loss in such a region; write the region around `model.init` and around evaluation.
+
+    With `recipe=`, a recipe of `jaxmp.fp8` without state, matmuls with weights run in fp8 in any function: plain code,
+    haiku, equinox, layers of one's own. Both operands are cast to `dtype` and then to fp8, the result is in `dtype`,
+    and the gradients are products in fp8, too. A matmul has a weight if one of its operands is an input of `fn` or was
+    closed over, perhaps moved and cast; products of two computed values, as in attention, run in `dtype`. Take
+    derivatives outside of `fn`. A policy whose own recipe has no state does the same in a function of which none of
+    flax's layers took the recipe.
 
     A region changes the linen and haiku modules called in it, the loss functions of `jaxmp.value_and_grad` and
     `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
@@ -139,6 +157,13 @@ def autocast(
         named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
         modules need it.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
+      recipe: a recipe without state (`CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`,
+        `NVFP4(stochastic_rounding=False)`), or a dict from patterns of paths to several. It replaces the policy's, also
+        for flax's layers.
+      filter: which matmuls run in fp8, by patterns of the paths that `jaxmp.explain_autocast` shows, or
+        `(path, eqn) -> bool`. None: all but the first and the last operation with weights (embeddings and convolutions
+        count), in the order in which they run; one in a loop is neither. For linen's layers, with a policy's own recipe,
+        as in `jaxmp.fp8.autocast`.
       **torch_options: none; `device_type=` and the other options of torch get an error that says what to do.
 
     Returns:
@@ -147,12 +172,14 @@ def autocast(
 
     Raises:
       ValueError: a dtype it cannot run in (for fp8 use the policy "fp8"); an unknown name in a list; a name in two
-        lists; a policy that is not known.
+        lists; a policy that is not known; a recipe that needs state or a key; `recipe=` without a dtype of 16 bits;
+        `filter=` without a recipe.
       TypeError: `fn` is not callable; an option that only torch has.
 
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region; a region in which nothing was called that it can change.
+        region; a region in which nothing was called that it can change; a function with `recipe=` in which nothing
+        runs in fp8; a function that holds no layer for a policy's `DelayedScaling`.
 
     Example:
       >>> def loss_fn(w, x):
@@ -170,6 +197,7 @@ def autocast(
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
     options |= {"enabled": enabled, "output_dtype": output_dtype}
+    dtype, options["chooser"] = _with_recipe(dtype, recipe, filter)
     if not is_policy(dtype):
         for given in (fn, dtype):
             if isinstance(given, str):
@@ -180,9 +208,74 @@ def autocast(
     lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options)
     if fn is None:
         lists()  # checks the arguments
-        return PolicyRegion(policy, lists, enabled=enabled)
+        return PolicyRegion(policy, lists, enabled=enabled, filter=filter)
     lists(fn)
-    return PolicyRegion(policy, lists, enabled=enabled)(fn)
+    return PolicyRegion(policy, lists, enabled=enabled, filter=filter)(fn)
+
+
+def explain_autocast(
+    fn: Callable[..., Any],
+    *args: Any,
+    dtype: Any = jnp.float16,
+    allow: Iterable[str] = (),
+    force_fp32: Iterable[str] = (),
+    widest: Iterable[str] = (),
+    modules: Mapping[str, Any] | None = None,
+    recipe: Any = None,
+    filter: layers.Filter = None,
+    **kwargs: Any,
+) -> explain.Explanation:
+    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
+
+    Args:
+      fn: the function.
+      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      dtype: as for `autocast`; a policy or its name, too.
+      allow: as for `autocast`.
+      force_fp32: as for `autocast`.
+      widest: as for `autocast`.
+      modules: as for `autocast`.
+      recipe: as for `autocast`; a matmul that does not run in fp8 has the reason in its row.
+      filter: as for `autocast`.
+      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      An `Explanation`, which prints as a table.
+
+    Raises:
+      ValueError: as `autocast`.
+
+    Example:
+      >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
+      >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
+      ('dot_general', 'float16', 'allow')
+    """
+    dtype, chooser = _with_recipe(dtype, recipe, filter)
+    policy = get_policy(dtype) if is_policy(dtype) else None
+    lists = cast_lists.make_lists(dtype if policy is None else _dtype_of(policy), allow, force_fp32, widest, modules)
+    with contextlib.nullcontext() if policy is None else _fp8_and_precision(policy, enabled=True, filter=filter):
+        return explain.explain(fn, lists._replace(chooser=chooser), args, kwargs)
+
+
+def _with_recipe(dtype: Any, recipe: Any, filter: layers.Filter) -> tuple[Any, Any]:
+    """The dtype or policy without the recipe that `recipe=` replaces, and the chooser of matmuls in fp8."""
+    policy = get_policy(dtype) if is_policy(dtype) else None
+    own = None if policy is None else policy.recipe
+    if recipe is None:
+        if filter is not None and own is None:
+            raise ValueError(f"autocast: filter= chooses matmuls for a recipe; got no recipe, and filter={filter!r}.")
+        return dtype, None if own is None else fp8_products.chooser_of(own, filter, of_policy=True)
+    chooser = fp8_products.chooser_of(recipe, filter)
+    if policy is None:
+        is_wide = dtype is not None and not isinstance(dtype, str) and jnp.dtype(dtype) == jnp.float32
+    else:
+        dtype, is_wide = dataclasses.replace(policy, recipe=None), not policy.computes_in_16_bits
+    if is_wide:
+        raise ValueError(
+            f"autocast: recipe= is for matmuls that run in 16 bits; got float32, which switches autocast off, and "
+            f'{recipe!r}. Give the policy "fp8", or jnp.bfloat16.'
+        )
+    return dtype, chooser
 
 
 def _check_no_torch_options(given: dict[str, Any]) -> None:
@@ -214,21 +307,26 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     kept = outer is not None and (is_default or outer.dtype == (None if wanted == jnp.float32 else wanted))
     in_fp8 = now.fp8_layers is not None and now.fp8_enabled
     kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not now.fp8_enabled))
+    lists = outer if outer is not None and kept else cast_lists.make_lists(wanted)
+    if policy.recipe is not None and not kept_fp8 and lists.chooser is None and not regions.is_tracing():
+        lists = lists._replace(chooser=fp8_products.chooser_of(policy.recipe, of_policy=True))
     with contextlib.ExitStack() as stack:
-        if not kept:
-            stack.enter_context(rewrite.region_of(cast_lists.make_lists(wanted)))
+        if not kept or lists != outer:
+            stack.enter_context(rewrite.region_of(lists))
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
         yield
 
 
 @contextlib.contextmanager
-def _fp8_and_precision(policy: Policy, *, enabled: bool, fp8: bool = True) -> Iterator[None]:
+def _fp8_and_precision(
+    policy: Policy, *, enabled: bool, fp8: bool = True, filter: layers.Filter = None
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
             stack.enter_context(_KEY((repr(policy.recipe), enabled)))
-            stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled))
+            stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled, filter=filter))
         yield
 
 

@@ -1,0 +1,128 @@
+"""Matmuls of a rewritten function that run narrower than autocast's dtype: found here, chosen and multiplied elsewhere.
+
+A matmul is one by its weight: an operand that the function does not compute, as an input, moved and cast or not.
+Autocast shows the operations with weights of a function, in the order in which they run, to the chooser of its lists.
+That names a product for a matmul, or the reason why it has none. A place (the number of the equation, of the function
+in that equation, of the equation in that function, ...) carries the choice to the planner, which makes it a step.
+
+What a derivative inside the function multiplies stays in autocast's dtype, and so does a function with a derivative of
+its own, which knows its dtypes: a product brings its derivative, and is differentiated from outside.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from jax.extend import core
+
+from jaxmp._src.autocast import regions
+from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
+from jaxmp._src.base import vmap_rules
+from jaxmp._src.programs import jaxprs, module_paths
+
+Place = tuple[int, ...]
+
+
+class Operation(NamedTuple):
+    """An operation with weights, or a matmul without.
+
+    Attributes:
+      place: where it is.
+      path: the module or named scope, as `explain_autocast` shows it; "" at the top.
+      eqn: the equation as traced.
+      weight: which operand is the weight; None of a matmul of two computed values, and of a layer.
+      in_loop: whether it is in a loop.
+      is_layer: whether it is a layer with a narrow product of its own.
+      why_not: why it cannot have a product; None if it can.
+    """
+
+    place: Place
+    path: str
+    eqn: Any
+    weight: int | None
+    in_loop: bool
+    is_layer: bool = False
+    why_not: str | None = None
+
+
+class Product(Protocol):
+    """A product in place of a `dot_general`; hashable.
+
+    Attributes:
+      dtype_name: what it multiplies in, for people to read.
+      reason: why, for people to read.
+    """
+
+    dtype_name: str
+    reason: str
+
+    def __call__(self, lhs: Any, rhs: Any, dtype: Any, params: Any, /) -> Any:
+        """The product in `dtype`, by the parameters of the equation; it can be differentiated."""
+        ...
+
+
+class Chooser(Protocol):
+    """Who chooses; hashable, because it is in the key of jitted functions."""
+
+    def choose(self, operations: list[Operation]) -> list[Product | str | None]:
+        """For each operation its product, or why it has none; None says nothing."""
+        ...
+
+    def check_region(self) -> None:
+        """Raises a ValueError unless a region in a function that is traced for another rewrite may lose it."""
+        ...
+
+
+def plan(planner: Planner, function: tuple[Any, Any], inputs: tuple[Value, ...], lists: CastLists) -> Plan:
+    """The plan of a whole function, with the products that the chooser of `lists` names."""
+    found = planner.plan(function, inputs, lists)
+    if lists.chooser is None:
+        return found
+    operations = list(_operations(found, (), "", "", in_loop=False))
+    choices = zip(operations, lists.chooser.choose(operations), strict=True)
+    narrow = frozenset((operation.place, choice) for operation, choice in choices if choice is not None)
+    return planner.plan(function, inputs, lists._replace(narrow=narrow)) if narrow else found
+
+
+def _operations(plan: Plan, at: Place, stack: str, path: str, *, in_loop: bool) -> Iterator[Operation]:
+    known = dict(zip(plan.jaxpr.invars, plan.inputs, strict=True))
+    for i, step in enumerate(plan.steps):
+        eqn = step.eqn
+        computed = [not isinstance(v, core.Literal) and v in known and known[v].computed for v in eqn.invars]
+        known |= dict(zip(eqn.outvars, step.results, strict=True))
+        full = module_paths.join(stack, str(eqn.source_info.name_stack))
+        here = module_paths.join(path, regions.scope_of(eqn))
+        found = _operation(step, computed)
+        if found is not None:
+            weight, is_layer, why_not = found
+            yield Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not or _why_not_at(full))
+        if eqn.primitive.name not in jaxprs.WITH_OWN_DERIVATIVE:
+            for k, inner in enumerate(step.inner):
+                loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
+                yield from _operations(inner, (*at, i, k), full, here, in_loop=loops)
+
+
+def _operation(step: Step, computed: list[bool]) -> tuple[int | None, bool, str | None] | None:
+    """(weight, is_layer, why_not) of an operation with weights or a matmul; None for others."""
+    eqn, name = step.eqn, step.eqn.primitive.name
+    if name == vmap_rules.NAME:
+        return None, True, "it is a layer with a rule of its own"
+    if name == "gather":  # an embedding
+        is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
+        return (0, False, "it is no matmul") if is_table and not computed[0] else None
+    if name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+        return None
+    weight = 1 if not computed[1] else 0 if not computed[0] else None  # of two inputs the second: x @ w
+    if name != "dot_general":
+        return weight, False, f"it is a {name}"
+    if step.how != "bind" or step.group != "allow":
+        return weight, False, "it does not run in 16 bits"
+    return weight, False, "the function computes both operands" if weight is None else None
+
+
+def _why_not_at(stack: str) -> str | None:
+    if module_paths.is_without_fp8(stack):
+        return "jaxmp.fp8.autocast(enabled=False)"
+    if module_paths.is_backward(stack) or "jvp(" in stack:
+        return "a derivative inside the function: take it outside of autocast"
+    return None

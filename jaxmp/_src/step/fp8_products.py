@@ -1,0 +1,183 @@
+"""fp8 in functions of any kind: recipes without state on the matmuls that autocast finds (`autocast.narrow_matmuls`).
+
+A recipe that has no state needs no layer: its scales come from the operands. So autocast puts it on the `dot_general`s
+of a traced function, whoever wrote them. The recipe comes from `jaxmp.autocast(recipe=)`, or from a policy. A policy's
+recipe is first of all for flax's layers, which know more (a kernel goes to fp8 as it is stored). So if a layer took it,
+no other matmul does.
+
+`DelayedScaling` has state, which only layers can keep. It is refused, or said to have no effect.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxmp._src.autocast import narrow_matmuls
+from jaxmp._src.autocast.narrow_matmuls import Operation
+from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.fp8 import layers, matmul, scale_leaves
+from jaxmp._src.fp8.recipes import DelayedScaling
+
+_OF_MODULES = (
+    'Modules keep that state: in linen initialize and run the model in `with jaxmp.autocast("fp8"):`, in nnx call '
+    "jaxmp.nnx.to_fp8(model). For other code take a recipe without state: "
+    'jaxmp.autocast(fn, "fp8", recipe=jaxmp.fp8.CurrentScaling())'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Product:
+    """A product by one recipe, whose operand number `weight` is the weight."""
+
+    recipe: Any
+    weight: int
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of activations and weights."""
+        return jnp.dtype(self.recipe.dtype()).name
+
+    @property
+    def reason(self) -> str:
+        """The recipe's name."""
+        return type(self.recipe).__name__
+
+    def __call__(self, lhs: Array, rhs: Array, dtype: Any, params: Mapping[str, Any], /) -> Array:
+        """The product in `dtype`; the weight is multiplied as the right operand, as recipes and `vmap` take it."""
+        numbers, sharding = params["dimension_numbers"], params.get("out_sharding")
+        given = {"recipe": self.recipe, "preferred_element_type": dtype}
+        if self.weight == 1 or sharding is not None:
+            return matmul.dot_general(lhs, rhs, numbers, out_sharding=sharding, **given)
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+        y = matmul.dot_general(rhs, lhs, ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), **given)
+        batch, free = len(lhs_batch), lhs.ndim - len(lhs_contract) - len(lhs_batch)
+        return jnp.moveaxis(y, range(y.ndim - free, y.ndim), range(batch, batch + free))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """Which matmuls of a function run by a recipe (`narrow_matmuls.Chooser`).
+
+    Attributes:
+      recipe: a recipe, or pairs of a path pattern and a recipe.
+      filter: as for `jaxmp.fp8.autocast`, but a function gets the equation in place of a module.
+      of_policy: whether the recipe is a policy's, which layers may have taken.
+    """
+
+    recipe: Any
+    filter: Callable[[str, Any], bool] | tuple[str, ...] | None = None
+    of_policy: bool = False
+
+    def choose(self, operations: list[Operation]) -> list[narrow_matmuls.Product | str | None]:
+        """The product of each operation, or why it has none; warns where nothing runs in fp8."""
+        could = [operation for operation in operations if operation.why_not is None]
+        if self.of_policy and (any(operation.is_layer for operation in operations) or _linen_layers_ran()):
+            return [None] * len(operations)
+        if any(_has_state(recipe) for recipe in self._recipes().values()):
+            if could and not ambient.is_in_loss():  # else value_and_grad says it
+                _warn_of_state(len(could))
+            return [None] * len(operations)
+        with_weights = [o for o in operations if o.weight is not None or o.is_layer]
+        ends = [] if self.filter is not None or not with_weights else [with_weights[0], with_weights[-1]]
+        names = {o.place: name for o, name in zip(ends, ("first", "last"), strict=False) if not o.in_loop}
+        chosen = [self._choose(operation, names.get(operation.place)) for operation in operations]
+        if not self.of_policy:
+            idle = layers.warn_of_idle("jaxmp.autocast", self._recipe(), self.filter, [o.path for o in could])
+            if not idle and not any(isinstance(choice, Fp8Product) for choice in chosen):
+                _warn_of_nothing(operations, chosen)
+        return chosen
+
+    def check_region(self) -> None:
+        """Raises a ValueError for `with autocast(recipe=)` in a function that autocast rewrites."""
+        if not self.of_policy:
+            raise ValueError(
+                f"autocast(recipe=) counts the matmuls of a whole function, so the function around has the word; got "
+                f"`with jaxmp.autocast(..., recipe={self._recipe()!r})` in a function under autocast. Give recipe= and "
+                f"filter= to the autocast of that function, or wrap a function of your own: "
+                f'jaxmp.autocast(part, "fp8", recipe=...)(x).'
+            )
+
+    def _choose(self, operation: Operation, end: str | None) -> Fp8Product | str | None:
+        if operation.eqn.primitive.name != "dot_general":
+            return None
+        if operation.why_not is not None:
+            return operation.why_not
+        assert operation.weight is not None
+        if end is not None:
+            return f"the {end} operation with weights"
+        if not layers.wants_fp8(operation.path, operation.eqn, self.filter):
+            return "filter"
+        return Fp8Product(layers.recipe_at(self._recipe(), operation.path), operation.weight)
+
+    def _recipe(self) -> Any:
+        return dict(self.recipe) if isinstance(self.recipe, tuple) else self.recipe
+
+    def _recipes(self) -> Mapping[str, Any]:
+        return scale_leaves.recipes_of(self._recipe())
+
+
+def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = False) -> Chooser:
+    """The chooser for the arguments of `autocast`; checks them.
+
+    Raises:
+      TypeError: no recipe.
+      ValueError: a recipe that needs state, or a key, and is not a policy's.
+    """
+    layers.check_recipe(recipe)
+    for part in scale_leaves.recipes_of(recipe).values():
+        if of_policy:
+            continue
+        if isinstance(part, DelayedScaling):
+            raise ValueError(
+                f"autocast(recipe=) takes a recipe without state for the matmuls of a function; got {part!r}, whose "
+                f"scales are state. {_OF_MODULES}."
+            )
+        if layers.rounds_at_random(part):
+            raise ValueError(
+                f"autocast(recipe=) has no key for stochastic rounding; got {part!r}. Use "
+                f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
+            )
+    if isinstance(recipe, Mapping):
+        recipe = tuple(recipe.items())
+    if filter is not None and not callable(filter):
+        filter = tree_paths.patterns_of(filter)
+    return Chooser(recipe, filter, of_policy)
+
+
+def _has_state(recipe: Any) -> bool:
+    """Whether a product by a recipe needs more than its operands: scales, or a key."""
+    return isinstance(recipe, DelayedScaling) or layers.rounds_at_random(recipe)
+
+
+def _linen_layers_ran() -> bool:
+    """Whether linen's layers were asked, in the region of fp8 around: their filter has the word."""
+    interceptor = ambient.now().fp8_layers
+    return interceptor is not None and interceptor.base_calls > 0
+
+
+def _warn_of_state(count: int) -> None:
+    warnings.warn(
+        f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with weights "
+        f'runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
+        stacklevel=2,
+    )
+
+
+def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
+    reasons = [
+        f"{operation.path or '(top)'}: {choice}"
+        for operation, choice in zip(operations, chosen, strict=True)
+        if isinstance(choice, str)
+    ]
+    shown = "; ".join(dict.fromkeys(reasons).keys()) if len(reasons) <= 4 else "; ".join(reasons[:4]) + "; ..."
+    warnings.warn(
+        f"autocast(recipe=) runs matmuls with weights in fp8, between the first and the last operation with weights or "
+        f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). Choose them by filter=, "
+        f"as filter=lambda path, eqn: True. A flax module with a dtype of its own keeps it. "
+        f"jaxmp.explain_autocast(fn, *args, recipe=...) shows all.",
+        stacklevel=2,
+    )
