@@ -7,4 +7,8 @@ the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as
 """
 
 from jaxmp._src.bridges.linen import TrainState as TrainState
-from jaxmp._src.fp8.linen_layers import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
+from jaxmp._src.fp8.linen_layers import (
+    Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
+    Fp8DotGeneral as Fp8DotGeneral,
+    Fp8Einsum as Fp8Einsum,
+)

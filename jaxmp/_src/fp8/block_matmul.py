@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4
+from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
@@ -71,16 +71,15 @@ def dot_general(
     recipe: Recipe,
     out_dtype: Any,
     out_sharding: Any = None,
-    key: Array | None = None,
+    key_data: Array | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` with block-scaled operands, forward and backward; see the module's docstring.
 
     Several contracting (or free, or batch) dimensions count as one, in the order of `dimension_numbers`, and blocks go
-    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights). `key` is
-    for stochastic rounding.
+    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights).
+    `key_data`, of a key of `jax.random`, is for stochastic rounding.
     """
     dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
-    key_data = None if key is None else jax.random.key_data(key)
     if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
         return dot(lhs, rhs, key_data)
     plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
@@ -272,7 +271,15 @@ def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype:
     written = jnp.bfloat16 if recipe.power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
 
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, _LAST, precision=algorithm, preferred_element_type=written)
+        zeros = padding.zeros_for(a.shape, b.shape, *_LAST)
+        product = lax.dot_general(
+            padding.pad(a, zeros[0]),
+            padding.pad(b, zeros[1]),
+            _LAST,
+            precision=algorithm,
+            preferred_element_type=written,
+        )
+        return padding.crop(product, padding.of_result(*zeros, (3, 3), *_LAST))
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

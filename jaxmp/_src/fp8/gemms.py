@@ -9,7 +9,8 @@ w [K, N], g [M, N], and t^T for a tensor that was written transposed:
 
     fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
 
-So each tensor is needed in both forms, and the backward pass keeps x^T and w. Outside CUDA the same fp8 numbers are
+So each tensor is needed in both forms, and the backward pass keeps x^T and w. Tensors come with the zeros of `padding`,
+and the results leave without. Outside CUDA the same fp8 numbers are
 multiplied in float32, without the transposes.
 """
 
@@ -23,6 +24,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import hardware
+from jaxmp._src.fp8 import padding
+from jaxmp._src.fp8.padding import Zeros
 from pallas_kernels import reference
 
 
@@ -41,12 +44,18 @@ class Gemm(NamedTuple):
     rhs_spec: tuple[Any, ...] | None
     out_sharding: Any
     activation: str | None = None  # applied to lhs before the cast
+    lhs_zeros: Zeros = ()  # added to lhs before the cast
+    rhs_zeros: Zeros = ()
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
     def rhs_starts(self) -> bool:
         """Whether the GEMM sums over the first axes of rhs (a kernel [K, N]), not over the last."""
         return self.contract[1][:1] == (0,)
+
+    def out_zeros(self, lhs_ndim: int, rhs_ndim: int) -> Zeros:
+        """The zeros in the product, and in its gradient."""
+        return padding.of_result(self.lhs_zeros, self.rhs_zeros, (lhs_ndim, rhs_ndim), self.contract, self.batch)
 
 
 class Quantized(NamedTuple):
@@ -81,7 +90,8 @@ def kept(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[Quantized, Quantiz
 def fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
     """The product of the forward pass."""
     with jax.named_scope("jaxmp.fp8_fprop"):
-        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
+        out = _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
+        return padding.crop(out, gemm.out_zeros(lhs.ndim, rhs.ndim))
 
 
 def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
@@ -97,12 +107,12 @@ def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tup
         order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
         numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
         d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
-        d_lhs = jnp.transpose(d_lhs, _inverse(order))
+        d_lhs = padding.crop(jnp.transpose(d_lhs, _inverse(order)), gemm.lhs_zeros)
     with jax.named_scope("jaxmp.fp8_wgrad"):
         order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
         numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
         d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
-        d_rhs = jnp.transpose(d_rhs, _inverse(order))
+        d_rhs = padding.crop(jnp.transpose(d_rhs, _inverse(order)), gemm.rhs_zeros)
     return d_lhs, d_rhs
 
 

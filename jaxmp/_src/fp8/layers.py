@@ -1,8 +1,9 @@
 """What the fp8 layers of linen and nnx share: scale leaves, switching off, dtypes of inputs, and choice by path."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,24 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
 
 
 promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer returns 16 bits, as others do
+
+
+@dataclasses.dataclass(frozen=True)
+class _Promotion:
+    """A `promote_dtype=` that the user gave to a layer which runs in fp8."""
+
+    promote: Callable[..., Any]
+    is_in_fp8: ClassVar[bool] = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.promote(*args, **kwargs)
+
+
+def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """The `promote_dtype=` of a layer in fp8: the user's own, or `promote_all_but_kernel` in place of flax's."""
+    if given is default:
+        return promote_all_but_kernel
+    return given if getattr(given, "is_in_fp8", False) else _Promotion(given)
 
 
 def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
