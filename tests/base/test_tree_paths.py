@@ -196,7 +196,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_speaks_the_language(argument):
     for pattern, expected in CHOICES:

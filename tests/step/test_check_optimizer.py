@@ -61,7 +61,7 @@ FAULTY = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     tx, dtype = FINE[name]

@@ -41,7 +41,7 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 # What an update does
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
 def test_each_leaf_follows_its_recipe(recipe, shape):
@@ -106,7 +106,7 @@ def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf()
     assert float(after[ANY_NAMES[0]]) != 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_te_semantics_let_an_inf_into_the_history(power_of_two):
     """Only without the skip that `mixed_precision` makes of it; "jaxmp" never stores it."""
@@ -174,7 +174,7 @@ def test_split_sends_extra_arguments_to_the_rest():
 # Histories of another length
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("length", [1, 2, 3, 6])
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
@@ -324,7 +324,7 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
@@ -345,7 +345,7 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     assert_bitwise(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "jit"])
 def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
     tx = make_tx("bf16")

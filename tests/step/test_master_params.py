@@ -131,7 +131,7 @@ FREEZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("freezer", FREEZERS)
 @both_policies
 def test_frozen_leaves_have_no_master_and_never_change(freezer, policy):
@@ -246,7 +246,7 @@ def sgd_steps(policy):
     return tx, jax.jit(by_updates), jax.jit(functools.partial(jaxmp.apply_gradients, tx))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @both_policies
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_apply_updates_lands_on_the_rounded_master(policy, compiled):

@@ -155,7 +155,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_program
 def test_jit_equals_eager(name):
     c = case(name)
@@ -163,7 +163,7 @@ def test_jit_equals_eager(name):
     assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_part
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
@@ -177,7 +177,7 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_program
 def test_vmap_equals_a_loop(name):
     """An ensemble under vmap: one member overflows and is skipped, the others are not."""
@@ -255,7 +255,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         assert_bitwise(got, expected)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
@@ -274,7 +274,7 @@ def test_pmap_replication(name):
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @each_part
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
@@ -297,7 +297,7 @@ def test_nnx_optimizer(name):
     assert not np.array_equal(after["dense"]["kernel"], before["dense"]["kernel"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_program
 def test_types_are_stable_on_eight_devices(name):
     """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
@@ -542,7 +542,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):
     overflow_run(name, compiled=name in COMPILED)
@@ -592,7 +592,7 @@ BITWISE += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
 AS_WRITTEN = {"xla_disable_hlo_passes": "fusion"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name, compiled", BITWISE, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
 def test_fp32_is_bitwise_the_inner_optimizer(name, compiled):
     plain = optax.with_extra_args_support(OPTIMIZERS[name]())
