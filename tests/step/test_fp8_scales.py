@@ -83,7 +83,7 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
 def test_a_leaf_that_stays_gets_minus_zero():
     tx = update_amax(RECIPE)
     params = scale_leaves() | {LHS: jnp.float32(-0.0)}
-    moves, _ = tx.update(scale_leaves(), tx.init(params), params)
+    moves, _ = jax.jit(tx.update)(scale_leaves(), tx.init(params), params)
     assert_bitwise(moves, {name: F32(-0.0) for name in moves})
     assert_bitwise(optax.apply_updates(params, moves), params)
 
@@ -116,10 +116,10 @@ def test_te_semantics_let_an_inf_into_the_history(power_of_two):
         name = LHS if power_of_two else ANY_NAMES[0]
         params = {name: jnp.float32(0.0 if power_of_two else 1.0)}
         tx = update_amax(recipe)
-        state = tx.init(params)
+        state, update = tx.init(params), jax.jit(tx.update)
         scales = []
         for amax in (3.0, np.inf, 5.0, 5.0, 5.0):
-            moves, state = tx.update({name: jnp.float32(amax)}, state, params)
+            moves, state = update({name: jnp.float32(amax)}, state, params)
             params = optax.apply_updates(params, moves)
             scales.append(float(get_scales(params)[name]))
         stored[semantics] = scales
@@ -134,7 +134,7 @@ def test_mixed_precision_skips_an_inf_whatever_the_semantics():
     tx = make_tx("bf16", recipe=recipe)
     params, opt_state = start(tx, "bf16", layer_params(0))
     grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=np.inf)
-    _, new = tx.update(grads, opt_state, params)
+    _, new = jax.jit(tx.update)(grads, opt_state, params)
     assert bool(jaxmp.get_metrics(new)["skipped"])
     assert_bitwise(guarded(new), guarded(opt_state))
 
@@ -179,9 +179,10 @@ def test_split_sends_extra_arguments_to_the_rest():
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
     params, opt_state = start(tx, "bf16", layer_params(0))
+    update = jax.jit(tx.update)
     for amax in (1.0, 2.0, 4.0, 3.0):
         grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=amax)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     assert histories(opt_state)[0][:, 0].tolist() == [0.0, 2.0, 4.0, 3.0]
     with pytest.warns(UserWarning, match=f"of length 4 becomes one of length {length}; the newest amaxes are") as seen:
@@ -196,7 +197,7 @@ def test_resized_histories_keep_the_newest(length):
         assert_bitwise(resize_history(opt_state, RECIPE), opt_state)
     # training goes on, and an update with the wrong length names the remedy
     other_tx = make_tx("bf16", recipe=other)
-    other_tx.update(grads, resized, params)
+    jax.eval_shape(other_tx.update, grads, resized, params)
     message = (
         f"the amax history must have the recipe's length, {length}; got 4, .* Call opt_state = jaxmp.fp8.resize_history"
     )

@@ -256,17 +256,17 @@ def test_keys_are_split_and_scalars_repeated(typed):
     key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
 
     def f(w, x, key, rate, flag):
-        return jnp.mean(x * w), {"noise": jax.random.normal(key, (2,)), "rate": rate, "flag": flag}
+        return jnp.mean(x * w), {"noise": jax.random.uniform(key, (2,)), "rate": rate, "flag": flag}
 
     compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2)
     (_, aux), _ = compute(jnp.array(1.0), jnp.arange(4.0), key, 0.5, jnp.array(True), opt_state=state_with(1.0))
-    expected = jnp.stack([jax.random.normal(k, (2,)) for k in jax.random.split(key, 2)])
+    expected = jnp.stack([jax.random.uniform(k, (2,)) for k in jax.random.split(key, 2)])  # exact in every program
     assert_bitwise(aux, {"noise": expected, "rate": np.array([0.5, 0.5], F32), "flag": np.array([True, True])})
     # without accumulation the key is the caller's
     (_, aux), _ = jaxmp.value_and_grad(f, has_aux=True)(
         jnp.array(1.0), jnp.arange(4.0), key, 0.5, True, opt_state=state_with(1.0)
     )
-    assert_bitwise(aux["noise"], jax.random.normal(key, (2,)))
+    assert_bitwise(aux["noise"], jax.random.uniform(key, (2,)))
 
 
 def test_accumulate_argnums_name_the_batch():
