@@ -1,4 +1,4 @@
-"""The language of path patterns: its rules, that every argument speaks it, and what a pattern without a path says."""
+"""The language of path patterns: its rules, the arguments that use it, and what a useless pattern raises."""
 
 import tempfile
 import warnings

@@ -430,7 +430,7 @@ def test_dropout_and_static_arguments(chosen):
 
 
 def test_other_methods_run_the_layers_that_hold_scales():
-    """`encode` ends where the whole model goes on: its last layer is no end of the model."""
+    """`encode` is a part of the model: its last layer is not the last layer of the model."""
     model = Model()
     with autocast(RECIPE):
         params = init(model, X)

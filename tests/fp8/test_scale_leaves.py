@@ -460,7 +460,7 @@ def test_shard_map_inside_of_the_differentiated_loss(check_vma):
         with pytest.raises(TypeError, match="fp8_meta32") as caught:
             grads_of(spread, layer, X, jit=False)
         assert "and call value_and_grad inside a shard_map" in notes_of(caught)
-        with pytest.raises(TypeError, match="fp8_meta32"):  # found by the compiler, where nobody can add to it
+        with pytest.raises(TypeError, match="fp8_meta32"):  # raised by the compiler, which accepts no notes
             grads_of(spread, layer, X)
         return
     got = grads_of(spread, layer, X)

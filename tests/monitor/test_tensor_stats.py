@@ -46,7 +46,7 @@ def oracle(x):
 
 
 def edges():
-    """The neighbourhood of every number at which a format changes its mind."""
+    """Numbers around each threshold of a format."""
     values = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]
     for dtype in FORMATS.values():
         info = ml_dtypes.finfo(dtype)

@@ -173,7 +173,7 @@ def test_averages_follow(dtype, signed, signal):
     ours = worth(run(start, feed), signed)
     assert abs(np.mean(ours) / np.mean(x64) - 1) < 0.01
     if signal == "decaying" and dtype == "bfloat16":
-        np.testing.assert_allclose(by_nearest, nearest(start, dtype, signed=signed), rtol=1e-2)  # stands still
+        np.testing.assert_allclose(by_nearest, nearest(start, dtype, signed=signed), rtol=1e-2)  # does not move
         assert np.mean(after_100) < 0.92 * np.mean(by_nearest)
 
 

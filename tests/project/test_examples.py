@@ -132,7 +132,7 @@ def test_train_is_the_same_in_two_processes(start, run, tmp_path):
     alone = run("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / "alone.json")  # on 8 devices too
     outs = [finish(worker) for worker in workers]
     assert "step 4: a device overflowed, all skip; loss scale 1024 -> 512" in outs[0]
-    assert "loss scale" not in outs[1]  # the first process speaks
+    assert "loss scale" not in outs[1]  # only the first process prints
     assert not (tmp_path / "1.json").exists()
     (joined,), (expected,) = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("0", "alone"))
     assert "step 4" in alone

@@ -195,7 +195,7 @@ def test_resized_histories_keep_the_newest(length):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_bitwise(resize_history(opt_state, RECIPE), opt_state)
-    # training goes on, and an update with the wrong length names the remedy
+    # training continues, and an update with the wrong length names the fix
     other_tx = make_tx("bf16", recipe=other)
     jax.eval_shape(other_tx.update, grads, resized, params)
     message = (

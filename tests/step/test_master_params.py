@@ -314,7 +314,7 @@ def test_a_huge_shrink_is_repaired_by_the_next_step(policy):
     expected = rounded(wanted, policy)
     assert_bitwise(exact["w"], expected)
     missed = np.asarray(landed["w"]) != expected
-    assert missed.any()  # the case is there
+    assert missed.any()  # the data contain the case
     np.testing.assert_allclose(np.asarray(landed["w"], np.float64), np.float64(expected), rtol=0, atol=2.0**-10)
     repaired, state, _ = by_updates({"w": jnp.zeros(old.shape)}, state, landed)
     assert_bitwise(repaired["w"], expected)

@@ -288,7 +288,7 @@ def test_wrap_state_re_keys_by_path(old_form, new_form):
 
 
 def test_wrap_state_inside_a_chain():
-    """The one `mixed_precision` of a chain is found; what stands round it starts anew."""
+    """The one `mixed_precision` of a chain is found; the state of the transforms around it starts anew."""
     inner = optax.adam(0.1)
     _, state = train(inner, params32(), inner.init(params32()), 2)
     tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(inner, "fp16"))

@@ -211,7 +211,7 @@ def test_sums_of_microbatches_are_float32():
     loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=4)(w, x, opt_state=state_with(4.0))
     assert_bitwise((loss, grads), (F32(2.0**15), np.array([2.0**17], F32)))
     _, whole = jaxmp.value_and_grad(loss_fn)(w, x, opt_state=state_with(4.0))
-    assert_bitwise(whole, np.array([np.inf], F16))  # what a float16 gradient of the batch comes to
+    assert_bitwise(whole, np.array([np.inf], F16))  # the gradient of the whole batch overflows float16
 
     tx = jaxmp.mixed_precision(optax.sgd(2.0**-15), "fp16", loss_scale=4.0)
     opt_state = tx.init(w)

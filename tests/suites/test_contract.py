@@ -498,7 +498,7 @@ def optimizer_step(name: str, tx: Any, grads: Any, state: Any, params: Any, valu
 
 
 def check_three_steps(name: str, step: Any, tx: Any) -> None:
-    """Good, overflow, good: no error, a skip that changes nothing, finite state, and training that goes on."""
+    """Good, overflow, good: no error, a skip that changes nothing, finite state, and training that continues."""
     params32 = jax.tree.map(jnp.asarray, PARAMS32)
     state, params = tx.init(params32), KEEP_NORMS.cast_to_param(params32)
     before = types((params, state))

@@ -31,7 +31,7 @@ def one_fault():
 
 
 def injured(change):
-    """What `check` says of a step that did not skip an inf as it should: `change(state after, state before)`."""
+    """The messages of `check` for a step that should have skipped an inf: `change(state after, state before)`."""
     world, before, twin, after, fault = one_fault()
     with pytest.raises(AssertionError) as caught:
         faults.check(world, before, twin, change(after, twin), fault)
