@@ -39,10 +39,12 @@ class Notes:
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
+      unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
+    unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
@@ -55,6 +57,8 @@ class ScaleReads:
       warned: whether the user was told that none was.
       read, made: traced scales by their id, while they live: those that were read, and those that an update made.
       traces: the last traces in which one was read, from `compat.trace_state()`.
+      scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
+        the id of the leaf.
     """
 
     any: bool = False
@@ -62,6 +66,7 @@ class ScaleReads:
     read: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
+    scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +75,31 @@ class Ambient:
 
     Attributes:
       autocast_lists: the `CastLists` of the innermost `jaxmp.autocast`; None outside of all.
+      autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
+      autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
+      fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
+      checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
+      replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
+        same object everywhere.
     """
 
     autocast_lists: Any = None
+    autocast_region: Any = None
+    autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
     fp8_enabled: bool = True
+    fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
+    replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")
@@ -93,6 +109,11 @@ _OUTSIDE = Ambient()  # of all regions
 def now() -> Ambient:
     """The value where this is called."""
     return _NOW.get(_OUTSIDE)
+
+
+def is_in_loss() -> bool:
+    """Whether a loss of `value_and_grad` is traced or differentiated here."""
+    return now().notes is not _OUTSIDE.notes
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state
+from jaxmp._src.step.calibrate import calibrate
 
 
 class TrainState(train_state.TrainState):
@@ -102,6 +103,17 @@ class TrainState(train_state.TrainState):
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
         return self.replace(params=params, opt_state=opt_state, **read_state.keep_if_skipped(opt_state, fields, old))
+
+    def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
+        """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.
+
+        Args:
+          fun: the loss, called as `fun(params, *args)`.
+          *args: its arguments behind the params.
+          **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
+        """
+        params, opt_state = calibrate(fun, self.params, *args, tx=self.tx, opt_state=self.opt_state, **kwargs)
+        return self.replace(params=params, opt_state=opt_state)
 
     @property
     def loss_scale(self) -> Float[Array, ""]:

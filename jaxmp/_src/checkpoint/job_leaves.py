@@ -30,7 +30,7 @@ _UNSCALE = (
     "kept_elements",
     "unscaled_fp16",
 )
-_FP8_COUNTERS = ("saturated_tensors", "unused_tensors")
+_FP8_COUNTERS = ("saturated_tensors", "unused_tensors", "lost_gradients")
 REMAINDERS = ("remainder16", "remainder8")
 _join = jax.jit(moments.join)  # one pass, not one for each operation
 

@@ -22,7 +22,7 @@ from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_li
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import microbatches, read_state, state_tuples, value_and_grad as gradients
 from jaxmp._src.step.in_place import as_transformation
-from jaxmp._src.step.policy import get_policy
+from jaxmp._src.step.policy import Policy, get_policy
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -101,9 +101,10 @@ def plan(
       policy: as for `jaxmp.mixed_precision`; gives the stored dtypes of the params.
       optimizer: the optimizer of the loop, `jaxmp.mixed_precision(...)` or any other optax transform. Its `init` is
         evaluated on shapes: on the float32 params if it keeps masters, else on the stored params.
-      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad`; the model computes in the
-        dtypes of its modules or of autocast. Under `jax.checkpoint` only the values that it saves count. None: no
-        activations are counted.
+      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad(loss_fn, policy=policy)`, which
+        is the loop that is planned: layers keep a `dtype=` of their own. (For a loop without `policy=`, write
+        `with jaxmp.autocast(enabled=False)` into the loss.) Under `jax.checkpoint` only the values that it saves count.
+        None: no activations are counted.
       batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, for all devices and all microbatches
         together; leading axes are batch axes. Scalars and PRNG keys are not cut.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -166,7 +167,7 @@ def plan(
     owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
     jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
     if loss_fn is not None:
-        jaxpr, grads, others = _trace(loss_fn, has_aux, stored, opt_state, microbatch)
+        jaxpr, grads, others = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
     split_grads = [
         bytes_per_device.of_array(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()
     ]
@@ -269,27 +270,39 @@ def overview(num_params: float) -> dict[str, Plan]:
 
 
 def _trace(
-    loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    policy: Policy,
+    params: PyTree,
+    opt_state: Any,
+    batch: tuple[Any, ...],
 ) -> tuple[Any, PyTree, int]:
     """(program of the loss and its gradients, the gradients' shapes, the number of outputs before the gradients)."""
 
     def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
         if read_state.has_loss_scale(opt_state):
-            return _scaled(loss_fn, has_aux, params, opt_state, batch)
+            return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
         return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
 
     jaxpr, (first, grads) = jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
     return jaxpr, grads, len(jax.tree.leaves(first))
 
 
-def _scaled(loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]) -> Any:
-    """`jaxmp.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, opt_state=opt_state)`, without its warnings."""
+def _scaled(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    policy: Policy,
+    params: PyTree,
+    opt_state: Any,
+    batch: tuple[Any, ...],
+) -> Any:
+    """`jaxmp.value_and_grad(loss_fn, has_aux, policy=policy)(params, *batch, opt_state=opt_state)`, unwarned."""
 
     def run(params: PyTree, carry: PyTree, batch: tuple[Any, ...]) -> Any:
         return *gradients.loss_and_aux(loss_fn(*params, *batch), has_aux), carry
 
     loss, aux, _, (grads,) = gradients.scaled_value_and_grad(
-        run, (params,), (), batch, opt_state, policy=None, k=1, axis_name="auto", looks=False
+        run, (params,), (), batch, opt_state, policy=policy, k=1, axis_name="auto", looks=False
     )
     return ((loss, aux) if has_aux else loss), grads
 

@@ -7,6 +7,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
     kept_elements  the optimizer made values that are not finite, and the old ones were kept
+    lost_gradients gradients came to fp8 layers as zeros although the layers ran
     unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
     clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
     overflow       an activation is not finite; or a gradient is not finite in several samples
@@ -16,7 +17,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first six check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
 only if it appears in several samples.
 """
 
@@ -40,8 +41,8 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, unscaled, clipped, overflow, near_overflow,
-        underflow, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, lost_gradients, unscaled, clipped, overflow,
+        near_overflow, underflow, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -218,6 +219,20 @@ def kept_elements(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
         )
 
 
+def lost_gradients(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
+    """Gradients came to fp8 layers as zeros, although the layers ran."""
+    lost = metrics.get("fp8/lost_gradients", math.nan)
+    if lost > 0:
+        yield Finding(
+            "lost_gradients",
+            step,
+            "",
+            f"{lost:.0f} gradients came to their fp8 layer as zeros. In the first steps of delayed scaling the scales "
+            f"are not known yet, and gradients become zero on their way back: call jaxmp.fp8.calibrate before the "
+            f"first step. Later it is a layer whose output does not change the loss.",
+        )
+
+
 class Norms:
     """The norms of the gradients, divided by the loss scale, in the last steps that were taken."""
 
@@ -312,12 +327,12 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
         )
         return  # the gradients are then not finite either
     names, bad = stats.grads.names, np.flatnonzero(stats.grads.nonfinite > 0)
-    if len(bad) > 1 and 2 * len(bad) > len(names):  # most of them: one common cause
+    if 2 * len(bad) > len(names):  # most of them: one common cause
         yield Finding(
             "overflow",
             step,
             "grads",
-            f"{len(bad)} of {len(names)} gradients are not finite, in several samples: the loss is not finite, or the "
+            f"{_how_many(len(bad), len(names))} not finite, in several samples: the loss is not finite, or the "
             f"gradient of a late layer, from which all earlier gradients are computed. Watch the activations "
             f"(jaxmp.monitor.watch_activations) or find the operation (jaxmp.monitor.first_bad_op), and check the "
             f"batch. Or lower the learning rate.",
@@ -332,6 +347,10 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             f"several samples; most other gradients are finite, so this layer has the largest ones. Clip them, scale "
             f"them down (jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
         )
+
+
+def _how_many(bad: int, names: int) -> str:
+    return "the only gradient is" if names == 1 else f"{bad} of {names} gradients are"
 
 
 def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
@@ -73,7 +73,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
-        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
@@ -96,14 +96,16 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             else:
-                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
             move = jnp.where(move == 0, -0.0, move)
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
                 moves[i] = part.reshape(leaves[i].shape)
-        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+        lost = _lost_gradients(params, amaxes)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -176,6 +178,20 @@ def split_fp8(
     return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
 
 
+def check_moves_all(opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError if `opt_state` moves some of the fp8 scales of `params`, and not all."""
+    moved = sum(jnp.size(group.scale) for found in find(opt_state, Fp8State) for group in found.amax_states)
+    paths = {path: x for path, x in tree_paths.leaves_by_path(params).items() if scale_leaves.is_scale(path)}
+    held = sum(map(jnp.size, paths.values()))
+    if moved and moved < held:
+        raise ValueError(
+            f"the scales of all fp8 layers must move, also beside frozen weights: gradients go through these layers, "
+            f"and become zero by a scale that stays. Got {held} scales in the params, of which the optimizer moves "
+            f"{moved}. Put mixed_precision around optax.multi_transform, masked or partition, not inside: it keeps "
+            f"scales away from labels and masks."
+        )
+
+
 def is_delayed(recipe: Recipe) -> bool:
     """Whether a recipe keeps scales in the params. Other recipes need nothing from the optimizer."""
     return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
@@ -241,6 +257,18 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
     }
 
 
+def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
+    """How many gradients came to a layer as zeros, of layers that ran."""
+    paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+    inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
+    lost = jnp.zeros((), jnp.float32)
+    for path, amax in zip(paths, amaxes, strict=True):
+        layer = path.rpartition("/")[0]
+        if scale_leaves.format_of(path)[0] and layer in inputs:
+            lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
+    return lost
+
+
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:
     return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
 
@@ -259,7 +287,9 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
             "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling(). If the scales lie "
+            "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
+            "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
 

@@ -79,10 +79,14 @@ class Destination:
     """Where an optimizer that writes in place puts the new params. `apply_gradients` makes it and reads it.
 
     Attributes:
+      grads: the gradients of the caller, before transforms that stand in front.
+      arrived: the leaves of the gradients that arrived at `unscale_and_skip`; None until then.
       written: the new params; None until then.
     """
 
-    def __init__(self, params: PyTree | None) -> None:
+    def __init__(self, params: PyTree | None, grads: PyTree) -> None:
+        self.grads = grads
+        self.arrived: list[Any] | None = None
         self.written: PyTree | None = None
         self._noted: list[Any] | None = None
         self._expected = params
@@ -99,6 +103,11 @@ class Destination:
         expected, given = jax.tree.leaves(self._expected), jax.tree.leaves(params)
         same = len(expected) == len(given) and all(a is b for a, b in zip(expected, given, strict=True))
         return same and self._trace_state == compat.trace_state()
+
+    def arrive(self, grads: PyTree) -> None:
+        """Called where scaled gradients arrive; those of an inner trace stay there."""
+        if self._trace_state == compat.trace_state():
+            self.arrived = jax.tree.leaves(grads)
 
     def note(self, updates: PyTree) -> None:
         """Called by a transform with masters: it returns these updates, and `apply_gradients` may not need them."""
@@ -120,7 +129,7 @@ class Destination:
 
     def closed(self) -> "Destination":
         """For transforms inside `unscale_and_skip`: `apply_gradients` called, but they must not write."""
-        return Destination(None)
+        return Destination(None, self.grads)
 
 
 def _has_follower(state: Any, kinds: tuple[type, ...], *, certain: bool) -> bool:

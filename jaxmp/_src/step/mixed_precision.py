@@ -21,6 +21,7 @@ from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
+    before_unscaling,
     extra_arguments,
     fp8_scales,
     in_place,
@@ -139,8 +140,13 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain.
+      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
+
+    Warns:
+      UserWarning: a transform before `mixed_precision` in a chain that looks at the size of the scaled gradients (a
+        clip).
+      UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -151,11 +157,15 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
-    destination = in_place.Destination(params)
+    read_state.check_wrappers(opt_state)
+    fp8_scales.check_moves_all(opt_state, params)
+    destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)
+    before = opt_state
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
+    before_unscaling.check(tx, destination, before, params, stacklevel=2)
     _check_is_last(destination, updates, opt_state, params)
     if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import scale_reads
@@ -24,6 +24,7 @@ from jaxmp._src.step.state_tuples import (
     Fp8State,
     GlobalNormState,
     LossScaleState,
+    LowUnscaleState,
     MasterState,
     NoLossScaleState,
     UnscaleState,
@@ -88,6 +89,37 @@ def may_scale(opt_state: Any) -> bool:
     """Whether there may be a loss scale other than 1: False only if it is known that there is none."""
     found = _scalings(opt_state)
     return not found or not all(isinstance(x, NoLossScaleState) for x in found)
+
+
+def check_not_nested(inner_state: Any) -> None:
+    """Raises a ValueError if the state of what `unscale_and_skip` is about to wrap holds one of its own."""
+    if find(inner_state, UnscaleState):
+        raise ValueError(
+            "mixed_precision (or unscale_and_skip) must stand once around an optimizer, as it unscales the gradients; "
+            "got an optimizer inside of it that holds another. Take one of them away."
+        )
+
+
+def check_wrappers(opt_state: Any) -> None:
+    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`."""
+    if any(find(x, UnscaleState) for x in find(opt_state, optax.ApplyIfFiniteState)):
+        raise ValueError(
+            "a non-finite gradient must reach mixed_precision: it skips the step, lowers the loss scale and counts the "
+            "skip; got optax.apply_if_finite around it, which keeps such a gradient from it. Leave apply_if_finite out "
+            "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
+            "inside, around the optimizer."
+        )
+
+
+def note_replaced(state: UnscaleState) -> None:
+    """Notes that an update took `state` and made another, for `keep_if_skipped`."""
+    if isinstance(state.skipped, jax.Array):
+        ambient.now().replaced_flags[id(state.skipped)] = state.skipped
+
+
+def computes_low(opt_state: Any) -> bool:
+    """Whether `opt_state` belongs to an optimizer whose policy has wide params and computes in 16 bits."""
+    return bool(find(opt_state, LowUnscaleState))
 
 
 def with_policy(opt_state: Any, policy: Any) -> Any:
@@ -238,6 +270,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
       fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
+      fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
@@ -272,7 +305,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
 
 def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     found = find(opt_state, Fp8State)
-    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
     # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
@@ -284,6 +317,7 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
         jnp.max(newest, axis=-1),
         found[0].saturated_tensors,
         found[0].unused_tensors,
+        found[0].lost_gradients,
     )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 
@@ -311,7 +345,7 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
-      ValueError: an array of `new` has another shape than in `old` (named by path).
+      ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
 
     Example:
       >>> import jaxmp
@@ -322,6 +356,11 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    if ambient.now().replaced_flags.get(id(skipped)) is skipped:
+        raise ValueError(
+            "whether a step was skipped stands in the opt_state that its update returned; got the opt_state that the "
+            "update was given, which tells of the step before. Pass the new one."
+        )
     _check_shapes(new, old)
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN

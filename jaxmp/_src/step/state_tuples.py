@@ -92,6 +92,10 @@ class UnscaleState(NamedTuple):
     guarded: Any
 
 
+class LowUnscaleState(UnscaleState):
+    """`UnscaleState` for a policy of wide params and 16-bit computation: its type says so while a step is traced."""
+
+
 class MasterState(NamedTuple):
     """State of `keep_master_params`.
 
@@ -123,6 +127,7 @@ class Fp8State(NamedTuple):
         amax_history float32[len, n].
       saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
       unused_tensors: float32[], tensors that were not used in the last step taken, or all zero.
+      lost_gradients: float32[], gradients that were all zero in the last step taken, of layers that ran.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -135,6 +140,7 @@ class Fp8State(NamedTuple):
     amax_states: tuple[recipes.AmaxState, ...]
     saturated_tensors: Float[Array, ""]
     unused_tensors: Float[Array, ""]
+    lost_gradients: Float[Array, ""]
 
 
 class SplitFp8State(NamedTuple):

@@ -114,7 +114,8 @@ def unscale_and_skip(
       skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
         (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
         devices. It does not lower the loss scale; only overflow does.
-      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics), and, by
+        the type of the state, a loss that does not compute in the 16 bits of the policy (`value_and_grad`).
       clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
         overflow (jnp.float16), an infinite gradient becomes the largest finite value of that dtype, divided by the
         scale; the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8
@@ -127,6 +128,7 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
@@ -163,14 +165,18 @@ def unscale_and_skip(
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
     largest = None if clamp_inf is None else largest_of(clamp_inf)
     rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
+    # 16-bit params show by their dtype what the loss should compute in.
+    only_computes_low = policy is not None and policy.computes_in_16_bits and policy.param_dtype.itemsize > 2
+    kind = state_tuples.LowUnscaleState if only_computes_low else state_tuples.UnscaleState
 
     def init_fn(params: PyTree) -> state_tuples.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
         _check_moves_scales(guarded, params)
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
+        read_state.check_not_nested(guarded_state)
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
             check_optimizer.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
-        fresh = state_tuples.UnscaleState(
+        fresh = kind(
             scaling=read_state.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
@@ -196,6 +202,8 @@ def unscale_and_skip(
     ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
         read_state.check_has_scaling(state)
+        if destination is not None:
+            destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
@@ -203,7 +211,7 @@ def unscale_and_skip(
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
         if is_dynamic:
-            scale_reads.check(used_scale, stacklevel=4)
+            scale_reads.check(updates if destination is None else destination.grads, used_scale, stacklevel=4)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
@@ -220,6 +228,7 @@ def unscale_and_skip(
         }
         new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
 
+        read_state.note_replaced(state)
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~decision.taken
             pinned = (
@@ -232,7 +241,7 @@ def unscale_and_skip(
             scaling = jax.tree.map(state_arrays.in_dtype_of, next_scaling, state.scaling)
             if is_dynamic:
                 scale_reads.note_made(scaling.loss_scale, before=used_scale)
-            return new.updates, state_tuples.UnscaleState(
+            return new.updates, type(state)(
                 scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
