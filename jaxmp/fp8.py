@@ -10,14 +10,18 @@ range. Where the scale comes from is the *recipe*; with `DelayedScaling` it come
 of earlier steps. The scales are leaves of the params, the amaxes are their gradients, the histories lie in `opt_state`:
 so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
 
-In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the recipes) -> `dot_general`, `einsum`,
-`quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how scales move;
-`mixed_precision` joins them) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says what
-serves all this on the machine at hand.
+In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
+`dot_general`, `einsum`, `quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`, `split_fp8` (how
+scales move; `mixed_precision` joins them) -> `calibrate` (scales from one batch, before the first step) ->
+`get_scales`, `resize_history` (looking at them, and restoring). `backends` says what serves all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
-from jaxmp._src.fp8.blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
+from jaxmp._src.fp8.blocks import (
+    MXFP8 as MXFP8,
+    BlockScaling as BlockScaling,
+    RowwiseScaling as RowwiseScaling,
+)
 from jaxmp._src.fp8.einsum import einsum as einsum
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.linen_layers import autocast as autocast
@@ -26,6 +30,7 @@ from jaxmp._src.fp8.matmul import (
     Scales as Scales,
     dot_general as dot_general,
 )
+from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
 from jaxmp._src.fp8.recipes import (
     AmaxState as AmaxState,
     CurrentScaling as CurrentScaling,
@@ -34,6 +39,7 @@ from jaxmp._src.fp8.recipes import (
 from jaxmp._src.fp8.scale_leaves import is_scale as is_scale
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
+from jaxmp._src.step.calibrate import calibrate as calibrate
 from jaxmp._src.step.fp8_scales import (
     get_scales as get_scales,
     resize_history as resize_history,

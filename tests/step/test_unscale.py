@@ -326,7 +326,7 @@ def test_a_scaler_of_the_user():
 METRICS = set(
     "loss_scale skipped skipped_steps consecutive_skips growth_count hysteresis_left pinned_overflows unscaled_fp16 "
     "saturated_params kept_elements grad_norm zero_grads "
-    "fp8/min_scale fp8/max_scale fp8/max_amax fp8/saturated fp8/unused".split()
+    "fp8/min_scale fp8/max_scale fp8/max_amax fp8/saturated fp8/unused fp8/lost_gradients".split()
 )
 
 

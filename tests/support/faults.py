@@ -270,7 +270,7 @@ def _check_moves(new: Any, old: Any, kept: Any) -> None:
     assert int(np.max(kept)) <= max(held, 0), f"4: {kept} elements were kept, and {held} have their old moments"
 
 
-_OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors")
+_OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors", ".lost_gradients")
 
 
 def _differing(a: Any, b: Any) -> dict[str, int]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class CutParams(NamedTuple):
+class GatheredParams(NamedTuple):
     """Params that are cut over a mesh axis, as seen at one level of one trace.
 
     Attributes:
@@ -39,11 +39,13 @@ class Notes:
 
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
-      cut_params: which trees of params were gathered from their parts.
+      unmoved_scales: the fp8 layers whose scales are not differentiated.
+      gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
-    cut_params: list[CutParams] = dataclasses.field(default_factory=list)
+    unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
+    gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -77,6 +79,7 @@ class Ambient:
       autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
+      fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
@@ -91,6 +94,7 @@ class Ambient:
     autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
     fp8_enabled: bool = True
+    fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
@@ -105,6 +109,11 @@ _OUTSIDE = Ambient()  # of all regions
 def now() -> Ambient:
     """The value where this is called."""
     return _NOW.get(_OUTSIDE)
+
+
+def is_in_loss() -> bool:
+    """Whether a loss of `value_and_grad` is traced or differentiated here."""
+    return now().notes is not _OUTSIDE.notes
 
 
 @contextlib.contextmanager

@@ -17,14 +17,16 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
+from jaxmp._src.fp8.nnx_layers import Fp8Scale
 from jaxmp._src.step import (
     batch_arguments,
     microbatches,
     mixed_precision,
     policy as policy_lib,
-    state,
+    read_state,
     value_and_grad as grads_lib,
 )
+from jaxmp._src.step.calibrate import calibrate
 
 
 def value_and_grad(
@@ -45,7 +47,8 @@ def value_and_grad(
 
     Args:
       fun: the loss; its first argument is the module.
-      wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`.
+      wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`. The scales of fp8
+        layers (`Fp8Scale`) always belong to them, also with `wrt=nnx.LoRAParam`.
       has_aux: whether `fun` returns `(loss, aux)`.
       policy: the policy of the optimizer, or its name; the loss runs in its precision, as in `jaxmp.value_and_grad`.
         For "fp8", call `to_fp8(model)` before you make the optimizer.
@@ -73,9 +76,11 @@ def value_and_grad(
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
     seen: set[Any] = set()
+    chosen = wrt
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
+        wrt = _with_scales(model, chosen)
         graphdef, params, rest = nnx.split(model, wrt, ...)
         batches, whole = microbatches.split_arguments((model, *args), (0,), accumulate_argnums, k)
 
@@ -122,7 +127,8 @@ class Optimizer(nnx.Optimizer):
     Args:
       model: the module, with float32 params.
       tx: `jaxmp.mixed_precision(...)`.
-      wrt: filter of the variables to optimize.
+      wrt: filter of the variables to optimize. The scales of fp8 layers (`Fp8Scale`) always belong to them, also with
+        `wrt=nnx.LoRAParam`: gradients go through layers with frozen weights, too.
       policy: the policy of `tx`; None does not cast the module. The optimizer carries it: with `opt_state=optimizer`,
         `value_and_grad` needs no `policy=`.
 
@@ -149,6 +155,7 @@ class Optimizer(nnx.Optimizer):
         wrt: Any = nnx.Param,
         policy: str | jmp.Policy | None = None,
     ):
+        wrt = _with_scales(model, wrt)
         super().__init__(model, tx, wrt=wrt)
         self.policy = None if policy is None else policy_lib.get_policy(policy)
         if self.policy is not None:
@@ -169,7 +176,29 @@ class Optimizer(nnx.Optimizer):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
-        self.step[...] = state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+        self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+
+    def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
+
+        The other state of the module (statistics, counts of keys) stays as it is. See `jaxmp.fp8.calibrate`.
+
+        Args:
+          model: the module.
+          fun: the loss, called as `fun(model, *args)`.
+          *args: its arguments behind the module.
+          **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
+        """
+        graphdef, params, rest = nnx.split(model, self.wrt, ...)
+
+        def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return fun(nnx.merge(graphdef, params, rest, copy=True), *args, **kwargs)
+
+        kwargs.setdefault("policy", self.policy)
+        opt_state = nnx.as_pure(self.opt_state)
+        params, opt_state = calibrate(of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
 
 
 def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx.Param) -> None:
@@ -187,6 +216,13 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
       'float16'
     """
     nnx.update(model, policy_lib.get_policy(policy).cast_to_param(nnx.state(model, wrt)))
+
+
+def _with_scales(model: nnx.Module, wrt: Any) -> Any:
+    """The filter `wrt`, or, if `model` has fp8 scales that it leaves out, the filter of both."""
+    chosen = nnx.filterlib.to_predicate(wrt)
+    left_out = nnx.state(model, lambda path, x: isinstance(x, Fp8Scale) and not chosen(path, x))
+    return nnx.Any(wrt, Fp8Scale) if jax.tree.leaves(left_out) else wrt
 
 
 def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
@@ -233,4 +269,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     """
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, state.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))

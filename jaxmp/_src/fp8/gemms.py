@@ -41,6 +41,7 @@ class Gemm(NamedTuple):
     rhs_spec: tuple[Any, ...] | None
     out_sharding: Any
     activation: str | None = None  # applied to lhs before the cast
+    by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
     def rhs_starts(self) -> bool:

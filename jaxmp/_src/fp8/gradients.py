@@ -12,7 +12,7 @@ microbatches and the reduction over devices. For params without fp8 leaves they 
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -70,6 +70,20 @@ class Fp8Gradients:
     def over_devices(self, grads: PyTree, params: PyTree) -> PyTree:
         """`grads` with amaxes at their MAX over all bound axes; gradients stay this device's own."""
         return scale_leaves.max_of_scales(grads, params, compat.manual_axes())
+
+
+def warn_of_unmoved_scales(layers: Collection[str]) -> None:
+    """Warns of fp8 layers in a loss whose scales are not differentiated."""
+    if layers:
+        warnings.warn(
+            f"the scales of fp8 layers move if value_and_grad differentiates them, beside frozen weights too; those of "
+            f"{', '.join(layers)} are closed over by the loss, or in an argument that is not in argnums. In this loss "
+            f"each tensor of these layers is cast with the scale of its own amax, which reads it twice; elsewhere they "
+            f"use the scales that they have. Differentiate all params and freeze weights in the optimizer: "
+            f"jaxmp.mixed_precision(optax.multi_transform({{'train': inner, 'frozen': optax.set_to_zero()}}, labels), "
+            f"policy). With nnx add the scales to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale).",
+            stacklevel=2,
+        )
 
 
 def _warn_of_no_fp8(in_fp8: bool) -> None:

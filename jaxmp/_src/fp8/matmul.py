@@ -29,7 +29,7 @@ from jaxmp._src.base import ambient, compat
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
+from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
@@ -84,13 +84,14 @@ def dot_general(
     out_sharding: Any = None,
     activation: str | None = None,
     layer: str | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
     Args:
       lhs, rhs: float arrays; any batch and contracting dimensions.
       dimension_numbers: as for `jax.lax.dot_general`.
-      recipe: `DelayedScaling` (with `scales`), `CurrentScaling`, `BlockScaling` or `MXFP8` (without).
+      recipe: `DelayedScaling` (with `scales`), or a recipe without state.
       scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
@@ -99,13 +100,15 @@ def dot_general(
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
       layer: a name for warnings.
+      key: a key of `jax.random` for the stochastic rounding of gradients; only `NVFP4` needs one.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
       GEMM's accumulator.
 
     Raises:
-      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation.
+      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
+        gradient by `NVFP4()` without a key.
 
     Warns:
       FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
@@ -143,9 +146,9 @@ def dot_general(
         )
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
-    if isinstance(recipe, BlockScaling | MXFP8):
+    if isinstance(recipe, block_matmul.Recipe):
         return block_matmul.dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding
+            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding, key=key
         )
     gemm = Gemm(
         contract=(tuple(lhs_contract), tuple(rhs_contract)),
@@ -160,10 +163,22 @@ def dot_general(
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
         activation=activation,
+        by_own_amax=ambient.now().fp8_calibrating or _nothing_moves(scales, layer),
     )
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
     return _delayed_dot(gemm, lhs, rhs, *scales)
+
+
+def _nothing_moves(scales: Scales | None, layer: str | None) -> bool:
+    """Whether a loss of `value_and_grad` calls a layer whose scales it does not differentiate; notes the layer.
+
+    Nothing moves these scales, and the loss scale does not shift them.
+    """
+    if scales is None or not ambient.is_in_loss() or scales.lhs.dtype == compat.max_dtype():
+        return False
+    ambient.now().notes.unmoved_scales[layer or "a layer"] = None
+    return True
 
 
 def _traced_for(dtype: Any) -> Any:
@@ -209,6 +224,7 @@ def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: 
 def _delayed_forward(
     gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
 ) -> tuple[Array, Any]:
+    lhs, rhs = once(lhs), once(rhs)
     lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
     lhs_q, lhs_amax = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=lhs_rows, activation=gemm.activation
@@ -221,6 +237,7 @@ def _delayed_forward(
 
 def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
     lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
     grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows)
     d_lhs, d_rhs = gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
@@ -257,17 +274,19 @@ def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tupl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    return _current_forward(gemm, recipe, lhs, rhs)[0]
+    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
+    return gemms.fprop(gemm, lhs_q, _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False))
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
+    lhs, rhs = once(lhs), once(rhs)
     lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
     rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
-    grad_q = _quantize_by_itself(recipe, grad, gemm.backward_dtype, backward=True)
+    grad_q = _quantize_by_itself(recipe, once(grad), gemm.backward_dtype, backward=True)
     lhs_q, rhs_q = residuals
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 

@@ -7,6 +7,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
     kept_elements  the optimizer made values that are not finite, and the old ones were kept
+    lost_gradients gradients came to fp8 layers as zeros although the layers ran
     unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
     clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
     overflow       an activation is not finite; or a gradient is not finite in several samples
@@ -16,7 +17,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first six check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
 only if it appears in several samples.
 """
 
@@ -40,8 +41,8 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, unscaled, clipped, overflow, near_overflow,
-        underflow, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, lost_gradients, unscaled, clipped, overflow,
+        near_overflow, underflow, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -215,6 +216,20 @@ def kept_elements(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
             f"for {kept:.0f} elements the optimizer made a value that is not finite, of finite gradients; they keep "
             f"their old value. If it happens again and again they do not train: a gradient is huge (clip it), or the "
             f"optimizer divides by 0 (jaxmp.check_optimizer).",
+        )
+
+
+def lost_gradients(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
+    """Gradients came to fp8 layers as zeros, although the layers ran."""
+    lost = metrics.get("fp8/lost_gradients", math.nan)
+    if lost > 0:
+        yield Finding(
+            "lost_gradients",
+            step,
+            "",
+            f"{lost:.0f} gradients came to their fp8 layer as zeros. In the first steps of delayed scaling the scales "
+            f"are not known yet, and gradients become zero on their way back: call jaxmp.fp8.calibrate before the "
+            f"first step. Later it is a layer whose output does not change the loss.",
         )
 
 

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.programs import homogeneity
-from jaxmp._src.step import extra_arguments, in_place, state as state_lib
+from jaxmp._src.step import extra_arguments, in_place, read_state
 
 
 class _Arrived(Exception):
@@ -39,7 +39,7 @@ def check(tx: Any, destination: in_place.Destination, opt_state: Any, params: Py
     if arrived is None or tx.update in checked or all(a is b for a, b in zip(given, arrived, strict=False)):
         return
     checked.add(tx.update)
-    if not state_lib.may_scale(opt_state):
+    if not read_state.may_scale(opt_state):
         return
     found = _first_that_knows_its_size(tx, destination.grads, opt_state, params)
     if found is not None:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, microbatches
+from jaxmp._src.step import microbatches, state_arrays
 
 _WHERE = "the argument that carry_argnum names"
 
@@ -44,7 +44,7 @@ def take(aux: PyTree, carry: dict[int, PyTree]) -> tuple[PyTree, dict[int, PyTre
                 f"aux must have the shapes of {_WHERE}; got {jnp.shape(n)} and {jnp.shape(o)} at "
                 f"{tree_paths.path_str(path)}"
             )
-    return rest, {i: jax.tree.map(lambda n, o: buffers.in_dtype_of(n, jnp.asarray(o)), new, old)}
+    return rest, {i: jax.tree.map(lambda n, o: state_arrays.in_dtype_of(n, jnp.asarray(o)), new, old)}
 
 
 def put_back(rest: PyTree, carry: dict[int, PyTree]) -> PyTree:

@@ -19,14 +19,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import buffers, extra_arguments, in_place
-from jaxmp._src.step.state import find, masters_of
-from jaxmp._src.step.states import Fp8State, SplitFp8State
+from jaxmp._src.step import extra_arguments, in_place, state_arrays
+from jaxmp._src.step.read_state import find, masters_of
+from jaxmp._src.step.state_tuples import Fp8State, SplitFp8State
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
@@ -73,7 +73,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
-        return Fp8State(tuple(states), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
@@ -96,14 +96,16 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             else:
-                move = jnp.clip(new.scale, before / _LARGEST_STEP, before * _LARGEST_STEP) - before
+                highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
+                move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
             move = jnp.where(move == 0, -0.0, move)
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
                 moves[i] = part.reshape(leaves[i].shape)
-        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused)
+        lost = _lost_gradients(params, amaxes)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -168,12 +170,26 @@ def split_fp8(
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
-        new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
-        scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
+        new_scales = state_arrays.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = state_arrays.select(step.taken, scales_state, state.fp8_scales)
         written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
         return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
 
     return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
+
+
+def check_moves_all(opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError if `opt_state` moves some of the fp8 scales of `params`, and not all."""
+    moved = sum(jnp.size(group.scale) for found in find(opt_state, Fp8State) for group in found.amax_states)
+    paths = {path: x for path, x in tree_paths.leaves_by_path(params).items() if scale_leaves.is_scale(path)}
+    held = sum(map(jnp.size, paths.values()))
+    if moved and moved < held:
+        raise ValueError(
+            f"the scales of all fp8 layers must move, also beside frozen weights: gradients go through these layers, "
+            f"and become zero by a scale that stays. Got {held} scales in the params, of which the optimizer moves "
+            f"{moved}. Put mixed_precision around optax.multi_transform, masked or partition, not inside: it keeps "
+            f"scales away from labels and masks."
+        )
 
 
 def is_delayed(recipe: Recipe) -> bool:
@@ -241,6 +257,18 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
     }
 
 
+def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
+    """How many gradients came to a layer as zeros, of layers that ran."""
+    paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
+    inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
+    lost = jnp.zeros((), jnp.float32)
+    for path, amax in zip(paths, amaxes, strict=True):
+        layer = path.rpartition("/")[0]
+        if scale_leaves.format_of(path)[0] and layer in inputs:
+            lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
+    return lost
+
+
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:
     return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
 
@@ -259,7 +287,9 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
             "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling()."
+            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling(). If the scales lie "
+            "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
+            "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
 

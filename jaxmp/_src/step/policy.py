@@ -66,7 +66,9 @@ _REFUSED = {
     "jaxmp.fp8.autocast",
     **dict.fromkeys(("fp8-current", "fp8-tensorwise"), _RECIPE.format("CurrentScaling")),
     **dict.fromkeys(("fp8-block", "fp8-blockwise"), _RECIPE.format("BlockScaling")),
+    **dict.fromkeys(("fp8-rowwise", "rowwise"), _RECIPE.format("RowwiseScaling")),
     "mxfp8": _RECIPE.format("MXFP8"),
+    **dict.fromkeys(("nvfp4", "fp4"), _RECIPE.format("NVFP4")),
 }
 
 

@@ -33,11 +33,11 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.distributed import cut_params
+from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.fp8.gradients import Fp8Gradients
+from jaxmp._src.fp8.gradients import Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, scale_reads, state
+from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, read_state, scale_reads
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -95,8 +95,9 @@ def value_and_grad(
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; float16 matmuls without a loss
-        scale; a float16 loss; with `accumulate` > 1, microbatches that all draw the same random numbers.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales are not
+        differentiated; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1, microbatches that
+        all draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
@@ -190,11 +191,11 @@ def scaled_value_and_grad(
     carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
-    state.check_wrappers(opt_state)
+    read_state.check_wrappers(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-    loss_scale = state.get_loss_scale(opt_state)
+    loss_scale = read_state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     if k > 1:
         carry = carried_arguments.as_varying(carry, axes)
@@ -205,7 +206,7 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     is_default = policy is None
-    policy = carried or state.policy_of(opt_state) if policy is None else policy
+    policy = carried or read_state.policy_of(opt_state) if policy is None else policy
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         loss_in_region = rewrite.by_region(loss_fn)
 
@@ -219,7 +220,8 @@ def scaled_value_and_grad(
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
-    cut_params.lift(notes)
+    warn_of_unmoved_scales(notes.unmoved_scales)
+    gathered_params.lift(notes)
     grads = fp8.over_devices(grads, params)
     scale_reads.note_scaled(grads, loss_scale)
     return loss, aux, carry, grads
@@ -230,8 +232,8 @@ def _look_once(
 ) -> Callable[..., None]:
     """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
     lists = regions.current()
-    scales, is_off = state.may_scale(opt_state), lists is not None and lists.dtype is None
-    of_low = state.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
+    scales, is_off = read_state.may_scale(opt_state), lists is not None and lists.dtype is None
+    of_low = read_state.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
     warned = False
 
     def look(pullback: Any, value: Any) -> None:
@@ -279,7 +281,7 @@ def _zeros_like_float32(x: Array) -> Array:
 
 
 def _check_has_loss_scale(opt_state: Any) -> None:
-    if not state.has_loss_scale(opt_state):
+    if not read_state.has_loss_scale(opt_state):
         raise ValueError(
             "opt_state must hold the loss scale that the update unscales with; "
             + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")

@@ -1,7 +1,7 @@
 """The NamedTuples that a chain keeps in `opt_state`: plain arrays with unique names, and no behaviour.
 
 `optax.tree.get(opt_state, "loss_scale")` finds a field at any depth. So two tuples have a field of the same name only
-if it means the same. The functions that read them are in state.py.
+if it means the same. The functions that read them are in read_state.py.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -127,6 +127,7 @@ class Fp8State(NamedTuple):
         amax_history float32[len, n].
       saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
       unused_tensors: float32[], tensors that were not used in the last step taken, or all zero.
+      lost_gradients: float32[], gradients that were all zero in the last step taken, of layers that ran.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -139,6 +140,7 @@ class Fp8State(NamedTuple):
     amax_states: tuple[recipes.AmaxState, ...]
     saturated_tensors: Float[Array, ""]
     unused_tensors: Float[Array, ""]
+    lost_gradients: Float[Array, ""]
 
 
 class SplitFp8State(NamedTuple):

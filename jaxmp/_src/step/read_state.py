@@ -1,4 +1,4 @@
-"""Read `opt_state`: find the tuples of states.py in it, the loss scale, the masters, the metrics.
+"""Read `opt_state`: find the tuples of state_tuples.py in it, the loss scale, the masters, the metrics.
 
 State is plain arrays in NamedTuples: no objects with behaviour, no Python numbers. So checkpoints,
 `flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
@@ -19,7 +19,7 @@ from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import scale_reads
-from jaxmp._src.step.states import (
+from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
     Fp8State,
     GlobalNormState,
@@ -270,6 +270,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
       fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
+      fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
@@ -304,7 +305,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
 
 def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     found = find(opt_state, Fp8State)
-    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused")
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
     # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
@@ -316,6 +317,7 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
         jnp.max(newest, axis=-1),
         found[0].saturated_tensors,
         found[0].unused_tensors,
+        found[0].lost_gradients,
     )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 

@@ -1,0 +1,191 @@
+"""Calibration: the scales of all fp8 layers from one batch, before the first step.
+
+Delayed scaling takes its scales from the amaxes of earlier steps, and before the first step there are none. All scales
+are 1 then, and a gradient of 1e-6 becomes zero in fp8. Only the last layer sees its gradient; in the next step it has a
+scale, and the layer before it sees one. So n layers take n steps until a gradient reaches the first.
+
+In `layers.calibrating` each layer casts each tensor with the scale of the tensor's own amax, as current scaling does,
+forward and backward. Nothing is lost, so one pass observes the amaxes of all layers. The optimizer takes them as it
+takes those of a step: `tx` gets them as the gradients of the scale leaves, with zeros as all other gradients. Only the
+scale leaves and the amax histories of what it returns are used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import collectives
+from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
+from jaxmp._src.step import mixed_precision, read_state, state_tuples
+from jaxmp._src.step.value_and_grad import value_and_grad
+
+_BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
+
+
+def calibrate(
+    fun: Callable[..., Any],
+    *args: Any,
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    policy: str | jmp.Policy | None = None,
+    accumulate: int = 1,
+    accumulate_argnums: int | Sequence[int] | None = None,
+    carry_argnum: int | None = None,
+    axis_name: collectives.AxisName = "auto",
+    **kwargs: Any,
+) -> tuple[PyTree, Any]:
+    """Sets the scales of all layers with delayed scaling from one batch, forward and backward, at any depth.
+
+    Call it before the first step, or after weights were loaded that were trained without fp8. Without it, the scales
+    are 1 at first: n layers take n steps until a gradient reaches the first layer (`fp8/lost_gradients` of
+    `get_metrics` counts those that came as zeros), and weights that were loaded are rounded coarsely.
+
+        params, opt_state = jaxmp.fp8.calibrate(loss_fn, params, batch, tx=tx, opt_state=opt_state)
+
+    It takes the loss function and the arguments of `value_and_grad`, and runs wherever that runs: under jit, pmap,
+    shard_map and with shardings. Each tensor is cast with the scale of its own amax. The amaxes (their MAX over devices
+    and microbatches) enter the histories as those of one step. Weights, masters, moments, counts and the loss scale
+    stay as they are, and what the loss returns beside its value is dropped.
+
+    Args:
+      fun: the loss, as for `value_and_grad`.
+      *args: its arguments.
+      tx: the optimizer: `mixed_precision(...)`, or a chain that holds it.
+      opt_state: state of `tx`.
+      argnums, has_aux, policy, accumulate, accumulate_argnums, carry_argnum, axis_name: as for `value_and_grad`. The
+        arguments in `argnums` are the params of `tx`.
+      **kwargs: more arguments of `fun`.
+
+    Returns:
+      `(params, opt_state)`: the arguments in `argnums` with new scales, and the state of `tx` with an amax in each
+      history.
+
+    Raises:
+      ValueError: `opt_state` holds no amax histories (the recipe has no state, or the params hold no scales), or holds
+        them inside `optax.MultiSteps`; outside of `jax.jit`, an amax that is not finite.
+
+    Example:
+      >>> import flax.linen as nn, jaxmp
+      >>> model, x = nn.Sequential([nn.Dense(16) for _ in range(5)]), jnp.ones((16, 16)) / 1000
+      >>> with jaxmp.fp8.autocast():
+      ...     params = model.init(jax.random.key(0), x)["params"]
+      >>> tx = jaxmp.mixed_precision(optax.adam(1e-3), "fp8")
+      >>> loss_fn = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
+      >>> params, opt_state = calibrate(loss_fn, params, x, tx=tx, opt_state=tx.init(params), policy="fp8")
+      >>> float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"])
+      0.0
+    """
+    _check_has_histories(opt_state)
+    gradients = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        policy=policy,
+        accumulate=accumulate,
+        accumulate_argnums=accumulate_argnums,
+        carry_argnum=carry_argnum,
+        axis_name=axis_name,
+    )
+    single = isinstance(argnums, int)
+    params = args[argnums] if single else tuple(args[i] for i in argnums)
+
+    def amaxes_at(opt_state: Any) -> PyTree:
+        with layers.calibrating():
+            return scale_leaves.partition(gradients(*args, opt_state=opt_state, **kwargs)[1])[0]
+
+    return scales_set(amaxes_at, tx, opt_state, params, axis_name)
+
+
+def scales_set(
+    amaxes_at: Callable[[Any], PyTree],
+    tx: optax.GradientTransformation,
+    opt_state: Any,
+    params: PyTree,
+    axis_name: collectives.AxisName,
+) -> tuple[PyTree, Any]:
+    """The core of `calibrate`: params and state with the amaxes that `amaxes_at(opt_state)` observes."""
+    amaxes, scaled_by = _finite_amaxes(amaxes_at, opt_state, axis_name)
+    _check_finite(amaxes)
+    amaxes = jax.tree.map(lambda amax: jnp.where(jnp.isfinite(amax), amax, 0.0), amaxes)  # 0.0 is no observation
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), scale_leaves.partition(params)[1])
+    with layers.calibrating():
+        moved, after = mixed_precision.apply_gradients(tx, scale_leaves.merge(amaxes, zeros), scaled_by, params)
+    # A kernel that is stored in fp8 is written with the scale of its leaf, and both stay.
+    stored = set(stored_kernels.stored_pairs(params).values())
+    new = tree_paths.map_with_path(
+        lambda path, old, new: new if scale_leaves.is_scale(path) and path not in stored else old, params, moved
+    )
+    return new, jax.tree.map(_histories_of, opt_state, after, is_leaf=lambda x: isinstance(x, state_tuples.Fp8State))
+
+
+def _histories_of(old: Any, new: Any) -> Any:
+    return new if isinstance(old, state_tuples.Fp8State) else old
+
+
+def _finite_amaxes(
+    amaxes_at: Callable[[Any], PyTree], opt_state: Any, axis_name: collectives.AxisName
+) -> tuple[PyTree, Any]:
+    """The amaxes, and the state with the loss scale that they were computed with: lower where gradients overflow."""
+    if not any(_is_scaling(x) for x in jax.tree.leaves(opt_state, is_leaf=_is_scaling)):
+        return amaxes_at(opt_state), opt_state
+
+    def at(scale: Float[Array, ""]) -> Any:
+        moved = jax.tree.map(
+            lambda x: x._replace(loss_scale=scale) if _is_scaling(x) else x, opt_state, is_leaf=_is_scaling
+        )
+        return read_state.with_policy(moved, read_state.policy_of(opt_state))
+
+    def overflows(found: tuple[Array, PyTree]) -> Bool[Array, ""]:
+        scale, amaxes = found
+        return ~collectives.all_finite(amaxes, axis_name) & (scale >= 16)
+
+    def lower(found: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+        scale = found[0] * _BACKOFF
+        return scale, amaxes_at(at(scale))
+
+    scale = read_state.get_loss_scale(opt_state)
+    scale, amaxes = lax.while_loop(overflows, lower, (scale, amaxes_at(opt_state)))
+    return amaxes, at(scale)
+
+
+def _is_scaling(x: Any) -> bool:
+    return isinstance(x, state_tuples.LossScaleState) and not isinstance(x, state_tuples.NoLossScaleState)
+
+
+def _check_has_histories(opt_state: Any) -> None:
+    if not read_state.find(opt_state, state_tuples.Fp8State):
+        raise ValueError(
+            "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
+            "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
+            "recipe=recipe) and params that hold scales."
+        )
+    if any(
+        read_state.find(steps, state_tuples.Fp8State) for steps in read_state.find(opt_state, optax.MultiStepsState)
+    ):
+        raise ValueError(
+            "calibrate takes one step of the scales, and optax.MultiSteps takes none before its last; got an opt_state "
+            "with amax histories inside of it. Put mixed_precision around MultiSteps, or use accumulate= of "
+            "jaxmp.value_and_grad in its place."
+        )
+
+
+def _check_finite(amaxes: PyTree) -> None:
+    for path, amax in tree_paths.leaves_by_path(amaxes).items():
+        if isinstance(amax, Tracer) or not amax.is_fully_addressable:
+            return
+        if not np.all(np.isfinite(amax)):
+            raise ValueError(
+                f"calibrate needs a batch whose activations and gradients are finite; got an amax of {np.max(amax)} at "
+                f"{path}. Look at the batch and the weights (jaxmp.monitor.first_bad_op)."
+            )
