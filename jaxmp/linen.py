@@ -11,4 +11,5 @@ from jaxmp._src.fp8.linen_layers import (
     Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
     Fp8DotGeneral as Fp8DotGeneral,
     Fp8Einsum as Fp8Einsum,
+    Fp8RaggedDot as Fp8RaggedDot,
 )

@@ -21,6 +21,7 @@ from jaxmp.fp8 import DelayedScaling, is_scale
 WIDTH, HEADS, TOKENS, WORDS, CLASSES = 24, 2, 5, 11, 10
 RECIPE = DelayedScaling(amax_history_len=4)
 OPT_STATE = jaxmp.unscale_and_skip(optax.identity()).init(())
+MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(3, 8, 8, 3)).astype(np.float32)
 TEXT = RNG.integers(0, WORDS, (3, TOKENS))
@@ -103,6 +104,34 @@ class EinsumMoe(nn.Module):
         return nn.Dense(WORDS, name="head")(jnp.einsum("bted,bte->btd", y, gates))
 
 
+def by_expert(x, router):
+    """Rows sorted by their expert, how many each expert has, and the order in which they were taken."""
+    expert = jnp.argmax(router, axis=-1)
+    order = jnp.argsort(expert)
+    return x[order], jnp.bincount(expert, length=router.shape[-1]), order
+
+
+class Experts(nn.Module):
+    """A product for each expert."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, rows, sizes):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (3, rows.shape[-1], self.width))
+        return jaxmp.linen.Fp8RaggedDot(RECIPE)(rows, kernel, sizes)
+
+
+class RaggedMoe(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(words).reshape(-1, WIDTH)
+        gates = nn.softmax(nn.Dense(3, name="router")(x))
+        rows, sizes, order = by_expert(x, gates)
+        y = Experts(WIDTH, name="down")(nn.gelu(Experts(20, name="up")(rows, sizes)), sizes)
+        return nn.Dense(WORDS, name="head")(x.at[order].add(y) * jnp.max(gates, axis=-1, keepdims=True))
+
+
 class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, images):
@@ -173,6 +202,7 @@ LINEN = {
         EncoderDecoder(), TEXT, of_block("decoder", "attention", "cross") + of_block("encoder", "attention"), 48
     ),
     "einsum MoE": Entry(EinsumMoe(), TEXT, ["down", "router", "up"], 9),
+    "ragged MoE": Entry(RaggedMoe(), TEXT, ["down", "router", "up"], 9),
     "ConvNet": Entry(ConvNet(), IMAGES, ["narrow", "wide"], 6),
     "LSTM": Entry(Recurrent(nn.LSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
     "LSTM optimized": Entry(Recurrent(nn.OptimizedLSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
@@ -255,6 +285,22 @@ class NnxRecurrent(nnx.Module):
         return self.rnn(self.embed(words))
 
 
+class NnxExperts(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.router = nnx.Linear(WIDTH, 3, rngs=rngs)
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal(batch_axis=0)(rngs.params(), (3, WIDTH, 20)))
+        self.product = jaxmp.nnx.Fp8RaggedDot(RECIPE)
+        self.inner = nnx.Linear(20, 20, rngs=rngs)
+        self.head = nnx.Linear(20, WORDS, rngs=rngs)
+
+    def __call__(self, words):
+        x = self.embed(words).reshape(-1, WIDTH)
+        with jaxmp.fp8.autocast(enabled=False):
+            rows, sizes, _ = by_expert(x, self.router(x))
+        return self.head(self.inner(self.product(rows, self.kernel[...], sizes)))
+
+
 class NnxConvNet(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Conv(3, WIDTH, (3, 3), rngs=rngs)
@@ -309,6 +355,7 @@ NNX = {
         lambda: NnxRecurrent(rngs(), nnx.OptimizedLSTMCell), TEXT, ["rnn/cell/dense_h", "rnn/cell/dense_i"], 6
     ),
     "GRU": Entry(lambda: NnxRecurrent(rngs(), nnx.GRUCell), TEXT, ["rnn/cell/dense_h", "rnn/cell/dense_i"], 6),
+    "ragged MoE": Entry(lambda: NnxExperts(rngs()), TEXT, ["inner"], 6),
     "ConvNet": Entry(lambda: NnxConvNet(rngs()), IMAGES, ["narrow"], 3),
     "LoRA": Entry(lambda: NnxLora(rngs()), TEXT, ["heads", "merge"], 6),
     "vmapped": Entry(lambda: NnxOfOneExample(rngs()), SERIES[:, 0], ["layers/1", "layers/2"], 6),
@@ -320,7 +367,8 @@ NNX = {
 def test_nnx(name):
     make, x, expected, gemms = NNX[name]
     model = make()
-    assert sorted(jaxmp.nnx.to_fp8(model, RECIPE)) == sorted(expected)
+    chosen = (lambda path, layer: path == "inner") if name == "ragged MoE" else None
+    assert sorted(jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen)) == sorted(expected)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, x):
@@ -352,7 +400,7 @@ def fp8_gemms(jaxpr):
     """The number of matmuls of two fp8 operands in a jaxpr and in the functions inside it."""
     count = 0
     for eqn in jaxpr.eqns:
-        dtypes = [v.aval.dtype.name for v in eqn.invars if hasattr(v.aval, "dtype")]
-        is_gemm = eqn.primitive.name == "dot_general" and all(name.startswith("float8") for name in dtypes)
+        dtypes = [v.aval.dtype.name for v in eqn.invars[:2] if hasattr(v.aval, "dtype")]
+        is_gemm = eqn.primitive.name in MATMULS and all(name.startswith("float8") for name in dtypes)
         count += is_gemm + sum(fp8_gemms(inner) for inner, _ in jaxprs.functions_of(eqn))
     return count

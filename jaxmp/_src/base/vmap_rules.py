@@ -42,7 +42,15 @@ def _abstract(*args: Any, body: Any, **_: Any) -> Any:
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, fun: Any, **_: Any) -> tuple[Array, Any]:
-    return jax.jvp(fun, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    moving = [i for i, x in enumerate(primals) if not jax.numpy.issubdtype(x.dtype, jax.numpy.integer)]
+
+    def of_floats(*values: Array) -> Array:
+        given = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            given[i] = value
+        return fun(*given)
+
+    return jax.jvp(of_floats, [primals[i] for i in moving], [ad.instantiate_zeros(tangents[i]) for i in moving])
 
 
 def _batch(args: Sequence[Array], axes: Sequence[int | None], *, rule: Rule, **_: Any) -> tuple[Array, int]:

@@ -144,24 +144,27 @@ def _matmul(
     inv_scale = a.inv_scale * b.inv_scale
     presets = lax.DotAlgorithmPreset
     algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
-    # it. Other scales, and the narrow range of float16, need the float32 accumulator.
-    narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
-    accumulator = jnp.bfloat16 if narrow else jnp.float32
-
+    written = accumulator(gemm, out_dtype)
     dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
 
     def in_fp8(a: Quantized, b: Quantized) -> Array:
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
         numbers = ((x_axes, y_axes), batch)
-        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=accumulator)
+        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=written)
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
         x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
-        return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(accumulator)
+        return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(written)
 
     out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
     return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+
+
+def accumulator(gemm: Gemm, out_dtype: Any) -> Any:
+    """The dtype in which a GEMM writes its result before the unscaling."""
+    # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
+    # it. Other scales, and the narrow range of float16, need the float32 accumulator.
+    return jnp.bfloat16 if gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:

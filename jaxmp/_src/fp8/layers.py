@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
+from jaxmp._src.fp8 import block_matmul, matmul, ragged_matmul, scale_leaves
 from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp._src.fp8.nvfp4 import NVFP4
 from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
@@ -94,6 +94,24 @@ def dot_general(
     matmul.note_use()
     dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
     return matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
+
+
+def ragged_dot(
+    recipe: Any,
+    leaves: Sequence[Array],
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k n"],
+    group_sizes: Array,
+    preferred_element_type: Any = None,
+) -> Float[Array, "m n"]:
+    """The product of a layer of experts: in fp8 if fp8 is on, else in the dtype of its result."""
+    scales = matmul.Scales(*leaves) if leaves else None
+    dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
+    if is_enabled():
+        given = {"recipe": recipe, "scales": scales, "preferred_element_type": dtype}
+        return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
+    matmul.note_use()
+    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, dtype, scales)
 
 
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:

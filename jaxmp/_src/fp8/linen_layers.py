@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import convolutions, einsum, layers, matmul, recipes, scale_leaves, stored_kernels
@@ -84,6 +84,42 @@ class Fp8ConvGeneralDilated(nn.Module):
         return _product(self, pixels, kernel, numbers, kwargs.get("preferred_element_type"), None)
 
 
+class Fp8RaggedDot(nn.Module):
+    """`jax.lax.ragged_dot` in fp8 for a mixture of experts in linen; its scale leaves lie in "params".
+
+    Give each product of a layer its own. Under `jaxmp.fp8.autocast(enabled=False)` it runs in the dtype of the rows.
+
+    Attributes:
+      recipe: a `DelayedScaling` or `CurrentScaling()`; give the same to `jaxmp.mixed_precision`.
+
+    Example:
+      >>> class Experts(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, rows, group_sizes):
+      ...         kernel = self.param("kernel", nn.initializers.lecun_normal(), (3, rows.shape[-1], 32))
+      ...         return Fp8RaggedDot()(rows, kernel, group_sizes)
+      >>> rows, sizes = jnp.ones((8, 20)), jnp.array([5, 0, 3])
+      >>> params = Experts().init(jax.random.key(0), rows, sizes)["params"]
+      >>> sorted(params), Experts().apply({"params": params}, rows, sizes).shape
+      (['Fp8RaggedDot_0', 'kernel'], (8, 32))
+    """
+
+    recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True  # for autocast
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Float[Array, "m k"],
+        rhs: Float[Array, "g k n"],
+        group_sizes: Int[Array, "g"],
+        preferred_element_type: Any = None,
+    ) -> Float[Array, "m n"]:
+        """As `jax.lax.ragged_dot`."""
+        leaves = _leaves(self)
+        return layers.ragged_dot(self.recipe, leaves, lhs, rhs, group_sizes, preferred_element_type)
+
+
 class Fp8Einsum(nn.Einsum):
     """`nn.Einsum` in fp8, with the same params and scale leaves beside them.
 
@@ -125,8 +161,18 @@ class Fp8Einsum(nn.Einsum):
 def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any) -> Array:
     """The product with the scale leaves of `module`, which lies in the layer."""
     recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
+    leaves = _leaves(module)
+    draws = layers.rounds_at_random(recipe) and module.has_rng(layers.ROUNDING)
+    key = module.make_rng(layers.ROUNDING) if draws else None
+    with layers.switched(layers.is_enabled() and not module.is_initializing()):
+        layer = "/".join(module.path[:-1])
+        return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
+
+
+def _leaves(module: nn.Module) -> list[Array]:
+    """The scale leaves of `module`, by its recipe."""
     try:
-        leaves = [module.param(name, _filled, start) for name, start in layers.leaves_of(recipe).items()]
+        return [module.param(name, _filled, start) for name, start in layers.leaves_of(module.recipe).items()]  # pyright: ignore[reportAttributeAccessIssue]
     except flax.errors.ScopeParamNotFoundError as e:
         e.add_note(
             f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "
@@ -135,11 +181,6 @@ def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, ou
             f"init."
         )
         raise
-    draws = layers.rounds_at_random(recipe) and module.has_rng(layers.ROUNDING)
-    key = module.make_rng(layers.ROUNDING) if draws else None
-    with layers.switched(layers.is_enabled() and not module.is_initializing()):
-        layer = "/".join(module.path[:-1])
-        return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
 
 
 _FLAX_PROMOTES = nn.Dense(1).promote_dtype

@@ -135,23 +135,27 @@ def dot_general(
     if reason:
         warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
-    stateful = isinstance(recipe, recipes.DelayedScaling)
-    if stateful != (scales is not None):
-        raise ValueError(
-            f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
-            f"and scales={'given' if scales is not None else 'None'}."
-        )
+    check_scales(recipe, scales)
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     by_own_amax = ambient.now().fp8_calibrating or _nothing_moves(scales, layer)
     product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_own_amax)
-    key_data = () if key is None or not isinstance(recipe, block_matmul.Recipe) else (jax.random.key_data(key),)
-    return product.call(lhs, rhs, *(scales or key_data))
+    seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
+    return product.call(lhs, rhs, *(scales or seeds))
+
+
+def check_scales(recipe: Any, scales: Scales | None) -> None:
+    """Raises a ValueError unless a recipe with state has scales, and another has none."""
+    if isinstance(recipe, recipes.DelayedScaling) != (scales is not None):
+        raise ValueError(
+            f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
+            f"and scales={'given' if scales is not None else 'None'}."
+        )
 
 
 class _Product(NamedTuple):
-    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves...) or (lhs, rhs, key data)."""
+    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any)."""
 
     recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
@@ -191,19 +195,19 @@ class _Product(NamedTuple):
             run = jax.vmap(run, [0 if has_axis else None for has_axis in level])
         return run(*args)
 
-    def _of_matrix(self, lhs: Array, rhs: Array, *leaves_or_key: Array) -> Array:
+    def _of_matrix(self, lhs: Array, rhs: Array, *more: Array) -> Array:
         """The product for one member; a vector becomes a matrix, so that there is an axis to pad."""
         n_batch, n_summed = len(self.batch[0]), len(self.contract[0])
         if lhs.ndim == n_batch + n_summed:
             product = self._with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
-            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *leaves_or_key), n_batch)
+            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *more), n_batch)
         if rhs.ndim == n_batch + n_summed:
             last = lhs.ndim - n_summed
             product = self._replace(out_sharding=_with_axis(self.out_sharding, last))
-            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *leaves_or_key), last)
-        return self._of_matrices(lhs, rhs, *leaves_or_key)
+            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *more), last)
+        return self._of_matrices(lhs, rhs, *more)
 
-    def _of_matrices(self, lhs: Array, rhs: Array, *leaves_or_key: Array) -> Array:
+    def _of_matrices(self, lhs: Array, rhs: Array, *more: Array) -> Array:
         if isinstance(self.recipe, block_matmul.Recipe):
             return block_matmul.dot_general(
                 lhs,
@@ -212,7 +216,7 @@ class _Product(NamedTuple):
                 recipe=self.recipe,
                 out_dtype=self.out_dtype,
                 out_sharding=self.out_sharding,
-                key_data=leaves_or_key[0] if leaves_or_key else None,
+                seed=more[0] if more else None,
             )
         zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
         if operands.is_whole(lhs) and operands.is_whole(rhs):
@@ -234,9 +238,7 @@ class _Product(NamedTuple):
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
         )
-        if leaves_or_key:
-            return _delayed_dot(gemm, lhs, rhs, *leaves_or_key)
-        return _current_dot(gemm, self.recipe, lhs, rhs)
+        return _delayed_dot(gemm, lhs, rhs, *more) if more else _current_dot(gemm, self.recipe, lhs, rhs)
 
 
 def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
@@ -291,7 +293,7 @@ def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: 
     lhs_q, _ = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
     )
-    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf, None)
+    rhs_q, _ = quantize_rhs(gemm, rhs, rhs_leaf, None)
     return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
@@ -309,7 +311,7 @@ def _delayed_forward(
         activation=gemm.activation,
         zeros=gemm.lhs_zeros,
     )
-    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
+    rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = gemms.fprop(gemm, lhs_q, rhs_q)
     return out, (*gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
@@ -341,7 +343,7 @@ def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
     return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
 
 
-def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
+def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
     """The weight in fp8: cast here, or already stored in fp8."""
     if not stored_kernels.holds_fp8(rhs, leaf):
         rows = rows if operands.is_whole(rhs) else None
@@ -356,29 +358,30 @@ def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tupl
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
     lhs, rhs = once(lhs), once(rhs)
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
     lhs_q, rhs_q = residuals
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    grad_q = _quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
+    grad_q = quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 
 _current_dot.defvjp(_current_forward, _current_backward)
 
 
-def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+    """`x` with `zeros` in fp8, with the scale of its own amax."""
     x = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         largest = largest_magnitude(x)

@@ -4,12 +4,12 @@ import functools
 import inspect
 import types
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmp._src.fp8 import convolutions, einsum, layers as layers_lib, matmul, recipes
 
@@ -60,6 +60,10 @@ class Fp8DotGeneral(nnx.Module):
         for name, start in layers_lib.leaves_of(recipe).items():
             setattr(self, name, Fp8Scale(jnp.full(stack, start, jnp.float32)))
 
+    def leaves(self) -> list[Array]:
+        """The scale leaves, in the order of `jaxmp.fp8.Scales`."""
+        return [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
+
     def __call__(
         self,
         lhs: Float[Array, "..."],
@@ -71,10 +75,9 @@ class Fp8DotGeneral(nnx.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
-        leaves = [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
         return layers_lib.dot_general(
             self.recipe,
-            leaves,
+            self.leaves(),
             lhs,
             rhs,
             dimension_numbers,
@@ -83,6 +86,35 @@ class Fp8DotGeneral(nnx.Module):
             layer=self.layer,
             key=None if self.rngs is None else self.rngs(),
         )
+
+
+class Fp8RaggedDot(nnx.Module):
+    """`jax.lax.ragged_dot` in fp8 for a mixture of experts in nnx; give each product of a layer its own.
+
+    Args:
+      recipe, stack, layer: as for `Fp8DotGeneral`; the recipe is a `DelayedScaling` or `CurrentScaling()`.
+
+    Example:
+      >>> rows, experts, sizes = jnp.ones((8, 20)), jnp.ones((3, 20, 32)), jnp.array([5, 0, 3])
+      >>> Fp8RaggedDot()(rows, experts, sizes).shape
+      (8, 32)
+    """
+
+    is_in_fp8: ClassVar[bool] = True  # for autocast
+
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
+
+    def __call__(
+        self,
+        lhs: Float[Array, "m k"],
+        rhs: Float[Array, "g k n"],
+        group_sizes: Int[Array, "g"],
+        preferred_element_type: Any = None,
+    ) -> Float[Array, "m n"]:
+        """As `jax.lax.ragged_dot`."""
+        recipe, leaves = self.dot_general.recipe, self.dot_general.leaves()
+        return layers_lib.ragged_dot(recipe, leaves, lhs, rhs, group_sizes, preferred_element_type)
 
 
 class Fp8Einsum(nnx.Module):
@@ -131,7 +163,7 @@ class Fp8ConvGeneralDilated(nnx.Module):
     Strides take pixels away before the matmul.
 
     Args:
-      recipe, rngs, stack, layer: as for `Fp8DotGeneral`.
+      recipe, stack, layer: as for `Fp8DotGeneral`.
 
     Raises:
       ValueError: a convolution that is no matmul: a larger kernel, groups, padding or dilation of the input.
@@ -186,7 +218,7 @@ def to_fp8(
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
         weights (embeddings and convolutions count), in the order in which the model's attributes were set. If a module
-          calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
+        calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
