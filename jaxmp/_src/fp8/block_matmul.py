@@ -37,6 +37,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
+from jaxmp._src.fp8 import remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, BlockScaling, block_amax
 from jaxmp._src.fp8.first_derivatives import once
 
@@ -113,11 +114,11 @@ def _forward(gemm: _Gemm, x: Array, w: Array) -> tuple[Array, Any]:
             w_along_k, w_along_n = _quantize(gemm.recipe, w, 1), _quantize(gemm.recipe, w, 2)
     with jax.named_scope("jaxmp.fp8_fprop"):  # [B, M, K] @ [B, K, N] -> [B, M, N]
         y = _matmul(gemm.recipe, _Operand(x_along_k, 2), _Operand(w_along_k, 1), gemm.out_dtype)
-    return y, (x_along_m, w_along_n)
+    return y, remat.packed((x_along_m, w_along_n))
 
 
 def _backward(gemm: _Gemm, residuals: tuple[Blocks, Blocks], grad: Array) -> tuple[Array, Array]:
-    x, w = residuals
+    x, w = remat.unpacked(residuals)
     grad = once(grad)
     with jax.named_scope("jaxmp.fp8_quantize"):
         grad_along_n = _quantize(gemm.recipe, grad, 2, backward=True)
@@ -138,7 +139,7 @@ def _quantize(recipe: Recipe, x: Array, axis: int | tuple[int, ...], *, backward
     axes = axis if isinstance(axis, tuple) else (axis,)
     overflowed = block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
     scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
-    return Blocks(*lax.optimization_barrier((q, scale_inv)))
+    return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 
 
 def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any) -> Array:

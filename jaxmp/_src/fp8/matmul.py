@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, remat, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
 from jaxmp._src.fp8.first_derivatives import once
@@ -230,11 +230,12 @@ def _delayed_forward(
     rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = gemms.fprop(gemm, lhs_q, rhs_q)
-    return out, (*gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
+    return out, (remat.packed(gemms.kept(gemm, lhs_q, rhs_q)), lhs_amax, rhs_amax, grad_leaf, before)
 
 
 def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
-    lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    quantized, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
     grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows)
@@ -280,12 +281,12 @@ def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[A
     lhs, rhs = once(lhs), once(rhs)
     lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
     rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False)
-    return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
+    return gemms.fprop(gemm, lhs_q, rhs_q), remat.packed((lhs_q, rhs_q))
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
     grad_q = _quantize_by_itself(recipe, once(grad), gemm.backward_dtype, backward=True)
-    lhs_q, rhs_q = residuals
+    lhs_q, rhs_q = remat.unpacked(residuals)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 
@@ -302,7 +303,8 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
             )
         values = stored(quantize(x, scale, dtype))
         # The cast makes inf finite, so the overflow must show here.
-        return Quantized(values, jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan))
+        inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
+        return Quantized(*remat.named((values, inv_scale)))
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:

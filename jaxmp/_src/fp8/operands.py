@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import recipes, scale_leaves
+from jaxmp._src.fp8 import recipes, remat, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits, quantize as quantize_lib
 from pallas_kernels import activation as activations, backend, passes, reference
@@ -53,6 +53,7 @@ def quantize(
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:
             values, transposed, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
+        values, transposed, observed = remat.named((values, transposed, observed))
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))
         return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype)
