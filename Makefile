@@ -9,6 +9,7 @@
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
+#   make autocast   500 public functions of JAX under autocast and every transformation, beside float32
 #   make pairs      100 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
@@ -37,11 +38,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs campaign faults oracle pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs campaign faults oracle autocast pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,17p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,18p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -89,6 +90,10 @@ campaign: $(STAMP)/dev
 faults: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
 	  $(VENV)/bin/python tests/support/faults.py --json benchmarks/results/faults.json $(ARGS)
+
+autocast: $(STAMP)/dev
+	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	  $(VENV)/bin/python tests/support/autocast_fuzz.py --json benchmarks/results/autocast_fuzz.json $(ARGS)
 
 oracle: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \

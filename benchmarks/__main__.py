@@ -28,7 +28,7 @@ def entries() -> dict[str, str]:
     """Each entry's name, as on the command line, and the first line of its module's docstring."""
     files = [*sorted(HERE.glob("cpu/[!_]*.py")), *sorted(HERE.glob("h100/[!_]*.py")), HERE / "gpu/run.py"]
     found = {}
-    for file in [*files, HERE / "sqnr.py"]:
+    for file in [*files, HERE / "recipes.py", HERE / "sqnr.py"]:
         parts = file.relative_to(HERE).with_suffix("").parts
         docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
         found[GPU if parts[0] == GPU else " ".join(parts)] = docstring.split("\n")[0]
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
         table: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
         """Only write the tables, from the stored results."""
         tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-        """Measure the smallest sizes, print the tables and write nothing: for entries of cpu, and sqnr."""
+        """Measure the smallest sizes, print the tables and write nothing: for entries of cpu, recipes and sqnr."""
 
     known = entries()
     lines = "\n".join(f"    {name:18}{line}" for name, line in known.items())

@@ -15,7 +15,7 @@ copies the arrays before it returns, so the next step may donate them.
 
 from jaxmp._src.checkpoint.convert import convert as convert, reload_master_params as reload_master_params
 from jaxmp._src.checkpoint.flax_fp8 import import_flax_fp8 as import_flax_fp8
-from jaxmp._src.checkpoint.loss_scales import (
+from jaxmp._src.checkpoint.foreign_loss_scales import (
     export_loss_scale as export_loss_scale,
     import_loss_scale as import_loss_scale,
     set_loss_scale as set_loss_scale,

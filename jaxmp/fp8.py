@@ -10,15 +10,19 @@ range. Where the scale comes from is the *recipe*; with `DelayedScaling` it come
 of earlier steps. The scales are leaves of the params, the amaxes are their gradients, the histories lie in `opt_state`:
 so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
 
-In this order: `DelayedScaling`, `CurrentScaling`, `BlockScaling`, `MXFP8` (the recipes) -> `dot_general`, `einsum`,
-`quantize`, `dequantize` (what runs) -> `autocast` (where), `save_quantized` (what remat keeps) -> `update_amax`,
-`split_fp8` (how scales move; `mixed_precision` joins them) -> `calibrate` (scales from one batch, before the first
-step) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says what serves all this on the
-machine at hand.
+In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
+`dot_general`, `einsum`, `quantize`, `dequantize` (what runs) -> `autocast` (where), `save_quantized` (what remat keeps)
+-> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) -> `calibrate` (scales from one batch,
+before the first step) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says what serves
+all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
-from jaxmp._src.fp8.blocks import MXFP8 as MXFP8, BlockScaling as BlockScaling
+from jaxmp._src.fp8.blocks import (
+    MXFP8 as MXFP8,
+    BlockScaling as BlockScaling,
+    RowwiseScaling as RowwiseScaling,
+)
 from jaxmp._src.fp8.einsum import einsum as einsum
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.linen_layers import autocast as autocast
@@ -27,6 +31,7 @@ from jaxmp._src.fp8.matmul import (
     Scales as Scales,
     dot_general as dot_general,
 )
+from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
 from jaxmp._src.fp8.recipes import (
     AmaxState as AmaxState,
     CurrentScaling as CurrentScaling,

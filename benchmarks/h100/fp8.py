@@ -82,6 +82,7 @@ def layers() -> list[Layer]:
         Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, scales), delayed),
         Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), trained),
         Layer("jaxmp.fp8.dot_general, CurrentScaling", by_vjp(_current), w, Target(kernels=16, mib=630)),
+        Layer("jaxmp.fp8.dot_general, RowwiseScaling", by_vjp(_blocks(fp8.RowwiseScaling())), w),
         Layer("jaxmp.fp8.dot_general, BlockScaling", by_vjp(_blocks(fp8.BlockScaling())), w, rounded=5),
         Layer("jaxmp.fp8.dot_general, MXFP8", by_vjp(_blocks(fp8.MXFP8())), w, rounded=6),
         Layer("linen Dense, flax Fp8DirectDotGeneralOp", by_vjp(_flax), _params(flax_dense, False)),

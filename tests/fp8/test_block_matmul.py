@@ -18,11 +18,18 @@ from helpers import assert_bitwise
 from jaxmp import fp8
 from jaxmp._src.base import hardware
 from jaxmp._src.fp8 import block_matmul
-from jaxmp.fp8 import MXFP8, BlockScaling, CurrentScaling
+from jaxmp._src.fp8.blocks import BlockRecipe
+from jaxmp.fp8 import MXFP8, NVFP4, BlockScaling, CurrentScaling, RowwiseScaling
 
 pytestmark = pytest.mark.xdist_group("block_gemm")
 
-RECIPES = [BlockScaling(), BlockScaling(fp8_format="HYBRID"), BlockScaling(power_of_two=False), MXFP8()]
+RECIPES = [
+    BlockScaling(),
+    BlockScaling(fp8_format="HYBRID"),
+    BlockScaling(power_of_two=False),
+    MXFP8(),
+    RowwiseScaling(),
+]
 BOTH = [RECIPES[0], RECIPES[3]]
 MATMUL = (((1,), (0,)), ((), ()))
 
@@ -38,7 +45,7 @@ CASES = {
 
 def recipe_id(recipe):
     name = type(recipe).__name__ + ("" if getattr(recipe, "power_of_two", True) else "-quotients")
-    return name + ("-hybrid" if recipe.fp8_format == "HYBRID" else "")
+    return name + ("-hybrid" if getattr(recipe, "fp8_format", "") == "HYBRID" else "")
 
 
 def normal(seed, *shape, dtype=np.float32):
@@ -91,7 +98,7 @@ def assert_products(found, expected):
 
 # Each recipe, and each shape for one kind of block at least.
 SAMPLE = [(BOTH[0], "matrices"), (BOTH[0], "heads"), (RECIPES[1], "tokens"), (RECIPES[2], "batch")]
-SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")]
+SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case) for case in ("heads", "batch")]
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
@@ -119,7 +126,7 @@ def cases_of(*cases):
 
 
 def id_of(x):
-    return recipe_id(x) if isinstance(x, BlockScaling | MXFP8) else None
+    return recipe_id(x) if isinstance(x, BlockRecipe) else None
 
 
 @pytest.mark.sampled(3)
@@ -152,7 +159,12 @@ def snr_of_rows(actual, exact):
 
 
 # Measured 24.5 for e5m2 gradients and 28.3 to 28.9 for all else; a value rounded to e4m3 is at about 31.5.
-NORMAL_DB = {CurrentScaling(): (28, 24, 24), BlockScaling(): (28, 28, 28), MXFP8(): (28, 28, 28)}
+NORMAL_DB = {
+    CurrentScaling(): (28, 24, 24),
+    RowwiseScaling(): (28, 28, 28),
+    BlockScaling(): (28, 28, 28),
+    MXFP8(): (28, 28, 28),
+}
 
 
 @pytest.mark.sampled(3)
@@ -291,6 +303,21 @@ def test_only_blackwell_multiplies_blocks(monkeypatch):
     assert "block_scaled_dot" not in lowered_for_gpu(BlockScaling(), 10.0, monkeypatch)
     short = lowered_for_gpu(MXFP8(), 10.0, monkeypatch, side=48)  # 48 is summed over in y alone
     assert short.count("@__op$block_scaled_dot(") == 2
+
+
+def test_only_blackwell_multiplies_four_bits(monkeypatch):
+    recipe = NVFP4(stochastic_rounding=False)
+    assert lowered_for_gpu(recipe, 10.0, monkeypatch).count("@__op$block_scaled_dot(") == 3
+    assert "block_scaled_dot" not in lowered_for_gpu(recipe, 9.0, monkeypatch)
+
+
+def test_products_of_rows_are_fp8_gemms_on_hopper(monkeypatch):
+    text = lowered_for_gpu(RowwiseScaling(), 9.0, monkeypatch)
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3 and all(line.count("xf8E4M3FN>") == 2 for line in products)
+    assert "xf8E4M3FN>" not in "".join(
+        line for line in lowered_for_gpu(RowwiseScaling(), 8.0, monkeypatch).splitlines() if "dot_general" in line
+    )
 
 
 def scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):

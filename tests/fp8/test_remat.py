@@ -11,10 +11,13 @@ import jaxmp
 from fp8_model import RECIPE, SIDE, layer_params, matmul
 from helpers import assert_close
 from jaxmp._src.programs import jaxprs
-from jaxmp.fp8 import MXFP8, BlockScaling, CurrentScaling
+from jaxmp.fp8 import MXFP8, NVFP4, BlockScaling, CurrentScaling, RowwiseScaling
 
 X = np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)).astype(np.float32)
-RECIPES = (RECIPE, CurrentScaling(), BlockScaling(), MXFP8())
+RECIPES = (
+    RECIPE,
+    *(CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8(), NVFP4(stochastic_rounding=False)),
+)
 
 
 def block(params, x, recipe):

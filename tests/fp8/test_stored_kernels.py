@@ -137,7 +137,7 @@ def test_params_are_one_byte_and_follow_the_float32_master(policy):
 
 
 def opt_state_master(opt_state):
-    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.MasterState)
+    (found,) = jaxmp._src.step.read_state.find(opt_state, jaxmp.MasterState)
     return found.master_params
 
 

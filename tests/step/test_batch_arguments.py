@@ -284,3 +284,74 @@ def test_class_weights_inside_the_batch_are_asked_for():
     np.testing.assert_allclose(cut[0], whole[0], rtol=1e-6)
     np.testing.assert_allclose(cut[1], whole[1], rtol=1e-5, atol=1e-7)
     jaxmp.value_and_grad(lambda p, b: loss(p, b | {"weights": weights}), accumulate=2)(params, batch, opt_state=state)
+
+
+# Statistics that nobody named
+
+
+def stats_loss(params, stats, batch):
+    x, y = batch
+    mean = 0.9 * stats["mean"] + 0.1 * x.mean(0)
+    loss = jnp.mean(((x - mean[None]) @ params["w"] - y) ** 2)
+    return loss, {"mean": mean}
+
+
+@pytest.mark.parametrize("features", [4, 8, 6])
+@pytest.mark.parametrize("others", [False, True])
+def test_forgotten_statistics_are_named(features, others):
+    """They are as long as the batch, longer, or of a length that the number of microbatches does not divide."""
+    rows = {4: 8, 8: 8, 6: 8}[features]
+    params, stats = {"w": jnp.ones((features, 1))}, {"mean": jnp.zeros(features)}
+    batch = (jnp.ones((rows, features)), jnp.ones((rows, 1)))
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(params)
+
+    def loss_fn(params, stats, batch):
+        loss, stats = stats_loss(params, stats, batch)
+        return (loss, (stats, loss)) if others else (loss, stats)
+
+    with pytest.raises(ValueError, match=r"got argument 1, which the loss returns anew in aux.*carry_argnum=1"):
+        jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=4)(params, stats, batch, opt_state=opt_state)
+    jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=4, carry_argnum=1)(params, stats, batch, opt_state=opt_state)
+
+
+def test_other_errors_stay_as_they_are():
+    params, x = {"w": jnp.ones((4, 1))}, jnp.ones((8, 4))
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(params)
+
+    def reconstructs(params, x, y):
+        return jnp.mean((x @ params["w"] - y) ** 2), x * 2
+
+    grad_fn = jaxmp.value_and_grad(reconstructs, has_aux=True, accumulate=3)
+    with pytest.raises(ValueError, match="accumulate=3 must divide"):
+        grad_fn(params, x, jnp.ones((8, 1)), opt_state=opt_state)
+
+
+# The arguments are looked at once
+
+
+def test_a_batch_is_looked_at_once_for_each_of_its_shapes():
+    params = {"w": jnp.ones((4, 1))}
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(params)
+    calls = []
+
+    def loss_fn(params, x, y, *, scale=1.0):
+        calls.append(1)
+        return jnp.mean((x @ params["w"] - y) ** 2) * scale
+
+    grad_fn = jaxmp.value_and_grad(loss_fn, accumulate=2)
+
+    def traces(rows, **kwargs):
+        calls.clear()
+        grad_fn(params, jnp.ones((rows, 4)), jnp.ones((rows, 1)), opt_state=opt_state, **kwargs)
+        return len(calls)
+
+    first, again, longer, longer_again, scaled = traces(8), traces(8), traces(12), traces(12), traces(8, scale=2.0)
+    assert again == longer_again < first == longer == scaled
+
+    def misread(params, x, weights):
+        return jnp.mean(x @ params["w"]) * jnp.sum(weights)
+
+    grad_fn = jaxmp.value_and_grad(misread, accumulate=2)
+    for _ in range(2):  # an error comes again
+        with pytest.raises(ValueError, match="must know which arguments hold the batch"):
+            grad_fn(params, jnp.ones((8, 4)), jnp.ones(8), opt_state=opt_state)

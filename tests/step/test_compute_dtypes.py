@@ -149,6 +149,48 @@ def test_an_opt_state_that_left_its_train_state_brings_no_policy():
     assert NOTHING_LOW in message
 
 
+# A policy of float32 params, given to the optimizer only
+
+
+@pytest.mark.parametrize("of", ["16-mixed", "mixed_bfloat16", "params=float32,compute=float16,output=float32"])
+def test_a_policy_that_only_the_optimizer_knows(of):
+    for kind in ("plain", "scan"):
+        (message,) = said(step(NAIVE[kind], of), X)
+        assert message.startswith(f"the policy of the optimizer computes in 16 bits, but {NOTHING_LOW}")
+        assert "policy=..." in message and 'policy="fp32"' in message
+    opt_state = made(of)[1]
+    passed = lambda params, opt_state: jaxmp.value_and_grad(loss_fn)(params, X, opt_state=opt_state)  # noqa: E731
+    assert len(said(jax.jit(passed), W, opt_state)) == 1  # the state says it as an argument, too
+    steps = lambda params, s: lax.scan(lambda s, _: (s, passed(params, s)[0]), s, None, length=2)  # noqa: E731
+    assert len(said(steps, W, opt_state)) == 1
+
+
+def test_a_chain_around_it_and_a_step_before_say_so_too():
+    tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(optax.adam(0.1), "16-mixed"))
+    opt_state = tx.init(W)
+    _, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, W), opt_state, W)
+    opt_state = jax.device_put(jax.device_get(opt_state))
+    assert len(said(lambda x: jaxmp.value_and_grad(loss_fn)(W, x, opt_state=opt_state), X)) == 1
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    run = nnx.jit(lambda m, o: jaxmp.nnx.value_and_grad(lambda m: jnp.mean(m(X) ** 2))(m, opt_state=o.opt_state)[0])
+    with pytest.warns(UserWarning, match="the policy of the optimizer computes in 16 bits"):
+        run(model, optimizer)
+
+
+def test_silence_where_the_loss_keeps_to_the_policy_of_the_optimizer():
+    own = lambda params, x: in_float16(params, x)  # noqa: E731
+    for loss in (own, region_inside):
+        assert said(step(loss, "16-mixed"), X) == []
+    for policy in ("16-mixed", "fp32"):
+        assert said(step(of="16-mixed", policy=policy), X) == []
+    with jaxmp.autocast(jnp.float16):
+        assert said(step(of="16-mixed"), X) == []
+    with jaxmp.autocast(enabled=False):
+        assert said(step(of="16-mixed"), X) == []
+    assert said(step(lambda params, x: jnp.mean(params["a"] * x), "16-mixed"), X) == []  # no matmul at all
+
+
 # Silence
 
 

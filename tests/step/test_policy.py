@@ -155,7 +155,7 @@ def test_rules_add_up():
 # Bad input
 
 
-@pytest.mark.parametrize("name", ["fp4", "params=int8", "", "torch", "params=float32,compute"])
+@pytest.mark.parametrize("name", ["int4", "params=int8", "", "torch", "params=float32,compute"])
 def test_an_unknown_name_is_told_what_there_is(name):
     with pytest.raises(
         ValueError, match=r"a policy is one of 'fp32', 'tf32', 'fp16', 'bf16'.* or a jmp string"

@@ -17,6 +17,7 @@ X = np.ones((4, 2), np.float32)
 POLICY = jaxmp.get_policy("fp16")
 PARAMS = {"w": jnp.ones((2, 3), jnp.float16)}
 NOBODY, TWICE = "nobody read cannot have multiplied", "the same gradients twice"
+ANOTHER = "scaled by the loss scale of one opt_state, and an update by that of another"
 
 
 @contextlib.contextmanager
@@ -140,8 +141,103 @@ def test_the_same_gradients_twice_are_warned_of():
         params, state = jaxmp.apply_gradients(tx, grads, state, params)
         return jaxmp.apply_gradients(tx, grads, state, params)
 
-    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=TWICE):
+    def step_of_other_arrays(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+        return jaxmp.apply_gradients(tx, jax.tree.map(jnp.negative, grads), state, params)
+
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=ANOTHER):
         trace(step, PARAMS, tx.init(PARAMS), X)
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=TWICE):
+        trace(step_of_other_arrays, PARAMS, tx.init(PARAMS), X)
+
+
+@pytest.mark.parametrize("how", ["argument", "closed over", "eager", "update", "in a scan", "chain", "nnx"])
+def test_a_stale_opt_state_is_warned_of(how):
+    tx = mixed() if how != "chain" else optax.chain(jaxmp.reduce_gradients(), mixed())
+    first = tx.init(PARAMS)
+
+    def step(params, state, old):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, X, opt_state=old)
+        if how == "update":
+            return tx.update(grads, state, params)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    def in_nnx():
+        model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        optimizer, other = (jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy=POLICY) for _ in range(2))
+        loss = lambda m: jnp.mean(m(X.astype(np.float16)).astype(jnp.float32))  # noqa: E731
+        grads = jaxmp.nnx.value_and_grad(loss)(model, opt_state=other.opt_state)[1]
+        optimizer.update(model, grads)
+
+    run = {
+        "closed over": lambda: trace(lambda p, s: step(p, s, first), PARAMS, tx.init(PARAMS)),
+        "eager": lambda: step(PARAMS, tx.init(PARAMS), first),
+        "in a scan": lambda: trace(
+            lambda p, s, old: jax.lax.scan(lambda c, _: (step(*c, old), None), (p, s), None, length=2)[0],
+            *(PARAMS, first, first),
+        ),
+        "nnx": in_nnx,
+    }.get(how, lambda: trace(step, PARAMS, tx.init(PARAMS), first))
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=ANOTHER):
+        run()
+
+
+def branches(tx):
+    """The gradients are closed over, the state is passed: one state, and two names for its scale."""
+
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        update = lambda p, s: jaxmp.apply_gradients(tx, grads, s, p)  # noqa: E731
+        return jax.lax.cond(jnp.sum(x) > 0, update, lambda p, s: (p, s), params, state)
+
+    return step
+
+
+def inner_jit(tx):
+    def step(params, state, x):
+        grads = jax.jit(lambda p, s: jaxmp.value_and_grad(loss_fn)(p, x, opt_state=s)[1])(params, state)
+        return jax.jit(lambda g, s, p: jaxmp.apply_gradients(tx, g, s, p))(grads, state, params)
+
+    return step
+
+
+def many_steps_of_one(tx):
+    tx = optax.MultiSteps(tx, 2).gradient_transformation()
+
+    def step(params, state, x):
+        state = tx.init(params)
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return step
+
+
+def averaged(tx):
+    def step(params, state, x):
+        run = jax.pmap(lambda x: right(tx)(params, state, x), axis_name="data")
+        return run(x[:2, None])
+
+    return step
+
+
+@pytest.mark.parametrize("make", [right, two_steps, branches, inner_jit, many_steps_of_one, averaged])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_state_that_scaled_the_gradients(make, jitted):
+    tx = mixed()
+    step = jax.jit(make(tx)) if jitted else make(tx)
+    with fresh_process():
+        step(PARAMS, tx.init(PARAMS), X)
+
+
+def test_branches_from_one_state():
+    """A comparison takes several steps from one state, each with its own gradients."""
+    tx = mixed()
+    first = tx.init(PARAMS)
+    with fresh_process():
+        for _ in range(2):
+            params, state = right(tx)(PARAMS, first, X)
+            right(tx)(params, state, X)
 
 
 def test_two_optimizers_with_a_scale_each():

@@ -617,3 +617,54 @@ def test_a_state_that_is_none_of_its_own_is_named():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
     with pytest.raises(TypeError, match="needs the state that its own init made; got dict. The order is"):
         jaxmp.apply_gradients(tx, params, params, tx.init(params))
+
+
+# Wrappers that keep what the step needs
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_apply_if_finite_around_it_is_refused(policy):
+    tx = optax.apply_if_finite(jaxmp.mixed_precision(optax.sgd(0.1), policy), 5)
+    params = jaxmp.get_policy(policy).cast_to_param({"w": jnp.ones((2, 2))})
+    state = tx.init({"w": jnp.ones((2, 2))})
+    run = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]).astype(jnp.float32))
+    for fn in (lambda s: run(params, opt_state=s), lambda s: jaxmp.apply_gradients(tx, params, s, params)):
+        for traced in (fn, jax.jit(fn)):
+            with pytest.raises(ValueError, match=r"must reach mixed_precision.*Leave apply_if_finite out"):
+                traced(state)
+    inside = jaxmp.mixed_precision(optax.apply_if_finite(optax.sgd(0.1), 5), policy)
+    jaxmp.apply_gradients(inside, params, inside.init(params), params)
+
+
+def test_one_inside_another_is_refused_at_init():
+    inner = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
+    params = {"w": jnp.ones((2, 2))}
+    for tx in (
+        jaxmp.mixed_precision(inner, "fp16"),
+        jaxmp.unscale_and_skip(optax.chain(optax.identity(), inner)),
+        jaxmp.mixed_precision(optax.MultiSteps(inner, 2), "bf16"),
+    ):
+        with pytest.raises(ValueError, match="must stand once around an optimizer"):
+            tx.init(params)
+
+
+# The state of the step before
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_keep_if_skipped_with_the_state_before_the_update_is_refused(jitted):
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
+    params = {"w": jnp.ones(2, jnp.float16)}
+
+    def step(state, which):
+        before = state
+        _, state = tx.update(params, state, params)
+        return jaxmp.keep_if_skipped((before, state)[which], jnp.ones(1), jnp.zeros(1))
+
+    run = jax.jit(step, static_argnums=1) if jitted else step
+    assert run(tx.init(params), 1) == 1.0
+    with pytest.raises(ValueError, match="Pass the new one"):
+        run(tx.init(params), 0)
+    first = tx.init(params)
+    for _ in range(2):  # from one state twice, and by the flag of a step before that step is taken
+        jaxmp.keep_if_skipped(tx.update(params, first, params)[1], jnp.ones(1), jnp.zeros(1))

@@ -14,7 +14,7 @@ def quantized(recipe: Any, x: Any, axis: tuple[int, ...], *, backward: bool = Fa
     fp8_max = float(jnp.finfo(dtype).max)
     amax = np.abs(x)
     for i in axis:
-        starts = np.arange(0, x.shape[i], size)
+        starts = np.arange(0, x.shape[i], size or x.shape[i])
         amax = np.maximum.reduceat(amax, starts, axis=i) if len(starts) else amax
     one = np.where(amax > 0, amax, np.float32(1))
     if isinstance(recipe, MXFP8):
@@ -28,13 +28,13 @@ def quantized(recipe: Any, x: Any, axis: tuple[int, ...], *, backward: bool = Fa
     return np.clip(scaled, -fp8_max, fp8_max).astype(dtype), np.float32(1) / scale
 
 
-def dequantized(q: Any, scale_inv: Any, axis: tuple[int, ...], size: int) -> Any:
+def dequantized(q: Any, scale_inv: Any, axis: tuple[int, ...], size: int | None) -> Any:
     """q * scale_inv, block by block, in float32."""
     return q.astype(np.float32) * spread(scale_inv, q.shape, axis, size)
 
 
-def spread(blocks: Any, shape: tuple[int, ...], axis: tuple[int, ...], size: int) -> Any:
+def spread(blocks: Any, shape: tuple[int, ...], axis: tuple[int, ...], size: int | None) -> Any:
     """The number of each block, at each element of the block."""
     for i in axis:
-        blocks = np.repeat(blocks, size, axis=i).take(np.arange(shape[i]), axis=i)
+        blocks = np.repeat(blocks, size or shape[i], axis=i).take(np.arange(shape[i]), axis=i)
     return blocks

@@ -238,7 +238,7 @@ def loss_scale_of(dtype: str) -> Any:
 
 def guarded(opt_state: Any) -> Any:
     """The part of the optimizer's state that must not move on a skip."""
-    (state,) = jaxmp._src.step.state.find(opt_state, jaxmp.UnscaleState)
+    (state,) = jaxmp._src.step.read_state.find(opt_state, jaxmp.UnscaleState)
     return state.guarded
 
 

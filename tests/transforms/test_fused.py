@@ -169,7 +169,7 @@ def test_split_masters_train_as_full_ones(fused):
     assert_close(split[0], full[0], rtol=2.0**-7)
     masters = jaxmp.get_master_params(split[1], split[0])
     assert_close(masters, jaxmp.get_master_params(full[1], full[0]), rtol=30 * 2.0**-23, atol=1e-6)
-    (kept,) = jaxmp._src.step.state.find(split[1], jaxmp.MasterState)
+    (kept,) = jaxmp._src.step.read_state.find(split[1], jaxmp.MasterState)
     assert {x.dtype.name for x in jax.tree.leaves(kept.master_params)} == {"int16"}
 
 
@@ -248,7 +248,7 @@ def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
     after, after_state = jax.jit(step_of(tx))(params, opt_state, grads)
     assert_bitwise(after, params)
-    assert_bitwise(jaxmp._src.step.state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
+    assert_bitwise(jaxmp._src.step.read_state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
     assert bool(jaxmp.get_metrics(after_state)["skipped"])
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import regions
+from jaxmp._src.autocast import reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
-from jaxmp._src.programs import flax_modules
+from jaxmp._src.programs import flax_modules, haiku_frames
 
 _ONE_OPERATION = (
     *(linen.BatchNorm, linen.LSTMCell, linen.OptimizedLSTMCell, linen.ConvLSTMCell, linen.SimpleCell, linen.GRUCell),
@@ -78,12 +78,13 @@ def _own_dtype(module: Any) -> np.dtype | None:
 
 @contextlib.contextmanager
 def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
-    """A region of autocast; linen modules that are called in it run by its lists.
+    """A region of autocast; linen and haiku modules that are called in it run by its lists.
 
     `wrap(fn, lists, output_dtype)` is the transformation.
     """
 
     def interceptor(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        reach.mark()
         here = regions.current()
         idle = regions.is_tracing() or here is None or here.dtype is None
         if idle or context.module.scope is None or context.module.is_initializing() or not _is_own_method(context):
@@ -95,7 +96,13 @@ def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
 
         return wrap(again, here, None)(context.module, *args, **kwargs)
 
-    with regions.region(lists), linen.intercept_methods(interceptor):
+    def haiku_method(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        reach.mark()
+        here = regions.current()
+        idle = regions.is_tracing() or here is None or here.dtype is None or context.method_name == "__init__"
+        return (next_fun if idle else wrap(next_fun, here, None))(*args, **kwargs)
+
+    with regions.region(lists), linen.intercept_methods(interceptor), haiku_frames.intercepting(haiku_method):
         yield
 
 

@@ -20,6 +20,7 @@ Where we differ from torch.autocast:
 - float16 masks saturate: `where(mask, x, -1e9)` gives -65504, not -inf.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.autocast import calls, cast_lists, flax_layers, plan_runner, planner, regions
+from jaxmp._src.autocast import calls, cast_lists, flax_layers, plan_runner, planner, reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.programs import array_functions, haiku_frames
 
@@ -51,15 +52,23 @@ class Autocast:
     def __enter__(self) -> "Autocast":
         if self._output_dtype is not None:
             raise ValueError("autocast: a region has no output to cast. Use output_dtype= with a function")
-        region = flax_layers.region(_inherited(self._lists) if self._inherits else self._lists, _wrap)
-        region.__enter__()
-        vars(self._entered).setdefault("regions", []).append(region)
+        lists = _inherited(self._lists) if self._inherits else self._lists
+        stack = contextlib.ExitStack()
+        region = stack.enter_context(reach.entered(lists))
+        stack.enter_context(region_of(lists))
+        vars(self._entered).setdefault("regions", []).append((stack, region))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.regions.pop().__exit__(*exception)
+        self.leave(exception, stacklevel=2)
+
+    def leave(self, exception: tuple[Any, ...], *, stacklevel: int) -> None:
+        """Ends the region, and warns if it changed nothing; `stacklevel` as for `warnings.warn`."""
+        stack, region = self._entered.regions.pop()
+        stack.__exit__(*exception)
         if exception[0] is None:
             self._lists.modules.warn_of_idle()
+            reach.warn_if_idle(region, stacklevel=stacklevel + 1)
 
 
 def autocast(
@@ -90,6 +99,11 @@ def autocast(
     return _wrap(fn, lists, output_dtype, inherits=dtype is None)
 
 
+def region_of(lists: CastLists) -> contextlib.AbstractContextManager[None]:
+    """A region that runs by `lists`, and says nothing if it reaches nothing."""
+    return flax_layers.region(lists, _wrap)
+
+
 def no_autocast(fn: F) -> F:
     """A function that autocast does not change, wherever it is called.
 
@@ -112,6 +126,7 @@ def by_region(fn: F) -> F:
 
     Returns `fn` itself outside of regions, and inside an autocast function, which rewrites what it calls.
     """
+    reach.mark()
     lists = regions.current()
     return fn if lists is None or lists.dtype is None or regions.is_tracing() else _wrap(fn, lists, None)
 
@@ -137,6 +152,7 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        reach.mark()
         here = _inherited(lists) if inherits else lists
 
         def rewritten(fn: Any) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
-class CutParams(NamedTuple):
+class GatheredParams(NamedTuple):
     """Params that are cut over a mesh axis, as seen at one level of one trace.
 
     Attributes:
@@ -40,12 +40,12 @@ class Notes:
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
-      cut_params: which trees of params were gathered from their parts.
+      gathered_params: which trees of params were gathered from their parts.
     """
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
-    cut_params: list[CutParams] = dataclasses.field(default_factory=list)
+    gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -57,6 +57,8 @@ class ScaleReads:
       warned: whether the user was told that none was.
       read, made: traced scales by their id, while they live: those that were read, and those that an update made.
       traces: the last traces in which one was read, from `compat.trace_state()`.
+      scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
+        the id of the leaf.
     """
 
     any: bool = False
@@ -64,6 +66,7 @@ class ScaleReads:
     read: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
+    scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Ambient:
 
     Attributes:
       autocast_lists: the `CastLists` of the innermost `jaxmp.autocast`; None outside of all.
+      autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
+      autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
       fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
@@ -79,15 +84,20 @@ class Ambient:
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
+      replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
+        same object everywhere.
     """
 
     autocast_lists: Any = None
+    autocast_region: Any = None
+    autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
     fp8_enabled: bool = True
     fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

@@ -16,7 +16,7 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, state
+from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state
 from jaxmp._src.step.calibrate import calibrate
 
 
@@ -49,7 +49,7 @@ class TrainState(train_state.TrainState):
 
     def __post_init__(self) -> None:
         if self.policy is not None:
-            object.__setattr__(self, "opt_state", state.with_policy(self.opt_state, self.policy))
+            object.__setattr__(self, "opt_state", read_state.with_policy(self.opt_state, self.policy))
 
     @classmethod
     def create(
@@ -102,7 +102,7 @@ class TrainState(train_state.TrainState):
         params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
-        return self.replace(params=params, opt_state=opt_state, **state.keep_if_skipped(opt_state, fields, old))
+        return self.replace(params=params, opt_state=opt_state, **read_state.keep_if_skipped(opt_state, fields, old))
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
         """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.
@@ -118,9 +118,9 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> Float[Array, ""]:
         """float32[], the scale of the next loss."""
-        return state.get_loss_scale(self.opt_state)
+        return read_state.get_loss_scale(self.opt_state)
 
     @property
     def metrics(self) -> dict[str, Array]:
         """`jaxmp.get_metrics` of this state."""
-        return state.get_metrics(self.opt_state)
+        return read_state.get_metrics(self.opt_state)

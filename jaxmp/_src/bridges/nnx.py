@@ -23,7 +23,7 @@ from jaxmp._src.step import (
     microbatches,
     mixed_precision,
     policy as policy_lib,
-    state,
+    read_state,
     value_and_grad as grads_lib,
 )
 from jaxmp._src.step.calibrate import calibrate
@@ -75,6 +75,7 @@ def value_and_grad(
     """
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
+    seen: set[Any] = set()
     chosen = wrt
 
     @functools.wraps(fun)
@@ -91,8 +92,15 @@ def value_and_grad(
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
         if k > 1:
-            rows, named = {i: (model, *args)[i] for i in batches}, accumulate_argnums is not None
-            batch_arguments.check(lambda batch, rest: loss_fn(params, rest, batch)[0], rows, rest, k, named=named)
+            batch_arguments.check_once(
+                seen,
+                (graphdef, params, rest, args, kwargs),
+                lambda batch, rest: loss_fn(params, rest, batch)[0],
+                {i: (model, *args)[i] for i in batches},
+                rest,
+                k,
+                named=accumulate_argnums is not None,
+            )
         loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
             loss_fn,
             params,
@@ -168,7 +176,7 @@ class Optimizer(nnx.Optimizer):
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
-        self.step[...] = state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+        self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
 
     def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
@@ -261,4 +269,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     """
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, state.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))

@@ -24,7 +24,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, state, states, write_masters
+from jaxmp._src.step import read_state, state_arrays, state_tuples, write_masters
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 
@@ -80,7 +80,7 @@ def convert(
     )
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
     new_params, new_state = assemble(saved, to, jax.tree.map(placement.beside, cast, like))
-    return buffers.own_buffers((new_params, new_state), foreign=(opt_state, params))
+    return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
 
 
 def reload_master_params(opt_state: Any, params: PyTree) -> Any:
@@ -110,7 +110,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
     References:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
-    if not state.find(opt_state, states.MasterState):
+    if not read_state.find(opt_state, state_tuples.MasterState):
         raise ValueError(
             "opt_state must keep masters; got a state without a MasterState. Make it with jaxmp.mixed_precision or "
             "jaxmp.keep_master_params."
@@ -132,12 +132,12 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
         return new if kind is None else write_masters.remainder_of(new, master.dtype)
 
     def visit(node: Any) -> Any:
-        if not isinstance(node, states.MasterState):
+        if not isinstance(node, state_tuples.MasterState):
             return node
         return node._replace(master_params=tree_paths.map_with_path(reload, node.master_params))
 
-    reloaded = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, states.MasterState))
-    return buffers.own_buffers(reloaded, foreign=(opt_state, params))
+    reloaded = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, state_tuples.MasterState))
+    return state_arrays.own_buffers(reloaded, foreign=(opt_state, params))
 
 
 def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import states
+from jaxmp._src.step import state_tuples
 from pallas_kernels import moments
 
 _BOX = frozenset({"value"})
@@ -147,7 +147,10 @@ def special_parts(paths: list[str]) -> dict[str, str]:
             parts[path] = "fp8"
             parts |= {f"{head}/{name}".lstrip("/"): "fp8_counter" for name in _FP8_COUNTERS}
         head, found, rest = f"/{path}".rpartition("/scaling/")
-        if found and rest.split("/")[0] in (*states.LossScaleState._fields, *states.CustomLossScaleState._fields):
+        if found and rest.split("/")[0] in (
+            *state_tuples.LossScaleState._fields,
+            *state_tuples.CustomLossScaleState._fields,
+        ):
             parts[path] = "scale"
             parts |= {f"{head}/{name}".lstrip("/"): "counter" for name in _UNSCALE}
     return {path: part for path, part in parts.items() if path in known}

@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import job_leaves, loss_scales
+from jaxmp._src.checkpoint import foreign_loss_scales, job_leaves
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, state, states, write_masters
+from jaxmp._src.step import read_state, state_arrays, state_tuples, write_masters
 
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 Groups = Sequence[Sequence[str]]
@@ -54,7 +54,7 @@ def export_megatron(
       (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
     """
     order = _order(groups, params)
-    masters = job_leaves.plain_leaves(state.get_master_params(opt_state, params))
+    masters = job_leaves.plain_leaves(read_state.get_master_params(opt_state, params))
     with_master = _with_master(opt_state)
     per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
     for path, x in job_leaves.essential_leaves(opt_state).items():
@@ -69,7 +69,7 @@ def export_megatron(
         "fp32_from_fp16_params": [[np.asarray(masters[p]) for p in group if p in with_master] for group in groups],
     }
     if loss_scale is not None:
-        megatron["grad_scaler"] = loss_scales.export_loss_scale(opt_state, loss_scale, "megatron")
+        megatron["grad_scaler"] = foreign_loss_scales.export_loss_scale(opt_state, loss_scale, "megatron")
     return megatron
 
 
@@ -146,13 +146,13 @@ def import_megatron(
         return new.get(path, x)
 
     new_state = tree_paths.map_with_path(visit, opt_state)
-    new_state = new_state if new_scale is None else loss_scales.set_loss_scale(new_state, new_scale)
+    new_state = new_state if new_scale is None else foreign_loss_scales.set_loss_scale(new_state, new_scale)
 
     def rounded(path: str, x: Any) -> Any:
         master = masters.get(job_leaves.plain(path))
         return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
 
-    return tree_paths.map_with_path(rounded, params), buffers.own_buffers(new_state, foreign=(opt_state, params))
+    return tree_paths.map_with_path(rounded, params), state_arrays.own_buffers(new_state, foreign=(opt_state, params))
 
 
 def _order(groups: Groups, params: PyTree) -> list[str]:
@@ -231,7 +231,7 @@ def _per_param(optimizer: Mapping[str, Any], groups: Groups, order: list[str]) -
 
 
 def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLossScale | None:
-    found = state.find(opt_state, states.LossScaleState)
+    found = read_state.find(opt_state, state_tuples.LossScaleState)
     is_dynamic = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
     if "grad_scaler" not in state_dict:
         if is_dynamic:
@@ -239,7 +239,7 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
                 f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}.", stacklevel=3
             )
         return None
-    new = loss_scales.import_loss_scale(state_dict["grad_scaler"])
+    new = foreign_loss_scales.import_loss_scale(state_dict["grad_scaler"])
     if is_dynamic:
         return new
     warnings.warn(

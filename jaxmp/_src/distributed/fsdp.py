@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.distributed import cut_params, param_layout
+from jaxmp._src.distributed import gathered_params, param_layout
 from jaxmp._src.distributed.param_layout import Cut, Layout
 from jaxmp._src.distributed.reduce import predivide_or_rule
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
@@ -91,7 +91,7 @@ def gather(
             f"remove these arguments."
         )
     if manual:
-        cut_params.note(params, layout.axis_name)
+        gathered_params.note(params, layout.axis_name)
     fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 

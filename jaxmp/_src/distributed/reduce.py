@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.distributed import cut_params
+from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 
 
@@ -54,7 +54,7 @@ def reduce_gradients(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
         del params
         axes = collectives.bound_axes(axis_name)
-        cut_params.check_mean(updates, axes)
+        gathered_params.check_mean(updates, axes)
         factor = predivide_or_rule(predivide, dtype, axes)
         # value_and_grad has already reduced the amaxes of fp8 scales, with MAX.
         amaxes, grads = scale_leaves.partition(updates)

@@ -1,4 +1,4 @@
-"""Block-scaled fp8: every block of a few elements has its own scale, so an outlier affects only its block.
+"""Block-scaled fp8: every block of elements has its own scale, so an outlier affects only its block.
 
 With B(i) the block of element i, and a = max |x| over the block (without NaNs),
 
@@ -12,6 +12,8 @@ With B(i) the block of element i, and a = max |x| over the block (without NaNs),
 has exponents only (byte b is 2^(b - 127)):
 
     b = 127 + ceil(log2(a / fp8_max)), from 0 to 254;    0 where a is 0, 254 where it is inf
+
+`RowwiseScaling`: one block is all elements that a matrix product sums; the scale is that of `BlockScaling`.
 
 Rounding scale down and rounding scale_inv up are the same. Both are computed from bits (`float_bits`), so all backends
 give the same bytes, for subnormal x too. The last block of an axis may be short; it counts as padded with zeros.
@@ -31,6 +33,8 @@ from jaxtyping import Array, Float, UInt8
 from jaxmp._src.fp8 import recipes
 from jaxmp._src.numerics import casting, float_bits
 
+_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
 
 class Blocks(NamedTuple):
     """A tensor in fp8 and the factors of its blocks.
@@ -38,18 +42,37 @@ class Blocks(NamedTuple):
     Attributes:
       q: fp8[*shape].
       scale_inv: one number for each block: the axes of `q`, the blocked ones divided by the size of a block, rounded
-        up. float32 of `BlockScaling`, float8_e8m0fnu of `MXFP8`.
+        up. float32 of `BlockScaling` and `RowwiseScaling`, float8_e8m0fnu of `MXFP8`.
     """
 
     q: Float[Array, "..."]
     scale_inv: Float[Array, "..."]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _BlockRecipe:
-    """What `BlockScaling` and `MXFP8` share: casts to and from blocks. They differ in how a block gets its scale."""
+class BlockRecipe:
+    """A recipe with a scale for each block of elements that a matrix product sums; `block_matmul` multiplies them.
 
-    block_size: ClassVar[int]  # along each blocked axis
+    Attributes:
+      block_size: along each blocked axis; None: the whole axis.
+      has_square_weights: whether weights are cast once, in square blocks that serve a product and its transpose.
+      exact_dtype: the narrowest dtype that holds the product of an element and the scale of its block exactly.
+    """
+
+    block_size: ClassVar[int | None]
+
+    @property
+    def has_square_weights(self) -> bool:
+        return False
+
+    @property
+    def exact_dtype(self) -> Any:
+        return jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fp8Blocks(BlockRecipe):
+    """Casts to and from blocks of fp8. The recipes differ in how a block gets its scale."""
+
     _scale_inv_dtype: ClassVar[Any]
 
     fp8_format: recipes.Format = "E4M3"
@@ -77,11 +100,11 @@ class _BlockRecipe:
           x: floats of 16 bits or more, of any shape.
           axis: the axis along which elements share a scale; for a matmul, the one that it sums over. Two axes,
             (-2, -1), give square blocks: 128x128 (`BlockScaling`) or 32x32 (`MXFP8`), whose q serves a product and
-            its transpose.
+            its transpose. (`RowwiseScaling`: one block for all rows and columns.)
           backward: whether `x` is a gradient: e5m2 under `"HYBRID"`.
 
         Returns:
-          `Blocks(q, scale_inv)`; scale_inv is float32 (`BlockScaling`) or float8_e8m0fnu (`MXFP8`).
+          `Blocks(q, scale_inv)`; scale_inv is float32, or float8_e8m0fnu of `MXFP8`.
 
         Raises:
           TypeError: `x` is no array of floats of 16 bits or more.
@@ -93,11 +116,11 @@ class _BlockRecipe:
           >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
           (8, 2, 16)
         """
-        blocked = _blocked_axes(x, axis)
+        blocked = blocked_axes(x, axis)
         dtype, given = self.dtype(backward=backward), x.dtype
         x = x.astype(jnp.float32)
         scale, scale_inv = self._scales(block_amax(x, blocked, self.block_size), dtype, given)
-        q = casting.saturating_cast(float_bits.product(x, _spread(scale, x.shape, self.block_size)), dtype)
+        q = casting.saturating_cast(float_bits.product(x, spread(scale, x.shape, self.block_size)), dtype)
         return Blocks(q, scale_inv)
 
     def dequantize(
@@ -121,15 +144,41 @@ class _BlockRecipe:
           >>> BlockScaling().dequantize(*BlockScaling().quantize(jnp.array([3.0, 5.0]))).tolist()
           [3.0, 5.0]
         """
-        _check_stored(q, scale_inv, self._scale_inv_dtype, self.block_size)
+        check_stored(q, scale_inv, _FP8, self._scale_inv_dtype, self.block_size)
         if scale_inv.dtype == jnp.float8_e8m0fnu:
             scale_inv = _float_of_e8m0(lax.bitcast_convert_type(scale_inv, jnp.uint8))
-        x = float_bits.product(q.astype(jnp.float32), _spread(scale_inv, q.shape, self.block_size))
+        x = float_bits.product(q.astype(jnp.float32), spread(scale_inv, q.shape, self.block_size))
         return casting.saturating_cast(x, dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockScaling(_BlockRecipe):
+class _Float32Scales(_Fp8Blocks):
+    """Blocks whose scale is a float32 number: the equation of `CurrentScaling`, block by block."""
+
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
+
+    _scale_inv_dtype: ClassVar[Any] = jnp.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recipes.check_epsilon(self.amax_epsilon)
+
+    @property
+    def exact_dtype(self) -> Any:
+        return jnp.bfloat16 if self.power_of_two else jnp.float32
+
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+        # A quotient that is inf becomes the largest number of the dtype of x, as in TransformerEngine.
+        overflow = min(float(jnp.finfo(given).max), float(np.finfo(np.float32).max))
+        scale = recipes.current_scale(
+            amax, dtype, power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon, overflow=overflow
+        )
+        return scale, float_bits.quotient(1.0, scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockScaling(_Float32Scales):
     """fp8 with a float32 scale for each block of 128 or of 128x128; stateless.
 
     See the module's docstring for the equations. Bit for bit TransformerEngine's Float8BlockScaling, whose layouts for
@@ -156,27 +205,48 @@ class BlockScaling(_BlockRecipe):
       transformer_engine/common/recipe/recipe_common.cuh; DeepSeek-V3 Technical Report, 2024, section 3.3.
     """
 
-    power_of_two: bool = True
-    amax_epsilon: float = 0.0
+    block_size: ClassVar[int | None] = 128
 
-    block_size: ClassVar[int] = 128
-    _scale_inv_dtype: ClassVar[Any] = jnp.float32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        recipes.check_epsilon(self.amax_epsilon)
-
-    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
-        # A quotient that is inf becomes the largest number of the dtype of x, as in TransformerEngine.
-        overflow = min(float(jnp.finfo(given).max), float(np.finfo(np.float32).max))
-        scale = recipes.current_scale(
-            amax, dtype, power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon, overflow=overflow
-        )
-        return scale, float_bits.quotient(1.0, scale)
+    @property
+    def has_square_weights(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8(_BlockRecipe):
+class RowwiseScaling(_Float32Scales):
+    """fp8 with a float32 scale for each token and for each output channel; stateless.
+
+    Each of the three GEMMs of a layer casts both operands with one scale for each row that it sums:
+
+        y  = x w       x by row (token), w by column (output channel)
+        dx = g w^T     g by row (token), w by row (input channel)
+        dw = x^T g     x by column (input channel), g by column (output channel)
+
+    A GEMM multiplies in fp8 and the scales multiply its result, so it runs on every GPU with fp8 tensor cores. It
+    costs a second cast of each tensor, and a read of each tensor for its amaxes.
+
+    Args:
+      fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
+      power_of_two: whether scales are powers of two.
+      amax_epsilon: the smallest amax of a row, >= 0.
+
+    Raises:
+      ValueError: an argument outside its range, named in the message.
+
+    Example:
+      >>> q, scale_inv = RowwiseScaling().quantize(jnp.array([[1.0, 1000.0], [0.001, 0.002]]))
+      >>> scale_inv.tolist()
+      [[4.0], [7.62939453125e-06]]
+
+    References:
+      torchao.float8, recipe "rowwise".
+    """
+
+    block_size: ClassVar[int | None] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(_Fp8Blocks):
     """fp8 with an E8M0 scale for each block of 32, the OCP microscaling format; stateless.
 
     See the module's docstring for the equations. Bit for bit the CUDA kernels of TransformerEngine; its JAX helper
@@ -199,7 +269,7 @@ class MXFP8(_BlockRecipe):
       OCP Microscaling Formats (MX) Specification v1.0, 2023; transformer_engine/common/util/ptx.cuh.
     """
 
-    block_size: ClassVar[int] = 32
+    block_size: ClassVar[int | None] = 32
     _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
@@ -226,9 +296,11 @@ def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
     return float_bits.from_bits(jnp.where(byte == 255, 0x7FC00000, bits))
 
 
-def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> Float[Array, "..."]:
-    """max |x| over blocks of `size` along the axes `blocked`; ignores NaNs, as CUDA's fmaxf."""
+def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int | None) -> Float[Array, "..."]:
+    """max |x| over blocks of `size` (None: all) along the axes `blocked`; ignores NaNs, as CUDA's fmaxf."""
     bits = float_bits.magnitude_bits(x)
+    if size is None:
+        return float_bits.from_bits(jnp.max(bits, axis=blocked, keepdims=True, initial=0))
     for axis in blocked:
         count = -(-bits.shape[axis] // size)
         padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(bits.shape)]
@@ -238,15 +310,15 @@ def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int) -> F
     return float_bits.from_bits(bits)
 
 
-def _spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int) -> Float[Array, "..."]:
+def spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int | None) -> Float[Array, "..."]:
     """The numbers of `blocks`, repeated for all elements of each block, in the shape `shape`."""
     for axis, n in enumerate(shape):
-        if blocks.shape[axis] != n:
+        if blocks.shape[axis] != n and size is not None:
             blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=axis), 0, n, axis=axis)
     return jnp.broadcast_to(blocks, shape)
 
 
-def _blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
+def blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
     """`axis` as one or two different axes of `x`, counted from the front."""
     if not casting.is_float(x):
         got = getattr(x, "dtype", type(x).__name__)
@@ -258,17 +330,20 @@ def _blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(axes))
 
 
-def _check_stored(q: Any, scale_inv: Any, scale_dtype: Any, size: int) -> None:
-    if q.dtype not in (jnp.float8_e4m3fn, jnp.float8_e5m2) or scale_inv.dtype != scale_dtype:
+def check_stored(q: Any, scale_inv: Any, dtypes: tuple[Any, ...], scale_dtype: Any, size: int | None) -> None:
+    """Raises an error unless `q` and `scale_inv` have the dtypes and shapes that `quantize` returns."""
+    if q.dtype not in dtypes or scale_inv.dtype != scale_dtype:
+        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
         raise TypeError(
-            f"dequantize takes the float8_e4m3fn or float8_e5m2 and the {jnp.dtype(scale_dtype)} that quantize "
-            f"returns; got {q.dtype} and {scale_inv.dtype}"
+            f"dequantize takes the {names} and the {jnp.dtype(scale_dtype)} that quantize returns; "
+            f"got {q.dtype} and {scale_inv.dtype}"
         )
     fits = len(q.shape) == len(scale_inv.shape) and all(
-        m in (n, -(-n // size)) for n, m in zip(q.shape, scale_inv.shape, strict=True)
+        m in (n, 1 if size is None else -(-n // size)) for n, m in zip(q.shape, scale_inv.shape, strict=True)
     )
     if not fits:
+        block = "all" if size is None else f"every {size}"
         raise ValueError(
-            f"each axis of scale_inv is as long as that of q, or one for every {size} elements; "
+            f"each axis of scale_inv is as long as that of q, or one for {block} elements; "
             f"got {scale_inv.shape} for q {q.shape}"
         )

@@ -10,7 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
-from jaxmp._src.fp8.recipes import DelayedScaling
+from jaxmp._src.fp8.blocks import BlockRecipe
+from jaxmp._src.fp8.nvfp4 import NVFP4
+from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
 
@@ -54,6 +56,14 @@ def leaves_of(recipe: Any) -> dict[str, float]:
     return dict.fromkeys(names, 0.0 if recipe.power_of_two else 1.0)
 
 
+def rounds_at_random(recipe: Any) -> bool:
+    """Whether a layer with this recipe draws random numbers for its backward pass."""
+    return isinstance(recipe, NVFP4) and recipe.stochastic_rounding
+
+
+ROUNDING = "rounding"  # the name of these random numbers, as "dropout" is that of Dropout's
+
+
 def dot_general(
     recipe: Any,
     leaves: Sequence[Array],
@@ -64,6 +74,7 @@ def dot_general(
     out_sharding: Any = None,
     *,
     layer: str | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "..."]:
     """The product of a layer: in fp8 if fp8 is on, else in the dtype of its result. For `leaves` see `leaves_of`."""
     scales = matmul.Scales(*leaves) if leaves else None
@@ -77,6 +88,7 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
             layer=layer,
+            key=key,
         )
     matmul.note_use()
     dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
@@ -141,8 +153,8 @@ def recipe_at(recipe: Any, path: str) -> Any:
 def check_recipe(recipe: Any) -> None:
     """Raises a TypeError unless `recipe` is a recipe or a dict of recipes."""
     for part in scale_leaves.recipes_of(recipe).values():
-        if isinstance(part, type) or not hasattr(part, "dtype") or not hasattr(part, "fp8_format"):
+        if not isinstance(part, DelayedScaling | CurrentScaling | BlockRecipe):
             raise TypeError(
-                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), BlockScaling(), MXFP8() or a dict from "
-                f"path patterns to them; got {part!r}. Layers are chosen by filter=."
+                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8(), "
+                f"NVFP4() or a dict from path patterns to them; got {part!r}. Layers are chosen by filter=."
             )

@@ -26,7 +26,8 @@ class Fp8DotGeneral(nn.Module):
     directly to fp8, and the kernel's gradient is float32.
 
     Attributes:
-      recipe: a `DelayedScaling` or a stateless recipe.
+      recipe: a `DelayedScaling` or a stateless recipe. `NVFP4()` rounds gradients at random: give the model's apply
+        `rngs={"rounding": key}`, with a new key for each step.
 
     Example:
       >>> layer = nn.Dense(32, dot_general_cls=Fp8DotGeneral)
@@ -59,6 +60,8 @@ class Fp8DotGeneral(nn.Module):
                 f"init."
             )
             raise
+        draws = layers.rounds_at_random(self.recipe) and self.has_rng(layers.ROUNDING)
+        key = self.make_rng(layers.ROUNDING) if draws else None
         with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
             return layers.dot_general(
                 self.recipe,
@@ -69,6 +72,7 @@ class Fp8DotGeneral(nn.Module):
                 preferred_element_type,
                 out_sharding,
                 layer="/".join(self.path[:-1]),
+                key=key,
             )
 
 

@@ -29,7 +29,6 @@ from jaxmp._src.base import ambient, compat
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, remat, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.blocks import MXFP8, BlockScaling
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
@@ -85,13 +84,14 @@ def dot_general(
     out_sharding: Any = None,
     activation: str | None = None,
     layer: str | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
     Args:
       lhs, rhs: float arrays; any batch and contracting dimensions.
       dimension_numbers: as for `jax.lax.dot_general`.
-      recipe: `DelayedScaling` (with `scales`), `CurrentScaling`, `BlockScaling` or `MXFP8` (without).
+      recipe: `DelayedScaling` (with `scales`), or a recipe without state.
       scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
@@ -100,13 +100,15 @@ def dot_general(
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
       layer: a name for warnings.
+      key: a key of `jax.random` for the stochastic rounding of gradients; only `NVFP4` needs one.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
       GEMM's accumulator.
 
     Raises:
-      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation.
+      ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
+        gradient by `NVFP4()` without a key.
 
     Warns:
       FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
@@ -144,9 +146,9 @@ def dot_general(
         )
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
-    if isinstance(recipe, BlockScaling | MXFP8):
+    if isinstance(recipe, block_matmul.Recipe):
         return block_matmul.dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding
+            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding, key=key
         )
     gemm = Gemm(
         contract=(tuple(lhs_contract), tuple(rhs_contract)),

@@ -32,6 +32,7 @@ class Fp8DotGeneral(nnx.Module):
 
     Args:
       recipe: a `DelayedScaling` or a stateless recipe; give the same to `jaxmp.mixed_precision`.
+      rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Example:
       >>> layer = nnx.Linear(16, 32, dot_general=Fp8DotGeneral(), rngs=nnx.Rngs(0))
@@ -39,8 +40,10 @@ class Fp8DotGeneral(nnx.Module):
       ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
     """
 
-    def __init__(self, recipe: Any = _DEFAULT):
+    def __init__(self, recipe: Any = _DEFAULT, *, rngs: nnx.Rngs | None = None):
         self.recipe = recipe
+        rngs = rngs if layers_lib.rounds_at_random(recipe) else None
+        self.rngs = nnx.data(None if rngs is None else rngs[layers_lib.ROUNDING].fork())
         for name, start in layers_lib.leaves_of(recipe).items():
             setattr(self, name, Fp8Scale(jnp.full((), start, jnp.float32)))
 
@@ -57,7 +60,14 @@ class Fp8DotGeneral(nnx.Module):
         del precision
         leaves = [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
         return layers_lib.dot_general(
-            self.recipe, leaves, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding
+            self.recipe,
+            leaves,
+            lhs,
+            rhs,
+            dimension_numbers,
+            preferred_element_type,
+            out_sharding,
+            key=None if self.rngs is None else self.rngs(),
         )
 
 
@@ -65,7 +75,7 @@ class Fp8Einsum(nnx.Module):
     """An einsum in fp8 for `nnx.Einsum(..., einsum_op=jaxmp.nnx.Fp8Einsum())`.
 
     Args:
-      recipe: as for `Fp8DotGeneral`.
+      recipe, rngs: as for `Fp8DotGeneral`.
 
     Example:
       >>> x, w = jnp.ones((2, 16, 16)), jnp.ones((16, 2, 16))
@@ -73,8 +83,8 @@ class Fp8Einsum(nnx.Module):
       (2, 16, 2, 16)
     """
 
-    def __init__(self, recipe: Any = _DEFAULT):
-        self.dot_general = Fp8DotGeneral(recipe)
+    def __init__(self, recipe: Any = _DEFAULT, *, rngs: nnx.Rngs | None = None):
+        self.dot_general = Fp8DotGeneral(recipe, rngs=rngs)
 
     def __call__(
         self,
@@ -99,7 +109,9 @@ _CONVERTED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _WITH_WEIGHTS = (*_CONVERTED, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
 
 
-def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None) -> list[str]:
+def to_fp8(
+    model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None, rngs: nnx.Rngs | None = None
+) -> list[str]:
     """Puts fp8 into the Linear, LinearGeneral and Einsum layers of a model, in place; call it before `nnx.Optimizer`.
 
     Attention's projections are LinearGeneral layers. Layers with a dot_general of their own keep it.
@@ -110,6 +122,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
         weights (embeddings and convolutions count), in the order in which the model's attributes were set.
+      rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
       The paths of the layers that now run in fp8.
@@ -135,7 +148,7 @@ def to_fp8(model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filt
             continue
         is_einsum = isinstance(layer, nnx.Einsum)
         own = layers_lib.recipe_at(recipe, path)
-        product = nnx.data(Fp8Einsum(own) if is_einsum else Fp8DotGeneral(own))
+        product = nnx.data((Fp8Einsum if is_einsum else Fp8DotGeneral)(own, rngs=rngs))
         setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
         layer.promote_dtype = layers_lib.promote_all_but_kernel
         converted.append(path)

@@ -6,8 +6,8 @@ take one byte for each element, so it is cheaper to keep them, and to compute on
 again. A policy finds what it keeps by name.
 
 jax rounds what remat keeps by `lax.reduce_precision`, so that XLA does not keep it wider. That turns 256 and more in
-float8_e4m3fn into NaN: it takes the largest exponent for that of inf, as IEEE formats have it. So 8-bit floats are kept
-as integers, under any policy.
+float8_e4m3fn into NaN: it takes the largest exponent for that of inf, as IEEE formats have it. So floats of 8 bits or
+fewer are kept as integers, under any policy.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def named(tensors: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Bits:
-    """An array of an 8-bit float dtype, as integers."""
+    """An array of floats of 8 bits or fewer, as integers."""
 
     bits: Array
     dtype: Any = dataclasses.field(metadata={"static": True})
@@ -63,16 +63,16 @@ def _is_bits(x: Any) -> bool:
 
 
 def packed(residuals: PyTree) -> PyTree:
-    """Residuals of a derivative rule, for `unpacked`: 8-bit floats as integers."""
-    return jax.tree.map(
-        lambda x: _Bits(lax.bitcast_convert_type(x, jnp.uint8), x.dtype) if _is_8_bit_float(x) else x, residuals
-    )
+    """Residuals of a derivative rule, for `unpacked`: floats of 8 bits or fewer as integers."""
+
+    def pack(x: Array) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits > 8:
+            return x
+        return _Bits(lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")), x.dtype)
+
+    return jax.tree.map(pack, residuals)
 
 
 def unpacked(residuals: PyTree) -> PyTree:
     """The residuals that were `packed`."""
     return jax.tree.map(lambda x: x.array() if _is_bits(x) else x, residuals, is_leaf=_is_bits)
-
-
-def _is_8_bit_float(x: Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1

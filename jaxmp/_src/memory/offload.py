@@ -20,7 +20,7 @@ from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
 from jaxmp._src.step import extra_arguments, in_place, write_masters
 from jaxmp._src.step.in_place import as_transformation
-from jaxmp._src.step.states import MasterState
+from jaxmp._src.step.state_tuples import MasterState
 
 _PARTS = ("masters", "moments")
 

@@ -18,11 +18,11 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.memory import buffers, measured as measured_lib, overview as overview_lib, shards
+from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import microbatches, state, states, value_and_grad as gradients
+from jaxmp._src.step import microbatches, read_state, state_tuples, value_and_grad as gradients
 from jaxmp._src.step.in_place import as_transformation
-from jaxmp._src.step.policy import get_policy
+from jaxmp._src.step.policy import Policy, get_policy
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -89,7 +89,7 @@ def plan(
     has_aux: bool = False,
     accumulate: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
-    mesh: shards.AnyMesh | None = None,
+    mesh: bytes_per_device.AnyMesh | None = None,
     specs: PyTree | None = None,
     data_axes: str | Sequence[str] | None = None,
 ) -> Plan:
@@ -101,9 +101,10 @@ def plan(
       policy: as for `jaxmp.mixed_precision`; gives the stored dtypes of the params.
       optimizer: the optimizer of the loop, `jaxmp.mixed_precision(...)` or any other optax transform. Its `init` is
         evaluated on shapes: on the float32 params if it keeps masters, else on the stored params.
-      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad`; the model computes in the
-        dtypes of its modules or of autocast. Under `jax.checkpoint` only the values that it saves count. None: no
-        activations are counted.
+      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad(loss_fn, policy=policy)`, which
+        is the loop that is planned: layers keep a `dtype=` of their own. (For a loop without `policy=`, write
+        `with jaxmp.autocast(enabled=False)` into the loss.) Under `jax.checkpoint` only the values that it saves count.
+        None: no activations are counted.
       batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, for all devices and all microbatches
         together; leading axes are batch axes. Scalars and PRNG keys are not cut.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -144,29 +145,35 @@ def plan(
     policy, optimizer = get_policy(policy), as_transformation(optimizer)
     k = microbatches.check_accumulate(accumulate)
     shapes = _shapes_of_params(params)
-    splits = shards.specs_of(params, specs, mesh)
-    ways = shards.split_of_batch(data_axes, mesh) if jax.tree.leaves(batch) or data_axes else 1
+    splits = bytes_per_device.specs_of(params, specs, mesh)
+    ways = bytes_per_device.split_of_batch(data_axes, mesh) if jax.tree.leaves(batch) or data_axes else 1
     part, microbatch = (_part(batch, batch_argnums, ways, n) for n in (1, k))
     stored = jax.eval_shape(policy.cast_to_param, shapes)
     opt_state = jax.eval_shape(optimizer.init, shapes)
-    if not state.find(opt_state, states.MasterState):
+    if not read_state.find(opt_state, state_tuples.MasterState):
         opt_state = jax.eval_shape(optimizer.init, stored)
 
     def of_params(tree: PyTree) -> int:
-        return sum(shards.device_bytes(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(tree).items())
+        return sum(
+            bytes_per_device.of_array(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(tree).items()
+        )
 
     def of_state(tree: PyTree) -> int:
         leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(tree)]
-        return sum(shards.device_bytes(x, shards.spec_in_state(path, x, owners), mesh) for path, x in leaves)
+        return sum(
+            bytes_per_device.of_array(x, bytes_per_device.spec_in_state(path, x, owners), mesh) for path, x in leaves
+        )
 
     owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
     jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
     if loss_fn is not None:
-        jaxpr, grads, others = _trace(loss_fn, has_aux, stored, opt_state, microbatch)
-    split_grads = [shards.device_bytes(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()]
+        jaxpr, grads, others = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
+    split_grads = [
+        bytes_per_device.of_array(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()
+    ]
     used = buffers.usage(jaxpr, output_bytes=[None] * others + split_grads) if jaxpr else None
     sums = of_params(casting.cast_floats(grads, jnp.float32)) if k > 1 else 0
-    masters = sum(of_state(found.master_params) for found in state.find(opt_state, states.MasterState))
+    masters = sum(of_state(found.master_params) for found in read_state.find(opt_state, state_tuples.MasterState))
     param_bytes, state_bytes = of_params(stored), of_state(opt_state)
     batch_bytes = sum(map(buffers.nbytes, jax.tree.leaves(part)))
     return Plan(
@@ -263,27 +270,39 @@ def overview(num_params: float) -> dict[str, Plan]:
 
 
 def _trace(
-    loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    policy: Policy,
+    params: PyTree,
+    opt_state: Any,
+    batch: tuple[Any, ...],
 ) -> tuple[Any, PyTree, int]:
     """(program of the loss and its gradients, the gradients' shapes, the number of outputs before the gradients)."""
 
     def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
-        if state.has_loss_scale(opt_state):
-            return _scaled(loss_fn, has_aux, params, opt_state, batch)
+        if read_state.has_loss_scale(opt_state):
+            return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
         return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
 
     jaxpr, (first, grads) = jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
     return jaxpr, grads, len(jax.tree.leaves(first))
 
 
-def _scaled(loss_fn: Callable[..., Any], has_aux: bool, params: PyTree, opt_state: Any, batch: tuple[Any, ...]) -> Any:
-    """`jaxmp.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, opt_state=opt_state)`, without its warnings."""
+def _scaled(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    policy: Policy,
+    params: PyTree,
+    opt_state: Any,
+    batch: tuple[Any, ...],
+) -> Any:
+    """`jaxmp.value_and_grad(loss_fn, has_aux, policy=policy)(params, *batch, opt_state=opt_state)`, unwarned."""
 
     def run(params: PyTree, carry: PyTree, batch: tuple[Any, ...]) -> Any:
         return *gradients.loss_and_aux(loss_fn(*params, *batch), has_aux), carry
 
     loss, aux, _, (grads,) = gradients.scaled_value_and_grad(
-        run, (params,), (), batch, opt_state, policy=None, k=1, axis_name="auto", looks=False
+        run, (params,), (), batch, opt_state, policy=policy, k=1, axis_name="auto", looks=False
     )
     return ((loss, aux) if has_aux else loss), grads
 

@@ -23,7 +23,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state as states
+from jaxmp._src.step import read_state
 
 PROBES = 256  # number of values of each tensor
 
@@ -124,7 +124,7 @@ def step_stats(
       (1.0, 1.0, 65536.0)
     """
     for name, tree in {"grads": grads, "params": params}.items():
-        if states.has_loss_scale(tree):
+        if read_state.has_loss_scale(tree):
             raise ValueError(f"step_stats takes grads, opt_state, params in this order; got an opt_state as {name}")
     if activations is not None and not isinstance(activations, TensorStats):
         raise TypeError(
@@ -139,8 +139,8 @@ def _measure_step(
     grads: PyTree, opt_state: Any, params: PyTree, activations: TensorStats | None, histogram: bool, axis_name: Any
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
-    params32 = states.get_master_params(opt_state, params)
-    axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
+    params32 = read_state.get_master_params(opt_state, params)
+    axes, loss_scale = collectives.bound_axes(axis_name), read_state.get_loss_scale(opt_state)
     return StepStats(
         grads=measure(grads),
         params=measure(params32),
@@ -165,7 +165,7 @@ def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
 
 def _stale_masters(opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
     found = {}
-    masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params))
+    masters = tree_paths.leaves_by_path(read_state.masters_of(opt_state, params))
     for path, p in tree_paths.leaves_by_path(params).items():
         master = masters.get(path)
         if master is None or master.dtype != jnp.float32 or not casting.is_low_precision(p.dtype):

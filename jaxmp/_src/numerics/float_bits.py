@@ -72,6 +72,19 @@ def quotient(numerator: float, x: Float[Array, "..."]) -> Float[Array, "..."]:
     return from_bits(jnp.where(field > 254, INFINITY, jnp.where(shift < 0, 0, bits)))
 
 
+def divided_by(x: Float[Array, "..."], divisor: int) -> Float[Array, "..."]:
+    """x / divisor, rounded to nearest even, for positive finite float32 and whole numbers up to 63; 0 below 2^-126."""
+    exponent, n = split(x)
+    octaves = divisor.bit_length() - 1
+    below_one = (n << octaves < divisor << 23).astype(jnp.int32)
+    numerator = lax.shift_left(n, octaves + below_one)  # the quotient has 24 bits
+    q, remainder = numerator // divisor, numerator % divisor
+    rounds_up = (2 * remainder > divisor) | ((2 * remainder == divisor) & (q & 1 == 1))
+    field = exponent - octaves - below_one + 127
+    bits = ((field - 1) << 23) + q + rounds_up.astype(jnp.int32)
+    return from_bits(jnp.where(field < 1, 0, bits))
+
+
 def product(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
     """float32 x * y, rounded once. x and y may be subnormal; a subnormal product may become zero."""
     (x, rest_x), (y, rest_y) = _normal(x), _normal(y)

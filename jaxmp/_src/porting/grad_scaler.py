@@ -64,7 +64,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import kept_elements, mixed_precision, scale_reads, state, states
+from jaxmp._src.step import kept_elements, mixed_precision, read_state, scale_reads, state_tuples
 
 # Methods of torch's scaler that are missing here, and what to write.
 _IN_PLACE = {
@@ -307,7 +307,7 @@ class GradScaler:
           >>> params
           Array([-1.], dtype=float32)
         """
-        if state.find(opt_state, states.UnscaleState):
+        if read_state.find(opt_state, state_tuples.UnscaleState):
             raise ValueError(
                 "gradients are unscaled once; got a tx that also unscales (mixed_precision or unscale_and_skip). Pass "
                 "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad instead of a GradScaler."

@@ -5,6 +5,7 @@ would leave its own values there. So params are made outside of the trace, the f
 sequence of its own, and a function that changes state is refused. jaxmp does not import haiku.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,14 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
             f"changed {changed}. Wrap the transformed function: {what}(f.apply, ...) with f = hk.transform_with_state."
         )
     return out
+
+
+def intercepting(interceptor: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """`hk.intercept_methods(interceptor)`, where haiku was imported."""
+    haiku = sys.modules.get("haiku")
+    if haiku is None or not hasattr(haiku, "intercept_methods"):
+        return contextlib.nullcontext()
+    return haiku.intercept_methods(interceptor)
 
 
 def _haiku_inside_transform() -> Any:

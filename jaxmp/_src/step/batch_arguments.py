@@ -23,6 +23,23 @@ from jaxmp._src.programs import jaxprs
 from jaxmp._src.step.microbatches import is_key
 
 
+def check_once(seen: set[Any], given: PyTree, *args: Any, **kwargs: Any) -> None:
+    """`check(*args, **kwargs)`, if `seen` holds no call with the structure, shapes and dtypes of `given`.
+
+    Outside of `jax.jit` each step would trace the loss anew, to find the same.
+    """
+    leaves, treedef = jax.tree.flatten(given)
+    key: Any = treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves)
+    try:
+        if key in seen:
+            return
+    except TypeError:  # something in it has no hash
+        key = None
+    check(*args, **kwargs)
+    if key is not None:
+        seen.add(key)
+
+
 def check(
     loss_fn: Callable[[dict[int, PyTree], PyTree], Any], batch: dict[int, PyTree], carry: PyTree, k: int, *, named: bool
 ) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
-from jaxmp._src.step import mixed_precision, state, states
+from jaxmp._src.step import mixed_precision, read_state, state_tuples
 from jaxmp._src.step.value_and_grad import value_and_grad
 
 _BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
@@ -126,11 +126,11 @@ def scales_set(
     new = tree_paths.map_with_path(
         lambda path, old, new: new if scale_leaves.is_scale(path) and path not in stored else old, params, moved
     )
-    return new, jax.tree.map(_histories_of, opt_state, after, is_leaf=lambda x: isinstance(x, states.Fp8State))
+    return new, jax.tree.map(_histories_of, opt_state, after, is_leaf=lambda x: isinstance(x, state_tuples.Fp8State))
 
 
 def _histories_of(old: Any, new: Any) -> Any:
-    return new if isinstance(old, states.Fp8State) else old
+    return new if isinstance(old, state_tuples.Fp8State) else old
 
 
 def _finite_amaxes(
@@ -144,7 +144,7 @@ def _finite_amaxes(
         moved = jax.tree.map(
             lambda x: x._replace(loss_scale=scale) if _is_scaling(x) else x, opt_state, is_leaf=_is_scaling
         )
-        return state.with_policy(moved, state.policy_of(opt_state))
+        return read_state.with_policy(moved, read_state.policy_of(opt_state))
 
     def overflows(found: tuple[Array, PyTree]) -> Bool[Array, ""]:
         scale, amaxes = found
@@ -154,23 +154,25 @@ def _finite_amaxes(
         scale = found[0] * _BACKOFF
         return scale, amaxes_at(at(scale))
 
-    scale = state.get_loss_scale(opt_state)
+    scale = read_state.get_loss_scale(opt_state)
     scale, amaxes = lax.while_loop(overflows, lower, (scale, amaxes_at(opt_state)))
     return amaxes, at(scale)
 
 
 def _is_scaling(x: Any) -> bool:
-    return isinstance(x, states.LossScaleState) and not isinstance(x, states.NoLossScaleState)
+    return isinstance(x, state_tuples.LossScaleState) and not isinstance(x, state_tuples.NoLossScaleState)
 
 
 def _check_has_histories(opt_state: Any) -> None:
-    if not state.find(opt_state, states.Fp8State):
+    if not read_state.find(opt_state, state_tuples.Fp8State):
         raise ValueError(
             "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
             "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
             "recipe=recipe) and params that hold scales."
         )
-    if any(state.find(steps, states.Fp8State) for steps in state.find(opt_state, optax.MultiStepsState)):
+    if any(
+        read_state.find(steps, state_tuples.Fp8State) for steps in read_state.find(opt_state, optax.MultiStepsState)
+    ):
         raise ValueError(
             "calibrate takes one step of the scales, and optax.MultiSteps takes none before its last; got an opt_state "
             "with amax histories inside of it. Put mixed_precision around MultiSteps, or use accumulate= of "

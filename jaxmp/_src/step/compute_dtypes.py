@@ -1,7 +1,8 @@
 """In which dtypes a loss computes, read off its derivative; and warnings if it is not what the params were cast for.
 
 jax promotes: a matmul of a float32 input with a bfloat16 param runs in float32. A model whose modules have no dtype
-then trains in float32 with 16-bit params, which costs precision and gains no time. Nothing fails, so it is said here.
+then trains in float32 with 16-bit params, which costs precision and gains no time; and with a policy of float32 params
+and 16-bit computation ("16-mixed") that only the optimizer was told, in plain float32. Nothing fails, so it is said.
 
 `jax.vjp` has traced the loss and holds its linear part as a jaxpr. Each matmul on the way from the params to the loss
 stands in it, so looking costs no trace. Only if nothing in 16 bits is found there, and before a warning, the backward
@@ -56,7 +57,15 @@ def _one(value: Any) -> Any:
 
 
 def check(
-    pullback: Any, value: Any, params: PyTree, policy: Policy | None, *, scales: bool, is_off: bool, fp8_matmuls: int
+    pullback: Any,
+    value: Any,
+    params: PyTree,
+    policy: Policy | None,
+    *,
+    scales: bool,
+    of_low: bool,
+    is_off: bool,
+    fp8_matmuls: int,
 ) -> bool:
     """Warns of a loss that does not compute as its params or its policy say. Returns whether it did.
 
@@ -65,11 +74,12 @@ def check(
       params: what it was differentiated with respect to.
       policy: the policy in force, or None.
       scales: whether there is a loss scale, or it is not known.
+      of_low: whether the optimizer was made with a policy of wide params that computes in 16 bits.
       is_off: whether autocast is switched off around the loss, so that float32 is what the user wants.
       fp8_matmuls: how many were noted while the loss was traced.
     """
     param_dtypes = {x.dtype for x in jax.tree.leaves(params) if getattr(x, "dtype", None) in _LOW}
-    wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes))
+    wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes) or of_low)
     wants_fp8 = policy is not None and policy.recipe is not None and not is_off
     looks_for_float16 = not scales and _F16 not in param_dtypes
     if not (wants_low or wants_fp8 or looks_for_float16):
@@ -118,12 +128,22 @@ def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
             f"operations stay float32 in `with jaxmp.autocast(enabled=False)`, in jaxmp.no_autocast, and with an "
             f"algorithm as their precision=. Take these away, or use a policy that computes in float32."
         )
+    if not param_dtypes:
+        return (
+            f"the policy of the optimizer computes in 16 bits, but {nothing}, as the loss was not told. {_SAY_WHICH}. "
+            f'If you want float32, say so: policy="fp32" in value_and_grad, or in mixed_precision.'
+        )
     return (
         f"the params are {' and '.join(param_dtypes)}, but {nothing}: jax computes a float32 input with a 16-bit param "
-        f"in float32. Say in which precision the loss runs: jaxmp.value_and_grad(loss_fn, policy=...), with the policy "
-        f"of the optimizer; or opt_state=state, a jaxmp.linen.TrainState that was created with policy=; or give the "
-        f'layers dtype=. If you want float32, say so: policy="params=bfloat16,compute=float32,output=float32".'
+        f'in float32. {_SAY_WHICH}. If you want float32, say so: policy="params=bfloat16,compute=float32,'
+        f'output=float32".'
     )
+
+
+_SAY_WHICH = (
+    "Say in which precision the loss runs: jaxmp.value_and_grad(loss_fn, policy=...), with the policy of the "
+    "optimizer; or opt_state=state, a jaxmp.linen.TrainState that was created with policy=; or give the layers dtype="
+)
 
 
 def look_into(jaxpr: Any) -> Found:

@@ -24,9 +24,9 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import buffers, extra_arguments, in_place
-from jaxmp._src.step.state import find, masters_of
-from jaxmp._src.step.states import Fp8State, SplitFp8State
+from jaxmp._src.step import extra_arguments, in_place, state_arrays
+from jaxmp._src.step.read_state import find, masters_of
+from jaxmp._src.step.state_tuples import Fp8State, SplitFp8State
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
@@ -170,8 +170,8 @@ def split_fp8(
         amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
         moved, scales_state = move_scales(amaxes, state, params, **extra_args)
         scale_params, other_params = scale_leaves.partition(params)
-        new_scales = buffers.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
-        scales_state = buffers.select(step.taken, scales_state, state.fp8_scales)
+        new_scales = state_arrays.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
+        scales_state = state_arrays.select(step.taken, scales_state, state.fp8_scales)
         written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
         return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
 

@@ -79,10 +79,12 @@ class Destination:
     """Where an optimizer that writes in place puts the new params. `apply_gradients` makes it and reads it.
 
     Attributes:
+      grads: the gradients of the caller, before transforms that stand in front.
       written: the new params; None until then.
     """
 
-    def __init__(self, params: PyTree | None) -> None:
+    def __init__(self, params: PyTree | None, grads: PyTree) -> None:
+        self.grads = grads
         self.written: PyTree | None = None
         self._noted: list[Any] | None = None
         self._expected = params
@@ -120,7 +122,7 @@ class Destination:
 
     def closed(self) -> "Destination":
         """For transforms inside `unscale_and_skip`: `apply_gradients` called, but they must not write."""
-        return Destination(None)
+        return Destination(None, self.grads)
 
 
 def _has_follower(state: Any, kinds: tuple[type, ...], *, certain: bool) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.step import buffers
+from jaxmp._src.step import state_arrays
 
 _Path = tuple[Any, ...]
 _NOTHING = -0.0  # the old value of an update
@@ -144,7 +144,7 @@ def is_guarded(extra_args: dict[str, Any]) -> bool:
 def _alike(new: Any, old: Any) -> tuple[Array, Array]:
     new = jnp.asarray(new)
     old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
-    return buffers.in_dtype_of(new, old), old
+    return state_arrays.in_dtype_of(new, old), old
 
 
 def _breaks(new: Array, old: Array) -> Bool[Array, "..."]:

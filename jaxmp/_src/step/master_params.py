@@ -27,10 +27,10 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, extra_arguments, in_place, kept_elements, write_masters
+from jaxmp._src.step import extra_arguments, in_place, kept_elements, state_arrays, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
-from jaxmp._src.step.states import MasterState
+from jaxmp._src.step.state_tuples import MasterState
 
 
 def keep_master_params(
@@ -82,7 +82,7 @@ def keep_master_params(
         if remainder is not None:
             masters = _split_masters(policy, params, masters, remainder)
         count = jnp.zeros((), jnp.int32) if remainder == jnp.int8 else None
-        return buffers.own_buffers(MasterState(masters, inner_state, count), foreign=params)
+        return state_arrays.own_buffers(MasterState(masters, inner_state, count), foreign=params)
 
     def update_fn(
         updates: PyTree,

@@ -20,7 +20,16 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, extra_arguments, fp8_scales, in_place, master_params, state, states, unscale
+from jaxmp._src.step import (
+    extra_arguments,
+    fp8_scales,
+    in_place,
+    master_params,
+    read_state,
+    state_arrays,
+    state_tuples,
+    unscale,
+)
 from jaxmp._src.step.policy import get_policy
 
 
@@ -142,19 +151,20 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
+    read_state.check_wrappers(opt_state)
     fp8_scales.check_moves_all(opt_state, params)
-    destination = in_place.Destination(params)
-    if state.find(opt_state, states.UnscaleState) or state.find(opt_state, states.MasterState):
+    destination = in_place.Destination(params, grads)
+    if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
     _check_is_last(destination, updates, opt_state, params)
     if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):
-            return stored_kernels.write(destination.written, state.masters_of(opt_state, params)), opt_state
+            return stored_kernels.write(destination.written, read_state.masters_of(opt_state, params)), opt_state
     with jax.named_scope("jaxmp.write_params"):
         units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
-        masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
+        masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
         new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
         new_params = treedef.unflatten(new_units)
         return stored_kernels.write(new_params, treedef.unflatten(masters)), opt_state
@@ -163,10 +173,10 @@ def apply_gradients(
 def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state: Any, params: PyTree) -> None:
     """Raises if a transform changed updates that are not used: those of params that are written from their masters."""
     treedef = jax.tree.structure(params, is_leaf=tree_paths.is_box)
-    masters = treedef.flatten_up_to(state.masters_of(opt_state, params))
+    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
     unused = [u for u, m in zip(treedef.flatten_up_to(updates), masters, strict=True) if m is not None]
     unused = updates if destination.written is not None else unused
-    kinds = (states.UnscaleState, states.MasterState)
+    kinds = (state_tuples.UnscaleState, state_tuples.MasterState)
     if jax.tree.leaves(unused) and not destination.is_last(unused, opt_state, kinds):
         raise ValueError(
             "nothing may follow mixed_precision (or keep_master_params) in a chain: apply_gradients writes params from "
@@ -187,7 +197,7 @@ def _moved(param: Any, master_param: Any, update: Any) -> Any:
 
 def check_trains_casts(opt_state: Any) -> None:
     """Raises a ValueError if `opt_state` has no masters: such an optimizer cannot train params that `policy=` casts."""
-    if not state.find(opt_state, states.UnscaleState):
+    if not read_state.find(opt_state, state_tuples.UnscaleState):
         raise ValueError(
             "policy= casts the params, and only an optimizer with masters can train them; got tx without masters. "
             "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
@@ -220,7 +230,7 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
       'float32'
     """
     fresh = tx.init(params)
-    if len(state.find(fresh, states.MasterState)) != 1:
+    if len(read_state.find(fresh, state_tuples.MasterState)) != 1:
         raise ValueError(
             "wrap_state moves a state into one mixed_precision(inner, policy); got a tx that holds none, or several"
         )
@@ -244,14 +254,14 @@ def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTre
         )
 
     def move_in(node: Any) -> Any:
-        if not isinstance(node, states.MasterState):
+        if not isinstance(node, state_tuples.MasterState):
             return node
         return node._replace(master_inner=tree_paths.map_with_path(take, node.master_inner))
 
-    moved = jax.tree.map(move_in, fresh, is_leaf=lambda x: isinstance(x, states.MasterState))
+    moved = jax.tree.map(move_in, fresh, is_leaf=lambda x: isinstance(x, state_tuples.MasterState))
     if given:
         raise ValueError(
             f"the state to wrap must come from the same optimizer and params; got {next(iter(given))}, for which "
             f"mixed_precision's optimizer has no place"
         )
-    return buffers.own_buffers(moved, foreign=(inner_state, params))
+    return state_arrays.own_buffers(moved, foreign=(inner_state, params))

@@ -31,7 +31,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import recipes, scale_leaves, stored_kernels
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, formats
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
@@ -66,7 +66,9 @@ _REFUSED = {
     "jaxmp.fp8.autocast",
     **dict.fromkeys(("fp8-current", "fp8-tensorwise"), _RECIPE.format("CurrentScaling")),
     **dict.fromkeys(("fp8-block", "fp8-blockwise"), _RECIPE.format("BlockScaling")),
+    **dict.fromkeys(("fp8-rowwise", "rowwise"), _RECIPE.format("RowwiseScaling")),
     "mxfp8": _RECIPE.format("MXFP8"),
+    **dict.fromkeys(("nvfp4", "fp4"), _RECIPE.format("NVFP4")),
 }
 
 
@@ -262,8 +264,20 @@ def is_policy(x: Any) -> bool:
     return x in _PRESETS or x in _ALIASES or x in _REFUSED or x in ("half", "full") or "=" in x
 
 
-def _close_to(name: str) -> str:
-    names = {known.lower(): known for known in (*_PRESETS, *_ALIASES)}
+def check_precision(name: str) -> None:
+    """Raises a ValueError for a name that is neither a policy's nor a float dtype's."""
+    dtypes = ("float16", "bfloat16", "float32")
+    try:
+        jnp.dtype(formats.DTYPES.get(name, name))
+    except TypeError:
+        raise ValueError(
+            f"autocast takes a dtype ({', '.join(map(repr, dtypes))}) or a policy "
+            f"({', '.join(map(repr, (*_PRESETS, *_ALIASES)))}, or a jmp string); got {name!r}{_close_to(name, dtypes)}"
+        ) from None
+
+
+def _close_to(name: str, others: Sequence[str] = ()) -> str:
+    names = {known.lower(): known for known in (*_PRESETS, *_ALIASES, *others)}
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.7)
     return f", did you mean {names[close[0]]!r}?" if close else ""
 

@@ -31,7 +31,7 @@ import numpy as np
 from jaxmp._src.autocast import cast_lists, regions, rewrite
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import linen_layers
-from jaxmp._src.step.policy import Policy, get_policy, is_policy
+from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,14 +59,16 @@ class PolicyRegion:
         return wrapped  # pyright: ignore[reportReturnType]
 
     def __enter__(self) -> "PolicyRegion":
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._lists())
-        stack.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled))
-        vars(self._entered).setdefault("stacks", []).append(stack)
+        region = self._lists().__enter__()
+        others = contextlib.ExitStack()
+        others.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled))
+        vars(self._entered).setdefault("regions", []).append((region, others))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.stacks.pop().__exit__(*exception)
+        region, others = self._entered.regions.pop()
+        others.__exit__(*exception)
+        region.leave(exception, stacklevel=2)
 
 
 class _Options(TypedDict, total=False):
@@ -116,10 +118,12 @@ def autocast(
     "tf32", autocast is off, and float32 matmuls have the policy's precision. `jaxmp.value_and_grad(policy=)` runs the
     loss in such a region; write the region around `model.init` and around evaluation.
 
-    A region changes the linen modules called in it, the loss functions of `jaxmp.value_and_grad` and
+    A region changes the linen and haiku modules called in it, the loss functions of `jaxmp.value_and_grad` and
     `jaxmp.nnx.value_and_grad`, and, inside an autocast function, every operation: there, operations in a
-    `with autocast(enabled=False)` run as they were written. A function that was jitted outside a region is traced anew
-    in it. The innermost of nested regions counts, also with transformations in between.
+    `with autocast(enabled=False)` run as they were written. Other code, such as nnx modules and plain operations, it
+    cannot reach: transform it, `autocast(model, dtype)(x)`. A region that reached nothing says so. A function that was
+    jitted outside a region is traced anew in it. The innermost of nested regions counts, also with transformations in
+    between.
 
     Args:
       fn: the function. Its arguments may be any pytrees, with static leaves and nnx modules, which are updated.
@@ -148,7 +152,7 @@ def autocast(
 
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region.
+        region; a region in which nothing was called that it can change.
 
     Example:
       >>> def loss_fn(w, x):
@@ -167,6 +171,10 @@ def autocast(
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
     options |= {"enabled": enabled, "output_dtype": output_dtype}
     if not is_policy(dtype):
+        for given in (fn, dtype):
+            if isinstance(given, str):
+                cast_lists.check_no_device("autocast", given)
+                check_precision(given)
         return rewrite.autocast(fn, dtype, **options)
     policy = get_policy(dtype)
     lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options)
@@ -208,7 +216,7 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not now.fp8_enabled))
     with contextlib.ExitStack() as stack:
         if not kept:
-            stack.enter_context(rewrite.autocast(dtype=wanted))
+            stack.enter_context(rewrite.region_of(cast_lists.make_lists(wanted)))
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
         yield
 

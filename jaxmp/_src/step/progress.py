@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmp._src.step import state as states
+from jaxmp._src.step import read_state
 
 _MANY = 0.1  # the share of skipped steps that is named,
 _STEPS = 80  # after this many steps: before, a loss scale that begins too high finds its value by skipping
@@ -65,7 +65,7 @@ def check_progress(
       >>> import jax.numpy as jnp, jaxmp, optax
       >>> check_progress(jaxmp.unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
-    metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
+    metrics = {name: np.max(np.asarray(x)) for name, x in read_state.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
     if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
         raise TrainingStuck(

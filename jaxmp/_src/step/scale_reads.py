@@ -1,11 +1,17 @@
 """Warns of gradients that no loss scale can have multiplied, while a step is traced.
 
 An update divides by the scale in its state. Whoever scales a loss reads that scale first: `value_and_grad`, a
-`GradScaler`, `get_loss_scale`. So two mistakes show without looking at a number:
+`GradScaler`, `get_loss_scale`. So three mistakes show without looking at a number:
 
 - an update with a dynamic scale is traced, and nothing in this process has read one: `jax.value_and_grad` was kept;
+- an update gets gradients as `value_and_grad` returned them, and divides them by another scale than it multiplied by:
+  that of an `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
   gradients were applied twice, or those of an older `opt_state`.
+
+The second shows only where the very arrays arrive that were returned. Gradients that were averaged, cast or clipped
+in between, or that left a jitted function, are other arrays, and nobody knows whose. (That two scales are equal does
+not show in a trace, so a copy of a state is another state.)
 
 Gradients that come from elsewhere (another framework, a test) were scaled by somebody who read the scale. If it was
 read in another way than by these functions, call `jaxmp.get_loss_scale(opt_state)` once, or ignore the category
@@ -13,9 +19,11 @@ read in another way than by these functions, call `jaxmp.get_loss_scale(opt_stat
 """
 
 import warnings
+import weakref
 
+import jax
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import ambient, compat
 
@@ -44,9 +52,36 @@ def note_made(scale: Array, *, before: Array) -> None:
         ambient.now().scale_reads.made[id(scale)] = scale
 
 
-def check(scale: Array, *, stacklevel: int) -> None:
-    """Warns if the gradients of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
+def note_scaled(grads: PyTree, scale: Array) -> None:
+    """Notes that `scale` has multiplied `grads`. Holds neither."""
+    scaled, leaves = ambient.now().scale_reads.scaled, jax.tree.leaves(grads)
+    if leaves and isinstance(leaves[0], jax.Array) and isinstance(scale, jax.Array):
+        key = id(leaves[0])
+        scaled[key] = weakref.ref(leaves[0], lambda _: scaled.pop(key, None)), weakref.ref(scale), compat.trace_state()
+
+
+def _scale_of(grads: PyTree) -> Array | None:
+    """The scale that multiplied `grads`, if they were made here: in a branch or a loop each array has another name."""
+    leaves = jax.tree.leaves(grads)
+    leaf, scale, trace = ambient.now().scale_reads.scaled.get(id(leaves[0]) if leaves else 0, (None, None, None))
+    is_known = leaf is not None and leaf() is leaves[0] and trace == compat.trace_state()
+    return scale() if is_known and scale is not None else None
+
+
+def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
+    """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
     reads = ambient.now().scale_reads
+    scaled_by = _scale_of(grads)
+    if scaled_by is not None and scaled_by is not scale:
+        warnings.warn(
+            "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
+            "by the loss scale of one opt_state, and an update by that of another: an older or newer one, or one that "
+            "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
+            "another one: pass the copy to both.)",
+            UnreadLossScale,
+            stacklevel=stacklevel,
+        )
+        return
     if not isinstance(scale, Tracer):
         return
     if not reads.any and not reads.warned:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol
-from jaxmp._src.step import buffers, mixed_precision, state, states
+from jaxmp._src.step import mixed_precision, read_state, state_arrays, state_tuples
 
 
 class SharedLossScale(NamedTuple):
@@ -28,9 +28,9 @@ class SharedLossScale(NamedTuple):
       update: `scale_state -> scale_state`, once at the end of a step.
     """
 
-    init: Callable[[], states.SharedLossScaleState]
-    apply_gradients: Callable[..., tuple[PyTree, Any, states.SharedLossScaleState]]
-    update: Callable[[states.SharedLossScaleState], states.SharedLossScaleState]
+    init: Callable[[], state_tuples.SharedLossScaleState]
+    apply_gradients: Callable[..., tuple[PyTree, Any, state_tuples.SharedLossScaleState]]
+    update: Callable[[state_tuples.SharedLossScaleState], state_tuples.SharedLossScaleState]
 
 
 def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto") -> SharedLossScale:
@@ -67,19 +67,19 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         else protocol.as_loss_scale(loss_scale)
     )
 
-    def init() -> states.SharedLossScaleState:
-        fresh = states.SharedLossScaleState(state.scaling_state(template), jnp.ones((), bool))
-        return buffers.own_buffers(fresh, foreign=template)
+    def init() -> state_tuples.SharedLossScaleState:
+        fresh = state_tuples.SharedLossScaleState(read_state.scaling_state(template), jnp.ones((), bool))
+        return state_arrays.own_buffers(fresh, foreign=template)
 
     def apply_gradients(
         tx: optax.GradientTransformation,
         grads: PyTree,
         opt_state: Any,
         params: PyTree,
-        scale_state: states.SharedLossScaleState,
+        scale_state: state_tuples.SharedLossScaleState,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any, states.SharedLossScaleState]:
-        if not state.find(opt_state, states.UnscaleState):
+    ) -> tuple[PyTree, Any, state_tuples.SharedLossScaleState]:
+        if not read_state.find(opt_state, state_tuples.UnscaleState):
             raise ValueError(
                 "each optimizer under a shared loss scale must unscale its gradients; got one without "
                 "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
@@ -90,8 +90,10 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         )
         return params, opt_state, scale_state._replace(all_grads_finite=scale_state.all_grads_finite & finite)
 
-    def update(scale_state: states.SharedLossScaleState) -> states.SharedLossScaleState:
-        scaler = state.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
-        return states.SharedLossScaleState(state.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite))
+    def update(scale_state: state_tuples.SharedLossScaleState) -> state_tuples.SharedLossScaleState:
+        scaler = read_state.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
+        return state_tuples.SharedLossScaleState(
+            read_state.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite)
+        )
 
     return SharedLossScale(init, apply_gradients, update)

@@ -29,7 +29,15 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import buffers, in_place, probe, scale_reads, state as state_lib, states, ways_to_write
+from jaxmp._src.step import (
+    check_optimizer,
+    in_place,
+    read_state,
+    scale_reads,
+    state_arrays,
+    state_tuples,
+    ways_to_write,
+)
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy
 
@@ -106,7 +114,8 @@ def unscale_and_skip(
       skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
         (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
         devices. It does not lower the loss scale; only overflow does.
-      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics).
+      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics), and, by
+        the type of the state, a loss that does not compute in the 16 bits of the policy (`value_and_grad`).
       clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
         overflow (jnp.float16), an infinite gradient becomes the largest finite value of that dtype, divided by the
         scale; the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8
@@ -119,6 +128,7 @@ def unscale_and_skip(
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
@@ -155,15 +165,19 @@ def unscale_and_skip(
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
     largest = None if clamp_inf is None else largest_of(clamp_inf)
     rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
+    # 16-bit params show by their dtype what the loss should compute in.
+    only_computes_low = policy is not None and policy.computes_in_16_bits and policy.param_dtype.itemsize > 2
+    kind = state_tuples.LowUnscaleState if only_computes_low else state_tuples.UnscaleState
 
-    def init_fn(params: PyTree) -> states.UnscaleState:
+    def init_fn(params: PyTree) -> state_tuples.UnscaleState:
         zero = jnp.zeros((), jnp.int32)
         _check_moves_scales(guarded, params)
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
+        read_state.check_not_nested(guarded_state)
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
-            probe.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
-        fresh = states.UnscaleState(
-            scaling=state_lib.scaling_state(template),
+            check_optimizer.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
+        fresh = kind(
+            scaling=read_state.scaling_state(template),
             skipped=jnp.zeros((), bool),
             skipped_steps=zero,
             consecutive_skips=zero,
@@ -173,7 +187,7 @@ def unscale_and_skip(
             kept_elements=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
-        return buffers.own_buffers(fresh, (params, template))
+        return state_arrays.own_buffers(fresh, (params, template))
 
     def update_fn(
         updates: PyTree,
@@ -185,17 +199,17 @@ def unscale_and_skip(
         destination: in_place.Destination | None = None,
         as_made: bool = False,
         **extra_args: Any,
-    ) -> tuple[PyTree, states.UnscaleState]:
+    ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
-        state_lib.check_has_scaling(state)
-        scaler = state_lib.scaler_of(template, state.scaling)
+        read_state.check_has_scaling(state)
+        scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the
         # state holds 1, or the scale of an earlier run.
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
         if is_dynamic:
-            scale_reads.check(used_scale, stacklevel=4)
+            scale_reads.check(updates if destination is None else destination.grads, used_scale, stacklevel=4)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
@@ -204,7 +218,7 @@ def unscale_and_skip(
             decision = decide(rule, grads.unscaled, state, measured, clamped, grads_finite)
 
         next_scaler = scaler.adjust(decision.finite) if own_scale_moves else scaler
-        next_scaling = state_lib.scaling_state(next_scaler) if scales else state.scaling
+        next_scaling = read_state.scaling_state(next_scaler) if scales else state.scaling
         extra_args |= {
             "grads_finite": decision.taken,
             "loss_scale": used_scale,
@@ -212,6 +226,7 @@ def unscale_and_skip(
         }
         new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
 
+        read_state.note_replaced(state)
         with jax.named_scope("jaxmp.keep_or_skip"):
             skipped = ~decision.taken
             pinned = (
@@ -221,10 +236,10 @@ def unscale_and_skip(
             )
             if destination is not None:
                 destination.note(new.updates)
-            scaling = jax.tree.map(buffers.in_dtype_of, next_scaling, state.scaling)
+            scaling = jax.tree.map(state_arrays.in_dtype_of, next_scaling, state.scaling)
             if is_dynamic:
                 scale_reads.note_made(scaling.loss_scale, before=used_scale)
-            return new.updates, states.UnscaleState(
+            return new.updates, type(state)(
                 scaling=scaling,
                 skipped=skipped,
                 skipped_steps=_count(state.skipped_steps, skipped),
@@ -254,14 +269,14 @@ def _unscale(
         grads = casting.cast_floats(grads, jnp.float32)
         # The "gradients" of fp8 scales are amaxes; value_and_grad has unscaled them.
         grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
-    scale = used_scale if state_lib.is_own(rule.template) else None
+    scale = used_scale if read_state.is_own(rule.template) else None
     return ways_to_write.Gradients(given, scaled, grads, scale), clamped
 
 
 def decide(
     rule: Rule,
     grads: PyTree,
-    state: states.UnscaleState,
+    state: state_tuples.UnscaleState,
     measured: ways_to_write.Measured | None,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
@@ -288,7 +303,7 @@ def decide(
         overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
     unwanted = jnp.zeros((), bool)
     if rule.skip_if is not None:
-        unwanted = jnp.asarray(rule.skip_if(grads, state_lib.get_metrics(state)), bool)
+        unwanted = jnp.asarray(rule.skip_if(grads, read_state.get_metrics(state)), bool)
     axes = collectives.bound_axes(rule.axis_name)
     if looks or rule.skip_if is not None:
         found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)
@@ -310,7 +325,7 @@ def _check_moves_scales(inner: Any, params: PyTree) -> None:
     """Raises a ValueError if `inner` would train the fp8 scales in the params as weights. (They may be frozen.)"""
     if not any(scale_leaves.is_scale(path) for path, _ in tree_paths.boxed_leaves(params)[0]):
         return
-    if state_lib.find(jax.eval_shape(inner.init, params), states.Fp8State):
+    if read_state.find(jax.eval_shape(inner.init, params), state_tuples.Fp8State):
         return
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     frozen = frozen_leaves.frozen_leaves(inner, params)

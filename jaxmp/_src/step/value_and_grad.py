@@ -33,11 +33,11 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.distributed import cut_params
+from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, state
+from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, read_state, scale_reads
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -94,9 +94,10 @@ def value_and_grad(
         bound; the policy is not known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
 
     Warns:
-      UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits, of which no matmul or
-        convolution runs in 16 bits or fp8; fp8 layers whose scales are not differentiated; float16 matmuls without a
-        loss scale; a float16 loss; with `accumulate` > 1, microbatches that all draw the same random numbers.
+      UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales are not
+        differentiated; float16 matmuls without a loss scale; a float16 loss; with `accumulate` > 1, microbatches that
+        all draw the same random numbers.
 
     Example:
       >>> import jaxmp, optax
@@ -113,8 +114,10 @@ def value_and_grad(
     k = check_accumulate(accumulate)
     policy = None if policy is None else get_policy(policy)
     single = isinstance(argnums, int)
+    seen: set[Any] = set()
 
     @functools.wraps(fun)
+    @carried_arguments.asks_for_carry(fun, k, argnums, has_aux=has_aux, carry_argnum=carry_argnum)
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
@@ -129,9 +132,15 @@ def value_and_grad(
 
         carry = {i: args[i] for i in carried}
         if k > 1:
-            rows = {i: args[i] for i in batches}
-            named = accumulate_argnums is not None
-            batch_arguments.check(lambda batch, carry: loss_fn(diff, carry, batch)[0], rows, carry, k, named=named)
+            batch_arguments.check_once(
+                seen,
+                (args, kwargs),
+                lambda batch, carry: loss_fn(diff, carry, batch)[0],
+                {i: args[i] for i in batches},
+                carry,
+                k,
+                named=accumulate_argnums is not None,
+            )
         loss, aux, carry, grads = scaled_value_and_grad(
             loss_fn,
             diff,
@@ -182,10 +191,11 @@ def scaled_value_and_grad(
     carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
+    read_state.check_wrappers(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-    loss_scale = state.get_loss_scale(opt_state)
+    loss_scale = read_state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     if k > 1:
         carry = carried_arguments.as_varying(carry, axes)
@@ -196,7 +206,7 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     is_default = policy is None
-    policy = carried or state.policy_of(opt_state) if policy is None else policy
+    policy = carried or read_state.policy_of(opt_state) if policy is None else policy
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         loss_in_region = rewrite.by_region(loss_fn)
 
@@ -206,25 +216,37 @@ def scaled_value_and_grad(
             with jax.named_scope("jaxmp.scale_loss"):
                 return loss * step_scale, (loss, aux, carry)
 
-        look = _look_once(params, policy, opt_state, notes) if looks else lambda *_: None
+        look = _look_once(params, policy, opt_state, fp8.is_used, notes) if looks else lambda *_: None
         grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
-    cut_params.lift(notes)
-    return loss, aux, carry, fp8.over_devices(grads, params)
+    gathered_params.lift(notes)
+    grads = fp8.over_devices(grads, params)
+    scale_reads.note_scaled(grads, loss_scale)
+    return loss, aux, carry, grads
 
 
-def _look_once(params: PyTree, policy: Policy | None, opt_state: Any, notes: ambient.Notes) -> Callable[..., None]:
+def _look_once(
+    params: PyTree, policy: Policy | None, opt_state: Any, has_fp8: bool, notes: ambient.Notes
+) -> Callable[..., None]:
     """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
     lists = regions.current()
-    scales, is_off = state.may_scale(opt_state), lists is not None and lists.dtype is None
+    scales, is_off = read_state.may_scale(opt_state), lists is not None and lists.dtype is None
+    of_low = read_state.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
     warned = False
 
     def look(pullback: Any, value: Any) -> None:
         nonlocal warned
         warned = warned or compute_dtypes.check(
-            pullback, value, params, policy, scales=scales, is_off=is_off, fp8_matmuls=notes.fp8_matmuls
+            pullback,
+            value,
+            params,
+            policy,
+            scales=scales,
+            of_low=of_low,
+            is_off=is_off,
+            fp8_matmuls=notes.fp8_matmuls,
         )
 
     return look
@@ -259,7 +281,7 @@ def _zeros_like_float32(x: Array) -> Array:
 
 
 def _check_has_loss_scale(opt_state: Any) -> None:
-    if not state.has_loss_scale(opt_state):
+    if not read_state.has_loss_scale(opt_state):
         raise ValueError(
             "opt_state must hold the loss scale that the update unscales with; "
             + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")

@@ -21,7 +21,7 @@ from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
-from jaxmp._src.step import extra_arguments, in_place, kept_elements, state as state_lib, states
+from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_tuples
 
 
 class Gradients(NamedTuple):
@@ -128,7 +128,7 @@ class PlainUpdate:
         host_memory.check_on_device(state)
         if self._destination is not None:
             extra_args = extra_args | {"destination": self._destination.closed()}
-        if self._as_made and state_lib.find(state, states.MasterState):
+        if self._as_made and read_state.find(state, state_tuples.MasterState):
             extra_args = extra_args | {"as_made": True}
         with jax.named_scope("jaxmp.optimizer"):
             updates, new = extra_arguments.update(self._inner, grads, state, params, extra_args)
@@ -141,7 +141,7 @@ class PlainUpdate:
             weights = _trained(params, state)
             moved = _moved(weights, updates)
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
-            counts = held.count_beside(state_lib.saturated_masters(state, params, updates))
+            counts = held.count_beside(read_state.saturated_masters(state, params, updates))
             kept, saturated = collectives.as_common(jnp.stack(counts), self._axis_name)
             updates = held.keep(updates, kept_elements.no_updates(updates), taken=taken)
             return Written(updates, held.keep(new, state, taken=taken), jnp.where(taken, kept, 0.0), saturated)
@@ -149,14 +149,14 @@ class PlainUpdate:
 
 def _without_masters(tree: PyTree, state: Any) -> PyTree:
     """`tree`, like the params, with None in place of each leaf that has a master in `state`."""
-    masters = state_lib.masters_of(state, tree)
+    masters = read_state.masters_of(state, tree)
     keep = lambda x, master: x if master is None else None  # noqa: E731
     return jax.tree.map(keep, tree, masters, is_leaf=tree_paths.is_box)
 
 
 def _trained(params: PyTree, state: Any) -> PyTree:
     """`params` with None in place of frozen ones: beside masters, those of 16 bits that have none."""
-    has_masters = bool(state_lib.find(state, states.MasterState))
+    has_masters = bool(read_state.find(state, state_tuples.MasterState))
 
     def is_trained(p: Any) -> bool:
         return casting.is_float(p) and not (has_masters and casting.is_low_precision(p.dtype))

@@ -19,7 +19,7 @@ from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
-from jaxmp._src.step.states import MasterState
+from jaxmp._src.step.state_tuples import MasterState
 from pallas_kernels import moments
 
 

@@ -30,7 +30,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step.states import GlobalNormState, ZeroCountState
+from jaxmp._src.step.state_tuples import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
 

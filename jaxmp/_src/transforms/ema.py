@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state
+from jaxmp._src.step import read_state
 
 
 class EmaParamsState(NamedTuple):
@@ -126,7 +126,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
       >>> get_ema_params(opt_state, params)
       {'w': Array([0.75], dtype=float32)}
     """
-    found = state.find(opt_state, EmaParamsState)
+    found = read_state.find(opt_state, EmaParamsState)
     if len(found) != 1:
         raise ValueError(
             f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "
@@ -141,6 +141,6 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
             lambda e, w: jnp.where(weight > 0, e / weight, w) if casting.is_float(w) else w, average, param
         )
 
-    units, treedef = jax.tree.flatten(state.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
+    units, treedef = jax.tree.flatten(read_state.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = treedef.flatten_up_to(found[0].ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])

@@ -20,8 +20,8 @@ import optax
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.step import in_place
-from jaxmp._src.step.state import find
-from jaxmp._src.step.states import GlobalNormState
+from jaxmp._src.step.read_state import find
+from jaxmp._src.step.state_tuples import GlobalNormState
 from jaxmp._src.transforms import clip, compress
 from pallas_kernels import backend as kernel_backend, update as kernels
 from pallas_kernels.moments import is_quantized

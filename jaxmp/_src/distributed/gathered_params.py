@@ -1,4 +1,4 @@
-"""Which trees of params are cut over an axis here: noted where they are gathered, asked where gradients are averaged.
+"""Which trees of params were gathered from parts: noted where they are gathered, asked where gradients are averaged.
 
 A mean over devices of the gradients of cut params adds parts of different params. Nothing in the arrays says so where
 jax does not check how values vary, and a loop that was data-parallel has that mean in it. So `jaxmp.fsdp.gather` leaves
@@ -16,13 +16,13 @@ _MOST = 16  # notes that are kept: those of a trace that has ended match nothing
 
 def note(params: PyTree, axis_name: str) -> None:
     """Says that `params` are parts, cut over a bound axis."""
-    _keep(ambient.CutParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params)))
+    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params)))
 
 
 def lift(notes: ambient.Notes) -> None:
     """Repeats, where this is called, the notes that were made while a loss was differentiated."""
     here = compat.trace_state()
-    for found in notes.cut_params:
+    for found in notes.gathered_params:
         _keep(found._replace(trace=here))
 
 
@@ -30,7 +30,7 @@ def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
     """Raises a ValueError if these are gradients of params that are cut over one of `axes`."""
     here, structure, shapes = compat.trace_state(), jax.tree.structure(grads), _shapes(grads)
     for axis in axes:
-        if ambient.CutParams(here, axis, structure, shapes) in ambient.now().notes.cut_params:
+        if ambient.GatheredParams(here, axis, structure, shapes) in ambient.now().notes.gathered_params:
             raise ValueError(
                 f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
                 f"devices are different params. Call jaxmp.fsdp.reduce_gradients(grads, layout) instead, and name "
@@ -42,7 +42,7 @@ def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _keep(new: ambient.CutParams) -> None:
+def _keep(new: ambient.GatheredParams) -> None:
     notes = ambient.now().notes
-    others = [found for found in notes.cut_params if found != new]
-    notes.cut_params = [*others[1 - _MOST :], new]
+    others = [found for found in notes.gathered_params if found != new]
+    notes.gathered_params = [*others[1 - _MOST :], new]

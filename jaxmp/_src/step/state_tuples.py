@@ -1,7 +1,7 @@
 """The NamedTuples that a chain keeps in `opt_state`: plain arrays with unique names, and no behaviour.
 
 `optax.tree.get(opt_state, "loss_scale")` finds a field at any depth. So two tuples have a field of the same name only
-if it means the same. The functions that read them are in state.py.
+if it means the same. The functions that read them are in read_state.py.
 """
 
 from typing import Any, NamedTuple, TypeVar
@@ -90,6 +90,10 @@ class UnscaleState(NamedTuple):
     saturated_params: Float[Array, ""]
     kept_elements: Float[Array, ""]
     guarded: Any
+
+
+class LowUnscaleState(UnscaleState):
+    """`UnscaleState` for a policy of wide params and 16-bit computation: its type says so while a step is traced."""
 
 
 class MasterState(NamedTuple):

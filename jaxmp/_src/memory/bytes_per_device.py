@@ -39,7 +39,7 @@ def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict
     return {path: _checked(path, found[path], x, mesh, is_given=specs is not None) for path, x in leaves.items()}
 
 
-def device_bytes(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
+def of_array(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
     """The bytes of `x` on one device, with padding."""
     if mesh is None:
         return buffers.nbytes(x)

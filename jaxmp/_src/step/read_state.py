@@ -1,4 +1,4 @@
-"""Read `opt_state`: find the tuples of states.py in it, the loss scale, the masters, the metrics.
+"""Read `opt_state`: find the tuples of state_tuples.py in it, the loss scale, the masters, the metrics.
 
 State is plain arrays in NamedTuples: no objects with behaviour, no Python numbers. So checkpoints,
 `flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as
@@ -15,15 +15,16 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import scale_reads
-from jaxmp._src.step.states import (
+from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
     Fp8State,
     GlobalNormState,
     LossScaleState,
+    LowUnscaleState,
     MasterState,
     NoLossScaleState,
     UnscaleState,
@@ -88,6 +89,37 @@ def may_scale(opt_state: Any) -> bool:
     """Whether there may be a loss scale other than 1: False only if it is known that there is none."""
     found = _scalings(opt_state)
     return not found or not all(isinstance(x, NoLossScaleState) for x in found)
+
+
+def check_not_nested(inner_state: Any) -> None:
+    """Raises a ValueError if the state of what `unscale_and_skip` is about to wrap holds one of its own."""
+    if find(inner_state, UnscaleState):
+        raise ValueError(
+            "mixed_precision (or unscale_and_skip) must stand once around an optimizer, as it unscales the gradients; "
+            "got an optimizer inside of it that holds another. Take one of them away."
+        )
+
+
+def check_wrappers(opt_state: Any) -> None:
+    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`."""
+    if any(find(x, UnscaleState) for x in find(opt_state, optax.ApplyIfFiniteState)):
+        raise ValueError(
+            "a non-finite gradient must reach mixed_precision: it skips the step, lowers the loss scale and counts the "
+            "skip; got optax.apply_if_finite around it, which keeps such a gradient from it. Leave apply_if_finite out "
+            "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
+            "inside, around the optimizer."
+        )
+
+
+def note_replaced(state: UnscaleState) -> None:
+    """Notes that an update took `state` and made another, for `keep_if_skipped`."""
+    if isinstance(state.skipped, jax.Array):
+        ambient.now().replaced_flags[id(state.skipped)] = state.skipped
+
+
+def computes_low(opt_state: Any) -> bool:
+    """Whether `opt_state` belongs to an optimizer whose policy has wide params and computes in 16 bits."""
+    return bool(find(opt_state, LowUnscaleState))
 
 
 def with_policy(opt_state: Any, policy: Any) -> Any:
@@ -313,7 +345,7 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
-      ValueError: an array of `new` has another shape than in `old` (named by path).
+      ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
 
     Example:
       >>> import jaxmp
@@ -324,6 +356,11 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    if ambient.now().replaced_flags.get(id(skipped)) is skipped:
+        raise ValueError(
+            "whether a step was skipped stands in the opt_state that its update returned; got the opt_state that the "
+            "update was given, which tells of the step before. Pass the new one."
+        )
     _check_shapes(new, old)
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import buffers, state as state_lib, states
+from jaxmp._src.step import read_state, state_arrays, state_tuples
 
 # g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
@@ -105,11 +105,11 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
     tx = optax.with_extra_args_support(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx)
     params = jax.tree.map(_few_elements, params)
     state = tx.init(params)
-    unscales = bool(state_lib.find(state, states.UnscaleState))
+    unscales = bool(read_state.find(state, state_tuples.UnscaleState))
     extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss; some optimizers need it
     if unscales:
         extra_args |= {"loss_scale": jnp.ones(()), "grads_finite": jnp.array(True)}
-    if unscales or state_lib.find(state, states.MasterState):
+    if unscales or read_state.find(state, state_tuples.MasterState):
         grad_dtype = jnp.float32
         extra_args |= {"as_made": True}  # the moves of the optimizer inside: nothing selected, nothing rounded
 
@@ -119,7 +119,7 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
 
         def step(state: Any, factor: Array) -> tuple[Any, list[Array]]:
             updates, after = tx.update(grads(gradient * factor), state, params, **extra_args)
-            after = jax.tree.map(lambda new, old: buffers.in_dtype_of(new, jnp.asarray(old)), after, state)
+            after = jax.tree.map(lambda new, old: state_arrays.in_dtype_of(new, jnp.asarray(old)), after, state)
             return after, [jnp.max(jnp.abs(u.astype(jnp.float32))) for u in jax.tree.leaves(updates)]
 
         return jax.lax.scan(step, jax.tree.map(jnp.asarray, state), jnp.asarray(_STEPS))[1]

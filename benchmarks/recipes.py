@@ -1,0 +1,98 @@
+"""Measures how precise the three products of a layer are in each fp8 and fp4 recipe.
+
+    y = x w,  dx = g w^T,  dw = x^T g        x [512, 1024], w [1024, 512], g [512, 512]
+
+beside the products in float64. The data are normal; normal with one element in 2000 multiplied by 10^5; normal with one
+row (token) in 64 multiplied by 10^5. Weights are normal in all of them.
+
+    SQNR = 10 log10(sum x^2 / sum (x - cast(x))^2), in dB: the median over the rows of a product
+
+With the median a product does not look precise because its largest rows are. NVFP4's gradients are rounded at random,
+with one key. Delayed scaling has seen the same tensors in the step before, so its scales are those of current scaling.
+The sums are those of the emulation on CPUs.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import ROOT, markdown
+from benchmarks.lib.versions import versions
+from jaxmp import fp8
+
+FACTOR = 1e5
+MATMUL = (((1,), (0,)), ((), ()))
+RECIPES = {
+    "`DelayedScaling`, `CurrentScaling`": fp8.CurrentScaling(),
+    '`CurrentScaling(fp8_format="E4M3")`': fp8.CurrentScaling(fp8_format="E4M3"),
+    "`RowwiseScaling`": fp8.RowwiseScaling(),
+    "`BlockScaling`": fp8.BlockScaling(),
+    "`MXFP8`": fp8.MXFP8(),
+    "`NVFP4`": fp8.NVFP4(),
+    "`NVFP4`, to nearest": fp8.NVFP4(stochastic_rounding=False),
+    "`NVFP4`, to nearest, without Hadamard": fp8.NVFP4(stochastic_rounding=False, hadamard=False),
+}
+DATA = ("normal", "outliers", "large rows")
+PRODUCTS = ("y", "dx", "dw")
+
+
+def tensors(data: str, rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, w and g in float32."""
+    rng = np.random.default_rng(seed)
+    x, w, g = (rng.normal(size=s) for s in ((rows, 2 * width), (2 * width, width), (rows, width)))
+    for t in (x, g):
+        if data == "outliers":
+            t[rng.random(t.shape) < 1 / 2000] *= FACTOR
+        if data == "large rows":
+            t[:: max(1, rows // 8)] *= FACTOR
+    return x.astype(np.float32), w.astype(np.float32), g.astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def products(recipe: Any, x: Any, w: Any, g: Any) -> Any:
+    """y, dx and dw, float32."""
+    key = jax.random.key(0)
+    y, back = jax.vjp(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=recipe, key=key), x, w)
+    return y, *back(g)
+
+
+def sqnr_of_rows(found: Any, exact: np.ndarray) -> float:
+    """In dB, the median over the rows."""
+    noise = np.asarray(found, np.float64) - exact
+    return float(np.median(10 * np.log10((exact**2).sum(1) / (noise**2).sum(1))))
+
+
+def measure(rows: int = 512, width: int = 512) -> dict[str, Any]:
+    """A row for each recipe and kind of data."""
+    found = []
+    for data in DATA:
+        x, w, g = tensors(data, rows, width)
+        wide = [t.astype(np.float64) for t in (x, w, g)]
+        exact = (wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2])
+        for name, recipe in RECIPES.items():
+            results = zip(PRODUCTS, products(recipe, x, w, g), exact, strict=True)
+            row = {product: round(sqnr_of_rows(y, true), 1) for product, y, true in results}
+            found.append({"recipe": name, "data": data, **row})
+    return {"device": "CPU", "versions": versions(("jax", "jaxlib", "jaxmp")), "rows": found}
+
+
+def render(results: dict[str, Any]) -> str:
+    """One table: for each recipe the decibels of y, dx and dw."""
+    cells = [["dB of y, dx, dw", *DATA]]
+    for name in RECIPES:
+        rows = {row["data"]: row for row in results["rows"] if row["recipe"] == name}
+        cells.append([name, *(", ".join(f"{rows[data][product]:.0f}" for product in PRODUCTS) for data in DATA)])
+    return markdown(cells)
+
+
+BENCHMARK = Benchmark(
+    "recipes",
+    "recipes.json",
+    measure,
+    render,
+    functools.partial(measure, rows=16, width=16),
+    page=ROOT / "docs" / "how-to" / "precision" / "fp8.md",
+)

@@ -1,0 +1,65 @@
+"""What a `with jaxmp.autocast(...)` reaches, and the warning of a region that reached nothing.
+
+JAX has no place where every operation passes, so a region reaches code only where jaxmp stands in between: at the
+methods of linen and haiku modules, and in functions that jaxmp itself calls or has wrapped. An nnx or equinox module,
+or a plain `x @ w`, would run in float32 without a word.
+
+Each of these places marks the regions that it runs in. A region that ends unmarked changed nothing, with one exception:
+it may have called a function that `jax.jit` had traced before. jit traces anew for other lists, so that trace was in a
+region with the same lists, which was marked.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+from jaxmp._src.autocast.cast_lists import CastLists
+from jaxmp._src.base import ambient
+
+
+class Region:
+    """A region that a user entered.
+
+    Attributes:
+      lists: what it says.
+      around: the region around it, or None.
+      is_reached: whether something in it ran by the lists of a region.
+    """
+
+    def __init__(self, lists: CastLists, around: "Region | None"):
+        self.lists = lists
+        self.around = around
+        self.is_reached = False
+
+
+@contextlib.contextmanager
+def entered(lists: CastLists) -> Iterator[Region]:
+    """Notes what is reached inside."""
+    region = Region(lists, ambient.now().autocast_region)
+    with ambient.having(autocast_region=region):
+        yield region
+
+
+def mark() -> None:
+    """Called where jaxmp runs, or traces, something by the lists of the regions around it."""
+    now = ambient.now()
+    region = now.autocast_region
+    while region is not None:
+        region.is_reached = True
+        now.autocast_reached.add(region.lists)
+        region = region.around
+
+
+def warn_if_idle(region: Region, *, stacklevel: int) -> None:
+    """Warns if nothing in a region can have run by its lists."""
+    now = ambient.now()
+    if region.lists.dtype is None or region.is_reached or now.autocast_tracing or region.lists in now.autocast_reached:
+        return
+    name = region.lists.dtype.name
+    warnings.warn(
+        f"a region of autocast reaches the linen and haiku modules that are called in it, and the losses of "
+        f"jaxmp.value_and_grad; got a `with jaxmp.autocast(...)` for {name} in which nothing of these ran, so nothing "
+        f"was cast. Transform what you call: jaxmp.autocast(model, jnp.{name})(x), with an nnx or equinox module or "
+        f"any function; under jax.jit, inside: jax.jit(jaxmp.autocast(fn, jnp.{name})).",
+        stacklevel=stacklevel + 1,
+    )

@@ -1,0 +1,149 @@
+"""What a `with jaxmp.autocast(...)` reaches in each framework, and the warning of a region that reached nothing."""
+
+import contextlib
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.base import ambient
+from matmul_dtypes import matmuls
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+NOTHING = "in which nothing of these ran, so nothing was cast"
+
+
+@contextlib.contextmanager
+def fresh_process():
+    """As if no region had reached anything; warnings are errors."""
+    with ambient.having(autocast_reached=set()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def in_region(fn, dtype=jnp.bfloat16):
+    def run(*args):
+        with jaxmp.autocast(dtype):
+            return fn(*args)
+
+    return run
+
+
+def haiku_net(x):
+    return hk.nets.MLP([8, 8, 3])(x)
+
+
+def haiku_scaled(x):
+    h = hk.Sequential([hk.Linear(8), jax.nn.relu, hk.LayerNorm(-1, True, True), hk.Linear(3)])(x)
+    return h * hk.get_parameter("scale", (1, 3), init=jnp.ones)
+
+
+@pytest.mark.parametrize("net", [haiku_net, haiku_scaled])
+def test_haiku_modules_run_by_the_region(net):
+    model = hk.without_apply_rng(hk.transform(net))
+    with jaxmp.autocast(jnp.bfloat16):
+        params = model.init(jax.random.key(0), X)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+    found = matmuls(in_region(model.apply), params, X)
+    assert set(found) == {"bfloat16"} == set(matmuls(jaxmp.autocast(model.apply, jnp.bfloat16), params, X))
+    assert set(matmuls(in_region(model.apply, jnp.float32), params, X)) == {"float32"}
+
+    def loss(params):
+        return jnp.mean(in_region(model.apply)(params, X).astype(jnp.float32) ** 2)
+
+    assert set(matmuls(jax.grad(loss), params)) == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(jax.grad(loss)(params))} == {"float32"}
+    by_function = jaxmp.autocast(model.apply, jnp.bfloat16)(params, X)
+    np.testing.assert_allclose(in_region(model.apply)(params, X), by_function, rtol=2e-2, atol=2e-2)
+
+
+def test_a_haiku_module_inside_an_autocast_function_and_of_mixed_regions():
+    model = hk.without_apply_rng(hk.transform(haiku_net))
+    params = model.init(jax.random.key(0), X)
+    nested = jaxmp.autocast(in_region(model.apply, jnp.float16), jnp.bfloat16)
+    assert set(matmuls(nested, params, X)) == {"float16"}
+    assert set(matmuls(in_region(in_region(model.apply, jnp.float32)), params, X)) == {"float32"}
+
+
+def test_haiku_state_that_changes_is_refused():
+    model = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), is_training=True))
+    params, state = model.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="may read haiku's state but not change it"):
+        in_region(model.apply)(params, state, None, X)
+
+
+def test_random_numbers_of_haiku_in_a_region():
+    model = hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(64)(x)))
+    params = model.init(jax.random.key(0), X)
+    a, b = (in_region(model.apply)(params, jax.random.key(k), X) for k in (1, 2))
+    assert (a != b).any() and a.dtype == jnp.bfloat16
+
+
+def test_a_region_that_reaches_nothing_says_so():
+    linear, mlp, w = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), eqx.nn.MLP(8, 3, 8, 1, key=jax.random.key(0)), jnp.ones((8, 3))
+    idle = {
+        "nnx": lambda: linear(X),
+        "jitted nnx": lambda: nnx.jit(lambda m: m(X))(linear),
+        "equinox": lambda: jax.vmap(mlp)(X),
+        "plain": lambda: X @ w,
+        "nothing": lambda: None,
+    }
+    for name, fn in idle.items():
+        for region in (jnp.float16, "bf16", "16-mixed"):
+            with fresh_process(), pytest.warns(UserWarning, match=NOTHING) as caught:
+                in_region(fn, region)()
+            assert [w.filename for w in caught] == [__file__], (name, region)
+    with fresh_process(), pytest.warns(UserWarning, match=r"jaxmp.autocast\(model, jnp.bfloat16\)"):
+        in_region(lambda: linear(X))()
+    with fresh_process():  # what the message proposes
+        assert matmuls(jaxmp.autocast(linear, jnp.bfloat16), X) == {"bfloat16": 1}
+
+
+def test_silence_of_regions_that_reach_something():
+    model = nn.Dense(3)
+    params = model.init(jax.random.key(0), X)
+    linear = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16-mixed")
+    opt_state = tx.init(params)
+    apply = jax.jit(model.apply)
+    grad = jax.jit(jaxmp.value_and_grad(lambda p, x: jnp.mean(model.apply(p, x) ** 2)))
+    own = jaxmp.autocast(dtype=jnp.bfloat16)(lambda x: x @ jnp.ones((8, 3)))
+    reaching = {
+        "linen": lambda: model.apply(params, X),
+        "init": lambda: model.init(jax.random.key(0), X),
+        "jitted": lambda: apply(params, X),
+        "value_and_grad": lambda: grad(params, X, opt_state=opt_state),
+        "function": lambda: jaxmp.autocast(linear, jnp.bfloat16)(X),
+        "decorated": lambda: own(X),
+        "inner region": lambda: in_region(lambda: model.apply(params, X), jnp.float16)(),
+    }
+    for fn in reaching.values():
+        with fresh_process():
+            in_region(fn)()
+            in_region(fn)()  # jit has its program
+    with fresh_process():
+        for off in (jnp.float32, "fp32", "tf32"):
+            in_region(lambda: linear(X), off)()
+        in_region(lambda: jaxmp.autocast(lambda x: in_region(linear)(x), jnp.float16)(X))()
+        with jaxmp.autocast(enabled=False):
+            linear(X)
+        with pytest.raises(ZeroDivisionError):
+            in_region(lambda: 1 / 0)()
+
+
+def test_the_region_of_a_step_does_not_hide_an_idle_one():
+    """Training casts by its policy; evaluation of an nnx module in a region does not."""
+    model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param, policy="bf16")
+    with fresh_process():
+        jaxmp.nnx.value_and_grad(lambda m: jnp.mean(m(X).astype(jnp.float32) ** 2))(model, opt_state=optimizer)
+        with pytest.warns(UserWarning, match=NOTHING):
+            in_region(lambda: model(X), "bf16")()

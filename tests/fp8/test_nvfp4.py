@@ -1,0 +1,321 @@
+"""NVFP4: TransformerEngine's bytes, products against NumPy, unbiased rounding, keys in linen and nnx, and training."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
+from test_block_matmul import MATMUL, assert_products, gradients, normal, product, scaled_matmul
+
+import jaxmp
+from jaxmp import fp8
+from jaxmp._src.base import hardware
+from jaxmp._src.fp8 import nvfp4
+from jaxmp._src.numerics import float_bits
+from jaxmp.fp8 import NVFP4
+from oracle_data import load, load_arrays
+
+pytestmark = pytest.mark.xdist_group("block_gemm")
+
+CASES = load("te_nvfp4_index")["cases"]
+ARRAYS = load_arrays("te_nvfp4")
+NEAREST = NVFP4(stochastic_rounding=False)
+PLAIN = NVFP4(stochastic_rounding=False, hadamard=False)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "axis"))
+def quantize(recipe, x, axis=-1, key=None):
+    return recipe.quantize(x, axis=axis, key=key)
+
+
+# casts
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['case']}-{c['kind']}")
+def test_bytes_of_transformer_engine(case):
+    i, (rows, _) = case["case"], case["tile"]
+    q, scale_inv, _ = quantize(NVFP4(), ARRAYS[f"n{i}_x"], (-2, -1) if rows == 16 else -1)
+    halves = np.asarray(q).view(np.uint8)
+    np.testing.assert_array_equal(halves[:, ::2] | halves[:, 1::2] << 4, ARRAYS[f"n{i}_q"])
+    np.testing.assert_array_equal(np.repeat(np.asarray(scale_inv).view(np.uint8), rows, axis=0), ARRAYS[f"n{i}_s"])
+
+
+def rewritten(x, axis):
+    """(q, scale_inv, tensor_scale_inv) of finite x by the equations, in NumPy, blocked along the axes `axis`."""
+    x = np.asarray(x, np.float32)
+    largest = np.finfo(np.float32).max
+    amax, padded = abs(x), [-(-n // 16) * 16 if i in axis else n for i, n in enumerate(x.shape)]
+    amax = np.pad(amax, [(0, m - n) for m, n in zip(padded, x.shape, strict=True)])
+    for i in axis:
+        amax = np.maximum.reduceat(amax, np.arange(0, padded[i], 16), axis=i)
+    with np.errstate(divide="ignore", over="ignore"):
+        scale = min(np.float32(2688) / x.__abs__().max(), largest) if x.any() else np.float32(1)
+        inverse = np.float32(1) / scale
+        factor = np.minimum(amax / np.float32(6) * scale, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
+        per_block = np.minimum(np.float32(1) / (factor.astype(np.float32) * inverse), largest)
+    q = np.clip(x * spread(per_block, x.shape, axis), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    return q, factor, inverse
+
+
+def spread(blocks, shape, axis):
+    for i in axis:
+        blocks = np.repeat(blocks, 16, axis=i).take(np.arange(shape[i]), axis=i)
+    return blocks
+
+
+def values(x, axis):
+    """x through NVFP4, in float64."""
+    q, factor, inverse = rewritten(x, axis)
+    return q.astype(np.float64) * spread(factor.astype(np.float64), x.shape, axis) * np.float64(inverse)
+
+
+def saturated(x, axis):
+    """x, limited to six times the factor of its block."""
+    _, factor, inverse = rewritten(x, axis)
+    limit = 6 * spread(factor.astype(np.float64), x.shape, axis) * np.float64(inverse)
+    return np.clip(x, -limit, limit)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_casts_equal_a_rewrite(size):
+    x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
+    for axis in ((2,), (1,), (1, 2)):
+        found = quantize(NVFP4(), x, axis)
+        for actual, expected in zip(found, rewritten(x, axis), strict=True):
+            assert actual.dtype == expected.dtype
+            np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_sixth_is_rounded_as_division_rounds():
+    x = np.random.default_rng(1).integers(0x01800000, 0x7F800000, 20000).astype(np.int32).view(np.float32)
+    for divisor in (1, 3, 6, 7, 63):
+        found = jax.jit(float_bits.divided_by, static_argnums=1)(x[x > 1e-35], divisor)
+        np.testing.assert_array_equal(found, x[x > 1e-35] / np.float32(divisor))
+
+
+def test_a_block_with_nan_or_inf_is_nan_and_no_other():
+    x = normal(1, 4, 48)
+    x[1, 20], x[2, 40] = np.nan, -np.inf
+    back = np.asarray(jax.jit(NVFP4().dequantize)(*quantize(NVFP4(), x)))
+    expected = np.zeros((4, 48), bool)
+    expected[1, 16:32] = expected[2, 32:] = True
+    np.testing.assert_array_equal(np.isnan(back), expected)
+    error = abs(back - x)[~expected]
+    assert error.max() < abs(x[np.isfinite(x)]).max() / 6  # half of the widest step, 4 to 6
+
+
+def test_stochastic_rounding_has_the_mean_and_only_neighbours():
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    draws = np.asarray(
+        jax.jit(jax.vmap(nvfp4.stochastically_rounded, (None, 0)))(x, jax.random.split(jax.random.key(0), 4096))
+    )
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = np.unique([-grid, grid])
+    low = grid[np.searchsorted(grid, x, side="right") - 1]
+    high = grid[np.searchsorted(grid, x, side="left")]
+    assert ((draws == low) | (draws == high)).all()
+    deviation = (high - low) / 2 / 64  # of the mean of 4096 draws, at most
+    assert (abs(draws.mean(0) - x) <= 5 * deviation).all()
+    assert (draws[:, low == high] == x[low == high]).all()
+
+
+def test_hadamard_is_orthogonal():
+    r = np.asarray(nvfp4.hadamard(np.eye(16, dtype=np.float32)[None]))[0]
+    np.testing.assert_array_equal(r @ r.T, np.eye(16))
+    np.testing.assert_array_equal(abs(r), np.full((16, 16), 0.25))
+    x, g = normal(1, 2, 40, 8), normal(2, 2, 40, 24)
+    mixed = np.einsum("bmk,bmn->bkn", nvfp4.hadamard(x), nvfp4.hadamard(g))
+    np.testing.assert_allclose(mixed, np.einsum("bmk,bmn->bkn", x, g), atol=1e-4)
+
+
+# products
+
+
+def oracle(recipe, x, w, g):
+    mix = (lambda t: np.asarray(nvfp4.hadamard(t))) if recipe.hadamard else (lambda t: t)
+    w_along_k, w_along_n = [values(w, (1, 2))] * 2 if recipe.square_weights else [values(w, (1,)), values(w, (2,))]
+    sums = [
+        ("bmk,bkn->bmn", values(x, (2,)), w_along_k),
+        ("bmn,bkn->bmk", values(g, (2,)), w_along_n),
+        ("bmk,bmn->bkn", values(mix(x), (1,)), values(mix(g), (1,))),
+    ]
+    return [(np.einsum(s, a, b, optimize=True), np.einsum(s, abs(a), abs(b), optimize=True)) for s, a, b in sums]
+
+
+@pytest.mark.parametrize("recipe", [NEAREST, PLAIN, NVFP4(stochastic_rounding=False, square_weights=False)], ids=str)
+def test_products_of_the_blocks_are_exact(recipe):
+    x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
+    f = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
+    expected = oracle(recipe, x, w, g)
+    assert_products(jax.jit(f)(x, w, g), expected)
+    if recipe == PLAIN:
+        # Under vmap each member has its own tensor scale.
+        members = [oracle(recipe, *(t[i : i + 1] for t in (x, w, g))) for i in range(2)]
+        each = functools.partial(gradients, product(recipe))
+        found = jax.jit(jax.vmap(each))(x, w, g)
+        for i, member in enumerate(members):
+            assert_products([t[i : i + 1] for t in found], member)
+
+
+def test_blackwells_path_is_the_same_product(monkeypatch):
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
+    x, w, g = normal(1, 1, 48, 80), normal(2, 1, 80, 32), normal(3, 1, 48, 32)
+    f = jax.jit(functools.partial(gradients, product(NEAREST, (((2,), (1,)), ((0,), (0,))))))
+    assert_products(f(x, w, g), oracle(NEAREST, x, w, g))
+
+
+RANDOM = NVFP4()
+
+
+def keyed(x, w, key, recipe=RANDOM):
+    return fp8.dot_general(x, w, MATMUL, recipe=recipe, key=key)
+
+
+def test_gradients_rounded_at_random_have_the_mean_of_the_gradients_before():
+    x, w, g = normal(1, 32, 48), normal(2, 48, 32), normal(3, 32, 32)
+
+    def run(key):
+        y, back = jax.vjp(lambda x, w: keyed(x, w, key, NVFP4(hadamard=False)), x, w)
+        return y, *back(g)
+
+    y, dx, dw = map(np.asarray, jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 256)))
+    assert (y == y[0]).all() and not (dx == dx[0]).all() and not (dw == dw[0]).all()
+    x_rounded, w_rounded = values(x, (0,)), values(w, (0, 1))
+    # A factor that e4m3 rounded down saturates the largest elements of its block.
+    for draws, exact in ((dx, saturated(g, (1,)) @ w_rounded.T), (dw, x_rounded.T @ saturated(g, (0,)))):
+        error = abs(draws.mean(0) - exact)
+        assert (error < 6 * draws.std(0) / 16 + 1e-3).all()
+        assert draws.std(0).mean() > 0.1
+
+
+def test_a_key_is_asked_for_where_a_gradient_is_taken():
+    x, w = normal(1, 32, 48), normal(2, 48, 32)
+    jax.eval_shape(lambda x: keyed(x, w, None), x)
+    with pytest.raises(ValueError, match="needs a key where a matmul is differentiated.*rounding"):
+        jax.eval_shape(jax.grad(lambda x: keyed(x, w, None).sum()), x)
+    jax.eval_shape(jax.grad(lambda x: keyed(x, w, None, NEAREST).sum()), x)
+
+
+def loss(f, x, w, key):
+    return jnp.sum(f(x, w, key) ** 2)
+
+
+plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
+jitted = jax.jit(plain)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", ["remat", "scan", "shard_map", "shard_map_unchecked", "explicit"])
+def test_transformations(how):
+    """The gradients with a key are those without the transformation."""
+    x, w, key = normal(1, 16, 48), normal(2, 48, 32), jax.random.key(3)
+    if how == "remat":
+        run = jax.grad(functools.partial(loss, jax.checkpoint(keyed)), argnums=(0, 1))
+    elif how == "scan":
+
+        def scanned(x, w, key):
+            _, y = jax.lax.scan(lambda carry, x: (carry, keyed(x, w, key)), None, x[None])
+            return y[0]
+
+        run = jax.grad(functools.partial(loss, scanned), argnums=(0, 1))
+    elif how == "explicit":
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            dx, dw = jax.jit(plain)(jax.reshard(x, P("data")), jax.reshard(w, P()), key)
+        for found, expected in zip((dx, dw), jitted(x, w, key), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-3)
+        return
+    else:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        run = jax.shard_map(
+            lambda x, w, key: plain(x, w, key)[0],
+            mesh=mesh,
+            in_specs=(P("data"), P(), P()),
+            out_specs=P("data"),
+            check_vma=how == "shard_map",
+        )
+        x = normal(1, 64, 48)
+        dx = jax.jit(run)(x, w, key)
+        parts = [jitted(part, w, key)[0] for part in np.split(x, 4)]
+        np.testing.assert_allclose(dx, np.concatenate(parts), atol=1e-3)
+        return
+    for found, expected in zip(jax.jit(run)(x, w, key), jitted(x, w, key), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+# training
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.tanh(nn.Dense(32)(x))
+        return nn.Dense(16)(x)
+
+
+def batch():
+    x, w = (np.random.default_rng(seed).normal(size=(n, 16)).astype(np.float32) for seed, n in ((1, 64), (2, 16)))
+    return x, np.tanh(x @ w)
+
+
+def test_training_linen_with_a_key_like_dropouts():
+    x, target = batch()
+    recipe, model = NVFP4(), Mlp()
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+
+    def loss_fn(params, key):
+        with fp8.autocast(recipe):
+            y = model.apply({"params": params}, x, rngs={"rounding": key})
+        return jnp.mean((y - target) ** 2)
+
+    with fp8.autocast(recipe):
+        params32 = model.init(jax.random.key(0), x)["params"]
+
+    @jax.jit
+    def step(params, opt_state, key):
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy="bf16")(params, key, opt_state=opt_state)
+        return loss, grads, jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
+    _, first, _ = step(params, opt_state, jax.random.key(1))
+    _, again, _ = step(params, opt_state, jax.random.key(1))
+    _, other, _ = step(params, opt_state, jax.random.key(2))
+    same = [bool((a == b).all()) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True)]
+    differs = [bool((a != b).any()) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)]
+    assert all(same) and any(differs)
+    losses = []
+    for i in range(30):
+        loss, _, (params, opt_state) = step(params, opt_state, jax.random.key(i))
+        losses.append(float(loss))
+    assert losses[-1] < 0.6 * losses[0]
+    text = str(jax.make_jaxpr(step)(params, opt_state, jax.random.key(0)))
+    assert "f4_e2m1fn" in text or "float4_e2m1fn" in text
+
+
+def test_training_nnx_with_rngs():
+    x, target = batch()
+    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)))
+    assert len(jaxmp.nnx.to_fp8(model, NVFP4(), rngs=nnx.Rngs(rounding=0))) == 2
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16")
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss_fn = lambda model: jnp.mean((model(x) - target) ** 2)  # noqa: E731
+        loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        return loss
+
+    count = model.layers[1].dot_general.rngs.count
+    before = int(count.get_value())
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert int(count.get_value()) == before + 20  # a new key for each step
