@@ -51,7 +51,7 @@ class Fp8DotGeneral(nn.Module):
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
         try:
-            leaves = [self.param(name, _filled, start) for name, start in layers.leaves_of(self.recipe).items()]
+            leaves = [self.param(name, filled, start) for name, start in layers.leaves_of(self.recipe).items()]
         except flax.errors.ScopeParamNotFoundError as e:
             e.add_note(
                 f"jaxmp: the fp8 layer {'/'.join(self.path)} finds no scales in the params. Initialize the model as it "
@@ -208,7 +208,8 @@ def _in_fp8(module: Any, recipe: Any) -> Any:
     )
 
 
-def _filled(key: Array, value: float) -> Float[Array, ""]:
+def filled(key: Array, value: float) -> Float[Array, ""]:
+    """The initializer of a scale leaf."""
     del key
     return jnp.full((), value, jnp.float32)
 

@@ -17,6 +17,7 @@ Elsewhere the same fp8 numbers are multiplied in float32: exact products, anothe
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -163,22 +164,28 @@ def dot_general(
         rhs_spec=_explicit_spec(rhs),
         out_sharding=out_sharding,
         activation=activation,
-        by_own_amax=ambient.now().fp8_calibrating or _nothing_moves(scales, layer),
+        by_own_amax=by_own_amax(scales or (), layer),
     )
     if scales is None:
         return _current_dot(gemm, recipe, lhs, rhs)
     return _delayed_dot(gemm, lhs, rhs, *scales)
 
 
-def _nothing_moves(scales: Scales | None, layer: str | None) -> bool:
-    """Whether a loss of `value_and_grad` calls a layer whose scales it does not differentiate; notes the layer.
+def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
+    """Whether a layer casts each tensor with the scale of its own amax, not with those of its leaves.
 
-    Nothing moves these scales, and the loss scale does not shift them.
+    So it is in a calibration, and where a loss of `value_and_grad` calls a layer whose scales it does not
+    differentiate: nothing moves them, and the loss scale does not shift them. Such a layer is noted.
     """
-    if scales is None or not ambient.is_in_loss() or scales.lhs.dtype == compat.max_dtype():
+    if not leaves:
         return False
-    ambient.now().notes.unmoved_scales[layer or "a layer"] = None
-    return True
+    unmoved = ambient.is_in_loss() and any(leaf.dtype not in _MAX_DTYPES for leaf in leaves)
+    if unmoved:
+        ambient.now().notes.unmoved_scales[layer or "a layer"] = None
+    return unmoved or ambient.now().fp8_calibrating
+
+
+_MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
 
 
 def _traced_for(dtype: Any) -> Any:
@@ -217,7 +224,7 @@ def why_not_fp8(
 def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
     del grad_leaf
     lhs_q, _ = operands.quantize(gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation)
-    rhs_q, _ = _quantize_rhs(gemm, rhs, rhs_leaf, None)
+    rhs_q, _ = quantize_rhs(gemm, rhs, rhs_leaf, None)
     return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
@@ -229,7 +236,7 @@ def _delayed_forward(
     lhs_q, lhs_amax = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=lhs_rows, activation=gemm.activation
     )
-    rhs_q, rhs_amax = _quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
+    rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = gemms.fprop(gemm, lhs_q, rhs_q)
     return out, (remat.packed(gemms.kept(gemm, lhs_q, rhs_q)), lhs_amax, rhs_amax, grad_leaf, before)
@@ -261,7 +268,7 @@ def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
     return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
 
 
-def _quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
+def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
     """The weight in fp8: cast here, or already stored in fp8."""
     if not stored_kernels.holds_fp8(rhs, leaf):
         rows = rows if operands.is_whole(rhs) else None

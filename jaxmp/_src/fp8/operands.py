@@ -49,7 +49,7 @@ def quantize(
             y = activated(x, activation)
             observed = quantize_lib.observe(y, scale)
             if gemm.by_own_amax:
-                scale, inv_scale = _scales_of(observed, dtype, holds_log2=gemm.holds_log2)
+                scale, inv_scale = scales_of(observed, dtype, holds_log2=gemm.holds_log2)
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:
             values, transposed, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
@@ -59,7 +59,7 @@ def quantize(
         return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype)
 
 
-def _scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
+def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
     """(scale, 1 / scale) of a tensor with this amax, as a leaf with this scale would give them."""
     limit = float(jnp.finfo(dtype).max)
     scale = recipes.scale_from_amax(amax, limit, fallback=1.0, power_of_two=holds_log2)
