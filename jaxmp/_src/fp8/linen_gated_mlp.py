@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8 import gated_mlp, layers, recipes
+from jaxmp._src.fp8 import gated_mlp, layers, matmul, recipes, stored_kernels
 from jaxmp._src.fp8.gated_mlp import GatedScales
 from jaxmp._src.fp8.linen_layers import filled
 from jaxmp._src.fp8.matmul import Scales
@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
       features: of the result; None: those of x.
       recipe: a `DelayedScaling` (give the same to `jaxmp.mixed_precision`), or a recipe without state, with which it is
         three layers.
-      dtype: of x and the result; None: that of x and the kernels.
+      dtype: of x and the result; None: that of x and the kernels, and under autocast its dtype.
       param_dtype: of the kernels.
       kernel_init: as of `nn.Dense`.
 
@@ -56,7 +56,9 @@ class GatedMLP(nn.Module):
         down = layer(name="down")(self.hidden, self.features or width)
         kernels = [kernel for kernel, _ in (gate, up, down)]
         leaves = [scales for _, scales in (gate, up, down)]
-        x = layers.promote_all_but_kernel(x, kernels[0], dtype=self.dtype)[0]
+        known = [jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel for kernel in kernels]
+        dtype = self.dtype or matmul.traced_for(jnp.result_type(x, *known))  # under autocast, of what lies between
+        x = jnp.asarray(x, dtype)
         if layers.is_enabled() and not self.is_initializing():  # init often has a batch of one
             scales = GatedScales(*(Scales(*part) for part in leaves)) if leaves[0] else None
             path = "/".join(self.path)

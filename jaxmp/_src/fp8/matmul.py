@@ -134,7 +134,7 @@ def dot_general(
     if reason:
         where = f" (layer {layer})" if layer else ""
         warnings.warn(
-            f"this matmul{where} runs in {_traced_for(out_dtype)} instead of fp8: {reason}",
+            f"this matmul{where} runs in {traced_for(out_dtype)} instead of fp8: {reason}",
             FallbackWarning,
             stacklevel=3,
         )
@@ -188,7 +188,7 @@ def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
 _MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
 
 
-def _traced_for(dtype: Any) -> Any:
+def traced_for(dtype: Any) -> Any:
     """The dtype in which a matmul traced in `dtype` will run: autocast traces in float32 and casts afterwards."""
     now = ambient.now()
     lists = now.autocast_lists if now.autocast_tracing and dtype == jnp.float32 else None
