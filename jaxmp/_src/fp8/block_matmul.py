@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding
+from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding, remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
@@ -136,7 +136,8 @@ def _forward(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> tuple[Array
         x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
         w_along_k = _weight(recipe, w, 1)
         w_along_n = w_along_k._replace(axis=2) if recipe.has_square_weights else _weight(recipe, w, 2)
-    return _fprop(gemm, x_along_k, w_along_k), (x_along_m.blocks, w_along_n.blocks, seed)
+    kept = remat.packed((x_along_m.blocks, w_along_n.blocks))
+    return _fprop(gemm, x_along_k, w_along_k), (kept, seed)
 
 
 def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
@@ -146,7 +147,8 @@ def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
 
 def _backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, Array, Any]:
     recipe = gemm.recipe
-    x_blocks, w_blocks, seed = residuals
+    kept, seed = residuals
+    x_blocks, w_blocks = remat.unpacked(kept)
     grad = once(grad)
     x = _Operand(x_blocks, _axis_of(recipe, 1))
     w = _Operand(w_blocks, 2)
@@ -212,11 +214,11 @@ def _stored(
 ) -> Blocks | Fp4Blocks:
     """`x` in stored blocks; scale_inv is NaN for blocks with an inf."""
     if isinstance(recipe, NVFP4):
-        return Fp4Blocks(*lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key))))
+        return Fp4Blocks(*remat.named(lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key)))))
     q, scale_inv = recipe.quantize(x, axis=axes, backward=backward)
     overflowed = blocks_lib.block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
     scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
-    return Blocks(*lax.optimization_barrier((q, scale_inv)))
+    return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 
 
 def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool = False) -> Array:
