@@ -146,9 +146,8 @@ class Planner:
         narrow = {place[0]: x for place, x in lists.narrow if len(place) == 1}
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
-            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)._replace(
-                narrow=narrow.get(i)
-            )
+            step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)
+            step = step._replace(narrow=narrow.get(i))
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))

@@ -161,8 +161,8 @@ def _linen_layers_ran() -> bool:
 
 def _warn_of_state(count: int) -> None:
     warnings.warn(
-        f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with weights "
-        f'runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
+        f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with "
+        f'weights runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
         stacklevel=2,
     )
 

@@ -162,8 +162,8 @@ def autocast(
         for flax's layers.
       filter: which matmuls run in fp8, by patterns of the paths that `jaxmp.explain_autocast` shows, or
         `(path, eqn) -> bool`. None: all but the first and the last operation with weights (embeddings and convolutions
-        count), in the order in which they run; one in a loop is neither. For linen's layers, with a policy's own recipe,
-        as in `jaxmp.fp8.autocast`.
+        count), in the order in which they run; one in a loop is neither. With a policy's own recipe it chooses linen's
+        layers, as in `jaxmp.fp8.autocast`.
       **torch_options: none; `device_type=` and the other options of torch get an error that says what to do.
 
     Returns:
