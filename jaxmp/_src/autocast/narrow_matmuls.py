@@ -9,9 +9,10 @@ What a derivative inside the function multiplies stays in autocast's dtype, and 
 its own, which knows its dtypes: a product brings its derivative, and is differentiated from outside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._src.autocast import regions
@@ -46,15 +47,17 @@ class Operation(NamedTuple):
 
 
 class Product(Protocol):
-    """A product in place of a `dot_general`; hashable.
+    """A product in place of a `dot_general`; hashable."""
 
-    Attributes:
-      dtype_name: what it multiplies in, for people to read.
-      reason: why, for people to read.
-    """
+    @property
+    def dtype_name(self) -> str:
+        """What it multiplies in, for people to read."""
+        ...
 
-    dtype_name: str
-    reason: str
+    @property
+    def reason(self) -> str:
+        """Why, for people to read."""
+        ...
 
     def __call__(self, lhs: Any, rhs: Any, dtype: Any, params: Any, /) -> Any:
         """The product in `dtype`, by the parameters of the equation; it can be differentiated."""
@@ -64,7 +67,7 @@ class Product(Protocol):
 class Chooser(Protocol):
     """Who chooses; hashable, because it is in the key of jitted functions."""
 
-    def choose(self, operations: list[Operation]) -> list[Product | str | None]:
+    def choose(self, operations: list[Operation]) -> Sequence[Product | str | None]:
         """For each operation its product, or why it has none; None says nothing."""
         ...
 
@@ -105,7 +108,7 @@ def _operations(plan: Plan, at: Place, stack: str, path: str, *, in_loop: bool) 
 def _operation(step: Step, computed: list[bool]) -> tuple[int | None, bool, str | None] | None:
     """(weight, is_layer, why_not) of an operation with weights or a matmul; None for others."""
     eqn, name = step.eqn, step.eqn.primitive.name
-    if name == vmap_rules.NAME:
+    if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _casts_below_16_bits(eqn)):
         return None, True, "it is a layer with a rule of its own"
     if name == "gather":  # an embedding
         is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
@@ -118,6 +121,17 @@ def _operation(step: Step, computed: list[bool]) -> tuple[int | None, bool, str 
     if step.how != "bind" or step.group != "allow":
         return weight, False, "it does not run in 16 bits"
     return weight, False, "the function computes both operands" if weight is None else None
+
+
+def _casts_below_16_bits(eqn: Any) -> bool:
+    for jaxpr, _ in jaxprs.functions_of(eqn):
+        for inner in jaxpr.eqns:
+            dtypes = (getattr(v.aval, "dtype", None) for v in inner.outvars)
+            if any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize < 2 for d in dtypes):
+                return True
+            if _casts_below_16_bits(inner):
+                return True
+    return False
 
 
 def _why_not_at(stack: str) -> str | None:

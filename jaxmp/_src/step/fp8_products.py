@@ -10,7 +10,7 @@ no other matmul does.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Chooser:
     filter: Callable[[str, Any], bool] | tuple[str, ...] | None = None
     of_policy: bool = False
 
-    def choose(self, operations: list[Operation]) -> list[narrow_matmuls.Product | str | None]:
+    def choose(self, operations: list[Operation]) -> Sequence[narrow_matmuls.Product | str | None]:
         """The product of each operation, or why it has none; warns where nothing runs in fp8."""
         could = [operation for operation in operations if operation.why_not is None]
         if self.of_policy and (any(operation.is_layer for operation in operations) or _linen_layers_ran()):
