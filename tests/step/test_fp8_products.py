@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -63,7 +64,7 @@ def test_all_but_the_ends_of_a_plain_function():
     assert count_fp8(in_fp8(mlp, filter=everywhere), weights, X) == (4, 8)  # XLA drops that of x
 
 
-@pytest.mark.parametrize("form", ["function", "decorator", "region", "jit inside", "dtype"])
+@pytest.mark.parametrize("form", ["function", "decorator", "region", "jit inside", "dtype", "in a policy's loss"])
 def test_each_way_to_say_it(form):
     weights = weights_of(4)
     state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init(weights)
@@ -73,6 +74,8 @@ def test_each_way_to_say_it(form):
         run = jax.grad(jaxmp.autocast("fp8", recipe=RECIPE)(mlp))
     elif form == "dtype":
         run = jax.grad(jaxmp.autocast(mlp, jnp.bfloat16, recipe=RECIPE))
+    elif form == "in a policy's loss":
+        run = functools.partial(jaxmp.value_and_grad(in_fp8(mlp), policy="fp8"), opt_state=state)
     elif form == "jit inside":
         run = jax.grad(in_fp8(jax.jit(mlp)))
     else:
@@ -98,10 +101,12 @@ def test_a_policy_without_state_in_a_loss_without_layers():
 
 
 class Net(nn.Module):
+    dtype: Any = None
+
     @nn.compact
     def __call__(self, x):
         for _ in range(4):
-            x = nn.tanh(nn.Dense(WIDTH)(x))
+            x = nn.tanh(nn.Dense(WIDTH, dtype=self.dtype)(x))
         return x
 
 
@@ -115,7 +120,11 @@ def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     assert matmuls(jaxmp.autocast(loss, STATELESS), params, X) == {FORWARD: 2, "bfloat16": 6}
     only = jaxmp.autocast(loss, STATELESS, filter=("Dense_0",))
     assert matmuls(only, params, X) == {FORWARD: 1, "bfloat16": 7}
-    assert count_fp8(in_fp8(lambda p, x: jnp.mean(Net().apply(p, x) ** 2)), params, X) == (2, 4)  # the same layers
+    for dtype in (None, jnp.bfloat16):
+        model = Net(dtype)
+        plain = Net().init(KEY, X)
+        found = count_fp8(in_fp8(lambda p, x, model=model: jnp.mean(model.apply(p, x) ** 2)), plain, X)
+        assert found == (2, 4)  # the same layers
 
 
 def test_nnx_modules_and_scans():
@@ -181,6 +190,17 @@ def test_what_does_not_run_in_fp8_inside_a_function():
     assert matmuls(jax.grad(in_fp8(with_rule, filter=everywhere)), weights_of(4), X)[FORWARD] == 3
 
 
+def test_layers_of_experts_have_the_word():
+    experts = jax.random.normal(KEY, (2, WIDTH, WIDTH)) / 6
+
+    def loss(weights, x):
+        x = jaxmp.fp8.ragged_dot(x, experts, jnp.array([10, 6]), recipe=RECIPE)
+        return mlp(weights, x)
+
+    assert matmuls(jaxmp.autocast(loss, STATELESS), weights_of(4), X)["bfloat16"] == 4
+    assert matmuls(in_fp8(loss), weights_of(4), X)["bfloat16"] == 1  # an end, but the last of the others
+
+
 def test_one_jitted_function_that_is_called_for_several_layers():
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
 
@@ -238,14 +258,16 @@ def test_a_hugging_face_gpt2():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2", reason="transformers has no Flax models")
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2)
-    model = gpt2.FlaxGPT2LMHeadModel(config, dtype=jnp.bfloat16)
+    with jax.numpy_rank_promotion("allow"):
+        model = gpt2.FlaxGPT2LMHeadModel(config, dtype=jnp.bfloat16)
     tokens = jnp.arange(32).reshape(2, 16)
 
     def loss(params, tokens):
         logits = model(tokens, params=params).logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
-    assert count_fp8(in_fp8(loss), model.params, tokens) == (8, 16)
+    with jax.numpy_rank_promotion("allow"):
+        assert count_fp8(in_fp8(loss), model.params, tokens) == (8, 16)
 
 
 # The numbers
