@@ -11,10 +11,10 @@ of earlier steps. The scales are leaves of the params, the amaxes are their grad
 so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
-`dot_general`, `einsum`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where), `save_quantized` (what
-remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) -> `calibrate` (scales from
-one batch, before the first step) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says
-what serves all this on the machine.
+`dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
+`save_quantized` (what remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
+`calibrate` (scales from one batch, before the first step) -> `get_scales`, `resize_history` (looking at them, and
+restoring). `backends` says what serves all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
@@ -33,6 +33,7 @@ from jaxmp._src.fp8.matmul import (
     dot_general as dot_general,
 )
 from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
+from jaxmp._src.fp8.ragged_matmul import ragged_dot as ragged_dot
 from jaxmp._src.fp8.recipes import (
     AmaxState as AmaxState,
     CurrentScaling as CurrentScaling,

@@ -9,4 +9,9 @@ the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as
 
 from jaxmp._src.bridges.linen import TrainState as TrainState
 from jaxmp._src.fp8.linen_gated_mlp import GatedMLP as GatedMLP
-from jaxmp._src.fp8.linen_layers import Fp8DotGeneral as Fp8DotGeneral, Fp8Einsum as Fp8Einsum
+from jaxmp._src.fp8.linen_layers import (
+    Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
+    Fp8DotGeneral as Fp8DotGeneral,
+    Fp8Einsum as Fp8Einsum,
+    Fp8RaggedDot as Fp8RaggedDot,
+)

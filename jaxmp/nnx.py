@@ -14,8 +14,10 @@ from jaxmp._src.bridges.nnx import (
     value_and_grad as value_and_grad,
 )
 from jaxmp._src.fp8.nnx_layers import (
+    Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
     Fp8DotGeneral as Fp8DotGeneral,
     Fp8Einsum as Fp8Einsum,
+    Fp8RaggedDot as Fp8RaggedDot,
     Fp8Scale as Fp8Scale,
     to_fp8 as to_fp8,
 )

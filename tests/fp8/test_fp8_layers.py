@@ -101,7 +101,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
 # linen: dot_general_cls
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -125,11 +125,11 @@ def test_layers_hold_leaves_beside_their_kernel_and_report_amaxes(layer, x):
     assert float(amaxes[GRAD]) > 0
 
 
-def test_a_batch_of_one_initializes_without_a_warning_and_trains_with_one():
-    layer = nn.Dense(SIDE, dot_general_cls=FP8)
+def test_a_batch_of_one_and_ten_classes_run_in_fp8():
+    """The zeros that the GEMM needs are added inside; a warning would be an error."""
+    layer = nn.Dense(10, dot_general_cls=FP8)
     params = init(layer, jnp.ones((1, SIDE)))
-    with pytest.warns(jaxmp.fp8.FallbackWarning, match="got M=1"):
-        layer.apply({"params": params}, jnp.ones((1, SIDE)))
+    check_trains(lambda p, x: layer.apply({"params": p}, x), params, X[:1])
 
 
 def test_attention():
@@ -220,7 +220,7 @@ class Model(nn.Module):
 INNER = ["blocks_0/down", "blocks_0/up"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -394,7 +394,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_models_of_all_kinds_train(kind):
     model = Net(kind)
@@ -430,7 +430,7 @@ def test_dropout_and_static_arguments(chosen):
 
 
 def test_other_methods_run_the_layers_that_hold_scales():
-    """`encode` ends where the whole model goes on: its last layer is no end of the model."""
+    """`encode` is a part of the model: its last layer is not the last layer of the model."""
     model = Model()
     with autocast(RECIPE):
         params = init(model, X)
@@ -450,7 +450,7 @@ def test_a_bound_model_and_a_frozen_dict():
     assert_bitwise(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_train_states(kind):
     model = Model()
@@ -555,7 +555,7 @@ def test_to_fp8(chosen, expected):
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_nnx_optimizers_move_the_scales(kind):
     """Under nnx.jit, with Dropout's counts and BatchNorm's statistics, which a skip takes back."""
@@ -689,3 +689,222 @@ def test_a_dict_of_recipes_goes_by_the_path_of_the_layer():
     assert "fp8_grad_e4m3_log2_scale" in params["blocks_0"]["up"]["Fp8DotGeneral_0"]
     assert "fp8_grad_e5m2_log2_scale" in params["blocks_0"]["down"]["Fp8DotGeneral_0"]
     jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)
+
+
+# Layers of users: subclasses, rules of promotion, einsums that are no GEMM
+
+
+def half(*args, dtype=None, **kwargs):
+    """A `promote_dtype=` that halves the kernel: of linen (three arguments) and of nnx (one tuple)."""
+    inputs, kernel, bias = args[0] if len(args) == 1 else args
+    return inputs, kernel / 2, bias
+
+
+LINEN_WITH_PROMOTION = {
+    "Dense": lambda **kwargs: nn.Dense(SIDE, **kwargs),
+    "DenseGeneral": lambda **kwargs: nn.DenseGeneral((2, 8), **kwargs),
+    "Einsum": lambda **kwargs: nn.Einsum((SIDE, 20), "bd,df->bf", **kwargs),
+    "Conv": lambda **kwargs: nn.Conv(SIDE, (1,), **kwargs),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", LINEN_WITH_PROMOTION)
+def test_a_promote_dtype_of_the_user_is_kept(name):
+    layer = LINEN_WITH_PROMOTION[name](promote_dtype=half)
+    plain = LINEN_WITH_PROMOTION[name](use_bias=False)
+    x = X if name == "Einsum" else SEQUENCE
+    with autocast(RECIPE, filter=all_true):
+        params = init(layer, x)
+        y = layer.apply({"params": params}, x)
+        amaxes = amaxes_of(lambda p: layer.apply({"params": p}, x), params)[0]
+    expected = plain.apply({"params": {"kernel": params["kernel"]}}, x) / 2
+    np.testing.assert_allclose(y, expected, rtol=0.1, atol=0.2)
+    assert_bitwise(amaxes[""][RHS], F32(np.max(np.abs(params["kernel"])) / 2))
+
+
+NNX_WITH_PROMOTION = {
+    "Linear": lambda **kwargs: nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0), **kwargs),
+    "LinearGeneral": lambda **kwargs: nnx.LinearGeneral(SIDE, (2, 8), rngs=nnx.Rngs(0), **kwargs),
+    "Einsum": lambda **kwargs: nnx.Einsum("btd,df->btf", (SIDE, 20), rngs=nnx.Rngs(0), **kwargs),
+    "Conv": lambda **kwargs: nnx.Conv(SIDE, SIDE, (1,), rngs=nnx.Rngs(0), **kwargs),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", NNX_WITH_PROMOTION)
+def test_a_promote_dtype_of_the_user_is_kept_in_nnx(name):
+    layer, plain = NNX_WITH_PROMOTION[name](promote_dtype=half), NNX_WITH_PROMOTION[name]()
+    assert jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=all_true) == [""]
+    np.testing.assert_allclose(layer(SEQUENCE), plain(SEQUENCE) / 2, rtol=0.1, atol=0.2)
+
+
+class SummedEinsum(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Einsum((SIDE, SIDE), "bd,df->b", use_bias=False, name="summed")(x)
+
+
+def test_an_einsum_that_is_no_gemm_runs_as_it_is_and_warns_with_its_path():
+    """'f' is summed over the kernel alone."""
+    model = SummedEinsum()
+    said = "the layer summed does not run in fp8: .* one GEMM: the label 'f'"
+    with autocast(RECIPE, filter=all_true):
+        with pytest.warns(jaxmp.fp8.FallbackWarning, match=said):
+            params = init(model, X)
+        with pytest.warns(jaxmp.fp8.FallbackWarning, match=said):
+            y = model.apply({"params": params}, X)
+    assert sorted(params["summed"]) == ["kernel"]
+    assert_bitwise(y, model.apply({"params": params}, X))
+    layer = nnx.Einsum("bd,df->b", (SIDE, SIDE), rngs=nnx.Rngs(0))
+    before = layer(X)
+    holder = nnx.Dict(summed=layer)
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed does not run in fp8: .* one GEMM"):
+        assert jaxmp.nnx.to_fp8(holder, RECIPE, filter=all_true) == []
+    assert_bitwise(holder.summed(X), before)
+    product = jaxmp.nnx.Fp8Einsum(CurrentScaling(), layer="summed")
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed"):
+        assert_bitwise(product("bd,df->b", X, layer.kernel[...]), before)
+
+
+def test_a_layer_of_nnx_is_named_in_its_warnings():
+    layers = nnx.Dict(inner=nnx.Dict(outer=nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0))))
+    assert jaxmp.nnx.to_fp8(layers, RECIPE, filter=all_true) == ["inner/outer"]
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"\(layer inner/outer\) runs in float32 instead of fp8"):
+        layers.inner.outer.dot_general(X[0], X[0], (((), ()), ((), ())))
+
+
+class OwnEinsum(nn.Einsum):
+    """It computes by itself."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", self.kernel_init, self.shape)
+
+
+class OwnNnxLinear(nnx.Linear):
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+def test_a_subclass_that_computes_by_itself_warns_with_its_path():
+    model = OwnEinsum((SIDE, SIDE), "bd,df->bf", name="own")
+    holder = nn.Sequential([nn.Dense(SIDE), model, nn.Dense(SIDE)])
+    with autocast(RECIPE):
+        with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"layer layers_1 does not run in fp8: OwnEinsum"):
+            params = init(holder, X)
+        with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"does not call nn.Einsum.__call__"):
+            y = holder.apply({"params": params}, X)
+    assert converted(params) == []
+    assert_bitwise(y, holder.apply({"params": params}, X))
+    layers = nnx.Dict(own=OwnNnxLinear(SIDE, SIDE, rngs=nnx.Rngs(0)))
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"layer own does not run .* OwnNnxLinear.__call__ does not use"):
+        assert jaxmp.nnx.to_fp8(layers, RECIPE, filter=all_true) == []
+
+
+def test_an_einsum_keeps_its_preferred_element_type():
+    layer = nn.Einsum((SIDE, SIDE), "bd,df->bf", dtype=BF16, preferred_element_type=F32)
+    with autocast(CurrentScaling(), filter=all_true):
+        assert layer.apply({"params": init(layer, X)}, X).dtype == F32
+
+
+# Convolutions of one pixel
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kwargs", [{}, {"strides": 2}, {"padding": "CIRCULAR", "strides": (2, 1)}], ids=str)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_convolution_of_one_pixel_is_a_matmul(kind, kwargs):
+    images = X.reshape(2, 4, 4, SIDE).round()
+    if kind == "linen":
+        layer = nn.Conv(10, (1, 1), **kwargs)
+        with autocast(RECIPE, filter=all_true):
+            params = init(layer, images)
+            params |= {"kernel": params["kernel"].round(1) * 4}
+            amaxes = amaxes_of(lambda p: layer.apply({"params": p}, images), params)[0]
+            y = layer.apply({"params": params}, images)
+        want = layer.apply({"params": params}, images)
+        assert_bitwise(amaxes[""][RHS], np.max(np.abs(params["kernel"])))
+    else:
+        layer = nnx.Conv(SIDE, 10, (1, 1), **kwargs, rngs=nnx.Rngs(0))
+        want = layer(images)
+        assert jaxmp.nnx.to_fp8(layer, RECIPE, filter=all_true) == [""]
+        y = layer(images)
+    assert y.shape == want.shape
+    np.testing.assert_allclose(y, want, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"kernel_size": (3, 3)}, {"padding": 1}, {"feature_group_count": 2}, {"input_dilation": 2, "padding": 0}],
+    ids=str,
+)
+def test_other_convolutions_stay_as_they_are(kwargs):
+    kwargs = {"kernel_size": (1, 1), **kwargs}
+    images = X.reshape(2, 4, 4, SIDE)
+    layer = nn.Conv(10, **kwargs)
+    with autocast(RECIPE, filter=all_true):
+        assert sorted(init(layer, images)) == ["bias", "kernel"]
+    assert jaxmp.nnx.to_fp8(
+        nnx.Dict(a=nnx.Conv(SIDE, 10, **kwargs, rngs=nnx.Rngs(0)), b=nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
+        RECIPE,
+        filter=all_true,
+    ) == ["b"]
+    own = nn.Conv(10, **kwargs, conv_general_dilated_cls=jaxmp.linen.Fp8ConvGeneralDilated)
+    with pytest.raises(ValueError, match="a matmul at each pixel: a kernel of one pixel, one group, no padding"):
+        init(own, images)
+
+
+# Stacks of layers in nnx
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(SIDE, SIDE, rngs=rngs)
+        self.blocks = nnx.vmap(lambda rngs: nnx.Linear(SIDE, SIDE, rngs=rngs))(rngs.split(3))
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, block: jnp.tanh(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            self.first(x), self.blocks
+        )
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_stack_of_nnx_layers_has_a_stack_of_scales_which_trains(fp8_weights):
+    """Each layer of the stack has its own amaxes and scales; the whole state is saved and restored as it is."""
+    model = Stack(nnx.Rngs(0))
+    assert jaxmp.nnx.to_fp8(model, RECIPE) == ["blocks"]
+    model.blocks.kernel[...] *= jnp.float32([1, 4, 16])[:, None, None]
+    policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
+    tx = jaxmp.mixed_precision(optax.sgd(0.01), policy, recipe=RECIPE)
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param)
+    kernels = np.asarray(model.blocks.kernel[...])
+    if fp8_weights:
+        jaxmp.nnx.cast_to_param(model, policy)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = jaxmp.nnx.value_and_grad(lambda m: mean_square(m(X)), policy=policy)(
+            model, opt_state=optimizer.opt_state
+        )
+        optimizer.update(model, grads)
+        return loss, grads
+
+    _, grads = step(model, optimizer)
+    scales = nnx.to_pure_dict(nnx.state(grads))["blocks"]["dot_general"]
+    assert {name: leaf.shape for name, leaf in scales.items()} == dict.fromkeys((GRAD, LHS, RHS), (3,))
+    if not fp8_weights:
+        assert_bitwise(scales[RHS], np.max(np.abs(kernels), axis=(1, 2)))
+    before = {k: np.asarray(v) for k, v in jaxmp.fp8.get_scales(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items()}
+    assert before[f"blocks/dot_general/{RHS}"].tolist() == sorted(before[f"blocks/dot_general/{RHS}"], reverse=True)
+    assert len(set(before[f"blocks/dot_general/{RHS}"])) == 3
+    losses = [float(step(model, optimizer)[0]) for _ in range(2)]
+    assert losses[1] < losses[0]
+
+
+def test_a_stack_whose_axis_is_not_the_first_is_refused_with_its_path():
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    model = Stack(nnx.Rngs(0))
+    model.blocks = nnx.vmap(lambda rngs: nnx.Linear(SIDE, 20, rngs=rngs), out_axes=axes)(nnx.Rngs(0).split(3))
+    with pytest.raises(ValueError, match=r"has its own axes first.*kernel of blocks with shape \(16, 3, 20\)"):
+        jaxmp.nnx.to_fp8(model, RECIPE)

@@ -14,12 +14,23 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from fp8_model import GRAD, LHS, MATMUL, RHS, scale_leaves
 from helpers import assert_bitwise, assert_close, sqnr
-from jaxmp._src.fp8 import matmul
-from jaxmp.fp8 import CurrentScaling, DelayedScaling, FallbackWarning, Scales, dequantize, dot_general, einsum, quantize
+from jaxmp.fp8 import (
+    MXFP8,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    FallbackWarning,
+    Scales,
+    dequantize,
+    dot_general,
+    einsum,
+    quantize,
+)
 
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -129,10 +140,19 @@ CASES = {  # lhs shape, rhs shape, dimension_numbers
     "batch": ((3, 16, 32), (3, 32, 16), (((2,), (1,)), ((0,), (0,)))),
     "batch_elsewhere": ((16, 3, 32), (32, 16, 3), (((2,), (0,)), ((1,), (2,)))),
     "two_batch": ((2, 16, 3, 16), (3, 16, 16, 2), (((3,), (1,)), ((2, 0), (0, 3)))),
+    # Sides that are no multiples of 16 are padded with zeros inside.
+    "odd_sides": ((23, 37), (37, 10), MATMUL),
+    "odd_sides_transposed": ((37, 23), (10, 37), (((0,), (1,)), ((), ()))),
+    "odd_activations_3d": ((3, 5, 37), (37, 10), (((2,), (0,)), ((), ()))),
+    "odd_contracting_out_of_order": ((6, 3, 5), (3, 5, 10), (((2, 1), (1, 0)), ((), ()))),
+    "odd_batch": ((3, 5, 37), (3, 37, 7), (((2,), (1,)), ((0,), (0,)))),
+    "one_row": ((1, 32), (32, 16), MATMUL),
+    "vector": ((37,), (37, 10), (((0,), (0,)), ((), ()))),
+    "two_vectors_in_a_batch": ((37, 2), (2, 37), (((0,), (1,)), ((1,), (0,)))),
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_result_and_gradients(name):
     lhs_shape, rhs_shape, numbers = CASES[name]
@@ -146,13 +166,13 @@ def test_result_and_gradients(name):
     assert np.any(cast(lhs, 1, E4M3) != lhs) and np.any(cast(grad, 1, E5M2) != grad)  # the casts do round
 
 
-SIDES = [(16,), (4, 4), (2, 8), (2, 2, 4)]
+SIDES = [(16,), (4, 4), (2, 2, 4), (3,), (5, 7), ()]
 
 
 @st.composite
 def contractions(draw):
     batch = draw(st.sampled_from([(), (2,), (3, 2)]))
-    m, k, n = (draw(st.sampled_from(SIDES)) for _ in range(3))
+    m, k, n = (draw(st.sampled_from(sides)) for sides in (SIDES, SIDES[:-1], SIDES))
     lhs_order = draw(st.permutations(range(len(batch + m + k))))
     rhs_order = draw(st.permutations(range(len(batch + k + n))))
     lhs_shape = tuple((batch + m + k)[i] for i in lhs_order)
@@ -169,7 +189,7 @@ def contractions(draw):
     return lhs_shape, rhs_shape, numbers
 
 
-@settings(max_examples=5)
+@settings(max_examples=6)
 @given(contractions())
 def test_any_contraction(case):
     lhs_shape, rhs_shape, numbers = case
@@ -219,7 +239,7 @@ def test_values_beyond_the_range_saturate_and_are_reported():
 # Dtypes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("lhs_dtype", "rhs_dtype", "asked", "expected"),
     [
@@ -281,7 +301,7 @@ def step_with(recipe, leaves):
     return functools.partial(step, params, jax.jit(tx.init)(params)), params
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_what_is_not_finite_skips_the_step(recipe, bad):
@@ -330,39 +350,190 @@ def test_zeros_have_a_scale():
     assert_bitwise((y, d_lhs, d_rhs), (zeros, zeros, zeros))
 
 
-# Shapes and arguments that fp8 does not take
+# Sides of other lengths than multiples of 16
 
 
-@pytest.mark.parametrize(
-    ("lhs_shape", "rhs_shape", "reason"),
-    [
-        ((16, 20), (20, 32), "got K=20 (M=16, K=20, N=32)"),
-        ((1, 16), (16, 16), "got M=1 (M=1, K=16, N=16)"),
-        ((16, 16), (16, 10), "got N=10 (M=16, K=16, N=10)"),
-        ((3, 7), (7, 5), "got M=3, K=7, N=5 (M=3, K=7, N=5)"),
-        ((0, 16), (16, 16), "got M=0 (M=0, K=16, N=16)"),
-    ],
-    ids=str,
-)
-def test_odd_sides_run_in_the_result_s_dtype(lhs_shape, rhs_shape, reason):
-    lhs, rhs = whole_numbers(0, *lhs_shape).astype(BF16), whole_numbers(1, *rhs_shape)
-    expected = (
-        f"this matmul runs in bfloat16 instead of fp8: each side of an fp8 GEMM must be a multiple of 16; {reason}"
-    )
-    assert matmul.why_not_fp8(lhs.shape, rhs.shape, MATMUL) in expected
-    with pytest.warns(FallbackWarning, match=re.escape(expected)):
-        y, _, d_rhs, amaxes = run(lhs, rhs, np.ones((lhs_shape[0], rhs_shape[1]), F32), MATMUL)
-    assert_bitwise(y, jnp.asarray(lhs) @ jnp.asarray(rhs, BF16))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 5, 3), (5, 7, 3)], ids=str)
+def test_sides_that_are_empty_or_odd(recipe, shape):
+    m, k, n = shape
+    lhs, rhs, grad = (whole_numbers(i, *sides, largest=8) for i, sides in enumerate([(m, k), (k, n), (m, n)]))
+    y, d_lhs, d_rhs, amaxes = run(lhs, rhs, grad, MATMUL, recipe=recipe, scales=UNIT if recipe is HYBRID else None)
+    assert_bitwise((y, d_lhs, d_rhs), (lhs @ rhs, grad @ rhs.T, lhs.T @ grad))
+    if recipe is HYBRID:
+        assert_bitwise(amaxes, Scales(*(np.max(np.abs(x), initial=F32(0)) for x in (lhs, rhs, grad))))
+
+
+def gemm_sides(text):
+    """The lengths of all axes of the operands of fp8 dot_generals in a lowered program."""
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "f8E" in line]
+    operands = [re.search(r": \((.*)\) ->", line).group(1) for line in lines]
+    return [[int(side) for side in re.findall(r"(\d+)x", operand)] for operand in operands]
+
+
+@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
+def test_all_sides_of_the_gemms_for_gpus_are_multiples_of_16(recipe):
+    def three(lhs, rhs, scales):
+        y, vjp = jax.vjp(lambda *args: dot_general(*args, MATMUL, recipe=recipe, scales=scales), lhs, rhs)
+        return y, *vjp(y)
+
+    args = jnp.ones((5, 20), BF16), jnp.ones((20, 10)), UNIT if recipe is HYBRID else None
+    sides = gemm_sides(jax.jit(three).trace(*args).lower(lowering_platforms=("cuda",)).as_text())
+    assert sides == [[16, 32, 32, 16], [16, 16, 32, 16], [16, 32, 16, 16]]
+
+
+def test_inf_and_nan_stay_where_they_are_in_padded_tensors():
+    """A zero beside a NaN is no NaN: zeros of one operand meet zeros of the other."""
+    lhs, rhs, grad = np.ones((3, 5), F32), np.ones((5, 7), F32), np.ones((3, 7), F32)
+    lhs[1, 2] = np.nan
+    y, d_lhs, d_rhs, amaxes = run(lhs, rhs, grad, MATMUL)
+    assert_bitwise(np.isnan(y), np.isnan(lhs @ rhs))
+    assert_bitwise(d_lhs, grad @ rhs.T)
+    assert_bitwise(np.isnan(d_rhs), np.isnan(lhs.T @ grad))
+    assert_bitwise(amaxes, Scales(F32(np.inf), F32(1), F32(1)))
+
+
+@pytest.mark.parametrize("rows", [8, 12, 20])
+def test_a_batch_split_over_devices_gives_the_same_bits(rows):
+    """Of split tensors XLA pads what each device has; in shard_map each device pads its own rows."""
+    lhs, rhs, grad = whole_numbers(0, rows, 20), whole_numbers(1, 20, 10), whole_numbers(2, rows, 10)
+    whole = run(lhs, rhs, grad, MATMUL)
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    split = compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT)
+    assert_bitwise(split, whole)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=(P("data"), P()))
+    def local(lhs, rhs, grad):
+        y, vjp = jax.vjp(lambda *args: dot_general(*args, MATMUL, recipe=HYBRID, scales=UNIT), lhs, rhs)
+        d_lhs, d_rhs = vjp(grad)
+        return (y, d_lhs), d_rhs
+
+    (y, d_lhs), d_rhs = jax.jit(local)(lhs, rhs, grad)
+    assert_bitwise((y, d_lhs, d_rhs), whole[:3])
+
+
+# vmap
+
+
+def one_example(recipe):
+    """A model of one example, x [K] times w [K, N]."""
+    numbers = (((0,), (0,)), ((), ()))
+    return lambda x, w, *scales: dot_general(x, w, numbers, recipe=recipe, scales=Scales(*scales) if scales else None)
+
+
+def gemms_of(f, *args):
+    """The shapes of operands of the products in float32, as (lhs, rhs), in the program for CPUs."""
+    text = jax.jit(f).lower(*args).as_text()
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    shapes = [re.findall(r"tensor<([\dx]+)xf32>", line)[:2] for line in lines]
+    return [tuple(tuple(int(side) for side in x.split("x")) for x in pair) for pair in shapes]
+
+
+def vmapped_gradients(recipe, scales, x, w, grad):
+    def all_of(x, w, scales):
+        y, vjp = jax.vjp(lambda x, w, s: jax.vmap(one_example(recipe), (0, *[None] * 4))(x, w, *s), x, w, scales)
+        return y, *vjp(grad)
+
+    return all_of, jax.jit(all_of)(x, w, scales)
+
+
+def test_a_model_of_one_example_runs_as_one_gemm_under_vmap():
+    """The batch joins the rows, also in the gradient of the weight; the amaxes are those of the whole batch."""
+    x, w, grad = whole_numbers(0, 24, 20), whole_numbers(1, 20, 10), whole_numbers(2, 24, 10)
+    f, got = vmapped_gradients(HYBRID, UNIT, x, w, grad)
+    assert_bitwise(got, run(x, w, grad, MATMUL))
+    assert gemms_of(f, x, w, UNIT) == [((32, 32), (32, 16)), ((32, 16), (32, 16)), ((32, 32), (32, 16))]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("around", ["jit", "checkpoint", "scan", "vmap"])
+def test_vmap_joins_rows_inside_what_stands_around_the_model(recipe, around):
+    """x [S, B, K]: the result for all rows at once, in whatever order the transformations come."""
+    x, w = whole_numbers(0, 2, 8, 20), whole_numbers(1, 20, 10)
+    scales = UNIT if recipe is HYBRID else ()
+    model = one_example(recipe)
+    axes = (0, *[None] * (1 + len(scales)))
+    if around == "scan":
+        each = lambda x, w, *s: jax.lax.scan(lambda c, row: (c, model(row, w, *s)), 0, x)[1]  # noqa: E731
+        f = jax.vmap(each, (1, *axes[1:]), 1)
+    else:
+        wrap = {"jit": jax.jit, "checkpoint": jax.checkpoint, "vmap": lambda f: f}[around]
+        f = jax.vmap(wrap(jax.vmap(model, axes)), axes)
+
+    def three(dot, x, w):
+        y, vjp = jax.vjp(dot, x, w)
+        return y, *vjp(jnp.ones_like(y))
+
+    got = jax.jit(functools.partial(three, lambda x, w: f(x, w, *scales)))(x, w)
+    want = jax.jit(functools.partial(three, lambda x, w: jax.vmap(model, axes)(x.reshape(16, 20), w, *scales)))(x, w)
+    if around != "scan" or recipe is HYBRID:
+        assert_bitwise(jax.tree.map(lambda a, b: a.reshape(b.shape), got, want), want)
+    else:  # a scale for the rows of one turn
+        pairs = [(a.reshape(b.shape), b) for a, b in zip(got, want, strict=True)]
+        assert all(np.array_equal(a, b) or sqnr(b, a) > 25 for a, b in pairs)
+
+
+def test_gradients_of_each_example():
+    """vmap of grad: one gradient for each example, and the largest amax over all."""
+    x, w = whole_numbers(0, 24, 20), whole_numbers(1, 20, 10)
+    x *= np.arange(1, 25, dtype=F32)[:, None]
+    tx = jaxmp.unscale_and_skip(optax.identity())
+    opt_state = tx.init(())
+
+    def loss(params, x):
+        y = one_example(HYBRID)(x, params["w"], params[LHS], params[RHS], params[GRAD])
+        return jnp.sum(y * (jnp.arange(10) % 8))
+
+    params = {"w": jnp.asarray(w)} | scale_leaves()
+    each = lambda params, x: jaxmp.value_and_grad(loss)(params, x, opt_state=opt_state)[1]  # noqa: E731
+    grads = jax.jit(jax.vmap(each, (None, 0)))(params, x)
+    assert_bitwise(grads["w"], np.einsum("bk,n->bkn", cast(x, 1, E4M3), np.arange(10) % 8).astype(F32))
+    largest = {name: np.unique(grads[name]).tolist() for name in (LHS, RHS, GRAD)}
+    assert largest == {LHS: [np.max(np.abs(x))], RHS: [np.max(np.abs(w))], GRAD: [7]}
+
+
+def test_members_with_weights_of_their_own_under_vmap_of_examples():
+    """Experts inside a model of one example: the rows of each expert join; each has its own scales and amaxes."""
+    x, w = whole_numbers(0, 6, 3, 20), whole_numbers(1, 3, 20, 10)
+    leaves = Scales(*(np.arange(3, dtype=F32) - i for i in range(3)))
+    grad = whole_numbers(2, 6, 3, 10)
+    experts = jax.vmap(one_example(HYBRID))
+    f = jax.vmap(experts, (0, *[None] * 4))
+
+    def all_of(x, w, scales):
+        y, vjp = jax.vjp(lambda x, w, s: f(x, w, *s), x, w, scales)
+        return y, *vjp(grad)
+
+    y, d_x, d_w, amaxes = jax.jit(all_of)(x, w, leaves)
+    for i in range(3):
+        member = Scales(*(leaf[i] for leaf in leaves))
+        want = run(x[:, i], w[i], grad[:, i], MATMUL, scales=member)
+        assert_bitwise((y[:, i], d_x[:, i], d_w[i], jax.tree.map(lambda a, i=i: a[i], amaxes)), want)
+    assert gemms_of(all_of, x, w, leaves)[0] == ((3, 16, 32), (3, 32, 16))
+
+
+# Arguments that fp8 does not take
+
+
+def test_a_product_that_sums_over_no_axis_runs_in_the_result_s_dtype():
+    numbers = (((), ()), ((), ()))
+    lhs, rhs = whole_numbers(0, 16).astype(BF16), whole_numbers(1, 16)
+    expected = "this matmul runs in bfloat16 instead of fp8: it sums over no axis"
+    with pytest.warns(FallbackWarning, match=expected):
+        y, _, d_rhs, amaxes = run(lhs, rhs, np.ones((16, 16), F32), numbers)
+    assert_bitwise(y, jnp.asarray(lhs)[:, None] * jnp.asarray(rhs, BF16)[None])
     assert d_rhs.dtype == F32
     assert_bitwise(amaxes, Scales(F32(0), F32(0), F32(0)))
-    if 0 not in lhs_shape:
-        opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
-        f = lambda params: jnp.sum(  # noqa: E731
-            dot_general(lhs, params["w"], MATMUL, recipe=HYBRID, scales=Scales(params[LHS], params[RHS], params[GRAD]))
-        ).astype(F32)
-        with pytest.warns(FallbackWarning):
-            _, grads = jaxmp.value_and_grad(f)({"w": jnp.asarray(rhs)} | scale_leaves(), opt_state=opt_state)
-        assert [float(grads[name]) for name in (LHS, RHS, GRAD)] == [0, 0, 0]  # not used
+    opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
+    f = lambda params: jnp.sum(  # noqa: E731
+        dot_general(lhs, params["w"], numbers, recipe=HYBRID, scales=Scales(params[LHS], params[RHS], params[GRAD]))
+    ).astype(F32)
+    with pytest.warns(FallbackWarning):
+        _, grads = jaxmp.value_and_grad(f)({"w": jnp.asarray(rhs)} | scale_leaves(), opt_state=opt_state)
+    assert [float(grads[name]) for name in (LHS, RHS, GRAD)] == [0, 0, 0]  # not used
 
 
 def test_a_recipe_with_state_needs_scales_and_others_take_none():

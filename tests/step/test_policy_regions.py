@@ -98,10 +98,9 @@ def test_it_does_so_in_every_regime(policy):
         "aux": (gradient(policy, with_aux, has_aux=True), (X, Y)),
         "scan": (lambda x, y: jax.lax.map(lambda b: run(*b)[0], (x[None], y[None])), (X, Y)),
         "shard_map": (jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P()), batch),
+        "vmap": (jax.vmap(run), fold),
         "unchecked": (jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False), batch),
     }
-    if policy != "fp8":  # a vmapped batch of 8 rows is no multiple of 16
-        regimes["vmap"] = (jax.vmap(run), fold)
     for name, (fn, args) in regimes.items():
         assert names(matmuls(fn, *args)) == names(EXPECTED[policy]), name
 
@@ -354,7 +353,22 @@ def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
 
 def test_a_layer_that_cannot_run_in_fp8_says_in_which_dtype_it_runs():
     """autocast traces in float32 and casts afterwards: the layer runs in bfloat16."""
-    rows = X[:12]
-    with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"\(layer Dense_1\) runs in bfloat16 instead of fp8") as caught:
-        jax.eval_shape(gradient("fp8"), rows, Y[:12])
+
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.DenseGeneral(1, axis=(), name="gains")(nn.Dense(16)(x))[..., 0]
+            return nn.Dense(16)(nn.Dense(16)(x))
+
+    model = Scaled()
+    with jaxmp.autocast("fp8"):
+        params = model.init(jax.random.key(0), X)["params"]
+
+    def loss_fn(params):
+        return jnp.mean(model.apply({"params": params}, X))
+
+    grad = jaxmp.value_and_grad(loss_fn, policy="fp8")
+    opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
+    with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"\(layer gains\) runs in bfloat16 instead of fp8") as caught:
+        jax.eval_shape(lambda params: grad(params, opt_state=opt_state), params)
     assert not any("float32" in str(warning.message) for warning in caught)

@@ -1,6 +1,6 @@
 """Public functions under autocast, with gradients and under transformations, beside float32 and a cast by hand.
 
-    make autocast                     every function, dtype and transformation; writes benchmarks/results/autocast_fuzz.json
+    make autocast         every function, dtype and transformation; writes benchmarks/results/autocast_fuzz.json
 
 Each float argument comes from a 16-bit matmul, which leaves its value as it is. Then
 

@@ -84,6 +84,7 @@ class Ambient:
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
+      checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
     """
@@ -97,6 +98,7 @@ class Ambient:
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 

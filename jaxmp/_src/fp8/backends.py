@@ -48,7 +48,7 @@ def backends() -> list[Row]:
     """
     rows = [_kernel(*kernel) for kernel in _KERNELS]
     why_not = hardware.why_not_fp8_gemms()
-    rows.append(_gemm("fp8 matmul", "cublasLt fp8", why_not, "float32", "sides that are multiples of 16"))
+    rows.append(_gemm("fp8 matmul", "cublasLt fp8", why_not, "float32", "other sides than multiples of 16 are padded"))
     exact = "float32" if why_not else "bfloat16"
     why_not = hardware.why_not_block_scaled_gemms()
     rows.append(_gemm("block-scaled matmul, MXFP8", "cudnn mxfp8", why_not, exact, ""))

@@ -38,6 +38,21 @@ def einsum_by(dot_general: Callable[..., Array], subscripts: str, lhs: Array, rh
     return jnp.transpose(out, [order.index(name) for name in result])
 
 
+def why_not_one_gemm(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> str | None:
+    """Why an equation for operands of so many axes is no single GEMM; None if it is one.
+
+    Example:
+      >>> why_not_one_gemm("bk,k->b", 2, 1)
+      >>> why_not_one_gemm("bk,k->bk", 2, 1)
+      "an fp8 einsum is one GEMM: it sums over no axis; got 'bk,k->bk'"
+    """
+    try:
+        lhs, rhs, result = _parse(subscripts, lhs_ndim, rhs_ndim)
+    except ValueError as e:
+        return str(e)
+    return None if set(lhs) & set(rhs) - set(result) else str(_error(subscripts, "it sums over no axis"))
+
+
 def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     """Labels of lhs, rhs and the result, one letter per axis."""
     text = subscripts.replace(" ", "")

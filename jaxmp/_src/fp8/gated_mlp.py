@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import compat
+from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, operands, recipes, remat, scale_leaves
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -64,7 +64,7 @@ def gated_mlp(
 ) -> Float[Array, "... N"]:
     """(silu(x gate) * (x up)) down, whose nine GEMMs, forward and backward, run in fp8; see the module's docstring.
 
-    With a recipe without state, and for shapes that an fp8 GEMM does not take, it is three `dot_general`s.
+    With a recipe without state, and for sizes that are no multiples of 16, it is three `dot_general`s.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -100,26 +100,39 @@ def gated_mlp(
         return of_layers(dot, x, weights)
     matmul.note_use()
     axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
-    x, gate, up, down = (compat.as_varying(t, axes) for t in (x, *weights))
-    by_own_amax = matmul.by_own_amax([leaf for part in scales for leaf in part], layer)
+    leaves = [leaf for part in scales for leaf in part]
+    by_own_amax = matmul.by_own_amax(leaves, layer)
 
-    def gemm(lhs_dtype: Any, rhs: Array) -> Gemm:
-        return Gemm(
-            contract=((x.ndim - 1,), (0,)),
-            batch=((), ()),
-            forward_dtype=recipe.dtype(backward=False),
-            backward_dtype=recipe.dtype(backward=True),
-            holds_log2=recipe.power_of_two,
-            lhs_dtype=lhs_dtype,
-            rhs_dtype=rhs.dtype,
-            out_dtype=matmul.result_dtype(x, rhs),
-            lhs_spec=None,
-            rhs_spec=None,
-            out_sharding=None,
-            by_own_amax=by_own_amax,
+    def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
+        scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))
+        into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
+        return _mlp(
+            _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax)), x, gate, up, down, scales
         )
 
-    return _mlp(_Gemms(gemm(x.dtype, gate), gemm(matmul.result_dtype(x, gate), down)), x, gate, up, down, scales)
+    def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
+        if not any(batched[1:]):  # a batch of x is more rows
+            return vmap_rules.call(at_once, vmapped, *args), 0
+        return jax.vmap(at_once, [0 if has_axis else None for has_axis in batched], axis_size=size)(*args), 0
+
+    return vmap_rules.call(at_once, vmapped, *(compat.as_varying(t, axes) for t in (x, *weights)), *leaves)
+
+
+def _gemm(x: Array, rhs: Array, lhs_dtype: Any, recipe: Any, *, by_own_amax: bool) -> Gemm:
+    return Gemm(
+        contract=((x.ndim - 1,), (0,)),
+        batch=((), ()),
+        forward_dtype=recipe.dtype(backward=False),
+        backward_dtype=recipe.dtype(backward=True),
+        holds_log2=recipe.power_of_two,
+        lhs_dtype=lhs_dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=matmul.result_dtype(x, rhs),
+        lhs_spec=None,
+        rhs_spec=None,
+        out_sharding=None,
+        by_own_amax=by_own_amax,
+    )
 
 
 def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:
@@ -128,8 +141,13 @@ def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:
         return "gate and up differ"
     if any(shardings.is_explicit(t) for t in (x, *weights)):
         return "on a mesh with explicit axes"
-    numbers, hidden = last_by_first(x), (*x.shape[:-1], gate.shape[1])
-    return matmul.why_not_fp8(x.shape, gate.shape, numbers) or matmul.why_not_fp8(hidden, down.shape, numbers)
+    contract, batch = last_by_first(x)
+    hidden = (*x.shape[:-1], gate.shape[1])
+    if x.ndim < 2 or any(
+        padding.zeros_for(a, b.shape, contract, batch) != ((), ()) for a, b in ((x.shape, gate), (hidden, down))
+    ):
+        return "a side of a GEMM is no multiple of 16"
+    return None
 
 
 def last_by_first(x: Array) -> DimensionNumbers:

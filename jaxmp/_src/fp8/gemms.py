@@ -9,7 +9,8 @@ w [K, N], g [M, N], and t^T for a tensor that was written transposed:
 
     fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
 
-So each tensor is needed in both forms, and the backward pass keeps x^T and w. Outside CUDA the same fp8 numbers are
+So each tensor is needed in both forms, and the backward pass keeps x^T and w. Tensors come with the zeros of `padding`,
+and the results leave without. Outside CUDA the same fp8 numbers are
 multiplied in float32, without the transposes.
 """
 
@@ -23,6 +24,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import hardware
+from jaxmp._src.fp8 import padding
+from jaxmp._src.fp8.padding import Zeros
 from pallas_kernels import reference
 
 
@@ -41,12 +44,18 @@ class Gemm(NamedTuple):
     rhs_spec: tuple[Any, ...] | None
     out_sharding: Any
     activation: str | None = None  # applied to lhs before the cast
+    lhs_zeros: Zeros = ()  # added to lhs before the cast
+    rhs_zeros: Zeros = ()
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
     def rhs_starts(self) -> bool:
         """Whether the GEMM sums over the first axes of rhs (a kernel [K, N]), not over the last."""
         return self.contract[1][:1] == (0,)
+
+    def out_zeros(self, lhs_ndim: int, rhs_ndim: int) -> Zeros:
+        """The zeros in the product, and in its gradient."""
+        return padding.of_result(self.lhs_zeros, self.rhs_zeros, (lhs_ndim, rhs_ndim), self.contract, self.batch)
 
 
 class Quantized(NamedTuple):
@@ -81,7 +90,8 @@ def kept(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[Quantized, Quantiz
 def fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
     """The product of the forward pass."""
     with jax.named_scope("jaxmp.fp8_fprop"):
-        return _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
+        out = _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
+        return padding.crop(out, gemm.out_zeros(lhs.ndim, rhs.ndim))
 
 
 def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
@@ -97,12 +107,12 @@ def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tup
         order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
         numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
         d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
-        d_lhs = jnp.transpose(d_lhs, _inverse(order))
+        d_lhs = padding.crop(jnp.transpose(d_lhs, _inverse(order)), gemm.lhs_zeros)
     with jax.named_scope("jaxmp.fp8_wgrad"):
         order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
         numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
         d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
-        d_rhs = jnp.transpose(d_rhs, _inverse(order))
+        d_rhs = padding.crop(jnp.transpose(d_rhs, _inverse(order)), gemm.rhs_zeros)
     return d_lhs, d_rhs
 
 
@@ -134,24 +144,27 @@ def _matmul(
     inv_scale = a.inv_scale * b.inv_scale
     presets = lax.DotAlgorithmPreset
     algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
-    # it. Other scales, and the narrow range of float16, need the float32 accumulator.
-    narrow = gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16
-    accumulator = jnp.bfloat16 if narrow else jnp.float32
-
+    written = accumulator(gemm, out_dtype)
     dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
 
     def in_fp8(a: Quantized, b: Quantized) -> Array:
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
         numbers = ((x_axes, y_axes), batch)
-        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=accumulator)
+        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=written)
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
         x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
-        return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(accumulator)
+        return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(written)
 
     out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
     return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+
+
+def accumulator(gemm: Gemm, out_dtype: Any) -> Any:
+    """The dtype in which a GEMM writes its result before the unscaling."""
+    # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
+    # it. Other scales, and the narrow range of float16, need the float32 accumulator.
+    return jnp.bfloat16 if gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:

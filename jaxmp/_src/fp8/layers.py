@@ -1,15 +1,16 @@
 """What the fp8 layers of linen and nnx share: scale leaves, switching off, dtypes of inputs, and choice by path."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import block_matmul, matmul, scale_leaves
+from jaxmp._src.fp8 import block_matmul, matmul, ragged_matmul, scale_leaves
 from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp._src.fp8.nvfp4 import NVFP4
 from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
@@ -95,6 +96,24 @@ def dot_general(
     return matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
 
 
+def ragged_dot(
+    recipe: Any,
+    leaves: Sequence[Array],
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k n"],
+    group_sizes: Array,
+    preferred_element_type: Any = None,
+) -> Float[Array, "m n"]:
+    """The product of a layer of experts: in fp8 if fp8 is on, else in the dtype of its result."""
+    scales = matmul.Scales(*leaves) if leaves else None
+    dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
+    if is_enabled():
+        given = {"recipe": recipe, "scales": scales, "preferred_element_type": dtype}
+        return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
+    matmul.note_use()
+    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, dtype, scales)
+
+
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:
     """For the `promote_dtype=` of flax layers: inputs and bias in the layer's dtype, the kernel as it is stored.
 
@@ -122,6 +141,24 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
 
 
 promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer returns 16 bits, as others do
+
+
+@dataclasses.dataclass(frozen=True)
+class _Promotion:
+    """A `promote_dtype=` that the user gave to a layer which runs in fp8."""
+
+    promote: Callable[..., Any]
+    is_in_fp8: ClassVar[bool] = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.promote(*args, **kwargs)
+
+
+def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+    """The `promote_dtype=` of a layer in fp8: the user's own, or `promote_all_but_kernel` in place of flax's."""
+    if given is default:
+        return promote_all_but_kernel
+    return given if getattr(given, "is_in_fp8", False) else _Promotion(given)
 
 
 def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:

@@ -65,7 +65,7 @@ class GatedMLP(nn.Module):
             return gated_mlp.gated_mlp(x, *kernels, recipe=self.recipe, scales=scales, layer=path)
 
         def dot(x: Array, kernel: Array, name: str) -> Array:
-            own = dict(zip(("gate", "up", "down"), leaves, strict=True))[name]
+            own = leaves[("gate", "up", "down").index(name)]
             with layers.switched(False):
                 return layers.dot_general(self.recipe, own, x, kernel, gated_mlp.last_by_first(x))
 

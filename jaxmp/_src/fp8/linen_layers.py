@@ -10,11 +10,13 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import einsum, layers, recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import convolutions, einsum, layers, matmul, recipes, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import DelayedScaling
+from jaxmp._src.programs import jaxprs
 
 
 class Fp8DotGeneral(nn.Module):
@@ -50,34 +52,79 @@ class Fp8DotGeneral(nn.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
-        try:
-            leaves = [self.param(name, filled, start) for name, start in layers.leaves_of(self.recipe).items()]
-        except flax.errors.ScopeParamNotFoundError as e:
-            e.add_note(
-                f"jaxmp: the fp8 layer {'/'.join(self.path)} finds no scales in the params. Initialize the model as it "
-                f"is applied: under jaxmp.fp8.autocast with the same recipe and filter, or jaxmp.autocast of the same "
-                f"policy. Weights that were trained without fp8 get scales by merging them into the params of such an "
-                f"init."
-            )
-            raise
-        draws = layers.rounds_at_random(self.recipe) and self.has_rng(layers.ROUNDING)
-        key = self.make_rng(layers.ROUNDING) if draws else None
-        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
-            return layers.dot_general(
-                self.recipe,
-                leaves,
-                lhs,
-                rhs,
-                dimension_numbers,
-                preferred_element_type,
-                out_sharding,
-                layer="/".join(self.path[:-1]),
-                key=key,
-            )
+        return _product(self, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding)
+
+
+class Fp8ConvGeneralDilated(nn.Module):
+    """The convolution of a 1x1 `nn.Conv` in fp8, as a matmul: `nn.Conv(8, (1, 1), conv_general_dilated_cls=...)`.
+
+    Strides take pixels away before the matmul. Its scale leaves lie in "params", beside the kernel.
+
+    Attributes:
+      recipe: a `DelayedScaling` or a stateless recipe.
+
+    Raises:
+      ValueError: a convolution that is no matmul: a larger kernel, groups, padding or dilation of the input.
+
+    Example:
+      >>> layer = nn.Conv(32, (1, 1), strides=2, conv_general_dilated_cls=Fp8ConvGeneralDilated)
+      >>> params = layer.init(jax.random.key(0), jnp.ones((1, 4, 4, 16)))["params"]
+      >>> sorted(params), layer.apply({"params": params}, jnp.ones((1, 4, 4, 16))).shape
+      (['Fp8ConvGeneralDilated_0', 'bias', 'kernel'], (1, 2, 2, 32))
+    """
+
+    recipe: Any = recipes.DelayedScaling()
+
+    @nn.compact
+    def __call__(
+        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], strides: Any, padding: Any, **kwargs: Any
+    ) -> Float[Array, "..."]:
+        """As `jax.lax.conv_general_dilated` on images [batch, ..., channels] with a kernel [..., in, out]."""
+        pixels, kernel, numbers = convolutions.as_matmul(lhs, rhs, strides, padding, **kwargs)
+        return _product(self, pixels, kernel, numbers, kwargs.get("preferred_element_type"), None)
+
+
+class Fp8RaggedDot(nn.Module):
+    """`jax.lax.ragged_dot` in fp8 for a mixture of experts in linen; its scale leaves lie in "params".
+
+    Give each product of a layer its own. Under `jaxmp.fp8.autocast(enabled=False)` it runs in the dtype of the rows.
+
+    Attributes:
+      recipe: a `DelayedScaling` or `CurrentScaling()`; give the same to `jaxmp.mixed_precision`.
+
+    Example:
+      >>> class Experts(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, rows, group_sizes):
+      ...         kernel = self.param("kernel", nn.initializers.lecun_normal(), (3, rows.shape[-1], 32))
+      ...         return Fp8RaggedDot()(rows, kernel, group_sizes)
+      >>> rows, sizes = jnp.ones((8, 20)), jnp.array([5, 0, 3])
+      >>> params = Experts().init(jax.random.key(0), rows, sizes)["params"]
+      >>> sorted(params), Experts().apply({"params": params}, rows, sizes).shape
+      (['Fp8RaggedDot_0', 'kernel'], (8, 32))
+    """
+
+    recipe: Any = recipes.DelayedScaling()
+    is_in_fp8: ClassVar[bool] = True  # for autocast
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Float[Array, "m k"],
+        rhs: Float[Array, "g k n"],
+        group_sizes: Int[Array, "g"],
+        preferred_element_type: Any = None,
+    ) -> Float[Array, "m n"]:
+        """As `jax.lax.ragged_dot`."""
+        leaves = _leaves(self)
+        return layers.ragged_dot(self.recipe, leaves, lhs, rhs, group_sizes, preferred_element_type)
 
 
 class Fp8Einsum(nn.Einsum):
     """`nn.Einsum` in fp8, with the same params and scale leaves beside them.
+
+    With flax's own `promote_dtype`, the kernel goes to fp8 as it is stored (see `promote_all_but_kernel`). An equation
+    that is no single GEMM runs as in `nn.Einsum`, without scale leaves, and warns (`FallbackWarning`).
 
     Attributes:
       recipe: a `DelayedScaling` or a stateless recipe.
@@ -95,19 +142,51 @@ class Fp8Einsum(nn.Einsum):
     def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
         """As `nn.Einsum`."""
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        reason = einsum.why_not_one_gemm(subscripts, jnp.ndim(inputs), len(self.shape))
+        if reason:
+            matmul.warn_of_layer("/".join(self.path), reason, stacklevel=2)
+            return nn.Einsum.__call__(self, inputs, None if einsum_str is None else subscripts)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
         if self.use_bias:
             shape, broadcast = self._get_bias_shape(subscripts, inputs, kernel)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
-        inputs, kernel, bias = layers.promote_all_but_kernel(inputs, kernel, bias, dtype=self.dtype)
-        dot = Fp8DotGeneral(self.recipe)
+        promote = layers.promotion(self.promote_dtype, _FLAX_PROMOTES)
+        inputs, kernel, bias = promote(inputs, kernel, bias, dtype=self.dtype)
+        dot = functools.partial(Fp8DotGeneral(self.recipe), preferred_element_type=self.preferred_element_type)
         y = einsum.einsum_by(dot, subscripts, inputs, kernel)
         return y if bias is None else y + jnp.reshape(bias, broadcast)
 
 
-_CONVERTED = (nn.Dense, nn.DenseGeneral, nn.Einsum)
-_WITH_WEIGHTS = (*_CONVERTED, nn.Embed, nn.Conv, nn.ConvTranspose)
+def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any) -> Array:
+    """The product with the scale leaves of `module`, which lies in the layer."""
+    recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
+    leaves = _leaves(module)
+    draws = layers.rounds_at_random(recipe) and module.has_rng(layers.ROUNDING)
+    key = module.make_rng(layers.ROUNDING) if draws else None
+    with layers.switched(layers.is_enabled() and not module.is_initializing()):
+        layer = "/".join(module.path[:-1])
+        return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
+
+
+def _leaves(module: nn.Module) -> list[Array]:
+    """The scale leaves of `module`, by its recipe."""
+    try:
+        return [module.param(name, filled, start) for name, start in layers.leaves_of(module.recipe).items()]  # pyright: ignore[reportAttributeAccessIssue]
+    except flax.errors.ScopeParamNotFoundError as e:
+        e.add_note(
+            f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "
+            f"is applied: under jaxmp.fp8.autocast with the same recipe and filter, or jaxmp.autocast of the same "
+            f"policy. Weights that were trained without fp8 get scales by merging them into the params of such an "
+            f"init."
+        )
+        raise
+
+
+_FLAX_PROMOTES = nn.Dense(1).promote_dtype
+_BASES = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)  # their calls are one matmul each
+_WITH_WEIGHTS = (*_BASES, nn.Embed, nn.ConvTranspose, nn.OptimizedLSTMCell)
+_MARK = "jaxmp.fp8.layer:"
 
 
 class _Interceptor:
@@ -119,6 +198,7 @@ class _Interceptor:
         self.is_running = False
         self.has_run = False  # a whole model, from its __call__
         self.seen: dict[str, None] = {}  # paths of layers that could run in fp8
+        self.base_calls = 0  # of layers, by the class of flax that multiplies
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
@@ -136,19 +216,49 @@ class _Interceptor:
                 self.by_default, self.is_running = None, False
             self.has_run |= method == "__call__"
             return out
-        if method != "__call__" or not isinstance(module, _CONVERTED):
+        if method != "__call__":
+            return next_fun(*args, **kwargs)
+        if isinstance(module, nn.OptimizedLSTMCell) and self._wants_gates(module):
+            return _as(nn.LSTMCell, module)(*args, **kwargs)
+        base = next((cls for cls in _BASES if isinstance(module, cls)), None)
+        if base is None or (isinstance(module, nn.Conv) and not _is_one_matmul(module)):
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         if layers.is_enabled():
             self.seen[path] = None
         if not _is_plain(module):
             return next_fun(*args, **kwargs)
+        if context.orig_method.func is not base.__call__.__wrapped__:
+            return self._call_of_a_subclass(base, path, module, next_fun, args, kwargs)
+        self.base_calls += 1
         if not layers.is_enabled():  # a kernel that is stored in fp8 still needs its scale
             stored = _recipe_of_stored(module)
-            return _in_fp8(module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
-        if not (self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)):
+            return _in_fp8(base, module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
+        if not self._wants(path, module):
             return next_fun(*args, **kwargs)
-        return _in_fp8(module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
+        return _in_fp8(base, module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
+
+    def _wants(self, path: str, module: Any) -> bool:
+        return self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)
+
+    def _wants_gates(self, cell: nn.Module) -> bool:
+        """Whether a cell whose params are those of `nn.LSTMCell` runs as one: a Dense layer for each gate."""
+        if any(scale_leaves.is_scale(path) for path, _ in jax.tree_util.tree_leaves_with_path(cell.variables)):
+            return True
+        names = ["/".join((*cell.path, side + gate)) for side in "ih" for gate in "ifgo"]
+        return layers.is_enabled() and any(self._wants(path, cell) for path in names)
+
+    def _call_of_a_subclass(self, base: Any, path: str, module: Any, next_fun: Any, args: Any, kwargs: Any) -> Any:
+        """A `__call__` of its own: what it computes by calling that of flax's class runs in fp8."""
+        before = self.base_calls
+        out = next_fun(*args, **kwargs)
+        if self.base_calls == before and layers.is_enabled() and self._wants(path, module):
+            reason = (
+                f"{type(module).__name__}.__call__ does not call nn.{base.__name__}.__call__. Call it there, or use "
+                f"jaxmp.linen.Fp8DotGeneral() or Fp8Einsum in it, or leave the layer out by filter="
+            )
+            matmul.warn_of_layer(path, reason, stacklevel=2)
+        return out
 
 
 def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
@@ -163,20 +273,37 @@ def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Calla
 
 
 def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
-    """Paths of the first and the last layer with weights that a model calls, found by an abstract run."""
-    order: list[str] = []
+    """Paths of the first and the last layer with weights that a model calls, found by an abstract run.
+
+    An embedding may be the last one, by `attend`. A layer in a loop (a scan over layers or time) is no end.
+    """
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        if isinstance(context.module, _WITH_WEIGHTS) and context.method_name == "__call__":
-            order.append("/".join(context.module.path))
-        return next_fun(*args, **kwargs)
+        out = next_fun(*args, **kwargs)
+        called = context.method_name == "__call__" or (
+            isinstance(context.module, nn.Embed) and context.method_name == "attend"
+        )
+        if not called or not isinstance(context.module, _WITH_WEIGHTS):
+            return out
+        name = _MARK + "/".join(context.module.path)
+        return jax.tree.map(lambda x: checkpoint_name(x, name), out)
 
     fresh = module.clone(parent=None)
     names = {"params", "dropout", *(module.scope.rngs if module.scope is not None else ())}
     rngs = {name: jax.random.key(0) for name in names}
     with layers.switched(False), nn.intercept_methods(note):
-        jax.eval_shape(lambda: fresh.init(rngs, *args, method=method, **kwargs))
-    return {order[0], order[-1]} if order else set()
+        closed = jax.make_jaxpr(lambda: fresh.init(rngs, *args, method=method, **kwargs))()
+    order = list(_marks(jaxprs.open_jaxpr(closed)[0], in_loop=False))
+    return {path for path, in_loop in (order[:1] + order[-1:]) if not in_loop}
+
+
+def _marks(jaxpr: Any, *, in_loop: bool) -> Iterator[tuple[str, bool]]:
+    """(path, whether it is in a loop) of the layers in a jaxpr, in the order in which they run."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
+            yield eqn.params["name"].removeprefix(_MARK), in_loop
+        for inner, _ in jaxprs.functions_of(eqn):
+            yield from _marks(inner, in_loop=in_loop or eqn.primitive.name in jaxprs.LOOPS)
 
 
 def _recipe_of_stored(module: Any) -> Any:
@@ -184,7 +311,7 @@ def _recipe_of_stored(module: Any) -> Any:
     params = module.variables.get("params", {})
     if not stored_kernels.is_stored(params.get("kernel")):
         return None
-    in_e4m3 = any("grad_e4m3" in name for name in params.get("Fp8DotGeneral_0", {}))
+    in_e4m3 = any("grad_e4m3" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     return recipes.DelayedScaling(fp8_format="E4M3" if in_e4m3 else "HYBRID")
 
 
@@ -192,22 +319,34 @@ def _is_plain(module: Any) -> bool:
     """Whether a layer has flax's default matmul; a matmul that the user set is kept."""
     if isinstance(module, nn.Einsum):
         return not isinstance(module, Fp8Einsum)
+    if isinstance(module, nn.Conv):
+        return module.conv_general_dilated is None and module.conv_general_dilated_cls is None
     return module.dot_general is None and module.dot_general_cls is None
 
 
-def _in_fp8(module: Any, recipe: Any) -> Any:
-    """The same layer, in the same scope, in fp8."""
-    scope: Any = module.scope
-    if isinstance(module, nn.Einsum):
-        fields = {
-            f.name: getattr(module, f.name) for f in dataclasses.fields(nn.Einsum) if f.name not in ("parent", "name")
-        }
-        return Fp8Einsum(**fields, recipe=recipe, parent=scope)
-    return module.clone(
-        parent=scope,
-        dot_general_cls=functools.partial(Fp8DotGeneral, recipe=recipe),
-        promote_dtype=layers.promote_all_but_kernel,
-    )
+def _is_one_matmul(conv: Any) -> bool:
+    """Whether a convolution is a matmul at each pixel."""
+    size = (conv.kernel_size,) if isinstance(conv.kernel_size, int) else conv.kernel_size
+    return convolutions.is_matmul(size, conv.padding, conv.input_dilation, conv.feature_group_count)
+
+
+def _in_fp8(base: Any, module: Any, recipe: Any) -> Callable[..., Array]:
+    """The call of flax's class `base` on a layer, in the same scope, in fp8."""
+    if base is nn.Einsum:
+        return _as(Fp8Einsum, module, recipe=recipe)
+    cls, field = Fp8DotGeneral, "dot_general_cls"
+    if base is nn.Conv:
+        cls, field = Fp8ConvGeneralDilated, "conv_general_dilated_cls"
+    promote = layers.promotion(module.promote_dtype, _FLAX_PROMOTES)
+    clone = module.clone(parent=module.scope, promote_dtype=promote, **{field: functools.partial(cls, recipe=recipe)})
+    return functools.partial(base.__call__, clone)  # of a subclass, too
+
+
+def _as(cls: Any, module: Any, **fields: Any) -> Any:
+    """A module of another class with the same attributes, in the same scope."""
+    own = {f.name for f in dataclasses.fields(cls)} - {"parent", "name"}
+    given = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in own}
+    return cls(**given, **fields, parent=module.scope)
 
 
 def filled(key: Array, value: float) -> Float[Array, ""]:
@@ -218,11 +357,12 @@ def filled(key: Array, value: float) -> Float[Array, ""]:
 
 @contextlib.contextmanager
 def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter = None) -> Iterator[None]:
-    """A region in which linen's Dense, DenseGeneral and Einsum layers run in fp8, or in which no layer does.
+    """A region in which linen's Dense, DenseGeneral, Einsum and 1x1 Conv layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
     computed: inside the jitted function, or around the call that traces it. Attention's projections are DenseGeneral
-    layers. A layer with a dot_general of its own keeps it. With `enabled=False`, layers that hold fp8
+    layers, gates of LSTM and GRU cells are Dense layers. A layer with a dot_general or promote_dtype of its own keeps
+    it, and what a subclass adds to the call of flax's class stays. With `enabled=False`, layers that hold fp8
     dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
 
     Args:
@@ -231,10 +371,12 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
         `jaxmp.mixed_precision`.
       enabled: False switches fp8 off.
       filter: which layers, by `(path, module) -> bool` or patterns such as `("*mlp*",)`; None for all but the first
-        and the last layer with weights (embeddings and convolutions count), in the order in which they are called;
-        once there are params with scale leaves, for the layers that hold them.
+        and the last layer with weights (embeddings and convolutions count, an embedding also where it is the output
+        layer, by `attend`), in the order in which they are called; a layer in a scan is neither first nor last. Once
+        there are params with scale leaves, for the layers that hold them.
 
     Warns:
+      FallbackWarning: an Einsum that is no single GEMM; a subclass that does not call the class of flax.
       UserWarning: at the end of a region in which a whole model was called, patterns that fit no layer.
 
     Example:

@@ -15,7 +15,6 @@ Elsewhere the same fp8 numbers are multiplied in float32: exact products, anothe
 """
 
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,19 +23,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import ambient, compat
+from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_matmul, gemms, operands, recipes, remat, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, remat, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
 from pallas_kernels.activation import check_activation
-
-MULTIPLE = 16  # of each side of an fp8 GEMM, for cuBLASLt
 
 
 class FallbackWarning(UserWarning):
@@ -46,12 +44,12 @@ class FallbackWarning(UserWarning):
       >>> import warnings
       >>> with warnings.catch_warnings():
       ...     warnings.simplefilter("error", FallbackWarning)  # every fallback is an error
-      ...     x, matmul = jnp.ones((7, 7)), (((1,), (0,)), ((), ()))
+      ...     x, outer = jnp.ones(16), (((), ()), ((), ()))
       ...     try:
-      ...         y = dot_general(x, x, matmul, recipe=recipes.CurrentScaling())
+      ...         y = dot_general(x, x, outer, recipe=recipes.CurrentScaling())
       ...     except FallbackWarning as e:
-      ...         "multiple" in str(e)
-      True
+      ...         print(e)
+      this matmul runs in float32 instead of fp8: it sums over no axis
     """
 
 
@@ -89,6 +87,9 @@ def dot_general(
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` whose GEMMs, forward and backward, run in fp8; see the module's docstring.
 
+    Sides of a GEMM that are no multiples of 16 are padded with zeros inside. Under `jax.vmap` over lhs alone, the batch
+    joins the rows of lhs: it is one GEMM, also backward, with one amax for each tensor.
+
     Args:
       lhs, rhs: float arrays; any batch and contracting dimensions.
       dimension_numbers: as for `jax.lax.dot_general`.
@@ -112,7 +113,7 @@ def dot_general(
         gradient by `NVFP4()` without a key.
 
     Warns:
-      FallbackWarning: a side of a GEMM is no multiple of 16; the product then runs in the result's dtype.
+      FallbackWarning: no axis is contracted (an outer product); the product then runs in the result's dtype.
 
     Example:
       >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 48), jnp.bfloat16)
@@ -126,49 +127,133 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()
-    reason = why_not_fp8(lhs.shape, rhs.shape, dimension_numbers)
+    reason = why_not_fp8(dimension_numbers)
     if activation is not None:
         check_activation(activation)
         if reason or scales is None:  # not fused: rounded to the dtype of lhs, as in a network
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
-        where = f" (layer {layer})" if layer else ""
-        warnings.warn(
-            f"this matmul{where} runs in {traced_for(out_dtype)} instead of fp8: {reason}",
-            FallbackWarning,
-            stacklevel=3,
-        )
+        warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
-    stateful = isinstance(recipe, recipes.DelayedScaling)
-    if stateful != (scales is not None):
+    check_scales(recipe, scales)
+    axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
+    lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
+    contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
+    by_itself = by_own_amax(scales or (), layer)
+    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_itself)
+    seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
+    return product.call(lhs, rhs, *(scales or seeds))
+
+
+def check_scales(recipe: Any, scales: Scales | None) -> None:
+    """Raises a ValueError unless a recipe with state has scales, and another has none."""
+    if isinstance(recipe, recipes.DelayedScaling) != (scales is not None):
         raise ValueError(
             f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
             f"and scales={'given' if scales is not None else 'None'}."
         )
-    axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
-    lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
-    if isinstance(recipe, block_matmul.Recipe):
-        return block_matmul.dot_general(
-            lhs, rhs, dimension_numbers, recipe=recipe, out_dtype=out_dtype, out_sharding=out_sharding, key=key
+
+
+class _Product(NamedTuple):
+    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any)."""
+
+    recipe: Any
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    out_dtype: Any
+    out_sharding: Any
+    activation: str | None
+    by_own_amax: bool
+    members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
+
+    def call(self, *args: Array) -> Array:
+        """The product, with the rule of `vmapped`."""
+        return vmap_rules.call(self, self.vmapped, *args)
+
+    def vmapped(self, size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
+        """The rule for vmap: a batch of lhs alone becomes rows of lhs."""
+        del size
+        lhs, *others = args
+        if any(batched[1:]) or self.out_sharding is not None:
+            return self._replace(members=(*self.members, tuple(batched))).call(*args), 0
+        around = sum(level[0] for level in self.members)  # axes of lhs
+        product = self._with_rows().call(jnp.moveaxis(lhs, 0, around), *others)
+        return product, len(self.members) + len(self.batch[0])
+
+    def _with_rows(self) -> "_Product":
+        """The product of an lhs with one more axis, the first one."""
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.contract, self.batch
+        return self._replace(
+            contract=(tuple(i + 1 for i in lhs_contract), rhs_contract),
+            batch=(tuple(i + 1 for i in lhs_batch), rhs_batch),
         )
-    gemm = Gemm(
-        contract=(tuple(lhs_contract), tuple(rhs_contract)),
-        batch=(tuple(lhs_batch), tuple(rhs_batch)),
-        forward_dtype=recipe.dtype(backward=False),
-        backward_dtype=recipe.dtype(backward=True),
-        holds_log2=recipe.power_of_two,
-        lhs_dtype=lhs.dtype,
-        rhs_dtype=rhs.dtype,
-        out_dtype=out_dtype,
-        lhs_spec=_explicit_spec(lhs),
-        rhs_spec=_explicit_spec(rhs),
-        out_sharding=out_sharding,
-        activation=activation,
-        by_own_amax=by_own_amax(scales or (), layer),
+
+    def __call__(self, *args: Array) -> Array:
+        """The product without the rule."""
+        run: Any = self._of_matrix
+        for level in self.members:
+            run = jax.vmap(run, [0 if has_axis else None for has_axis in level])
+        return run(*args)
+
+    def _of_matrix(self, lhs: Array, rhs: Array, *more: Array) -> Array:
+        """The product for one member; a vector becomes a matrix, so that there is an axis to pad."""
+        n_batch, n_summed = len(self.batch[0]), len(self.contract[0])
+        if lhs.ndim == n_batch + n_summed:
+            product = self._with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
+            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *more), n_batch)
+        if rhs.ndim == n_batch + n_summed:
+            last = lhs.ndim - n_summed
+            product = self._replace(out_sharding=_with_axis(self.out_sharding, last))
+            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *more), last)
+        return self._of_matrices(lhs, rhs, *more)
+
+    def _of_matrices(self, lhs: Array, rhs: Array, *more: Array) -> Array:
+        if isinstance(self.recipe, block_matmul.Recipe):
+            return block_matmul.dot_general(
+                lhs,
+                rhs,
+                (self.contract, self.batch),
+                recipe=self.recipe,
+                out_dtype=self.out_dtype,
+                out_sharding=self.out_sharding,
+                seed=more[0] if more else None,
+            )
+        zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
+        if operands.is_whole(lhs) and operands.is_whole(rhs):
+            zeros = padding.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
+        gemm = Gemm(
+            contract=self.contract,
+            batch=self.batch,
+            forward_dtype=self.recipe.dtype(backward=False),
+            backward_dtype=self.recipe.dtype(backward=True),
+            holds_log2=self.recipe.power_of_two,
+            lhs_dtype=lhs.dtype,
+            rhs_dtype=rhs.dtype,
+            out_dtype=self.out_dtype,
+            lhs_spec=_explicit_spec(lhs),
+            rhs_spec=_explicit_spec(rhs),
+            out_sharding=self.out_sharding,
+            activation=self.activation,
+            lhs_zeros=zeros[0],
+            rhs_zeros=zeros[1],
+            by_own_amax=self.by_own_amax,
+        )
+        return _delayed_dot(gemm, lhs, rhs, *more) if more else _current_dot(gemm, self.recipe, lhs, rhs)
+
+
+def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
+    """Warns that a layer, by its path, never runs in fp8; `stacklevel` is 1 for the caller."""
+    warnings.warn(f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning, stacklevel=stacklevel + 1)
+
+
+def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: int) -> None:
+    """Warns that a matmul (of a layer) runs in `dtype` instead of fp8; `stacklevel` is 1 for the caller."""
+    where = f" (layer {layer})" if layer else ""
+    warnings.warn(
+        f"this matmul{where} runs in {traced_for(dtype)} instead of fp8: {reason}",
+        FallbackWarning,
+        stacklevel=stacklevel + 1,
     )
-    if scales is None:
-        return _current_dot(gemm, recipe, lhs, rhs)
-    return _delayed_dot(gemm, lhs, rhs, *scales)
 
 
 def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
@@ -195,26 +280,14 @@ def traced_for(dtype: Any) -> Any:
     return dtype if lists is None or lists.dtype is None else jnp.dtype(lists.dtype)
 
 
-def why_not_fp8(
-    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DimensionNumbers
-) -> str | None:
-    """Why a matmul of these shapes cannot run in fp8; None if it can.
+def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
+    """Why a matmul cannot run in fp8; None if it can.
 
     Example:
-      >>> why_not_fp8((32, 20), (20, 64), (((1,), (0,)), ((), ())))
-      'each side of an fp8 GEMM must be a multiple of 16; got K=20 (M=32, K=20, N=64)'
+      >>> why_not_fp8((((), ()), ((), ())))
+      'it sums over no axis'
     """
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    sides = {
-        "M": math.prod(d for i, d in enumerate(lhs_shape) if i not in (*lhs_contract, *lhs_batch)),
-        "K": math.prod(lhs_shape[i] for i in lhs_contract),
-        "N": math.prod(d for i, d in enumerate(rhs_shape) if i not in (*rhs_contract, *rhs_batch)),
-    }
-    odd = [f"{name}={size}" for name, size in sides.items() if size % MULTIPLE or not size]
-    if not odd:
-        return None
-    every = ", ".join(f"{name}={size}" for name, size in sides.items())
-    return f"each side of an fp8 GEMM must be a multiple of {MULTIPLE}; got {', '.join(odd)} ({every})"
+    return None if dimension_numbers[0][0] else "it sums over no axis"
 
 
 # --- delayed scaling: the scales come with the params ------------------------------------------------------------
@@ -223,7 +296,9 @@ def why_not_fp8(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
     del grad_leaf
-    lhs_q, _ = operands.quantize(gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation)
+    lhs_q, _ = operands.quantize(
+        gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
+    )
     rhs_q, _ = quantize_rhs(gemm, rhs, rhs_leaf, None)
     return gemms.fprop(gemm, lhs_q, rhs_q)
 
@@ -234,7 +309,13 @@ def _delayed_forward(
     lhs, rhs = once(lhs), once(rhs)
     lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
     lhs_q, lhs_amax = operands.quantize(
-        gemm, lhs, lhs_leaf, gemm.forward_dtype, rows=lhs_rows, activation=gemm.activation
+        gemm,
+        lhs,
+        lhs_leaf,
+        gemm.forward_dtype,
+        rows=lhs_rows,
+        activation=gemm.activation,
+        zeros=gemm.lhs_zeros,
     )
     rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
@@ -247,7 +328,8 @@ def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, .
     lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
-    grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows)
+    zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
+    grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows, zeros=zeros)
     d_lhs, d_rhs = gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
     if gemm.activation is not None:
         with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
@@ -272,9 +354,10 @@ def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple
     """The weight in fp8: cast here, or already stored in fp8."""
     if not stored_kernels.holds_fp8(rhs, leaf):
         rows = rows if operands.is_whole(rhs) else None
-        return operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows)
+        return operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows, zeros=gemm.rhs_zeros)
     _, inv_scale = scale_leaves.scale_of(leaf, holds_log2=True)
-    return Quantized(stored(rhs.astype(gemm.forward_dtype)), inv_scale), stored_kernels.used(leaf)
+    values = stored(padding.pad(rhs, gemm.rhs_zeros).astype(gemm.forward_dtype))
+    return Quantized(values, inv_scale), stored_kernels.used(leaf)
 
 
 # --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
@@ -282,27 +365,31 @@ def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
-    return gemms.fprop(gemm, lhs_q, _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False))
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+    return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
     lhs, rhs = once(lhs), once(rhs)
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
-    rhs_q = _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False)
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
     return gemms.fprop(gemm, lhs_q, rhs_q), remat.packed((lhs_q, rhs_q))
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
-    grad_q = _quantize_by_itself(recipe, once(grad), gemm.backward_dtype, backward=True)
     lhs_q, rhs_q = remat.unpacked(residuals)
+    zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
+    grad_q = quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
 
 
 _current_dot.defvjp(_current_forward, _current_backward)
 
 
-def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) -> Quantized:
+def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+    """`x` with `zeros` in fp8, with the scale of its own amax."""
+    x = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         largest = largest_magnitude(x)
         scale = recipe.scale(largest, backward=backward)
@@ -314,6 +401,15 @@ def _quantize_by_itself(recipe: Any, x: Array, dtype: Any, *, backward: bool) ->
         # The cast makes inf finite, so the overflow must show here.
         inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
         return Quantized(*remat.named((values, inv_scale)))
+
+
+def _with_axis(sharding: Any, axis: int) -> Any:
+    """The sharding of a result that has one more axis, which is not split; None and a PartitionSpec, too."""
+    if sharding is None:
+        return None
+    spec = getattr(sharding, "spec", sharding)
+    longer = PartitionSpec(*(*spec, *[None] * (axis - len(spec)))[:axis], None, *spec[axis:])
+    return longer if spec is sharding else NamedSharding(sharding.mesh, longer)
 
 
 def _explicit_spec(x: Array) -> tuple[Any, ...] | None:

@@ -1,21 +1,25 @@
 """fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into an unchanged model."""
 
 import functools
+import inspect
+import types
 import warnings
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxmp._src.fp8 import einsum, layers as layers_lib, recipes
+from jaxmp._src.fp8 import convolutions, einsum, layers as layers_lib, matmul, recipes
 
 _DEFAULT = recipes.DelayedScaling()
 
 
 class Fp8Scale(nnx.Param):
     """A scale leaf of an fp8 layer: float32[], a param that the recipe updates, not the optimizer.
+
+    Layers that are stacked for `nnx.scan` or `nnx.vmap` have a stack of leaves.
 
     Example:
       >>> isinstance(Fp8DotGeneral().fp8_lhs_e4m3_log2_scale, nnx.Param)
@@ -33,6 +37,8 @@ class Fp8DotGeneral(nnx.Module):
     Args:
       recipe: a `DelayedScaling` or a stateless recipe; give the same to `jaxmp.mixed_precision`.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
+      stack: the first axes of a kernel that holds a stack of layers; the leaves get them, too.
+      layer: a name for warnings.
 
     Example:
       >>> layer = nnx.Linear(16, 32, dot_general=Fp8DotGeneral(), rngs=nnx.Rngs(0))
@@ -40,12 +46,23 @@ class Fp8DotGeneral(nnx.Module):
       ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
     """
 
-    def __init__(self, recipe: Any = _DEFAULT, *, rngs: nnx.Rngs | None = None):
-        self.recipe = recipe
+    def __init__(
+        self,
+        recipe: Any = _DEFAULT,
+        *,
+        rngs: nnx.Rngs | None = None,
+        stack: tuple[int, ...] = (),
+        layer: str | None = None,
+    ):
+        self.recipe, self.layer = recipe, layer
         rngs = rngs if layers_lib.rounds_at_random(recipe) else None
         self.rngs = nnx.data(None if rngs is None else rngs[layers_lib.ROUNDING].fork())
         for name, start in layers_lib.leaves_of(recipe).items():
-            setattr(self, name, Fp8Scale(jnp.full((), start, jnp.float32)))
+            setattr(self, name, Fp8Scale(jnp.full(stack, start, jnp.float32)))
+
+    def leaves(self) -> list[Array]:
+        """The scale leaves, in the order of `jaxmp.fp8.Scales`."""
+        return [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
 
     def __call__(
         self,
@@ -58,24 +75,55 @@ class Fp8DotGeneral(nnx.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
-        leaves = [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
         return layers_lib.dot_general(
             self.recipe,
-            leaves,
+            self.leaves(),
             lhs,
             rhs,
             dimension_numbers,
             preferred_element_type,
             out_sharding,
+            layer=self.layer,
             key=None if self.rngs is None else self.rngs(),
         )
+
+
+class Fp8RaggedDot(nnx.Module):
+    """`jax.lax.ragged_dot` in fp8 for a mixture of experts in nnx; give each product of a layer its own.
+
+    Args:
+      recipe, stack, layer: as for `Fp8DotGeneral`; the recipe is a `DelayedScaling` or `CurrentScaling()`.
+
+    Example:
+      >>> rows, experts, sizes = jnp.ones((8, 20)), jnp.ones((3, 20, 32)), jnp.array([5, 0, 3])
+      >>> Fp8RaggedDot()(rows, experts, sizes).shape
+      (8, 32)
+    """
+
+    is_in_fp8: ClassVar[bool] = True  # for autocast
+
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
+
+    def __call__(
+        self,
+        lhs: Float[Array, "m k"],
+        rhs: Float[Array, "g k n"],
+        group_sizes: Int[Array, "g"],
+        preferred_element_type: Any = None,
+    ) -> Float[Array, "m n"]:
+        """As `jax.lax.ragged_dot`."""
+        recipe, leaves = self.dot_general.recipe, self.dot_general.leaves()
+        return layers_lib.ragged_dot(recipe, leaves, lhs, rhs, group_sizes, preferred_element_type)
 
 
 class Fp8Einsum(nnx.Module):
     """An einsum in fp8 for `nnx.Einsum(..., einsum_op=jaxmp.nnx.Fp8Einsum())`.
 
+    An equation that is no single GEMM is computed by `jnp.einsum`, with a `FallbackWarning`.
+
     Args:
-      recipe, rngs: as for `Fp8DotGeneral`.
+      recipe, rngs, stack, layer: as for `Fp8DotGeneral`.
 
     Example:
       >>> x, w = jnp.ones((2, 16, 16)), jnp.ones((16, 2, 16))
@@ -83,8 +131,8 @@ class Fp8Einsum(nnx.Module):
       (2, 16, 2, 16)
     """
 
-    def __init__(self, recipe: Any = _DEFAULT, *, rngs: nnx.Rngs | None = None):
-        self.dot_general = Fp8DotGeneral(recipe, rngs=rngs)
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
 
     def __call__(
         self,
@@ -96,38 +144,91 @@ class Fp8Einsum(nnx.Module):
         preferred_element_type: Any = None,
         **kwargs: Any,
     ) -> Float[Array, "..."]:
-        """As `jnp.einsum` of two operands; `precision` is not used."""
-        del precision
-
+        """As `jnp.einsum` of two operands; `precision` is not used in fp8."""
+        if reason := einsum.why_not_one_gemm(subscripts, lhs.ndim, rhs.ndim):
+            dtype = preferred_element_type or matmul.result_dtype(lhs, rhs)
+            if layers_lib.is_enabled():
+                matmul.warn_of_layer(self.dot_general.layer or "(an Fp8Einsum)", reason, stacklevel=2)
+            operands = lhs.astype(dtype), rhs.astype(dtype)
+            return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=dtype, **kwargs)
         dot = functools.partial(
             self.dot_general, preferred_element_type=preferred_element_type, out_sharding=kwargs.get("out_sharding")
         )
         return einsum.einsum_by(dot, subscripts, lhs, rhs)
 
 
-_CONVERTED = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
-_WITH_WEIGHTS = (*_CONVERTED, nnx.Embed, nnx.Conv, nnx.ConvTranspose)
+class Fp8ConvGeneralDilated(nnx.Module):
+    """The convolution of a 1x1 `nnx.Conv` in fp8, as a matmul: `nnx.Conv(..., conv_general_dilated=...)`.
+
+    Strides take pixels away before the matmul.
+
+    Args:
+      recipe, stack, layer: as for `Fp8DotGeneral`.
+
+    Raises:
+      ValueError: a convolution that is no matmul: a larger kernel, groups, padding or dilation of the input.
+
+    Example:
+      >>> layer = nnx.Conv(16, 32, (1, 1), conv_general_dilated=Fp8ConvGeneralDilated(), rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 4, 4, 16))).shape
+      (1, 4, 4, 32)
+    """
+
+    def __init__(self, recipe: Any = _DEFAULT, **kwargs: Any):
+        self.dot_general = Fp8DotGeneral(recipe, **kwargs)
+
+    def __call__(
+        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], strides: Any, padding: Any, **kwargs: Any
+    ) -> Float[Array, "..."]:
+        """As `jax.lax.conv_general_dilated` on images [batch, ..., channels] with a kernel [..., in, out]."""
+        pixels, kernel, numbers = convolutions.as_matmul(lhs, rhs, strides, padding, **kwargs)
+        return self.dot_general(pixels, kernel, numbers, None, kwargs.get("preferred_element_type"))
+
+
+class _Kind(NamedTuple):
+    """How a layer of nnx runs in fp8: the attribute that multiplies, what flax puts there, and what does in fp8."""
+
+    attribute: str
+    default: Any
+    in_fp8: type[Any]
+
+
+_KINDS = {
+    nnx.Linear: _Kind("dot_general", jax.lax.dot_general, Fp8DotGeneral),
+    nnx.LinearGeneral: _Kind("dot_general", None, Fp8DotGeneral),
+    nnx.Einsum: _Kind("einsum_op", jnp.einsum, Fp8Einsum),
+    nnx.Conv: _Kind("conv_general_dilated", jax.lax.conv_general_dilated, Fp8ConvGeneralDilated),
+}
+_WITH_WEIGHTS = (*_KINDS, nnx.Embed, nnx.ConvTranspose)
+_FLAX_PROMOTES = inspect.signature(nnx.Linear.__init__).parameters["promote_dtype"].default
 
 
 def to_fp8(
     model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None, rngs: nnx.Rngs | None = None
 ) -> list[str]:
-    """Puts fp8 into the Linear, LinearGeneral and Einsum layers of a model, in place; call it before `nnx.Optimizer`.
+    """Puts fp8 into the Linear, LinearGeneral, Einsum and 1x1 Conv layers of a model, in place.
 
-    Attention's projections are LinearGeneral layers. Layers with a dot_general of their own keep it.
+    Call it before `nnx.Optimizer`. Attention's projections are LinearGeneral layers, gates of LSTM and GRU cells are
+    Linear layers. Layers with a dot_general or promote_dtype of their own keep it. A stack of layers, as `nnx.vmap`
+    makes it for `nnx.scan`, gets a stack of scales; its axes are the first of the kernel.
 
     Args:
       model: the module.
       recipe: the recipe of these layers, or a dict from patterns of their paths, or of levels
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
-        weights (embeddings and convolutions count), in the order in which the model's attributes were set.
+        weights (embeddings and convolutions count), in the order in which the model's attributes were set. If a module
+        calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
       The paths of the layers that now run in fp8.
 
+    Raises:
+      ValueError: a stack of layers whose axes are not the first of the kernel.
+
     Warns:
+      FallbackWarning: an Einsum that is no single GEMM; a subclass that does not use what flax's class multiplies by.
       UserWarning: patterns that fit no layer; no layer was turned to fp8.
 
     Example:
@@ -138,21 +239,26 @@ def to_fp8(
     layers_lib.check_recipe(recipe)
     modules = _modules_in_order(model)
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
-    could_run = [path for path, layer in layers if isinstance(layer, _CONVERTED)]
+    could_run = [path for path, layer in layers if _kind_of(layer)]
     warned = layers_lib.warn_of_idle("jaxmp.nnx.to_fp8", recipe, filter, could_run)
-    ends = {id(layers[0][1]), id(layers[-1][1])} if layers and filter is None else set()
-    converted = []
+    ends = _ends_of(modules) if filter is None else set()
+    converted, left = [], []
     for path, layer in layers:
         layer: Any
-        if id(layer) in ends or not _is_plain(layer) or not layers_lib.wants_fp8(path, layer, filter):
+        kind = _kind_of(layer)
+        if kind is None or id(layer) in ends or not _is_plain(layer) or not layers_lib.wants_fp8(path, layer, filter):
             continue
-        is_einsum = isinstance(layer, nnx.Einsum)
+        if reason := _why_not(layer, kind):
+            left.append(path)
+            matmul.warn_of_layer(path, reason, stacklevel=2)
+            continue
         own = layers_lib.recipe_at(recipe, path)
-        product = nnx.data((Fp8Einsum if is_einsum else Fp8DotGeneral)(own, rngs=rngs))
-        setattr(layer, "einsum_op" if is_einsum else "dot_general", product)
-        layer.promote_dtype = layers_lib.promote_all_but_kernel
+        product = kind.in_fp8(own, rngs=rngs, stack=_stack_of(path, layer), layer=path)
+        setattr(layer, kind.attribute, nnx.data(product))
+        layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
         converted.append(path)
-    if not converted and layers and not warned and not any(isinstance(x, Fp8DotGeneral) for _, x in modules):
+    is_in_fp8 = converted or any(isinstance(x, Fp8DotGeneral) for _, x in modules)
+    if not is_in_fp8 and layers and not warned and not left:
         reason = "they are the first and the last" if filter is None else "the filter chooses none"
         warnings.warn(
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
@@ -161,13 +267,84 @@ def to_fp8(
     return converted
 
 
+def _kind_of(layer: Any) -> _Kind | None:
+    """How a layer can run in fp8; None if it cannot."""
+    if isinstance(layer, nnx.Conv):
+        size = (layer.kernel_size,) if isinstance(layer.kernel_size, int) else layer.kernel_size
+        given = (layer.padding, layer.input_dilation, layer.feature_group_count)
+        return _KINDS[nnx.Conv] if convolutions.is_matmul(size, *given) else None
+    return next((kind for cls, kind in _KINDS.items() if isinstance(layer, cls)), None)
+
+
 def _is_plain(layer: Any) -> bool:
     """Whether a layer has flax's default matmul; a matmul that the user set is kept."""
+    kind = _kind_of(layer)
+    is_default = kind is not None and getattr(layer, kind.attribute) is kind.default
+    return is_default and getattr(layer, "dot_general_cls", None) is None
+
+
+def _why_not(layer: Any, kind: _Kind) -> str | None:
+    """Why what makes a layer run in fp8 would change nothing; None if it would."""
+    if isinstance(layer, nnx.Einsum) and layer.einsum_str is not None:
+        ndims = (len(part.replace("...", "")) for part in layer.einsum_str.split("->")[0].split(","))
+        if reason := einsum.why_not_one_gemm(layer.einsum_str, *ndims):
+            return reason
+    names = _names_in(type(layer).__call__)
+    if kind.attribute in names or "super" in names or "dot_general_cls" in names:
+        return None
+    return (
+        f"{type(layer).__name__}.__call__ does not use self.{kind.attribute}. Use it there, or leave the layer out by "
+        f"filter="
+    )
+
+
+def _names_in(function: Any) -> set[str]:
+    """The names of globals and attributes in a Python function and those inside it."""
+    code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", function)
+    if not isinstance(code, types.CodeType):
+        return set()
+    return set(code.co_names).union(*map(_names_in, code.co_consts))
+
+
+def _ends_of(modules: list[tuple[str, Any]]) -> set[int]:
+    """Ids of the first and the last layer with weights."""
+    layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
+    if not layers:
+        return set()
+    first, last = layers[0], layers[-1]
+    embeddings = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Embed)]
+    own = {cls for _, module in modules for cls in type(module).__mro__ if not cls.__module__.startswith("flax.")}
+    functions = [f for cls in own for f in vars(cls).values() if callable(f)]
+    if embeddings and any("attend" in _names_in(f) for f in functions):
+        last = embeddings[0]
+    loops = [f"{path}/" if path else "" for path, module in modules if isinstance(module, nnx.RNN)]
+    return {
+        id(layer)
+        for path, layer in (first, last)
+        if not _stack_of(path, layer) and not any(path.startswith(loop) for loop in loops)
+    }
+
+
+def _stack_of(path: str, layer: Any) -> tuple[int, ...]:
+    """The first axes of a kernel that is a stack of kernels."""
     if isinstance(layer, nnx.Linear):
-        return layer.dot_general is jax.lax.dot_general
-    if isinstance(layer, nnx.LinearGeneral):
-        return layer.dot_general is None and layer.dot_general_cls is None
-    return isinstance(layer, nnx.Einsum) and layer.einsum_op is jnp.einsum
+        own = (layer.in_features, layer.out_features)
+    elif isinstance(layer, nnx.LinearGeneral):
+        own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
+    elif isinstance(layer, nnx.Einsum):
+        own = tuple(layer.kernel_shape)
+    elif isinstance(layer, nnx.Embed):
+        own = (layer.num_embeddings, layer.features)
+    else:
+        own = tuple(layer.kernel_shape)
+    shape = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value().shape
+    stack = shape[: len(shape) - len(own)]
+    if stack and shape != (*stack, *own):
+        raise ValueError(
+            f"a stack of layers in fp8 has its own axes first, so that kernel and scales are cut alike; got the kernel "
+            f"of {path} with shape {shape}, of layers with {own}. Make it by nnx.vmap with out_axes=0 for params."
+        )
+    return stack
 
 
 def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:

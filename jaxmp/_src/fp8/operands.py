@@ -19,8 +19,9 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import recipes, remat, scale_leaves
+from jaxmp._src.fp8 import padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
+from jaxmp._src.fp8.padding import Zeros
 from jaxmp._src.numerics import float_bits, quantize as quantize_lib
 from pallas_kernels import activation as activations, backend, passes, reference
 
@@ -37,15 +38,24 @@ def activation_gradient(grad: Array, x: Array, activation: str) -> Array:
 
 
 def quantize(
-    gemm: Gemm, x: Array, leaf: Array, dtype: Any, *, rows: int | None = None, activation: str | None = None
+    gemm: Gemm,
+    x: Array,
+    leaf: Array,
+    dtype: Any,
+    *,
+    rows: int | None = None,
+    activation: str | None = None,
+    zeros: Zeros = (),
 ) -> tuple[Quantized, Array]:
     """`x`, or its activation, cast to the fp8 `dtype` with the leaf's scale, and its amax in the leaf's dtype.
 
-    With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that.
+    With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that. `zeros` are
+    added to `x` (each activation of 0 is 0); then no kernel runs, which would read `x` from memory once more.
     """
+    x = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2)
-        if gemm.by_own_amax or rows is None or _why_not_transposed(x, rows, activation):
+        if gemm.by_own_amax or zeros or rows is None or _why_not_transposed(x, rows, activation):
             y = activated(x, activation)
             observed = quantize_lib.observe(y, scale)
             if gemm.by_own_amax:

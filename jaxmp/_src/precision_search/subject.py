@@ -126,12 +126,11 @@ class Subject:
         weight = 0 if params[0] is not None and params[1] is None else 1
         why = ""
         if module not in layers:
-            why = "is no Dense, DenseGeneral or Einsum layer"
+            why = "is no Dense, DenseGeneral, Einsum or 1x1 Conv layer"
         elif params[weight] is None:
             why = "one of its matmuls has no weight"
         else:
-            x, w = site.eqn.invars
-            why = matmul.why_not_fp8(x.aval.shape, w.aval.shape, site.eqn.params["dimension_numbers"]) or ""
+            why = matmul.why_not_fp8(site.eqn.params["dimension_numbers"]) or ""
         other = site.origins[1 - weight]
         is_data = other is not None and not f"{other}/".startswith(root)
         return Gemm(site, module, weight, params[weight], is_data, why)

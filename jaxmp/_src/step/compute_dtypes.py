@@ -115,8 +115,7 @@ _NO_FP8 = (
     "the policy says fp8, but no matmul of the loss runs in fp8. In linen, initialize the model in "
     '`with jaxmp.autocast("fp8"):`, which gives the Dense, DenseGeneral and Einsum layers between the first and the '
     "last their scales (others by the filter= of jaxmp.fp8.autocast); in nnx, call jaxmp.nnx.to_fp8(model) before you "
-    "make the optimizer; elsewhere call jaxmp.fp8.dot_general. Each side of a matmul must be a multiple of 16. Or use "
-    'the policy "bf16".'
+    'make the optimizer; elsewhere call jaxmp.fp8.dot_general. Or use the policy "bf16".'
 )
 
 

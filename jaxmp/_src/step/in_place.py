@@ -80,11 +80,13 @@ class Destination:
 
     Attributes:
       grads: the gradients of the caller, before transforms that stand in front.
+      arrived: the leaves of the gradients that arrived at `unscale_and_skip`; None until then.
       written: the new params; None until then.
     """
 
     def __init__(self, params: PyTree | None, grads: PyTree) -> None:
         self.grads = grads
+        self.arrived: list[Any] | None = None
         self.written: PyTree | None = None
         self._noted: list[Any] | None = None
         self._expected = params
@@ -101,6 +103,11 @@ class Destination:
         expected, given = jax.tree.leaves(self._expected), jax.tree.leaves(params)
         same = len(expected) == len(given) and all(a is b for a, b in zip(expected, given, strict=True))
         return same and self._trace_state == compat.trace_state()
+
+    def arrive(self, grads: PyTree) -> None:
+        """Called where scaled gradients arrive; those of an inner trace stay there."""
+        if self._trace_state == compat.trace_state():
+            self.arrived = jax.tree.leaves(grads)
 
     def note(self, updates: PyTree) -> None:
         """Called by a transform with masters: it returns these updates, and `apply_gradients` may not need them."""

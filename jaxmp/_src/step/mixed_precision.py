@@ -21,6 +21,7 @@ from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
+    before_unscaling,
     extra_arguments,
     fp8_scales,
     in_place,
@@ -84,7 +85,7 @@ def mixed_precision(
       >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
       >>> grads = {"w": jnp.full((2, 2), 65536.0 * 0.25, jnp.float16)}  # scaled by the loss scale
       >>> params, opt_state = apply_gradients(tx, grads, opt_state, params)
-      >>> params["w"][0, 0], float(state.get_loss_scale(opt_state))
+      >>> params["w"][0, 0], float(read_state.get_loss_scale(opt_state))
       (Array(0.999, dtype=float16), 65536.0)
 
     References:
@@ -142,6 +143,11 @@ def apply_gradients(
       ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
+    Warns:
+      UserWarning: a transform before `mixed_precision` in a chain that looks at the size of the scaled gradients (a
+        clip).
+      UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> tx = mixed_precision(optax.sgd(1.0), "bf16")
@@ -157,7 +163,9 @@ def apply_gradients(
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)
+    before = opt_state
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
+    before_unscaling.check(tx, destination, before, params, stacklevel=2)
     _check_is_last(destination, updates, opt_state, params)
     if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):

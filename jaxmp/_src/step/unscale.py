@@ -202,6 +202,8 @@ def unscale_and_skip(
     ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
         read_state.check_has_scaling(state)
+        if destination is not None:
+            destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
         # The scale that value_and_grad multiplied by: the given one, else that in the state. Without a loss scale the

@@ -1,0 +1,184 @@
+"""The fp8 matmul of a mixture of experts: `ragged_dot`, whose rows belong to experts in contiguous groups.
+
+For y = x w with x [M, K], experts w [G, K, N], and e(m) the expert of row m:
+
+    fprop   y[m]  = Q(x)[m] Q(w)[e(m)]                      / (s_x s_w)
+    dgrad   dx[m] = Q(g)[m] Q(w)[e(m)]^T                    / (s_g s_w)
+    wgrad   dw[e] = sum over its rows m of Q(x)[m]^T Q(g)[m]  / (s_x s_g)
+
+There is one scale for each tensor, and each has one amax, as in `matmul`. A row behind the last group belongs to no
+expert: its result and gradient are zero, and it is in no amax. An expert without rows has a gradient of zero.
+
+On CUDA the products are `lax.ragged_dot_general` of fp8 operands, which XLA gives to cuBLASLt. Elsewhere the same fp8
+numbers are multiplied in float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxmp._src.base import compat, hardware
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, stored_kernels
+from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.gemms import Gemm, Quantized
+from jaxmp._src.fp8.matmul import Scales
+
+_CONTRACT, _BATCH = ((1,), (1,)), ((), (0,))
+_FPROP = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
+_DGRAD = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+_WGRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+
+def ragged_dot(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k n"],
+    group_sizes: Int[Array, "g"],
+    *,
+    recipe: Any,
+    scales: Scales | None = None,
+    preferred_element_type: Any = None,
+) -> Float[Array, "m n"]:
+    """`jax.lax.ragged_dot` whose products, forward and backward, run in fp8; see the module's docstring.
+
+    Args:
+      lhs: rows, sorted by expert.
+      rhs: the experts' weights.
+      group_sizes: how many rows each expert has; the sum is at most m.
+      recipe: `DelayedScaling` (with `scales`) or `CurrentScaling` (without).
+      scales: the layer's scale leaves. Their gradients are the amaxes of lhs, rhs and the gradient of the result.
+      preferred_element_type: dtype of the result; default: the narrower of the two inputs'.
+
+    Returns:
+      The product; the gradients of lhs and rhs have the inputs' dtypes. All sizes run in fp8 (zeros are added inside).
+
+    Raises:
+      ValueError: a recipe with state without scales, or scales for a recipe without state; a recipe of blocks; shapes
+        that do not fit.
+
+    Example:
+      >>> x, experts, sizes = jnp.ones((5, 20)), jnp.ones((3, 20, 4)), jnp.array([2, 0, 3])
+      >>> ragged_dot(x, experts, sizes, recipe=recipes.CurrentScaling()).shape
+      (5, 4)
+    """
+    fits = lhs.ndim == 2 and rhs.ndim == 3 and lhs.shape[1] == rhs.shape[1] and group_sizes.shape == rhs.shape[:1]
+    if not fits:
+        raise ValueError(
+            f"ragged_dot takes lhs [m, k], rhs [g, k, n] and group_sizes [g]; got {lhs.shape}, {rhs.shape} and "
+            f"{group_sizes.shape}"
+        )
+    if not isinstance(recipe, recipes.DelayedScaling | recipes.CurrentScaling):
+        raise ValueError(f"ragged_dot takes DelayedScaling() or CurrentScaling(); got {recipe!r}")
+    matmul.check_scales(recipe, scales)
+    matmul.note_use()
+    axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs) | compat.varying_axes(group_sizes))
+    lhs, rhs, group_sizes = (compat.as_varying(x, axes) for x in (lhs, rhs, group_sizes))
+    zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
+    if operands.is_whole(lhs) and operands.is_whole(rhs):
+        zeros = padding.zeros_for(lhs.shape, rhs.shape, _CONTRACT, _BATCH)
+    gemm = Gemm(
+        contract=_CONTRACT,
+        batch=_BATCH,
+        forward_dtype=recipe.dtype(backward=False),
+        backward_dtype=recipe.dtype(backward=True),
+        holds_log2=recipe.power_of_two,
+        lhs_dtype=lhs.dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
+        lhs_spec=None,
+        rhs_spec=None,
+        out_sharding=None,
+        lhs_zeros=zeros[0],
+        rhs_zeros=zeros[1],
+        by_own_amax=matmul.by_own_amax(scales or (), None),
+    )
+    return _ragged_dot(gemm, recipe, lhs, rhs, group_sizes, scales)
+
+
+def plain_ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, dtype: Any, scales: Scales | None) -> Array:
+    """The product without fp8: both operands and the result in `dtype`."""
+    if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
+        rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
+    return lax.ragged_dot(lhs.astype(dtype), rhs.astype(dtype), group_sizes, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _ragged_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None) -> Array:
+    return _forward(gemm, recipe, lhs, rhs, group_sizes, scales)[0]
+
+
+def _forward(
+    gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None
+) -> tuple[Array, Any]:
+    lhs, rhs = once(_in_groups(lhs, group_sizes)), once(rhs)
+    if scales is None:
+        lhs_q = matmul.quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+        rhs_q = matmul.quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+        amaxes = None
+    else:
+        lhs_q, lhs_amax = operands.quantize(gemm, lhs, scales.lhs, gemm.forward_dtype, zeros=gemm.lhs_zeros)
+        rhs_q, rhs_amax = matmul.quantize_rhs(gemm, rhs, scales.rhs, None)
+        amaxes = lhs_amax, rhs_amax, scales.grad
+    with jax.named_scope("jaxmp.fp8_fprop"):
+        out = _product(gemm, _FPROP, lhs_q, rhs_q, group_sizes, gemm.out_dtype)
+    return padding.crop(out, _of_result(gemm)), (remat.packed((lhs_q, rhs_q)), group_sizes, amaxes)
+
+
+def _backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Any, ...]:
+    quantized, group_sizes, amaxes = residuals
+    lhs_q, rhs_q = remat.unpacked(quantized)
+    grad = once(_in_groups(grad, group_sizes))
+    zeros = _of_result(gemm)
+    if amaxes is None:
+        grad_q = matmul.quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)
+        moved = None
+    else:
+        lhs_amax, rhs_amax, grad_leaf = amaxes
+        grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, zeros=zeros)
+        moved = Scales(lhs_amax, rhs_amax, grad_amax)
+    with jax.named_scope("jaxmp.fp8_dgrad"):
+        d_lhs = _product(gemm, _DGRAD, grad_q, rhs_q, group_sizes, gemm.lhs_dtype, fast=False)
+    with jax.named_scope("jaxmp.fp8_wgrad"):
+        d_rhs = _product(gemm, _WGRAD, lhs_q, grad_q, group_sizes, gemm.rhs_dtype, fast=False)
+    no_gradient = np.zeros(group_sizes.shape, jax.dtypes.float0)
+    return padding.crop(d_lhs, gemm.lhs_zeros), padding.crop(d_rhs, gemm.rhs_zeros), no_gradient, moved
+
+
+_ragged_dot.defvjp(_forward, _backward)
+
+
+def _in_groups(x: Array, group_sizes: Array) -> Array:
+    """`x` with zeros in the rows that belong to no expert."""
+    belongs = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
+    return jnp.where(jnp.expand_dims(belongs, 1), x, jnp.zeros((), x.dtype))
+
+
+def _of_result(gemm: Gemm) -> padding.Zeros:
+    rows = gemm.lhs_zeros[0] if gemm.lhs_zeros else 0
+    columns = gemm.rhs_zeros[2] if gemm.rhs_zeros else 0
+    return (rows, columns) if rows or columns else ()
+
+
+def _product(
+    gemm: Gemm, numbers: Any, a: Quantized, b: Quantized, group_sizes: Array, out_dtype: Any, *, fast: bool = True
+) -> Array:
+    """One product of fp8 operands, unscaled, in `out_dtype`."""
+    accumulator = gemms.accumulator(gemm, out_dtype)
+    dot = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+
+    def in_fp8(a: Array, b: Array, group_sizes: Array) -> Array:
+        # There is no name for an algorithm here: XLA accumulates fully where the highest precision is asked for.
+        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+        return dot(a, b, group_sizes, precision=precision, preferred_element_type=accumulator)
+
+    def in_float32(a: Array, b: Array, group_sizes: Array) -> Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return dot(a, b, group_sizes, precision=lax.Precision.HIGHEST).astype(accumulator)
+
+    out = hardware.on_fp8_hardware(in_fp8, in_float32)(a.values, b.values, group_sizes)
+    inv_scale = a.inv_scale * b.inv_scale
+    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)

@@ -1,0 +1,136 @@
+"""Whether a function of scaled values only scales: f(s g) = s f(g), read off its jaxpr.
+
+Each value of the program has a degree: how many times it holds the factor of the inputs. A product adds degrees, a root
+halves them, a sum needs equal ones. A clip compares a value of degree 1 with a constant, so its result has none:
+
+    n = sqrt(sum(g^2))                 degree 1
+    g / n                              degree 0
+    where(n < max_norm, g, ...)        no degree: what it does depends on s
+
+Zeros and infinities have every degree. What the rules below do not know is unknown, and is never called wrong.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxmp._src.programs import jaxprs
+
+# A degree is a number, or one of these.
+EVERY, NONE, UNKNOWN = "every", "none", "unknown"
+Degree = float | str
+
+_KEEPS = (
+    jaxprs.REARRANGES
+    | jaxprs.HANDS_ON
+    | frozenset(
+        "neg abs convert_element_type reduce_sum reduce_max reduce_min cumsum cummax cummin psum psum_invariant pmax "
+        "pmin all_gather all_gather_invariant reduce_scatter ppermute all_to_all broadcast_in_dim slice "
+        "optimization_barrier device_put stop_gradient reduce_precision real imag conj sort".split()
+    )
+)
+_JOINS = frozenset({"add", "add_any", "sub", "max", "min", "concatenate", "pad", "rem", "atan2"})
+_COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_INDEXES = frozenset({"gather", "dynamic_slice", "dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
+_KNOWS_SIZE = frozenset(
+    "exp exp2 expm1 log log1p logistic tanh tan sin cos sinh cosh erf erf_inv erfc floor ceil round".split()
+)
+
+
+def degrees(program: Any, inputs: Sequence[Degree]) -> list[Degree]:
+    """The degree of each result of a jaxpr, closed or not, whose inputs have these degrees."""
+    return _degrees(*jaxprs.open_jaxpr(program), inputs)
+
+
+def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:
+    known: dict[Any, Degree] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= {v: _of_constant(x) for v, x in zip(jaxpr.constvars, consts, strict=False)}
+
+    def of(v: Any) -> Degree:
+        return _of_constant(v.val) if isinstance(v, core.Literal) else known.get(v, UNKNOWN)
+
+    for eqn in jaxpr.eqns:
+        operands = [of(v) for v in eqn.invars]
+        results = _results(eqn, operands)
+        known |= dict(zip(eqn.outvars, results, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _of_constant(x: Any) -> Degree:
+    try:
+        value = np.asarray(x)
+        return EVERY if value.size <= 1 and (not value.any() or not np.isfinite(value).all()) else 0.0
+    except Exception:  # a tracer, a key
+        return 0.0
+
+
+def _joined(operands: list[Degree]) -> Degree:
+    found = [d for d in operands if d != EVERY]
+    if UNKNOWN in found:
+        return UNKNOWN
+    if not found:
+        return EVERY
+    return found[0] if all(d == found[0] for d in found) else NONE
+
+
+def _results(eqn: Any, operands: list[Degree]) -> list[Degree]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name in jaxprs.CALLS:
+        ((inner, consts),) = jaxprs.functions_of(eqn)
+        skipped = len(inner.invars) - len(operands)
+        return _degrees(inner, consts, operands) if skipped == 0 else [UNKNOWN] * count
+    if name == "cond":
+        chosen, *given = operands
+        branches = [_degrees(f, consts, given) for f, consts in jaxprs.functions_of(eqn)]
+        return [_chosen(chosen, [branch[i] for branch in branches]) for i in range(count)]
+    if name == "optimization_barrier":
+        return operands
+    return [_result(eqn, name, operands)] * count
+
+
+def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
+    if name in _KEEPS or name in _JOINS:
+        return _joined(operands)
+    if name == "clamp" or name in _INDEXES:
+        values = operands if name == "clamp" else [d for d, v in zip(operands, eqn.invars, strict=True) if _is_float(v)]
+        return _joined(values)
+    if name == "select_n":
+        return _chosen(operands[0], operands[1:])
+    if name in _COMPARES:
+        joined = _joined(operands)
+        return 0.0 if isinstance(joined, float) or joined == EVERY else joined
+    if name in ("sign", "is_finite"):
+        return 0.0 if isinstance(operands[0], float) else operands[0]
+    numbers = [d for d in operands if isinstance(d, float)]
+    if UNKNOWN in operands:
+        return UNKNOWN
+    if NONE in operands:
+        return NONE if EVERY not in operands else UNKNOWN
+    if name in ("mul", "dot_general", "conv_general_dilated"):
+        return EVERY if EVERY in operands else sum(numbers)
+    if name == "div":
+        return UNKNOWN if operands[1] == EVERY else EVERY if operands[0] == EVERY else numbers[0] - numbers[1]
+    power = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0, "cbrt": 1 / 3}.get(name)
+    power = float(eqn.params["y"]) if name == "integer_pow" else power
+    if power is not None:
+        return EVERY if operands[0] == EVERY else power * numbers[0]
+    if EVERY in operands:
+        return UNKNOWN
+    if all(d == 0 for d in numbers):
+        return 0.0
+    return NONE if name in _KNOWS_SIZE else UNKNOWN
+
+
+def _chosen(by: Degree, among: list[Degree]) -> Degree:
+    """The degree of a value that is chosen: what chooses must not depend on the factor."""
+    joined = _joined(among)
+    if by == NONE and joined != UNKNOWN:
+        return EVERY if joined == EVERY else NONE
+    return joined if by in (0.0, EVERY) else UNKNOWN
+
+
+def _is_float(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.floating)

@@ -1,0 +1,158 @@
+"""The fp8 matmul of experts against float32 and NumPy, on numbers that fp8 holds exactly: all sums are exact.
+
+Operands are small whole numbers, so products and gradients equal those of float32 to the bit.
+"""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from fp8_model import GRAD, LHS, RHS
+from helpers import assert_bitwise
+from jaxmp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Scales, ragged_dot
+
+F32, BF16 = np.float32, jnp.bfloat16
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "delayed, any scale": DelayedScaling(power_of_two=False),
+    "current": CurrentScaling(),
+}
+SIZES = {
+    "all": (3, 5, 12, 4),
+    "empty experts": (0, 24, 0, 0),
+    "rows of nobody": (7, 0, 2, 4),
+    "no rows": (0, 0, 0, 0),
+}
+M, K, N = 24, 20, 10
+
+
+def whole_numbers(seed, *shape):
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(F32)
+
+
+def oracle(x, w, sizes, grad):
+    """Result and gradients, expert by expert."""
+    y, d_x, d_w = np.zeros((x.shape[0], w.shape[2]), F32), np.zeros_like(x), np.zeros_like(w)
+    start = 0
+    for expert, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        y[rows], d_x[rows] = x[rows] @ w[expert], grad[rows] @ w[expert].T
+        d_w[expert] = x[rows].T @ grad[rows]
+        start += size
+    return y, d_x, d_w
+
+
+@functools.cache
+def compiled(recipe):
+    @jax.jit
+    def all_of(x, w, sizes, grad, scales):
+        y, vjp = jax.vjp(lambda x, w, s: ragged_dot(x, w, sizes, recipe=recipe, scales=s), x, w, scales)
+        return y, *vjp(grad.astype(y.dtype))
+
+    return all_of
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_result_and_gradients_are_those_of_float32(name, sizes):
+    recipe, sizes = RECIPES[name], np.int32(SIZES[sizes])
+    x, w, grad = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), whole_numbers(2, M, N)
+    x[sum(sizes) :] *= 1000  # rows of nobody are in no amax
+    grad[sum(sizes) :] = np.nan  # nor in a gradient
+    start = 0.0 if recipe is not RECIPES["delayed, any scale"] else 1.0
+    scales = None if isinstance(recipe, CurrentScaling) else Scales(*np.full(3, start, F32))
+    y, d_x, d_w, amaxes = compiled(recipe)(x, w, sizes, grad, scales)
+    assert_bitwise(jax.tree.map(np.abs, (y, d_x, d_w)), jax.tree.map(np.abs, oracle(x, w, sizes, grad)))
+    assert_bitwise(y * 1, oracle(x, w, sizes, grad)[0])
+    if scales is not None:
+        used = [np.max(np.abs(t[: sum(sizes)]), initial=F32(0)) for t in (x, grad)]
+        assert_bitwise(amaxes, Scales(used[0], np.max(np.abs(w)), used[1]))
+
+
+def test_the_program_for_gpus_multiplies_in_fp8_and_bfloat16_stays():
+    args = jnp.ones((M, K), BF16), jnp.ones((4, K, N)), jnp.int32([6, 6, 6, 6]), jnp.ones((M, N), BF16)
+    lowered = compiled(DelayedScaling()).trace(*args, Scales(*np.zeros(3, F32))).lower(lowering_platforms=("cuda",))
+    found = [line for line in lowered.as_text().splitlines() if "chlo.ragged_dot" in line]
+    formats = [re.findall(r"x(f8E\dM\d\w*)>", line) for line in found]
+    assert formats == [["f8E4M3FN", "f8E4M3FN"], ["f8E5M2", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"]]
+    assert [re.findall(r"precision (\w+)>", line)[0] for line in found] == ["DEFAULT", "HIGHEST", "HIGHEST"]
+    sides = [[int(side) for side in re.findall(r"(\d+)x", line.split(" : ")[-1])] for line in found]
+    assert all(side % 16 == 0 or side == 4 for line in sides for side in line)
+    y, d_x, d_w, _ = jax.eval_shape(compiled(DelayedScaling()), *args, Scales(*np.zeros(3, F32)))
+    assert (y.dtype, d_x.dtype, d_w.dtype) == (BF16, BF16, F32)
+
+
+def test_what_it_does_not_take():
+    x, w, sizes = jnp.ones((M, K)), jnp.ones((4, K, N)), jnp.int32([6, 6, 6, 6])
+    with pytest.raises(ValueError, match=r"takes DelayedScaling\(\) or CurrentScaling\(\); got BlockScaling"):
+        ragged_dot(x, w, sizes, recipe=BlockScaling())
+    with pytest.raises(ValueError, match="needs scales=.*got DelayedScaling and scales=None"):
+        ragged_dot(x, w, sizes, recipe=DelayedScaling())
+    with pytest.raises(ValueError, match=r"lhs \[m, k\].* got \(24, 20\), \(4, 20, 10\) and \(3,\)"):
+        ragged_dot(x, w, sizes[:3], recipe=CurrentScaling())
+
+
+# Layers
+
+
+class Experts(nn.Module):
+    @nn.compact
+    def __call__(self, x, sizes):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (4, x.shape[-1], N))
+        return jaxmp.linen.Fp8RaggedDot(DelayedScaling(amax_history_len=4))(x, kernel, sizes)
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal(batch_axis=0)(rngs.params(), (4, K, N)))
+        self.product = jaxmp.nnx.Fp8RaggedDot(DelayedScaling(amax_history_len=4))
+
+    def __call__(self, x, sizes):
+        return self.product(x, self.kernel[...], sizes)
+
+
+@pytest.mark.parametrize("fp8_weights", [False, True])
+def test_a_layer_of_experts_trains(fp8_weights):
+    """All scales move, and the loss falls; with kernels stored in fp8, too."""
+    x, sizes, target = whole_numbers(0, M, K), jnp.int32(SIZES["rows of nobody"]), whole_numbers(1, M, N)
+    params32 = Experts().init(jax.random.key(0), x, sizes)["params"]
+    policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
+    tx = jaxmp.mixed_precision(optax.sgd(0.05), policy, recipe=DelayedScaling(amax_history_len=4))
+    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+    assert (params["kernel"].dtype == jnp.float8_e4m3fn) == fp8_weights
+
+    def loss_fn(params):
+        return jnp.mean(jnp.square(Experts().apply({"params": params}, x, sizes).astype(F32) - target))
+
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy=policy)(params, opt_state=opt_state)
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss
+
+    losses = []
+    for _ in range(3):
+        params, opt_state, loss = step(params, opt_state)
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+    assert all(scale != 1 for scale in jaxmp.fp8.get_scales(params).values())
+
+
+def test_fp8_can_be_switched_off():
+    x, sizes = whole_numbers(0, M, K), jnp.int32(SIZES["all"])
+    params = Experts().init(jax.random.key(0), x, sizes)["params"]
+    model = NnxExperts(nnx.Rngs(0))
+    assert sorted(nnx.to_pure_dict(nnx.state(model, jaxmp.nnx.Fp8Scale))["product"]["dot_general"]) == [GRAD, LHS, RHS]
+    with jaxmp.fp8.autocast(enabled=False):
+        y, y_nnx = Experts().apply({"params": params}, x, sizes), model(x, sizes)
+    assert_bitwise(y, jax.lax.ragged_dot(x, params["kernel"], sizes, preferred_element_type=F32))
+    assert_bitwise(y_nnx, jax.lax.ragged_dot(x, model.kernel[...], sizes, preferred_element_type=F32))
+    assert np.any(np.asarray(model(x, sizes)) != np.asarray(y_nnx))

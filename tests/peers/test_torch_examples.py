@@ -1,0 +1,204 @@
+"""The loops of PyTorch's page of automatic mixed precision examples, with `GradScaler` and with `mixed_precision`.
+
+Each is run beside the same loop in float32: the params end at the same place, and an overflow is skipped.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+
+RNG = np.random.default_rng(3)
+X = RNG.normal(size=(6, 16, 8)).astype(np.float32)
+Y = np.tanh(X @ RNG.normal(size=(8, 2)).astype(np.float32))
+PARAMS = {"a": RNG.normal(size=(8, 16)).astype(np.float32) / 3, "b": RNG.normal(size=(16, 2)).astype(np.float32) / 4}
+POLICY = "16-mixed"
+SGD = optax.sgd(0.05)
+
+
+def forward(params, x):
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((forward(params, x) - y) ** 2)
+
+
+LOW = jaxmp.autocast(loss_fn, jnp.float16)
+
+
+def plain(update):
+    """The loop in float32: `update(params, grads_of, x, y) -> params`."""
+    params = PARAMS
+    for x, y in zip(X, Y, strict=True):
+        params = jax.jit(update)(params, x, y)
+    return params
+
+
+def close(params, expected):
+    for name in PARAMS:
+        moved = np.abs(np.asarray(expected[name]) - PARAMS[name]).max()
+        np.testing.assert_allclose(params[name], expected[name], atol=0.05 * moved)
+
+
+def with_scaler(step, scaler=None):
+    """`step(params, state, scaler, x, y)`; the state is that of SGD."""
+    params, state, scaler = PARAMS, SGD.init(PARAMS), scaler or jaxmp.GradScaler(2.0**12)
+    run = jax.jit(step)
+    for x, y in zip(X, Y, strict=True):
+        params, state, scaler = run(params, state, scaler, x, y)
+    return params, scaler
+
+
+def native(tx, grad=None, **options):
+    grad = grad or jaxmp.value_and_grad(loss_fn, policy=POLICY, **options)
+    params, state = PARAMS, tx.init(PARAMS)
+
+    @jax.jit
+    def step(params, state, x, y):
+        _, grads = grad(params, x, y, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    for x, y in zip(X, Y, strict=True):
+        params, state = step(params, state, x, y)
+    return params, state
+
+
+def test_typical_training():
+    def by_scaler(params, state, scaler, x, y):
+        grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
+        params, state, scaler = scaler.step(SGD, grads, state, params)
+        return params, state, scaler.update()
+
+    def update(params, x, y):
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
+
+    expected = plain(update)
+    close(with_scaler(by_scaler)[0], expected)
+    close(native(jaxmp.mixed_precision(SGD, POLICY))[0], expected)
+    params, scaler = with_scaler(by_scaler, jaxmp.GradScaler(2.0**40, growth_interval=2000))
+    assert 0 < 40 - np.log2(float(scaler.get_scale())) <= 6  # it fell at each overflow
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_clipping_unscaled_gradients():
+    clip = optax.clip_by_global_norm(0.1)
+
+    def by_scaler(params, state, scaler, x, y):
+        grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
+        grads, scaler = scaler.unscale(grads)
+        grads, _ = clip.update(grads, clip.init(params))
+        params, state, scaler = scaler.step(SGD, grads, state, params)
+        return params, state, scaler.update()
+
+    def update(params, x, y):
+        grads, _ = clip.update(jax.grad(loss_fn)(params, x, y), clip.init(params))
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+
+    expected = plain(update)
+    close(with_scaler(by_scaler)[0], expected)
+    close(native(jaxmp.mixed_precision(optax.chain(clip, SGD), POLICY))[0], expected)
+
+
+def test_gradient_accumulation():
+    k = 4
+
+    def by_scaler(params, state, scaler, x, y):
+        grads = jax.tree.map(jnp.zeros_like, params)
+        for part_x, part_y in zip(jnp.split(x, k), jnp.split(y, k), strict=True):
+            new = jax.grad(lambda p, x=part_x, y=part_y: scaler.scale(LOW(p, x, y) / k))(params)
+            grads = jax.tree.map(jnp.add, grads, new)
+        params, state, scaler = scaler.step(SGD, grads, state, params)
+        return params, state, scaler.update()
+
+    def update(params, x, y):
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
+
+    expected = plain(update)
+    close(with_scaler(by_scaler)[0], expected)
+    close(native(jaxmp.mixed_precision(SGD, POLICY), accumulate=k)[0], expected)
+
+
+def test_gradient_penalty():
+    def penalized(loss_fn, scale=1.0):
+        def loss(params, x, y):
+            slopes = jax.grad(lambda p: scale * loss_fn(p, x, y))(params)
+            norm = jnp.sqrt(sum(jnp.sum((g / scale) ** 2) for g in jax.tree.leaves(slopes)))
+            return loss_fn(params, x, y) + 0.1 * norm
+
+        return loss
+
+    def by_scaler(params, state, scaler, x, y):
+        loss = penalized(LOW, scaler.get_scale())
+        grads = jax.grad(lambda p: scaler.scale(loss(p, x, y)))(params)
+        params, state, scaler = scaler.step(SGD, grads, state, params)
+        return params, state, scaler.update()
+
+    def update(params, x, y):
+        grads = jax.grad(penalized(loss_fn))(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+
+    def grad(params, x, y, *, opt_state):
+        loss = penalized(LOW, jaxmp.get_loss_scale(opt_state))
+        return jaxmp.value_and_grad(loss)(params, x, y, opt_state=opt_state)
+
+    expected = plain(update)
+    scaled = jaxmp.DynamicLossScale(256.0)
+    close(with_scaler(by_scaler, jaxmp.GradScaler(256.0))[0], expected)
+    close(native(jaxmp.mixed_precision(SGD, POLICY, loss_scale=scaled), grad)[0], expected)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_several_models_losses_and_optimizers(overflows):
+    """One scale; only the optimizer whose gradients overflowed skips its step, and one update moves the scale."""
+    factor = 1e30 if overflows else 1.0
+    losses = {
+        "a": lambda p, other, x, y: loss_fn(p, x, y) + 0.1 * jnp.mean(forward(other, x) ** 2),
+        "b": lambda p, other, x, y: factor * loss_fn(p, x, y) - 0.1 * jnp.mean(forward(other, x)),
+    }
+    start = {"a": PARAMS, "b": jax.tree.map(np.negative, PARAMS)}
+
+    def by_scaler(params, states, scaler, x, y):
+        grads = {
+            name: jax.grad(lambda p, n=name: scaler.scale(jaxmp.autocast(losses[n])(p, params["ba"[n == "b"]], x, y)))(
+                params[name]
+            )
+            for name in params
+        }
+        new, new_states = {}, {}
+        for name in params:
+            new[name], new_states[name], scaler = scaler.step(
+                SGD, grads[name], states[name], params[name], optimizer=name
+            )
+        return new, new_states, scaler.update()
+
+    shared, tx = (
+        jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**12, hysteresis=1)),
+        jaxmp.mixed_precision(SGD, POLICY, loss_scale=1.0),
+    )
+
+    def by_shared(params, states, scale, x, y):
+        new, new_states = {}, {}
+        for name in params:
+            grad = jaxmp.value_and_grad(losses[name], policy=POLICY)
+            other = params["ba"[name == "b"]]
+            _, grads = grad(params[name], other, x, y, opt_state=scale)
+            new[name], new_states[name], scale = shared.apply_gradients(tx, grads, states[name], params[name], scale)
+        return new, new_states, shared.update(scale)
+
+    both = {}
+    for how, run, states, scale in (
+        ("scaler", by_scaler, {n: SGD.init(p) for n, p in start.items()}, jaxmp.GradScaler(2.0**12)),
+        ("shared", by_shared, {n: tx.init(p) for n, p in start.items()}, shared.init()),
+    ):
+        params, _, scale = jax.jit(run)(start, states, scale, X[0], Y[0])
+        value = scale.get_scale() if how == "scaler" else jaxmp.get_loss_scale(scale)
+        assert float(value) == (2.0**11 if overflows else 2.0**12)
+        both[how] = params
+    for name in start:
+        moved = {how: np.abs(params[name]["a"] - start[name]["a"]).max() for how, params in both.items()}
+        assert all((m == 0) == (overflows and name == "b") for m in moved.values()), (name, moved)
+        np.testing.assert_allclose(both["scaler"][name]["a"], both["shared"][name]["a"], atol=1e-4)

@@ -1,0 +1,406 @@
+"""A zoo of models in fp8, of linen and nnx: which layers run in fp8, that their GEMMs do, and that every amax arrives.
+
+Sides are odd on purpose. A warning is an error here, so nothing falls back in silence or aloud.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.base import tree_paths
+from jaxmp._src.programs import jaxprs
+from jaxmp.fp8 import DelayedScaling, is_scale
+
+WIDTH, HEADS, TOKENS, WORDS, CLASSES = 24, 2, 5, 11, 10
+RECIPE = DelayedScaling(amax_history_len=4)
+OPT_STATE = jaxmp.unscale_and_skip(optax.identity()).init(())
+MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(3, 8, 8, 3)).astype(np.float32)
+TEXT = RNG.integers(0, WORDS, (3, TOKENS))
+SERIES = RNG.normal(size=(3, TOKENS, WIDTH)).astype(np.float32)
+
+
+class Entry(NamedTuple):
+    """A model, its input, the layers of it that run in fp8, and the number of fp8 GEMMs of a gradient."""
+
+    model: object
+    x: object
+    layers: list[str]
+    gemms: int
+
+
+# linen
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(x.shape[-1], name="down")(nn.gelu(nn.Dense(2 * WIDTH, name="up")(x)))
+
+
+class Block(nn.Module):
+    causal: bool = True
+
+    @nn.compact
+    def __call__(self, x, memory=None):
+        attend = nn.MultiHeadDotProductAttention(HEADS, name="attention")
+        h = nn.LayerNorm()(x)
+        x = x + attend(h, mask=nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None)
+        if memory is not None:
+            x = x + nn.MultiHeadDotProductAttention(HEADS, name="cross")(x, memory)
+        return Mlp(name="mlp")(nn.LayerNorm()(x))
+
+
+class ViT(nn.Module):
+    @nn.compact
+    def __call__(self, images):
+        x = nn.Conv(WIDTH, (4, 4), (4, 4), name="patches")(images)
+        x = Block(causal=False, name="block")(x.reshape(x.shape[0], -1, WIDTH))
+        return nn.Dense(CLASSES, name="head")(jnp.mean(x, axis=1))
+
+
+class Gpt(nn.Module):
+    """The embedding is the output layer, too."""
+
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, words):
+        embed = nn.Embed(WORDS, WIDTH, name="embed")
+        x = embed(words)
+        if self.scanned:
+            stack = nn.scan(
+                lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            x, _ = stack(Block(name="blocks"), x, None)
+        else:
+            x = Block(name="block")(x)
+        return embed.attend(x)
+
+
+class EncoderDecoder(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        embed = nn.Embed(WORDS, WIDTH, name="embed")
+        memory = Block(causal=False, name="encoder")(embed(words))
+        return nn.Dense(WORDS, name="head")(Block(name="decoder")(embed(words[:, ::-1]), memory))
+
+
+class EinsumMoe(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(words)
+        gates = nn.softmax(nn.Dense(3, name="router")(x))
+        h = nn.gelu(nn.Einsum((3, WIDTH, 20), "btd,edf->btef", use_bias=False, name="up")(x))
+        y = nn.Einsum((3, 20, WIDTH), "btef,efd->bted", use_bias=False, name="down")(h)
+        return nn.Dense(WORDS, name="head")(jnp.einsum("bted,bte->btd", y, gates))
+
+
+def by_expert(x, router):
+    """Rows sorted by their expert, how many each expert has, and the order in which they were taken."""
+    expert = jnp.argmax(router, axis=-1)
+    order = jnp.argsort(expert)
+    return x[order], jnp.bincount(expert, length=router.shape[-1]), order
+
+
+class Experts(nn.Module):
+    """A product for each expert."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, rows, sizes):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(batch_axis=0), (3, rows.shape[-1], self.width))
+        return jaxmp.linen.Fp8RaggedDot(RECIPE)(rows, kernel, sizes)
+
+
+class RaggedMoe(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(words).reshape(-1, WIDTH)
+        gates = nn.softmax(nn.Dense(3, name="router")(x))
+        rows, sizes, order = by_expert(x, gates)
+        y = Experts(WIDTH, name="down")(nn.gelu(Experts(20, name="up")(rows, sizes)), sizes)
+        return nn.Dense(WORDS, name="head")(x.at[order].add(y) * jnp.max(gates, axis=-1, keepdims=True))
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, images):
+        x = nn.relu(nn.Conv(WIDTH, (3, 3), name="first")(images))
+        x = nn.relu(nn.Conv(20, (1, 1), strides=2, name="narrow")(x))
+        x = nn.relu(nn.Conv(20, (3, 3), name="middle")(x))
+        x = nn.relu(nn.Conv(WIDTH, (1, 1), name="wide")(x))
+        return nn.Dense(CLASSES, name="head")(jnp.mean(x, axis=(1, 2)))
+
+
+class Recurrent(nn.Module):
+    cell: type
+
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(words)
+        return nn.Dense(WORDS, name="head")(nn.RNN(self.cell(20, name="cell"))(x))
+
+
+class LoraEinsum(nn.Einsum):
+    rank: int = 2
+
+    @nn.compact
+    def __call__(self, inputs):
+        a = self.param("a", nn.initializers.normal(0.1), (self.shape[0], self.rank))
+        b = self.param("b", nn.initializers.normal(0.1), (self.rank, *self.shape[1:]))
+        return super().__call__(inputs) + jnp.tensordot(inputs @ a, b, 1)
+
+
+class LoraDense(nn.Dense):
+    @nn.compact
+    def __call__(self, inputs):
+        a = self.param("a", nn.initializers.normal(0.1), (inputs.shape[-1], 2))
+        b = self.param("b", nn.initializers.normal(0.1), (2, self.features))
+        return super().__call__(inputs) + inputs @ a @ b
+
+
+class Lora(nn.Module):
+    @nn.compact
+    def __call__(self, words):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(words)
+        x = LoraEinsum((WIDTH, HEADS, 7), "btd,dhk->bthk", name="heads")(x)
+        return nn.Dense(WORDS, name="head")(LoraDense(WIDTH, name="merge")(x.reshape(*x.shape[:2], -1)))
+
+
+class OfOneExample(nn.Module):
+    """Features [d] to classes [c]; the loss maps it over the batch."""
+
+    @nn.compact
+    def __call__(self, x):
+        for width in (20, 30, 20):
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(CLASSES)(x)
+
+
+def of_block(name, *attentions):
+    return [f"{name}/{a}/{part}" for a in attentions for part in ("key", "out", "query", "value")] + [
+        f"{name}/mlp/{part}" for part in ("down", "up")
+    ]
+
+
+GATES = [side + gate for side in "hi" for gate in "fgio"]
+LINEN = {
+    "ViT": Entry(ViT(), IMAGES, of_block("block", "attention"), 18),
+    "GPT tied": Entry(Gpt(), TEXT, of_block("block", "attention"), 18),
+    "GPT tied and scanned": Entry(Gpt(scanned=True), TEXT, of_block("blocks", "attention"), 18),
+    "encoder-decoder": Entry(
+        EncoderDecoder(), TEXT, of_block("decoder", "attention", "cross") + of_block("encoder", "attention"), 48
+    ),
+    "einsum MoE": Entry(EinsumMoe(), TEXT, ["down", "router", "up"], 9),
+    "ragged MoE": Entry(RaggedMoe(), TEXT, ["down", "router", "up"], 9),
+    "ConvNet": Entry(ConvNet(), IMAGES, ["narrow", "wide"], 6),
+    "LSTM": Entry(Recurrent(nn.LSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
+    "LSTM optimized": Entry(Recurrent(nn.OptimizedLSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
+    "GRU": Entry(Recurrent(nn.GRUCell), TEXT, [f"cell/{side}{gate}" for side in "hi" for gate in "nrz"], 18),
+    "LoRA": Entry(Lora(), TEXT, ["heads", "merge"], 6),
+    "vmapped": Entry(OfOneExample(), SERIES[:, 0], ["Dense_1", "Dense_2"], 6),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", LINEN)
+def test_linen(name):
+    model, x, expected, gemms = LINEN[name]
+    one = x[0] if name == "vmapped" else x
+    with jaxmp.fp8.autocast(RECIPE):
+        params = model.init(jax.random.key(0), one)["params"]
+    assert layers_with_scales(params) == sorted(expected)
+
+    def loss(params, x):
+        apply = lambda x: model.apply({"params": params}, x)  # noqa: E731
+        with jaxmp.fp8.autocast(RECIPE):
+            y = jax.vmap(apply)(x) if name == "vmapped" else apply(x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    check(jaxmp.value_and_grad(loss), params, x, gemms)
+
+
+# nnx
+
+
+class NnxMlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class NnxGpt(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        self.mlp = NnxMlp(rngs)
+
+    def __call__(self, words):
+        x = self.embed(words)
+        return self.embed.attend(self.mlp(x + self.attention(x)))
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.blocks = nnx.vmap(NnxMlp)(rngs.split(3))
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, words):
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.head(run(self.embed(words), self.blocks))
+
+
+class NnxMembers(nnx.Module):
+    """Layers that `nnx.vmap` makes and runs, each on features of its own."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, 3 * WIDTH, rngs=rngs)
+        self.members = nnx.vmap(NnxMlp)(rngs.split(3))
+
+    def __call__(self, words):
+        x = self.embed(words).reshape(3, -1, WIDTH)
+        return nnx.vmap(lambda member, x: member(x))(self.members, x)
+
+
+class NnxRecurrent(nnx.Module):
+    def __init__(self, rngs, cell):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.rnn = nnx.RNN(cell(WIDTH, 20, rngs=rngs))
+
+    def __call__(self, words):
+        return self.rnn(self.embed(words))
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.router = nnx.Linear(WIDTH, 3, rngs=rngs)
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal(batch_axis=0)(rngs.params(), (3, WIDTH, 20)))
+        self.product = jaxmp.nnx.Fp8RaggedDot(RECIPE)
+        self.inner = nnx.Linear(20, 20, rngs=rngs)
+        self.head = nnx.Linear(20, WORDS, rngs=rngs)
+
+    def __call__(self, words):
+        x = self.embed(words).reshape(-1, WIDTH)
+        with jaxmp.fp8.autocast(enabled=False):
+            rows, sizes, _ = by_expert(x, self.router(x))
+        return self.head(self.inner(self.product(rows, self.kernel[...], sizes)))
+
+
+class NnxConvNet(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Conv(3, WIDTH, (3, 3), rngs=rngs)
+        self.narrow = nnx.Conv(WIDTH, 20, (1, 1), strides=2, rngs=rngs)
+        self.middle = nnx.Conv(20, 20, (3, 3), rngs=rngs)
+        self.head = nnx.Linear(20, CLASSES, rngs=rngs)
+
+    def __call__(self, images):
+        x = nnx.relu(self.narrow(nnx.relu(self.first(images))))
+        return self.head(jnp.mean(self.middle(x), axis=(1, 2)))
+
+
+class NnxLora(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.heads = nnx.Einsum("btd,dhk->bthk", (WIDTH, HEADS, 7), rngs=rngs)
+        self.merge = nnx.LoRALinear(HEADS * 7, WIDTH, lora_rank=2, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, words):
+        x = self.heads(self.embed(words))
+        return self.head(self.merge(x.reshape(*x.shape[:2], -1)))
+
+
+class NnxOfOneExample(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+def rngs():
+    return nnx.Rngs(0)
+
+
+MLP = ["down", "up"]
+NNX_GATES = ["if_" if gate == "if" else gate for gate in GATES]
+NNX = {
+    "GPT tied": Entry(
+        lambda: NnxGpt(rngs()),
+        TEXT,
+        [f"attention/{part}" for part in ("key", "out", "query", "value")] + [f"mlp/{part}" for part in MLP],
+        18,
+    ),
+    "scanned": Entry(lambda: NnxScanned(rngs()), TEXT, [f"blocks/{part}" for part in MLP], 6),
+    "vmapped members": Entry(lambda: NnxMembers(rngs()), TEXT, [f"members/{part}" for part in MLP], 6),
+    "LSTM": Entry(lambda: NnxRecurrent(rngs(), nnx.LSTMCell), TEXT, [f"rnn/cell/{gate}" for gate in NNX_GATES], 24),
+    "LSTM optimized": Entry(
+        lambda: NnxRecurrent(rngs(), nnx.OptimizedLSTMCell), TEXT, ["rnn/cell/dense_h", "rnn/cell/dense_i"], 6
+    ),
+    "GRU": Entry(lambda: NnxRecurrent(rngs(), nnx.GRUCell), TEXT, ["rnn/cell/dense_h", "rnn/cell/dense_i"], 6),
+    "ragged MoE": Entry(lambda: NnxExperts(rngs()), TEXT, ["inner"], 6),
+    "ConvNet": Entry(lambda: NnxConvNet(rngs()), IMAGES, ["narrow"], 3),
+    "LoRA": Entry(lambda: NnxLora(rngs()), TEXT, ["heads", "merge"], 6),
+    "vmapped": Entry(lambda: NnxOfOneExample(rngs()), SERIES[:, 0], ["layers/1", "layers/2"], 6),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", NNX)
+def test_nnx(name):
+    make, x, expected, gemms = NNX[name]
+    model = make()
+    chosen = (lambda path, layer: path == "inner") if name == "ragged MoE" else None
+    assert sorted(jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen)) == sorted(expected)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, x):
+        model = nnx.merge(graph, params, rest, copy=True)
+        y = nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(model, x) if name == "vmapped" else model(x)
+        return jnp.mean(jnp.square(y.astype(jnp.float32)))
+
+    check(jaxmp.value_and_grad(loss), nnx.to_pure_dict(params), x, gemms)
+
+
+# What is checked
+
+
+def layers_with_scales(params):
+    paths = [tree_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return sorted({path.rsplit("/", 2)[0] for path in paths if is_scale(path)})
+
+
+def check(value_and_grad, params, x, gemms):
+    traced = jax.jit(lambda params, x: value_and_grad(params, x, opt_state=OPT_STATE)[1]).trace(params, x)
+    assert fp8_gemms(traced.jaxpr.jaxpr) == gemms
+    grads = traced.lower().compile()(params, x)
+    for path, amax in jax.tree_util.tree_leaves_with_path(grads):
+        if is_scale(path):
+            assert np.all(np.asarray(amax) > 0), (tree_paths.path_str(path), amax)
+
+
+def fp8_gemms(jaxpr):
+    """The number of matmuls of two fp8 operands in a jaxpr and in the functions inside it."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        dtypes = [v.aval.dtype.name for v in eqn.invars[:2] if hasattr(v.aval, "dtype")]
+        is_gemm = eqn.primitive.name in MATMULS and all(name.startswith("float8") for name in dtypes)
+        count += is_gemm + sum(fp8_gemms(inner) for inner, _ in jaxprs.functions_of(eqn))
+    return count
