@@ -141,8 +141,9 @@ def dot_general(
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     by_own_amax = ambient.now().fp8_calibrating or _nothing_moves(scales, layer)
     product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_own_amax)
-    needs_key = key is not None and isinstance(recipe, block_matmul.Recipe)
-    return product.call(lhs, rhs, *(scales or ([jax.random.key_data(key)] if needs_key else ())))
+    if key is not None and isinstance(recipe, block_matmul.Recipe):
+        return product.call(lhs, rhs, jax.random.key_data(key))
+    return product.call(lhs, rhs, *(scales or ()))
 
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
@@ -358,8 +359,8 @@ def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    lhs_q = _quantize_by_itself(recipe, lhs, gemm.forward_dtype, backward=False)
-    return gemms.fprop(gemm, lhs_q, _quantize_by_itself(recipe, rhs, gemm.forward_dtype, backward=False))
+    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
+    return gemms.fprop(gemm, lhs_q, quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False))
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
