@@ -22,7 +22,7 @@
 #   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest runs in                   (2)
-#   SAMPLE        of the cases of a parametrized test run one of so many   (3; 1: all)
+#   SAMPLE        of the cases of a parametrized test run one of so many   (6; 1: all)
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`
@@ -33,7 +33,7 @@ VENV_GPU ?= .venv-gpu
 CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
-SAMPLE ?= 3
+SAMPLE ?= 6
 LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of the cases of each parametrized test run one of N only",
+        help="of the cases of each parametrized test run one of N only; a mark `sampled(n)` goes before it",
     )
 
 
@@ -70,7 +70,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves cases of `sampled(n)` tests that are not in the sample to the campaign, and does what `--sample` says."""
+    """Selects one case of n of each test: n from its mark `sampled` (the rest is for campaigns) or from `--sample`."""
     of_all = config.getoption("sample")
     cases = defaultdict(list)
     for item in items:
@@ -79,12 +79,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set()
     for found in cases.values():
         mark = found[0].get_closest_marker("sampled")
+        always, of_campaign = _by_campaign(found)
         if mark is not None:
-            always, _ = _by_campaign(found)
             for item in set(always) - _sample(always, *mark.args):
                 item.add_marker(pytest.mark.campaign)
-        for part in _by_campaign(found) if found[0].get_closest_marker("whole") is None else ():
-            left_out |= set(part) - _sample(part, of_all)
+                of_campaign.append(item)
+        elif found[0].get_closest_marker("whole") is None:
+            left_out |= set(always) - _sample(always, of_all)
+        left_out |= set(of_campaign) - _sample(of_campaign, of_all)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -11,10 +11,10 @@ of earlier steps. The scales are leaves of the params, the amaxes are their grad
 so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
-`dot_general`, `einsum`, `ragged_dot`, `quantize`, `dequantize` (what runs) -> `autocast` (where) -> `update_amax`,
-`split_fp8` (how scales move; `mixed_precision` joins them) -> `calibrate` (scales from one batch, before the first
-step) -> `get_scales`, `resize_history` (looking at them, and restoring). `backends` says what serves all this on the
-machine.
+`dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
+`save_quantized` (what remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
+`calibrate` (scales from one batch, before the first step) -> `get_scales`, `resize_history` (looking at them, and
+restoring). `backends` says what serves all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
@@ -24,6 +24,7 @@ from jaxmp._src.fp8.blocks import (
     RowwiseScaling as RowwiseScaling,
 )
 from jaxmp._src.fp8.einsum import einsum as einsum
+from jaxmp._src.fp8.gated_mlp import GatedScales as GatedScales, gated_mlp as gated_mlp
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.linen_layers import autocast as autocast
 from jaxmp._src.fp8.matmul import (
@@ -38,6 +39,7 @@ from jaxmp._src.fp8.recipes import (
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
 )
+from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import is_scale as is_scale
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize

@@ -1,12 +1,14 @@
 """flax.linen: fp8 layers, and a TrainState whose step goes through `jaxmp.apply_gradients`.
 
 `Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into a model as it is.
+`GatedMLP` is silu(gate) * up and down in one fp8 operation.
 
 flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
 the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
 """
 
 from jaxmp._src.bridges.linen import TrainState as TrainState
+from jaxmp._src.fp8.linen_gated_mlp import GatedMLP as GatedMLP
 from jaxmp._src.fp8.linen_layers import (
     Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
     Fp8DotGeneral as Fp8DotGeneral,

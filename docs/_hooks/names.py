@@ -71,13 +71,14 @@ def summary_of(room: str) -> str:
 def pages() -> dict[str, tuple[str, list[str]]]:
     """Each page of the reference: its title, and its names in full.
 
-    A room and a face of the same name (`checkpoint`) share one page.
+    A room and a face of the same name (`checkpoint`) share one page. What a face and `jaxmp` both hand on is
+    listed once, as a name of `jaxmp`.
     """
-    found = {room: (title, []) for room, title in TITLES.items()}
+    found, of_jaxmp = {room: (title, []) for room, title in TITLES.items()}, exports_of("jaxmp")
     for module in namespaces():
-        names = [f"{module}.{name}" for name in exports_of(module)]
+        names = [f"{module}.{name}" for name, origin in exports_of(module).items() if of_jaxmp.get(name) != origin]
         found[module.removeprefix("jaxmp.")] = (module, names)
-    for name, origin in exports_of("jaxmp").items():
+    for name, origin in of_jaxmp.items():
         if origin.startswith(ROOMS):
             room = room_of(origin)
             found.setdefault(room, (room, []))[1].append(f"jaxmp.{name}")

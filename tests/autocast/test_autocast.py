@@ -112,7 +112,7 @@ def test_leaves_other_dtypes_alone() -> None:
 # ---- the lists, and what their neighbours make of them
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [

@@ -56,7 +56,7 @@ def autocast(fn: Any, lp: str) -> Any:
     return jaxmp.autocast(fn, dtype=DTYPES[lp])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("lp", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -176,7 +176,7 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     return run(params, batch, rest)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [slow("cnn"), "transformer", "lstm", "moe"])
 def test_gradients_are_those_of_a_model_cast_by_hand(name):
     """The two round at other places here and there: neither may be further from float32 than the other by a bit."""

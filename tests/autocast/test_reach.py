@@ -103,6 +103,9 @@ def test_a_region_that_reaches_nothing_says_so():
             assert [w.filename for w in caught] == [__file__], (name, region)
     with fresh_process(), pytest.warns(UserWarning, match=r"jaxmp.autocast\(model, jnp.bfloat16\)"):
         in_region(lambda: linear(X))()
+    with fresh_process(), pytest.warns(UserWarning, match=NOTHING) as caught:
+        in_region(in_region(lambda: linear(X)), jnp.float16)()
+    assert len(caught) == 1 and "float16" in str(caught[0].message)
     with fresh_process():  # what the message proposes
         assert matmuls(jaxmp.autocast(linear, jnp.bfloat16), X) == {"bfloat16": 1}
 
@@ -135,6 +138,7 @@ def test_silence_of_regions_that_reach_something():
         in_region(lambda: jaxmp.autocast(lambda x: in_region(linear)(x), jnp.float16)(X))()
         with jaxmp.autocast(enabled=False):
             linear(X)
+            in_region(linear)(X)
         with pytest.raises(ZeroDivisionError):
             in_region(lambda: 1 / 0)()
 

@@ -293,7 +293,7 @@ class Tied(nn.Module):
         return embed.attend(dense(dense(embed(x))))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", [Stack(), Tied()], ids=lambda m: type(m).__name__)
 def test_lifted_and_shared_modules_train(model):
     x = jnp.arange(5) if isinstance(model, Tied) else jnp.asarray(X)

@@ -87,7 +87,7 @@ def inner_leaves(opt_state):
     return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "pair", [pytest.param(x, marks=() if x in SAMPLE else pytest.mark.campaign, id=x) for x in EVERY]
 )

@@ -88,10 +88,10 @@ def test_the_overflow_is_in_the_data_of_one_process():
 
 
 @pytest.mark.newest
-def test_four_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
-    """One process overflows, one dies between two checkpoints, all are killed and started again."""
+def test_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
+    """One process overflows, one dies between two checkpoints, both are killed and started again."""
     bad = resume_worker.BAD_RANK
-    workers, logs = start(resume_worker.__file__, tmp_path, 4, 1)
+    workers, logs = start(resume_worker.__file__, tmp_path, PROCESSES, 1)
     try:
         assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
     finally:
@@ -100,8 +100,8 @@ def test_four_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path)
             worker.wait()
         for log in logs:
             log.close()
-    first = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(4)]
-    finish(*start(resume_worker.__file__, tmp_path, 4, 1))
+    first = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(PROCESSES)]
+    finish(*start(resume_worker.__file__, tmp_path, PROCESSES, 1))
     for rank, lines in enumerate(first):
         before = {line.split()[0]: line for line in lines}
         restored, *again, end = (tmp_path / f"{rank}.log").read_text().splitlines()[len(lines) :]
@@ -112,4 +112,4 @@ def test_four_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path)
         assert {"6", "7"} <= set(before) or rank != bad
         skipped = {step: line.endswith("True") for step, line in before.items()}
         assert [step for step, was in skipped.items() if was] == [str(resume_worker.BAD_STEP)]
-    assert len({first[rank][0].split()[1] for rank in range(4)}) == 4  # each holds a part of its own
+    assert len({lines[0].split()[1] for lines in first}) == PROCESSES  # each holds a part of its own

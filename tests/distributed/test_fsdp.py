@@ -232,7 +232,7 @@ HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on eve
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", HOW)
 def test_training_is_that_of_one_device(how):
     params, masters, metrics, losses, _ = run(how)

@@ -102,7 +102,7 @@ SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("recipe", "case"),
     [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in REST)],
@@ -129,7 +129,7 @@ def id_of(x):
     return recipe_id(x) if isinstance(x, BlockRecipe) else None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), cases_of((BOTH[0], jnp.bfloat16), (BOTH[1], jnp.bfloat16), (BOTH[1], jnp.float16)), ids=id_of
 )
@@ -167,7 +167,7 @@ NORMAL_DB = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", NORMAL_DB, ids=lambda r: type(r).__name__)
 def test_snr_on_normal_data(recipe):
     found, exact = products_with_noise(recipe, outliers=False)
@@ -208,7 +208,7 @@ def products_with_noise(recipe, *, outliers):
     return found, (x @ w, g @ w.T, x.T @ g)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("recipe", [*RECIPES[1:], pytest.param(RECIPES[0], marks=pytest.mark.campaign)], ids=recipe_id)
 def test_overflow_shows_in_the_result(recipe, bad):
@@ -242,7 +242,7 @@ def test_extremes_stay_finite(recipe, largest):
 # transformations
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", [RECIPES[1], BOTH[1]], ids=recipe_id)
 def test_vmap_scan_and_remat_change_nothing(recipe):
     x, w, g = normal(1, 3, 32, 48), normal(2, 3, 48, 16), normal(3, 3, 32, 16)
@@ -254,7 +254,7 @@ def test_vmap_scan_and_remat_change_nothing(recipe):
     assert_products([shared(x, w[0])[0]], [tuple(t[0] for t in expected[0])])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("recipe", "check_vma"), cases_of((BOTH[0], True), (BOTH[1], True), (BOTH[1], False)), ids=id_of
 )
@@ -272,7 +272,7 @@ def test_shard_map(recipe, check_vma):
     assert_products(jax.jit(spread)(x, w, g), oracle(recipe, x, np.stack([w] * 8), g))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
 def test_explicit_mesh(recipe):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -351,7 +351,7 @@ def test_hardware_path_goes_through_transformations(how, monkeypatch):
     assert text.count("@__op$block_scaled_dot(") == 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
 def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)

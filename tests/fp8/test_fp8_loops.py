@@ -52,7 +52,7 @@ def make_batches():
     return batches
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("regime", ["pmap", "shard_map"])
 def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
     """Amaxes are the same on every device already, so whether the user's pmean goes over them does not matter."""
@@ -184,7 +184,7 @@ def next_amax_state(state, amax, backward):
     return RECIPE.update(state, amax, backward=backward)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", INNERS)
 def test_weights_train_as_if_there_were_no_scales(name):
     """As in a model without leaves, but for the roundings of two programs; leaves move by their own rule, unclipped."""
@@ -344,7 +344,7 @@ def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
         assert jax.tree.map(jax.typeof, state) == types
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_all_reduces_of_a_whole_step(how):
     """Beside the sums of gradients: the amaxes of all layers in one MAX, and the flags."""

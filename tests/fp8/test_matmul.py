@@ -152,7 +152,7 @@ CASES = {  # lhs shape, rhs shape, dimension_numbers
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_result_and_gradients(name):
     lhs_shape, rhs_shape, numbers = CASES[name]
@@ -239,7 +239,7 @@ def test_values_beyond_the_range_saturate_and_are_reported():
 # Dtypes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("lhs_dtype", "rhs_dtype", "asked", "expected"),
     [
@@ -301,7 +301,7 @@ def step_with(recipe, leaves):
     return functools.partial(step, params, jax.jit(tx.init)(params)), params
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_what_is_not_finite_skips_the_step(recipe, bad):

@@ -211,7 +211,7 @@ plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
 jitted = jax.jit(plain)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["remat", "scan", "shard_map", "shard_map_unchecked", "explicit"])
 def test_transformations(how):
     """The gradients with a key are those without the transformation."""

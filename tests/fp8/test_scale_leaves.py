@@ -186,7 +186,7 @@ def test_no_leaf_moves_on_a_skip():
         state = new
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_an_overflow_that_only_an_amax_shows_is_skipped(policy):
     """The cast saturates: from an inf among the inputs come finite gradients."""
@@ -260,7 +260,7 @@ def stack(trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["stacked", "broadcast"])
 def test_scan(kind, remat):
@@ -356,7 +356,7 @@ def test_microbatches_have_the_amaxes_of_the_full_batch(k):
 # Leaves that are not used
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_layer_that_is_not_used_keeps_leaf_and_history(accumulate):
     tx = make_tx("bf16", loss_scale=None)
@@ -460,7 +460,7 @@ def test_shard_map_inside_of_the_differentiated_loss(check_vma):
         with pytest.raises(TypeError, match="fp8_meta32") as caught:
             grads_of(spread, layer, X, jit=False)
         assert "and call value_and_grad inside a shard_map" in notes_of(caught)
-        with pytest.raises(TypeError, match="fp8_meta32"):  # found by the compiler, where nobody can add to it
+        with pytest.raises(TypeError, match="fp8_meta32"):  # raised by the compiler, which accepts no notes
             grads_of(spread, layer, X)
         return
     got = grads_of(spread, layer, X)

@@ -116,7 +116,7 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     assert_bitwise({"bias": loaded["bias"]}, {"bias": params["bias"]})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("policy", ["fp8", "bf16", "fp16"])
 def test_params_are_one_byte_and_follow_the_float32_master(policy):
     _, params, opt_state, step = job(policy)
@@ -279,7 +279,7 @@ def after_three_steps(regime_name):
     return regime.copies(state)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("regime_name", ["pmap", "shard_map", "jit_fsdp"])
 def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     (single,), parallel = after_three_steps("single"), after_three_steps(regime_name)
@@ -303,7 +303,7 @@ def test_checkpoints_hold_them(tmp_path):
 # --- kept over microbatches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp8", "bf16"])
 def test_kernels_kept_over_microbatches_change_nothing(policy):
     """The amaxes of kernels are those of the same numbers; all else comes from two programs, which may round apart."""

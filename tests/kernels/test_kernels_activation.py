@@ -74,7 +74,7 @@ def small(source, seed=0):
     return (np.random.default_rng(seed).normal(size=(64, 128)) * 3).astype(source)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @EACH_ACTIVATION
 def test_the_formulas(activation):
     """Two parts in ten million of the largest: float32's own rounding."""
@@ -94,7 +94,7 @@ def test_the_gated_formula():
         assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -114,7 +114,7 @@ def test_forward(backend, source, activation):
         assert_is_cast(got, value, 4.0, E4M3)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -136,7 +136,7 @@ def test_backward(backend, source, activation):
         assert_is_cast((q, q_t, amax), value, 8.0, E5M2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @EACH_BACKEND
 def test_gated_forward_and_backward(backend):
     a, b, g = small(BF16), small(BF16, 1), small(BF16, 2)
@@ -164,7 +164,7 @@ def test_gated_forward_and_backward(backend):
         assert_is_cast(cast, exact, s, E5M2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @SOURCES
 def test_a_gpu_gets_the_kernels(source):
     x, s = matrix(source, (64, 64)), np.float32(1)
@@ -204,7 +204,7 @@ def product(x, w, scales, activation):
     return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales, activation=activation)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @EACH_ACTIVATION
 def test_a_matmul_behind_an_activation(activation):
     """With float32 activations it is the matmul of the activation, to the bit; so are its gradients and amaxes."""
@@ -225,7 +225,7 @@ def test_a_matmul_behind_an_activation(activation):
     assert_near(fused(x, w, g), apart(x, w, g))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @EACH_ACTIVATION
 def test_recipes_without_state_and_odd_shapes_take_it_too(activation):
     x, w = small(BF16), matrix(BF16, (128, 64), 1)

@@ -68,7 +68,7 @@ def test_reading_kernels(name):
     assert_launches(text, 1, name)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(dtype):
     text = lowered(lambda tree: pallas_kernels.cast_tree(tree, dtype, scale=0.5), tree_of(SHAPES))
@@ -118,7 +118,7 @@ SAMPLE = {("lion", "bfloat16"), ("momentum", "float8_e4m3fn")}
 SAMPLE |= {("adamw", state) for state in ("float32", "int8", "float8_e5m2")}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("rule", "state"),
     [
@@ -134,7 +134,7 @@ def test_updates_in_every_form(rule, state):
     assert_launches(text, 1, "multi_tensor_update")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_written_in_place(form):

@@ -69,7 +69,7 @@ def step(leaves, apply, arrays, rate, when):
     return apply(descend, own, [rate], n_sums=1, when=when)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("taken", [True, False])
 def test_each_device_works_on_its_part_and_sums_count_once(parts, taken):
     leaves, mesh = make_leaves(), mesh_of()

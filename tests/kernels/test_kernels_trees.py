@@ -83,7 +83,7 @@ def caster(dtype: str, backend: str) -> Any:
 # --- unscale_and_check, gradient_norm --------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_backend
 def test_unscale_and_check(backend):
     tree = tree_of(None)
@@ -94,7 +94,7 @@ def test_unscale_and_check(backend):
     assert_bitwise(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_backend
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_one_bad_element_anywhere_is_seen(backend, bad):
@@ -128,7 +128,7 @@ def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
     assert_bitwise(np.asarray(unscaled["float32"])[:15][normal], by_hand[normal])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_backend
 def test_gradient_norm(backend):
     tree = tree_of(None)
@@ -147,7 +147,7 @@ def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
 # --- cast_tree -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
@@ -180,7 +180,7 @@ def test_trees_that_hold_nothing(backend, tree):
 # --- many leaves -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_backend
 def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
     """Two kinds, three launches of which two look alike; the sums of all launches add up."""
@@ -337,7 +337,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -364,7 +364,7 @@ def test_update_is_the_oracles(backend, rule):
             assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @each_other_backend
 @each_rule
 def test_backends_agree(backend, rule):
@@ -388,7 +388,7 @@ def test_a_step_not_taken_changes_no_bit(backend, rule):
     assert_bitwise(updated(rule, backend, weights, taken=False)[0], weights)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_backend
 @two_rules
 def test_nothing_non_finite_enters(backend, rule):

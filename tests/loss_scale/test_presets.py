@@ -481,7 +481,7 @@ def run_on_devices(world: int, axis_name: Any, bad_value: float):
     return _on_devices(world, axis_name)(inf_ranks(world), bad_value)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("bad_value", [np.inf, np.nan])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_devices_follow_the_trace_of_the_sharded_scaler(world, bad_value):

@@ -93,7 +93,7 @@ def test_outputs_are_counted_at_the_peak_alone_and_by_their_share():
         return y, jnp.sum(y @ w)
 
     assert usage(f, X, W).scratch == VALUE  # the second product
-    assert usage(f, X, W).peak == 2 * VALUE  # beside y, which is there when that is
+    assert usage(f, X, W).peak == 2 * VALUE  # y lives at the same time
     assert usage(f, X, W, output_bytes=[VALUE // 8, 4]).peak == VALUE + VALUE // 8
 
 

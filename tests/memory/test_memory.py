@@ -72,7 +72,7 @@ def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value
 ATTENTION = {"fp32": 8, "bf16": 6}  # bytes of a score and its weight: scores are float32, weights in compute_dtype
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("precision", "width", "heads"), [("fp32", 64, 4), ("bf16", 128, 8)])
 def test_a_transformer_layer_has_12_h_h_params_and_16_h_activations_a_token(precision, width, heads):
     """And two for each pair of tokens and head; with a relu in place of the gelu, which is recomputed, 12 h."""
@@ -155,7 +155,7 @@ def small_model():
     return {"big": jnp.ones((32, 256)), "norm": jnp.ones(256), "frozen": jnp.ones((16, 16))}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stored_is_what_arrays_take(name):
     policy, tx = RECIPES[name]

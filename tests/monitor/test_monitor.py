@@ -113,7 +113,7 @@ def found(monitor):
 # It changes nothing
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_sampled_step_has_the_same_bits(policy):
     """One program, in which some steps are sampled or none."""
@@ -155,7 +155,7 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
     alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])

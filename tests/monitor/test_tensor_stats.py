@@ -46,7 +46,7 @@ def oracle(x):
 
 
 def edges():
-    """The neighbourhood of every number at which a format changes its mind."""
+    """Numbers around each threshold of a format."""
     values = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]
     for dtype in FORMATS.values():
         info = ml_dtypes.finfo(dtype)
@@ -73,7 +73,7 @@ def test_shares_are_those_of_a_cast(histogram):
     compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_pattern_of_a_narrow_dtype(dtype):
     bits = jnp.finfo(dtype).bits
@@ -157,7 +157,7 @@ def _alone():
     return jax.device_get(jaxmp.monitor.tensor_stats({"x": VALUES}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["jit", "pmap", "shard_map", "shard_map_unchecked"])
 def test_parts_on_devices_give_the_statistics_of_the_whole(how):
     def look(x, step):

@@ -105,7 +105,7 @@ def rows_of(case: dict, i: int, dtype, *, where: np.ndarray | None = None) -> np
     return np.array([row[i] for row in rows]).astype(dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_decisions_and_scales(case):
     """Flags, scales and counters are exact at every step; the scale that unscales is the one before it moves."""
@@ -118,7 +118,7 @@ def test_decisions_and_scales(case):
         assert_bitwise(metrics["hysteresis_left"], rows_of(case, 6, np.int32))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_norms_and_zeros(case):
     *_, metrics, _ = replay(case["name"], skip_nonfinite=case["name"] != POISONED)
@@ -130,7 +130,7 @@ def test_norms_and_zeros(case):
     assert_bitwise(metrics["zero_grads"][taken], rows_of(case, 3, np.float32, where=taken))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case["name"] != POISONED], ids=name_of)
 def test_params_and_masters(case):
     """16-bit params are equal bit for bit, by either way of applying a step; masters to 1e-5."""

@@ -105,7 +105,7 @@ def tolerance(case: dict) -> float:
     return 5e-3 if case["dtype"] == "torch.bfloat16" else 1e-3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", ORACLE["megatron"], ids=name_of)
 def test_megatron(case):
     """Skips and scales are exact at every step, also where the overflow is float16's own."""
@@ -119,7 +119,7 @@ def test_megatron(case):
     assert_bitwise(metrics["skipped_steps"][-1], int(np.sum(~taken)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", ORACLE["torch_amp"], ids=name_of)
 def test_torch_amp(case):
     """float32 params, 16-bit matmuls: autocast and GradScaler. There is no master, and the scale still decides."""

@@ -175,7 +175,7 @@ def test_code_that_cannot_run_is_a_problem_too():
 
 
 def half(fn, *args):
-    """What is seen of the 16-bit operations of a function."""
+    """The findings about the 16-bit operations of a function."""
     look = operations.Look(rehearsal._measure)
     closed = jax.make_jaxpr(fn)(*args)
     found = jax.jit(lambda *given: (look.run(closed, given), look.found)[1])(*args)

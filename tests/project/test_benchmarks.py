@@ -43,7 +43,7 @@ def test_four_programs_do_the_same_job():
     assert len(SAME_JOB) == 4 and set(cpu.BY_HAND) < set(SAME_JOB)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SAME_JOB)
 def test_the_same_job_ends_in_the_same_params(name):
     """Masters agree within the rounding of a norm that is summed in another order; params are the rounded masters."""
@@ -54,7 +54,7 @@ def test_the_same_job_ends_in_the_same_params(name):
     assert_bitwise(params, jax.tree.map(lambda m: m.astype(jnp.float16), masters))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SAME_JOB])
 def test_the_other_jobs_take_the_same_step(name):
     """Params in float32 or bfloat16 agree within their rounding."""
@@ -179,7 +179,7 @@ JOBS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", JOBS)
 def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     """The same number of matmuls and convolutions, each in float16; gradients have the float32 of the params."""

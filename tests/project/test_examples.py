@@ -1,34 +1,62 @@
-"""The examples as a user starts them: in processes of their own, made small."""
+"""The examples as a user starts them, made small: in this process, and where several processes train, in their own."""
 
 import json
 import math
 import os
+import pydoc_data.topics
 import re
+import runpy
 import socket
 import subprocess
 import sys
 
 import pytest
 
+import train
 from helpers import ROOT, compiled_quickly
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("examples")]
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
 
 
+def arguments_of(script, *args):
+    return [str(part) for part in (ROOT / "examples" / script, *args)]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`run(script, *args)`: runs an example here, and returns what it printed."""
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def run(script, *args):
+        monkeypatch.setattr(sys, "argv", arguments_of(script, *args))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        out, err = capsys.readouterr()
+        assert "Warning" not in err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def short_text(monkeypatch):
+    """A few pages of the text, so that held-out losses take little time. Processes of their own read all of it."""
+    topics = dict(list(pydoc_data.topics.topics.items())[:20])
+    monkeypatch.setattr(pydoc_data.topics, "topics", topics)
+    monkeypatch.setattr(train, "topics", topics)
+
+
 @pytest.fixture
 def start():
-    """`start(script, *args)`: the running example; none outlives the test."""
+    """`start(script, *args)`: the running example, on `devices` of its own; none outlives the test."""
     running = []
 
-    def start(script, *args, devices=None):
+    def start(script, *args, devices):
         environment = compiled_quickly(os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"})
-        if devices is not None:  # as many as the script itself is to simulate
-            flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
-            environment["XLA_FLAGS"] = " ".join(flags)
-            args = (*args, "--cpu-devices", devices)
-        command = [str(part) for part in (sys.executable, ROOT / "examples" / script, *args)]
+        flags = [f for f in environment["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
+        environment["XLA_FLAGS"] = " ".join(flags)
+        command = [sys.executable, *arguments_of(script, *args, "--cpu-devices", devices)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         running.append(subprocess.Popen(command, env=environment, text=True, **pipes))
         return running[-1]
@@ -51,25 +79,26 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_train(start, tmp_path):
+def test_train(run, short_text, tmp_path):
     knobs = (
-        "--steps 12 --initial-scale 1024 --overflow-steps 5 6 --growth-interval 4 --log-every 4 --eval-every 12".split()
+        *"--policies fp32 fp16 fp8 --steps 12 --initial-scale 1024 --overflow-steps 5 6".split(),
+        *"--growth-interval 4 --log-every 4 --eval-every 12".split(),
     )
     files = ("--out", tmp_path, "--figure", tmp_path / "figure.png", "--json", tmp_path / "train.json")
-    out = finish(start("train.py", *TINY, *knobs, *files))
+    out = run("train.py", *TINY, *knobs, *files)
     runs = json.loads((tmp_path / "train.json").read_text())["runs"]
     assert is_png(tmp_path / "train.png")
     assert is_png(tmp_path / "figure.png")
 
-    assert [run["policy"] for run in runs] == ["fp32", "bf16", "fp16", "fp8"]
-    for run in runs:
-        numbers = {name: x for name, x in run.items() if isinstance(x, int | float)}
+    assert [row["policy"] for row in runs] == ["fp32", "fp16", "fp8"]
+    for row in runs:
+        numbers = {name: x for name, x in row.items() if isinstance(x, int | float)}
         assert all(math.isfinite(x) for x in numbers.values()), numbers
-        assert 2 < run["held_out_loss"] < math.log(256)  # better than a guess
-        assert re.search(rf"{run['policy']} +{run['train_loss']:.4f} +{run['held_out_loss']:.4f} ", out)
+        assert 2 < row["held_out_loss"] < math.log(256)  # better than a guess
+        assert re.search(rf"{row['policy']} +{row['train_loss']:.4f} +{row['held_out_loss']:.4f} ", out)
 
-    fp32, bf16, fp16, _ = runs
-    assert fp32["skipped_steps"] == bf16["skipped_steps"] == []
+    fp32, fp16, fp8 = runs
+    assert fp32["skipped_steps"] == fp8["skipped_steps"] == []
     assert fp16["skipped_steps"] == [5, 6]
     assert fp16["events"] == [
         "step 3: loss scale 1024 -> 2048",
@@ -82,54 +111,52 @@ def test_train(start, tmp_path):
     # float32: 4 bytes a param and two moments. 16 bits: half the params, and masters besides the moments.
     count = fp32["param_bytes"] // 4
     norms = 3 * 32  # kept in float32
-    assert fp16["param_bytes"] == bf16["param_bytes"] == 2 * (count - norms) + 4 * norms
-    for run, words in ((fp32, 2 * count), (bf16, 3 * count - norms), (fp16, 3 * count - norms)):
-        assert 0 <= run["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
+    assert fp16["param_bytes"] == 2 * (count - norms) + 4 * norms
+    for row, words in ((fp32, 2 * count), (fp16, 3 * count - norms)):
+        assert 0 <= row["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
 
 
-def test_train_is_the_same_in_two_processes(start, tmp_path):
+def test_train_is_the_same_in_two_processes(start, run, tmp_path):
     knobs = (
         *TINY,
-        *"--policies fp16 --steps 6 --initial-scale 1024 --overflow-steps 3 4 --log-every 2 --eval-every 6".split(),
+        *"--policies fp16 --steps 5 --initial-scale 1024 --overflow-steps 3 4 --log-every 2 --eval-every 5".split(),
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     together = ("--coordinator", coordinator, "--num-processes", 2, "--process-id")
     workers = [
-        start("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / f"{i}.json", *together, i, devices=2)
+        start("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / f"{i}.json", *together, i, devices=4)
         for i in range(2)
     ]
-    alone = finish(start("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / "alone.json", devices=4))
+    alone = run("train.py", *knobs, "--out", tmp_path, "--json", tmp_path / "alone.json")  # on 8 devices too
     outs = [finish(worker) for worker in workers]
     assert "step 4: a device overflowed, all skip; loss scale 1024 -> 512" in outs[0]
-    assert "loss scale" not in outs[1]  # the first process speaks
+    assert "loss scale" not in outs[1]  # only the first process prints
     assert not (tmp_path / "1.json").exists()
-    (run,), (expected,) = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("0", "alone"))
+    (joined,), (expected,) = (json.loads((tmp_path / f"{name}.json").read_text())["runs"] for name in ("0", "alone"))
     assert "step 4" in alone
     for name in ("skipped_steps", "events", "loss_scale", "param_bytes", "optimizer_state_bytes"):
-        assert run[name] == expected[name], name
-    assert run["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
+        assert joined[name] == expected[name], name
+    assert joined["held_out_loss"] == pytest.approx(expected["held_out_loss"], rel=1e-4)
 
 
-def test_train_says_which_batch_sizes_fit(start):
-    process = start("train.py", "--batch-size", 7)
-    _, err = process.communicate(timeout=HANGS_AFTER)
-    assert process.returncode != 0
-    assert "--batch-size must be a multiple of the number of devices, 8; got 7" in err
+def test_train_says_which_batch_sizes_fit(run):
+    with pytest.raises(SystemExit, match="--batch-size must be a multiple of the number of devices, 8; got 7"):
+        run("train.py", "--batch-size", 7)
 
 
-def test_train_nnx(start, tmp_path):
-    knobs = "--policies fp16 fp8 --steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
-    out = finish(start("train_nnx.py", *TINY, *knobs, "--out", tmp_path))
-    assert re.search(r"fp16 +\d\.\d{4} +\d\.\d{4} ", out)
-    assert "fp16 step 0: a device overflowed, all skip; loss scale stays 1000000000 (hysteresis)" in out
-    assert "fp16 step 1: a device overflowed, all skip; loss scale 1000000000 -> 500000000" in out
+def test_train_nnx(run, short_text, tmp_path):
+    knobs = "--policies fp16+fp8 --steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
+    out = run("train_nnx.py", *TINY, *knobs, "--out", tmp_path)
+    assert re.search(r"fp16\+fp8 +\d\.\d{4} +\d\.\d{4} ", out)
+    assert "fp16+fp8 step 0: a device overflowed, all skip; loss scale stays 1000000000 (hysteresis)" in out
+    assert "fp16+fp8 step 1: a device overflowed, all skip; loss scale 1000000000 -> 500000000" in out
     assert is_png(tmp_path / "train_nnx.png")
 
 
-def test_two_losses(start):
-    out = finish(start("two_losses.py"))
+def test_two_losses(run):
+    out = run("two_losses.py")
     assert "step  60: skipped by B " in out
     assert "step 120: skipped by A and B " in out
     losses = re.search(r"regression loss (\S+) -> (\S+), classification loss (\S+) -> (\S+)", out)
@@ -138,8 +165,8 @@ def test_two_losses(start):
     assert after_b < 0.1 * before_b
 
 
-def test_gradient_penalty(start):
-    out = finish(start("gradient_penalty.py", "--steps", 60, "--log-every", 30))
+def test_gradient_penalty(run):
+    out = run("gradient_penalty.py", "--steps", 60, "--log-every", 30)
     assert re.search(r"    0 +\d\.\d{4} +nan +65536   skipped\n", out)
     fp32, fp16, scale = re.search(r"   59 +(\S+) +(\S+) +(\d+)\n", out).groups()
     assert float(fp16) == pytest.approx(float(fp32), abs=0.3)  # behind by the steps that it skipped
@@ -148,9 +175,8 @@ def test_gradient_penalty(start):
     assert all(2 < float(x) < 4 for x in found.groups())
 
 
-def test_port_torch_amp(start):
-    nnx = start("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
-    out = finish(start("port_torch_amp.py", "--steps", 24, "--width", 8))
+def test_port_torch_amp(run):
+    out = run("port_torch_amp.py", "--steps", 24, "--width", 8)
     rows = {}
     for name, *numbers in re.findall(r"(fp32|GradScaler|native) +(\S+) +(\S+) +(\S+)% +(\d+) +(\d+) +(\d+) kB", out):
         rows[name] = [float(x) for x in numbers]
@@ -163,4 +189,8 @@ def test_port_torch_amp(start):
     events = re.findall(r"(GradScaler|native) (step .*)", out)
     assert [e for name, e in events if name == "native"] == [e for name, e in events if name == "GradScaler"]
     assert "GradScaler step 0: skipped, loss scale 524288 -> 262144" in out
-    assert re.search(r"native( +\d\.\d{4}){2} ", finish(nnx))
+
+
+def test_port_torch_amp_in_nnx(run):
+    out = run("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
+    assert re.search(r"native( +\d\.\d{4}){2} ", out)

@@ -39,13 +39,19 @@ def served():
 
 
 @pytest.mark.parametrize("arguments", [[], ["doctor"], ["backends"]], ids=["alone", "doctor", "backends"])
-def test_it_prints_versions_devices_and_every_operation(arguments):
-    run = subprocess.run([sys.executable, "-m", "jaxmp", *arguments], capture_output=True, text=True, check=True)
-    assert f"jaxmp {jaxmp.__version__}: python " in run.stdout
-    assert f"jax {jax.__version__}, jaxlib " in run.stdout
-    assert "8 x cpu\n" in run.stdout
+def test_it_prints_versions_devices_and_every_operation(arguments, capsys):
+    assert command.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert f"jaxmp {jaxmp.__version__}: python " in out
+    assert f"jax {jax.__version__}, jaxlib " in out
+    assert "8 x cpu\n" in out
     for row in backends.backends():
-        assert any(line.split() == " ".join(row).split() for line in run.stdout.splitlines())
+        assert any(line.split() == " ".join(row).split() for line in out.splitlines())
+
+
+def test_it_is_a_command():
+    run = subprocess.run([sys.executable, "-m", "jaxmp", "formats"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("format")
 
 
 def test_an_unknown_command_is_named(capsys):

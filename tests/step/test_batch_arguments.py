@@ -252,7 +252,8 @@ def test_stacked_statistics_are_refused():
     """Without carry_argnum: each step would add an axis."""
     state = new_state()
     compute = jaxmp.value_and_grad(normed_loss, has_aux=True, accumulate=K, accumulate_argnums=(2, 3))
-    (_, stats), grads = compute(state.params, state.batch_stats, X, TARGETS, opt_state=state.opt_state)
+    run = jax.jit(lambda params, stats: compute(params, stats, X, TARGETS, opt_state=state.opt_state))
+    (_, stats), grads = run(state.params, state.batch_stats)
     with pytest.raises(ValueError, match=r"got \(4, 4\) in new and \(4,\) in old at batch_stats/.*carry_argnum="):
         state.apply_gradients(grads=grads, batch_stats=stats)
     with pytest.raises(ValueError, match=r"got \(2,\) in new and \(1,\) in old at mean"):
@@ -279,8 +280,9 @@ def test_class_weights_inside_the_batch_are_asked_for():
         return loss(params, batch | {"weights": weights})
 
     del batch["weights"]
-    whole = jax.value_and_grad(apart)(params, batch, weights)
-    cut = jaxmp.value_and_grad(apart, accumulate=2, accumulate_argnums=1)(params, batch, weights, opt_state=state)
+    whole = jax.jit(jax.value_and_grad(apart))(params, batch, weights)
+    grad_fn = jax.jit(jaxmp.value_and_grad(apart, accumulate=2, accumulate_argnums=1))
+    cut = grad_fn(params, batch, weights, opt_state=state)
     np.testing.assert_allclose(cut[0], whole[0], rtol=1e-6)
     np.testing.assert_allclose(cut[1], whole[1], rtol=1e-5, atol=1e-7)
     jaxmp.value_and_grad(lambda p, b: loss(p, b | {"weights": weights}), accumulate=2)(params, batch, opt_state=state)

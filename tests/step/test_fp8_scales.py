@@ -41,7 +41,7 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 # What an update does
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
 def test_each_leaf_follows_its_recipe(recipe, shape):
@@ -83,7 +83,7 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
 def test_a_leaf_that_stays_gets_minus_zero():
     tx = update_amax(RECIPE)
     params = scale_leaves() | {LHS: jnp.float32(-0.0)}
-    moves, _ = tx.update(scale_leaves(), tx.init(params), params)
+    moves, _ = jax.jit(tx.update)(scale_leaves(), tx.init(params), params)
     assert_bitwise(moves, {name: F32(-0.0) for name in moves})
     assert_bitwise(optax.apply_updates(params, moves), params)
 
@@ -106,7 +106,7 @@ def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf()
     assert float(after[ANY_NAMES[0]]) != 1
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_te_semantics_let_an_inf_into_the_history(power_of_two):
     """Only without the skip that `mixed_precision` makes of it; "jaxmp" never stores it."""
@@ -116,10 +116,10 @@ def test_te_semantics_let_an_inf_into_the_history(power_of_two):
         name = LHS if power_of_two else ANY_NAMES[0]
         params = {name: jnp.float32(0.0 if power_of_two else 1.0)}
         tx = update_amax(recipe)
-        state = tx.init(params)
+        state, update = tx.init(params), jax.jit(tx.update)
         scales = []
         for amax in (3.0, np.inf, 5.0, 5.0, 5.0):
-            moves, state = tx.update({name: jnp.float32(amax)}, state, params)
+            moves, state = update({name: jnp.float32(amax)}, state, params)
             params = optax.apply_updates(params, moves)
             scales.append(float(get_scales(params)[name]))
         stored[semantics] = scales
@@ -134,7 +134,7 @@ def test_mixed_precision_skips_an_inf_whatever_the_semantics():
     tx = make_tx("bf16", recipe=recipe)
     params, opt_state = start(tx, "bf16", layer_params(0))
     grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=np.inf)
-    _, new = tx.update(grads, opt_state, params)
+    _, new = jax.jit(tx.update)(grads, opt_state, params)
     assert bool(jaxmp.get_metrics(new)["skipped"])
     assert_bitwise(guarded(new), guarded(opt_state))
 
@@ -174,14 +174,15 @@ def test_split_sends_extra_arguments_to_the_rest():
 # Histories of another length
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("length", [1, 2, 3, 6])
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
     params, opt_state = start(tx, "bf16", layer_params(0))
+    update = jax.jit(tx.update)
     for amax in (1.0, 2.0, 4.0, 3.0):
         grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=amax)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     assert histories(opt_state)[0][:, 0].tolist() == [0.0, 2.0, 4.0, 3.0]
     with pytest.warns(UserWarning, match=f"of length 4 becomes one of length {length}; the newest amaxes are") as seen:
@@ -194,9 +195,9 @@ def test_resized_histories_keep_the_newest(length):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_bitwise(resize_history(opt_state, RECIPE), opt_state)
-    # training goes on, and an update with the wrong length names the remedy
+    # training continues, and an update with the wrong length names the fix
     other_tx = make_tx("bf16", recipe=other)
-    other_tx.update(grads, resized, params)
+    jax.eval_shape(other_tx.update, grads, resized, params)
     message = (
         f"the amax history must have the recipe's length, {length}; got 4, .* Call opt_state = jaxmp.fp8.resize_history"
     )
@@ -324,7 +325,7 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
@@ -345,7 +346,7 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     assert_bitwise(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "jit"])
 def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
     tx = make_tx("bf16")

@@ -131,7 +131,7 @@ FREEZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("freezer", FREEZERS)
 @both_policies
 def test_frozen_leaves_have_no_master_and_never_change(freezer, policy):
@@ -246,7 +246,7 @@ def sgd_steps(policy):
     return tx, jax.jit(by_updates), jax.jit(functools.partial(jaxmp.apply_gradients, tx))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @both_policies
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_apply_updates_lands_on_the_rounded_master(policy, compiled):
@@ -314,7 +314,7 @@ def test_a_huge_shrink_is_repaired_by_the_next_step(policy):
     expected = rounded(wanted, policy)
     assert_bitwise(exact["w"], expected)
     missed = np.asarray(landed["w"]) != expected
-    assert missed.any()  # the case is there
+    assert missed.any()  # the data contain the case
     np.testing.assert_allclose(np.asarray(landed["w"], np.float64), np.float64(expected), rtol=0, atol=2.0**-10)
     repaired, state, _ = by_updates({"w": jnp.zeros(old.shape)}, state, landed)
     assert_bitwise(repaired["w"], expected)

@@ -103,7 +103,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_apply_gradients_is_update_and_apply_updates(chain):
     """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""
@@ -288,7 +288,7 @@ def test_wrap_state_re_keys_by_path(old_form, new_form):
 
 
 def test_wrap_state_inside_a_chain():
-    """The one `mixed_precision` of a chain is found; what stands round it starts anew."""
+    """The one `mixed_precision` of a chain is found; the state of the transforms around it starts anew."""
     inner = optax.adam(0.1)
     _, state = train(inner, params32(), inner.init(params32()), 2)
     tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(inner, "fp16"))

@@ -19,7 +19,7 @@ PARAMS32 = {
 }
 PARTS = tuple(PARAMS32)
 SHARED = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(64.0, growth_interval=2, hysteresis=1))
-TX = jaxmp.mixed_precision(optax.adam(0.01), POLICY, loss_scale=1.0)  # its own scale stands aside
+TX = jaxmp.mixed_precision(optax.adam(0.01), POLICY, loss_scale=1.0)  # its own scale is not used
 
 
 def head_loss(trunk, head, x, blow_up):
@@ -92,7 +92,7 @@ def test_each_optimizer_skips_on_its_own_flag_and_the_scale_moves_once(jitted, o
     assert skips(new_states) == {part: int(part in standing) for part in PARTS}
     assert_close(jaxmp.get_loss_scale(new_scale), 32.0 if standing else 128.0)  # one move, also with two overflows
     assert_bitwise(new_scale.all_grads_finite, jnp.array(True))  # forgotten for the next step
-    for part in PARTS:  # the optimizers' own scale stands aside
+    for part in PARTS:  # the optimizers' own scale is not used
         assert_close(jaxmp.get_loss_scale(new_states[part]), 1.0)
 
 

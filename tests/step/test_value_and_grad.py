@@ -211,7 +211,7 @@ def test_sums_of_microbatches_are_float32():
     loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=4)(w, x, opt_state=state_with(4.0))
     assert_bitwise((loss, grads), (F32(2.0**15), np.array([2.0**17], F32)))
     _, whole = jaxmp.value_and_grad(loss_fn)(w, x, opt_state=state_with(4.0))
-    assert_bitwise(whole, np.array([np.inf], F16))  # what a float16 gradient of the batch comes to
+    assert_bitwise(whole, np.array([np.inf], F16))  # the gradient of the whole batch overflows float16
 
     tx = jaxmp.mixed_precision(optax.sgd(2.0**-15), "fp16", loss_scale=4.0)
     opt_state = tx.init(w)
@@ -256,17 +256,17 @@ def test_keys_are_split_and_scalars_repeated(typed):
     key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
 
     def f(w, x, key, rate, flag):
-        return jnp.mean(x * w), {"noise": jax.random.normal(key, (2,)), "rate": rate, "flag": flag}
+        return jnp.mean(x * w), {"noise": jax.random.uniform(key, (2,)), "rate": rate, "flag": flag}
 
     compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2)
     (_, aux), _ = compute(jnp.array(1.0), jnp.arange(4.0), key, 0.5, jnp.array(True), opt_state=state_with(1.0))
-    expected = jnp.stack([jax.random.normal(k, (2,)) for k in jax.random.split(key, 2)])
+    expected = jnp.stack([jax.random.uniform(k, (2,)) for k in jax.random.split(key, 2)])  # exact in every program
     assert_bitwise(aux, {"noise": expected, "rate": np.array([0.5, 0.5], F32), "flag": np.array([True, True])})
     # without accumulation the key is the caller's
     (_, aux), _ = jaxmp.value_and_grad(f, has_aux=True)(
         jnp.array(1.0), jnp.arange(4.0), key, 0.5, True, opt_state=state_with(1.0)
     )
-    assert_bitwise(aux["noise"], jax.random.normal(key, (2,)))
+    assert_bitwise(aux["noise"], jax.random.uniform(key, (2,)))
 
 
 def test_accumulate_argnums_name_the_batch():
@@ -322,7 +322,7 @@ def under_vmap_over_scales(f, params, x, opt_state):
     return jax.tree.map(lambda x: x[0], out)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rematerialized", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("under", [under_nothing, under_jit, under_scan, under_vmap, under_vmap_over_scales])
@@ -555,7 +555,7 @@ def test_split_microbatches_keeps_order_and_dtypes():
     assert_bitwise(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("k", [2, 8])
 def test_microbatches_of_a_sharded_batch_stay_spread_over_its_devices(axis_type, k):

@@ -10,7 +10,7 @@ import faults
 import regimes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("regime, precision", faults.WORLDS, ids=lambda x: x)
 def test_no_fault_leaves_a_wrong_state(regime, precision):
     done = faults.run(regime, precision, 12, seed=1)
@@ -31,7 +31,7 @@ def one_fault():
 
 
 def injured(change):
-    """What `check` says of a step that did not skip an inf as it should: `change(state after, state before)`."""
+    """The messages of `check` for a step that should have skipped an inf: `change(state after, state before)`."""
     world, before, twin, after, fault = one_fault()
     with pytest.raises(AssertionError) as caught:
         faults.check(world, before, twin, change(after, twin), fault)

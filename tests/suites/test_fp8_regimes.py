@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("regime_name", "framework", "name", "accumulate"), CASES)
 def test_scales_and_histories_are_those_of_one_device(regime_name, framework, name, accumulate):
     job = make_job(framework, name, REGIMES[regime_name].axis_name, accumulate)

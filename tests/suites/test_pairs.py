@@ -1,4 +1,4 @@
-"""A sample of the jobs in which every pair of features meets (`make pairs` runs all), and that a wrong one is seen."""
+"""A sample of the jobs in which every pair of features meets (`make pairs` runs all). A wrong result is detected."""
 
 import numpy as np
 import pytest

@@ -35,7 +35,7 @@ def test_the_sample_has_each_regime_framework_and_dtype():
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("regime_name", "framework", "dtype", "accumulate"), CASES)
 def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, framework, dtype, accumulate):
     job = make_job(framework, dtype, REGIMES[regime_name].axis_name, accumulate)
@@ -50,7 +50,7 @@ def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, 
 # each device trains params of its own (local SGD), and only the flag crosses over.
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("spread", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_devices_that_share_no_gradients_still_decide_together(spread):
     tx = jaxmp.mixed_precision(

@@ -75,7 +75,7 @@ def live(directory, log, parent):
             step, params, opt_state, _ = jaxmp.checkpoint.restore(manager, tx, params=params)
         os.write(log, f"restored {step} {digest((params, opt_state))}\n".encode())
         finished = step
-        while os.getppid() == parent:  # nobody is left to kill it otherwise
+        while os.getppid() == parent:  # it ends when its parent has ended
             step += 1
             params, opt_state = train_step(params, opt_state, batch(step))
             os.write(log, f"step {step} {digest((params, opt_state))}\n".encode())

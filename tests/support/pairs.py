@@ -38,7 +38,7 @@ from fp8_model import matmul, scale_leaves
 from regimes import DEVICES, guarded, same_bits
 
 ROWS, WIDTH = 128, 64  # 32 rows on each device, 16 in each of two microbatches: the least that an fp8 GEMM takes
-TIMES = 2  # how often each pair stands in some job, with other companions
+TIMES = 2  # how many jobs have each pair, each job with other features
 STEPS, BAD_STEP, SAVED_AFTER = 6, 1, 3
 LEARNING_RATE = 1e-2
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)

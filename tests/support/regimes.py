@@ -406,7 +406,7 @@ def _nnx_job(dtype: str, axis_name: str | None) -> Job:
 
 
 STEPS = 6
-BAD = {1: np.inf, 3: np.nan}  # what stands in the data of one device; with hysteresis 2 the second lowers the scale
+BAD = {1: np.inf, 3: np.nan}  # by step, in the data of one device; with hysteresis 2 the second lowers the scale
 BAD_ROW = 5  # of the second device, and of the first process where there are two
 
 

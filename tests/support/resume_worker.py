@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxmp
 import regimes
 
-STEPS, EVERY, BAD_STEP, BAD_RANK, DIES_AFTER = 9, 3, 4, 2, 7
+STEPS, EVERY, BAD_STEP, BAD_RANK, DIES_AFTER = 9, 3, 4, 1, 7
 
 
 def digest(tree):

@@ -57,7 +57,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "dtype"), cases_of(OPTIMIZERS, DTYPES, lambda name, dtype: name == "adam" or dtype == "int8")
 )
@@ -67,7 +67,7 @@ def test_what_is_stored(name, dtype):
     """
     inner = OPTIMIZERS[name]
     tx, params = compress.compress_moments(inner, dtype), params_of()
-    state, plain = tx.init(params), inner.init(params)
+    state, plain = jax.jit(tx.init)(params), jax.eval_shape(inner.init, params)
     assert state.compress_count.dtype == jnp.int32 and state.compress_count == 0
     seen = []
 
@@ -92,7 +92,7 @@ def test_what_is_stored(name, dtype):
     assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adagrad"])
 def test_float32_changes_nothing(name):
     inner, params = OPTIMIZERS[name], params_of()
@@ -130,7 +130,7 @@ def losses_of(name: str, dtype: str | None) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases_of(
@@ -162,7 +162,7 @@ def test_runs_are_the_same_to_the_bit(dtype):
 # --- what is not finite ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @each_dtype
 def test_nothing_non_finite_is_stored(dtype):
     """A gradient of NaN or inf keeps its element of the moments as it is (within its rounding), and its neighbours,
@@ -187,7 +187,7 @@ def test_nothing_non_finite_is_stored(dtype):
     assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),

@@ -77,7 +77,7 @@ def chained(plain):
 
 
 # Each optimizer under a loss scale, and one of them in each other dtype.
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -122,7 +122,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
 @pytest.mark.parametrize(
     ("policy", "kwargs", "bits"),
@@ -159,7 +159,7 @@ def after_steps_with_full_masters(steps):
     return run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16", steps=steps)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "optax"])
 def test_split_masters_train_as_full_ones(fused):
     """No bit is lost in a split; what remains are the roundings of two programs, some ulps in each step."""
@@ -344,7 +344,7 @@ def fp8_params(**kwargs):
     return policy, params32, loss_fn
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["float32-kernels", "fp8-kernels"])
 def test_with_fp8_layers(fp8_weights):
     policy, params32, loss_fn = fp8_params(fp8_weights=fp8_weights)
@@ -467,7 +467,7 @@ def test_split_params_inside_shard_map(check_vma):
     assert_close(*outcomes, rtol=2.0**-7)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("scaled", ["fp16", "bf16"])
 @pytest.mark.parametrize("inner", [jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
 def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled):

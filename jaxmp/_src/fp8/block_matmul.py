@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding
+from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding, remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
@@ -63,6 +63,14 @@ class _Operand(NamedTuple):
     axis: int  # the one that the GEMM sums over
 
 
+_IMPL = "threefry2x32"
+
+
+def seed_of(key: Array) -> Array:
+    """uint32[2] from a key of any kind, for `dot_general`: arrays of integers go through all transformations."""
+    return jax.random.bits(key, (2,), jnp.uint32)
+
+
 def dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
@@ -71,28 +79,27 @@ def dot_general(
     recipe: Recipe,
     out_dtype: Any,
     out_sharding: Any = None,
-    key: Array | None = None,
+    seed: Array | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` with block-scaled operands, forward and backward; see the module's docstring.
 
     Several contracting (or free, or batch) dimensions count as one, in the order of `dimension_numbers`, and blocks go
-    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights). `key` is
-    for stochastic rounding.
+    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights).
+    `seed` is for stochastic rounding: see `seed_of`.
     """
     dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
-    key_data = None if key is None else jax.random.key_data(key)
     if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
-        return dot(lhs, rhs, key_data)
+        return dot(lhs, rhs, seed)
     plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
     sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
     left_to_xla: Any = jax.sharding.auto_axes(dot, out_sharding=sharding)
-    return left_to_xla(lhs, rhs, key_data)
+    return left_to_xla(lhs, rhs, seed)
 
 
 def _dot_general(
     lhs: Array,
     rhs: Array,
-    key_data: Array | None,
+    seed: Array | None,
     dimension_numbers: DimensionNumbers,
     recipe: Recipe,
     out_dtype: Any,
@@ -104,7 +111,7 @@ def _dot_general(
     gemm = _Gemm(recipe, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype))
     lhs = _three_axes(lhs, lhs_batch, lhs_free, lhs_contract)  # [B, M, K]
     rhs = _three_axes(rhs, rhs_batch, rhs_contract, rhs_free)  # [B, K, N]
-    return _dot(gemm, lhs, rhs, key_data).reshape(shape)
+    return _dot(gemm, lhs, rhs, seed).reshape(shape)
 
 
 def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
@@ -113,15 +120,15 @@ def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> Array:
-    del key_data
+def _dot(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> Array:
+    del seed
     with jax.named_scope("jaxmp.fp8_quantize"):
         x_along_k = _quantize(gemm.recipe, x, 2)
         w_along_k = _weight(gemm.recipe, w, 1)
     return _fprop(gemm, x_along_k, w_along_k)
 
 
-def _forward(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> tuple[Array, Any]:
+def _forward(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> tuple[Array, Any]:
     recipe = gemm.recipe
     x, w = once(x), once(w)
     with jax.named_scope("jaxmp.fp8_quantize"):
@@ -129,7 +136,8 @@ def _forward(gemm: _Gemm, x: Array, w: Array, key_data: Array | None) -> tuple[A
         x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
         w_along_k = _weight(recipe, w, 1)
         w_along_n = w_along_k._replace(axis=2) if recipe.has_square_weights else _weight(recipe, w, 2)
-    return _fprop(gemm, x_along_k, w_along_k), (x_along_m.blocks, w_along_n.blocks, key_data)
+    kept = remat.packed((x_along_m.blocks, w_along_n.blocks))
+    return _fprop(gemm, x_along_k, w_along_k), (kept, seed)
 
 
 def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
@@ -139,19 +147,20 @@ def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
 
 def _backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, Array, Any]:
     recipe = gemm.recipe
-    x_blocks, w_blocks, key_data = residuals
+    kept, seed = residuals
+    x_blocks, w_blocks = remat.unpacked(kept)
     grad = once(grad)
     x = _Operand(x_blocks, _axis_of(recipe, 1))
     w = _Operand(w_blocks, 2)
     with jax.named_scope("jaxmp.fp8_quantize"):
-        keys = _keys(recipe, key_data)
+        keys = _keys(recipe, seed)
         grad_along_n = _quantize(recipe, grad, 2, backward=True, key=keys[0])
         grad_along_m = _quantize(recipe, _mixed(recipe, grad), 1, backward=True, key=keys[1])
     with jax.named_scope("jaxmp.fp8_dgrad"):  # [B, M, N] by [B, N, K]
         d_x = _matmul(recipe, grad_along_n, w, gemm.lhs_dtype)
     with jax.named_scope("jaxmp.fp8_wgrad"):  # [B, K, M] by [B, M, N]
         d_w = _matmul(recipe, x, grad_along_m, gemm.rhs_dtype)
-    no_gradient = None if key_data is None else np.zeros(key_data.shape, jax.dtypes.float0)
+    no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
     return d_x, d_w, no_gradient
 
 
@@ -163,17 +172,17 @@ def _mixed(recipe: Recipe, x: Array) -> Array:
     return nvfp4.hadamard(x) if isinstance(recipe, NVFP4) and recipe.hadamard else x
 
 
-def _keys(recipe: Recipe, key_data: Array | None) -> tuple[Any, Any]:
+def _keys(recipe: Recipe, seed: Array | None) -> tuple[Any, Any]:
     """One key for each cast of a gradient; None rounds to nearest."""
     if not isinstance(recipe, NVFP4) or not recipe.stochastic_rounding:
         return None, None
-    if key_data is None:
+    if seed is None:
         raise ValueError(
             "NVFP4 rounds gradients at random and needs a key where a matmul is differentiated: give the model's apply "
             'rngs={"rounding": key} (linen), to_fp8(rngs=nnx.Rngs(rounding=0)) (nnx), or jaxmp.fp8.dot_general key=. '
             "Or round to nearest, with NVFP4(stochastic_rounding=False)."
         )
-    first, second = jax.random.split(jax.random.wrap_key_data(key_data))
+    first, second = jax.random.split(jax.random.wrap_key_data(seed, impl=_IMPL))
     return first, second
 
 
@@ -205,11 +214,11 @@ def _stored(
 ) -> Blocks | Fp4Blocks:
     """`x` in stored blocks; scale_inv is NaN for blocks with an inf."""
     if isinstance(recipe, NVFP4):
-        return Fp4Blocks(*lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key))))
+        return Fp4Blocks(*remat.named(lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key)))))
     q, scale_inv = recipe.quantize(x, axis=axes, backward=backward)
     overflowed = blocks_lib.block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
     scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
-    return Blocks(*lax.optimization_barrier((q, scale_inv)))
+    return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 
 
 def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool = False) -> Array:
@@ -274,7 +283,15 @@ def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype:
     written = jnp.bfloat16 if recipe.power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
 
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, _LAST, precision=algorithm, preferred_element_type=written)
+        zeros = padding.zeros_for(a.shape, b.shape, *_LAST)
+        product = lax.dot_general(
+            padding.pad(a, zeros[0]),
+            padding.pad(b, zeros[1]),
+            _LAST,
+            precision=algorithm,
+            preferred_element_type=written,
+        )
+        return padding.crop(product, padding.of_result(*zeros, (3, 3), *_LAST))
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

@@ -172,7 +172,7 @@ def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, ou
 def _leaves(module: nn.Module) -> list[Array]:
     """The scale leaves of `module`, by its recipe."""
     try:
-        return [module.param(name, _filled, start) for name, start in layers.leaves_of(module.recipe).items()]  # pyright: ignore[reportAttributeAccessIssue]
+        return [module.param(name, filled, start) for name, start in layers.leaves_of(module.recipe).items()]  # pyright: ignore[reportAttributeAccessIssue]
     except flax.errors.ScopeParamNotFoundError as e:
         e.add_note(
             f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "
@@ -202,6 +202,8 @@ class _Interceptor:
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
+        if not hasattr(type(module), method):  # a function by which nn.remat wraps a module, whose own call follows
+            return next_fun(*args, **kwargs)
         if ambient.now().fp8_layers is not self or module.scope is None:
             return next_fun(*args, **kwargs)
         if not self.is_running and not module.path:  # the whole model is called
@@ -347,7 +349,8 @@ def _as(cls: Any, module: Any, **fields: Any) -> Any:
     return cls(**given, **fields, parent=module.scope)
 
 
-def _filled(key: Array, value: float) -> Float[Array, ""]:
+def filled(key: Array, value: float) -> Float[Array, ""]:
+    """The initializer of a scale leaf."""
     del key
     return jnp.full((), value, jnp.float32)
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, remat, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -139,11 +139,10 @@ def dot_general(
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    by_own_amax = ambient.now().fp8_calibrating or _nothing_moves(scales, layer)
-    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_own_amax)
-    if key is not None and isinstance(recipe, block_matmul.Recipe):
-        return product.call(lhs, rhs, jax.random.key_data(key))
-    return product.call(lhs, rhs, *(scales or ()))
+    own_amax = by_own_amax(scales or (), layer)
+    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, own_amax)
+    seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
+    return product.call(lhs, rhs, *(scales or seeds))
 
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
@@ -156,7 +155,7 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 
 
 class _Product(NamedTuple):
-    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or data of a key, if any)."""
+    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any)."""
 
     recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
@@ -217,7 +216,7 @@ class _Product(NamedTuple):
                 recipe=self.recipe,
                 out_dtype=self.out_dtype,
                 out_sharding=self.out_sharding,
-                key=jax.random.wrap_key_data(more[0]) if more else None,
+                seed=more[0] if more else None,
             )
         zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
         if operands.is_whole(lhs) and operands.is_whole(rhs):
@@ -251,24 +250,30 @@ def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: 
     """Warns that a matmul (of a layer) runs in `dtype` instead of fp8; `stacklevel` is 1 for the caller."""
     where = f" (layer {layer})" if layer else ""
     warnings.warn(
-        f"this matmul{where} runs in {_traced_for(dtype)} instead of fp8: {reason}",
+        f"this matmul{where} runs in {traced_for(dtype)} instead of fp8: {reason}",
         FallbackWarning,
         stacklevel=stacklevel + 1,
     )
 
 
-def _nothing_moves(scales: Scales | None, layer: str | None) -> bool:
-    """Whether a loss of `value_and_grad` calls a layer whose scales it does not differentiate; notes the layer.
+def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
+    """Whether a layer casts each tensor with the scale of its own amax, not with those of its leaves.
 
-    Nothing moves these scales, and the loss scale does not shift them.
+    So it is in a calibration, and where a loss of `value_and_grad` calls a layer whose scales it does not
+    differentiate: nothing moves them, and the loss scale does not shift them. Such a layer is noted.
     """
-    if scales is None or not ambient.is_in_loss() or scales.lhs.dtype == compat.max_dtype():
+    if not leaves:
         return False
-    ambient.now().notes.unmoved_scales[layer or "a layer"] = None
-    return True
+    unmoved = ambient.is_in_loss() and any(leaf.dtype not in _MAX_DTYPES for leaf in leaves)
+    if unmoved:
+        ambient.now().notes.unmoved_scales[layer or "a layer"] = None
+    return unmoved or ambient.now().fp8_calibrating
 
 
-def _traced_for(dtype: Any) -> Any:
+_MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
+
+
+def traced_for(dtype: Any) -> Any:
     """The dtype in which a matmul traced in `dtype` will run: autocast traces in float32 and casts afterwards."""
     now = ambient.now()
     lists = now.autocast_lists if now.autocast_tracing and dtype == jnp.float32 else None
@@ -315,11 +320,12 @@ def _delayed_forward(
     rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
     out = gemms.fprop(gemm, lhs_q, rhs_q)
-    return out, (*gemms.kept(gemm, lhs_q, rhs_q), lhs_amax, rhs_amax, grad_leaf, before)
+    return out, (remat.packed(gemms.kept(gemm, lhs_q, rhs_q)), lhs_amax, rhs_amax, grad_leaf, before)
 
 
 def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
-    lhs_q, rhs_q, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    quantized, lhs_amax, rhs_amax, grad_leaf, before = residuals
+    lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
@@ -360,18 +366,19 @@ def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
     lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    return gemms.fprop(gemm, lhs_q, quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False))
+    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+    return gemms.fprop(gemm, lhs_q, rhs_q)
 
 
 def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
     lhs, rhs = once(lhs), once(rhs)
     lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
     rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
-    return gemms.fprop(gemm, lhs_q, rhs_q), (lhs_q, rhs_q)
+    return gemms.fprop(gemm, lhs_q, rhs_q), remat.packed((lhs_q, rhs_q))
 
 
 def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
-    lhs_q, rhs_q = residuals
+    lhs_q, rhs_q = remat.unpacked(residuals)
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
     grad_q = quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
     return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
@@ -392,7 +399,8 @@ def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, 
             )
         values = stored(quantize(x, scale, dtype))
         # The cast makes inf finite, so the overflow must show here.
-        return Quantized(values, jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan))
+        inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
+        return Quantized(*remat.named((values, inv_scale)))
 
 
 def _with_axis(sharding: Any, axis: int) -> Any:

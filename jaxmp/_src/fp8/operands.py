@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import padding, recipes, scale_leaves
+from jaxmp._src.fp8 import padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.padding import Zeros
 from jaxmp._src.numerics import float_bits, quantize as quantize_lib
@@ -59,16 +59,17 @@ def quantize(
             y = activated(x, activation)
             observed = quantize_lib.observe(y, scale)
             if gemm.by_own_amax:
-                scale, inv_scale = _scales_of(observed, dtype, holds_log2=gemm.holds_log2)
+                scale, inv_scale = scales_of(observed, dtype, holds_log2=gemm.holds_log2)
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:
             values, transposed, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
+        values, transposed, observed = remat.named((values, transposed, observed))
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))
         return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype)
 
 
-def _scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
+def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
     """(scale, 1 / scale) of a tensor with this amax, as a leaf with this scale would give them."""
     limit = float(jnp.finfo(dtype).max)
     scale = recipes.scale_from_amax(amax, limit, fallback=1.0, power_of_two=holds_log2)

@@ -93,10 +93,9 @@ def suggest_policy(
     in its operands (fp8: e4m3, with a scale for each tensor), its result, and its gradient (fp8: e5m2; float16: with
     the best loss scale, which is found first). Then each module alone is rounded to each format, forward and backward,
     and the gradient of the whole model is compared with float32. The policy is the 16-bit format in which most of the
-    model keeps the thresholds. A module that also keeps them in fp8 runs in fp8, if it can (Dense, DenseGeneral, Einsum,
-    1x1 Conv, and the same layers of nnx). A module that does not keep them in the policy's
-    format runs in the other 16-bit format, or stays float32. The whole proposal is run too; its gradient and loss are
-    reported.
+    model keeps the thresholds. A module that also keeps them in fp8 runs in fp8, if it can (Dense, DenseGeneral, Einsum
+    and 1x1 Conv, of linen or nnx). A module that does not keep them in the policy's format runs in the other 16-bit
+    format, or stays float32. The whole proposal is run too; its gradient and loss are reported.
 
     The table is an emulation: operands and results of matmuls are rounded; everything else, and the sums inside a
     matmul, is float32. So the printed code itself is run at last: some steps on the params and the batch (cast params,

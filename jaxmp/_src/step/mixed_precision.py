@@ -85,7 +85,7 @@ def mixed_precision(
       >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
       >>> grads = {"w": jnp.full((2, 2), 65536.0 * 0.25, jnp.float16)}  # scaled by the loss scale
       >>> params, opt_state = apply_gradients(tx, grads, opt_state, params)
-      >>> params["w"][0, 0], float(state.get_loss_scale(opt_state))
+      >>> params["w"][0, 0], float(read_state.get_loss_scale(opt_state))
       (Array(0.999, dtype=float16), 65536.0)
 
     References:

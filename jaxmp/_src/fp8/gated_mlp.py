@@ -1,0 +1,298 @@
+"""A gated MLP in fp8 as one operation: its input is cast once, and what lies between its GEMMs is one pass each way.
+
+    a = x w_gate      b = x w_up      h = silu(a) b      y = h w_down                         (SwiGLU)
+
+As three layers, x is cast twice, h is written in 16 bits and read again for its cast, and so are the gradients of a and
+b. Here one kernel reads a and b and writes h in fp8 in both forms (`gemms`), and one reads a, b and the gradient of h
+and writes the gradients of a and b in fp8 in both forms. h and these gradients are computed in float32 and rounded
+once, to fp8. What is kept for the backward pass are a and b in 16 bits, and the cast tensors; under remat with
+`save_quantized` only the latter.
+
+Where no kernel can run, XLA computes the same.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxmp._src.base import compat
+from jaxmp._src.devices import collectives, shardings
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
+from jaxmp._src.fp8.block_matmul import DimensionNumbers
+from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.gemms import Gemm, Quantized
+from jaxmp._src.fp8.matmul import Scales
+from jaxmp._src.numerics import quantize as quantize_lib
+from pallas_kernels import backend, passes, reference
+
+
+class GatedScales(NamedTuple):
+    """The scale leaves of the three layers of a gated MLP.
+
+    Example:
+      >>> scales = Scales(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+      >>> GatedScales(gate=scales, up=scales, down=scales).down.lhs.shape
+      ()
+    """
+
+    gate: Scales
+    up: Scales
+    down: Scales
+
+
+class _Gemms(NamedTuple):
+    """The static parts of the three matmuls: of gate and up, and of down."""
+
+    into: Gemm
+    down: Gemm
+
+
+def gated_mlp(
+    x: Float[Array, "... K"],
+    gate: Float[Array, "K F"],
+    up: Float[Array, "K F"],
+    down: Float[Array, "F N"],
+    *,
+    recipe: Any,
+    scales: GatedScales | None = None,
+    layer: str | None = None,
+) -> Float[Array, "... N"]:
+    """(silu(x gate) * (x up)) down, whose nine GEMMs, forward and backward, run in fp8; see the module's docstring.
+
+    With a recipe without state, and for widths that are no multiples of 16, it is three `dot_general`s.
+
+    Args:
+      x: bfloat16, float16 or float32.
+      gate, up, down: the weights; float32 weights get float32 gradients.
+      recipe: `DelayedScaling` (with `scales`), or a recipe without state.
+      scales: the scale leaves. Their gradients are the amaxes. x is cast with the scale of `scales.gate.lhs`; its amax
+        is the gradient of that leaf and of `scales.up.lhs`.
+      layer: a name for warnings.
+
+    Returns:
+      y, in the narrower dtype of x and `down`.
+
+    Raises:
+      ValueError: as `dot_general`.
+
+    Example:
+      >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 32)) / 32
+      >>> y = gated_mlp(x, w, w, w, recipe=recipes.CurrentScaling())
+      >>> y.shape, y.dtype.name, float(y[0, 0])  # silu(1) is 0.73, in fp8 0.75
+      ((16, 32), 'bfloat16', 0.75)
+
+    References:
+      Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202); TransformerEngine's LayerNormMLP.
+    """
+    weights = (gate, up, down)
+    if scales is None or not isinstance(recipe, recipes.DelayedScaling) or _why_not_at_once(x, weights):
+
+        def dot(x: Array, w: Array, name: str) -> Array:
+            leaves = None if scales is None else getattr(scales, name)
+            path = f"{layer}/{name}" if layer else name
+            return matmul.dot_general(x, w, last_by_first(x), recipe=recipe, scales=leaves, layer=path)
+
+        return of_layers(dot, x, weights)
+    matmul.note_use()
+    axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
+    x, gate, up, down = (compat.as_varying(t, axes) for t in (x, *weights))
+    by_own_amax = matmul.by_own_amax([leaf for part in scales for leaf in part], layer)
+
+    def gemm(lhs_dtype: Any, rhs: Array) -> Gemm:
+        return Gemm(
+            contract=((x.ndim - 1,), (0,)),
+            batch=((), ()),
+            forward_dtype=recipe.dtype(backward=False),
+            backward_dtype=recipe.dtype(backward=True),
+            holds_log2=recipe.power_of_two,
+            lhs_dtype=lhs_dtype,
+            rhs_dtype=rhs.dtype,
+            out_dtype=matmul.result_dtype(x, rhs),
+            lhs_spec=None,
+            rhs_spec=None,
+            out_sharding=None,
+            by_own_amax=by_own_amax,
+        )
+
+    zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
+    both = _Gemms(gemm(x.dtype, gate), gemm(matmul.result_dtype(x, gate), down))
+    return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
+
+
+def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:
+    gate, up, down = weights
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        return "gate and up differ"
+    if any(shardings.is_explicit(t) for t in (x, *weights)):
+        return "on a mesh with explicit axes"
+    if any(side % padding.MULTIPLE for side in (*gate.shape, down.shape[1])):
+        return "a width is no multiple of 16"
+    if x.ndim < 2 or (not operands.is_whole(x) and math.prod(x.shape[:-1]) % padding.MULTIPLE):
+        return "the rows cannot be padded"
+    return None
+
+
+def last_by_first(x: Array) -> DimensionNumbers:
+    """The dimension numbers of x [..., K] by a weight [K, N]."""
+    return (((x.ndim - 1,), (0,)), ((), ()))
+
+
+def of_layers(dot: Callable[[Array, Array, str], Array], x: Array, weights: Sequence[Array]) -> Array:
+    """The same by three matmuls, `dot(x, w, name of the layer)`."""
+    gate, up, down = weights
+    return dot(jax.nn.silu(dot(x, gate, "gate")) * dot(x, up, "up"), down, "down")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales) -> Array:
+    x_q, _ = operands.quantize(gemm.into, x, scales.gate.lhs, gemm.into.forward_dtype)
+    a, b = (
+        gemms.fprop(gemm.into, x_q, matmul.quantize_rhs(gemm.into, w, part.rhs, None)[0])
+        for w, part in ((gate, scales.gate), (up, scales.up))
+    )
+    ((h_q, _),) = _computed(gemm.down, _GATED, (a, b), (scales.down.lhs,), gemm.down.forward_dtype, None)
+    return gemms.fprop(gemm.down, h_q, matmul.quantize_rhs(gemm.down, down, scales.down.rhs, None)[0])
+
+
+def _forward(gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales) -> tuple[Array, Any]:
+    x, gate, up, down = (once(t) for t in (x, gate, up, down))
+    into, rows = gemm.into, x.ndim - 1
+    x_q, x_amax = operands.quantize(into, x, scales.gate.lhs, into.forward_dtype, rows=rows)
+    gate_q, gate_amax = matmul.quantize_rhs(into, gate, scales.gate.rhs, 1)
+    up_q, up_amax = matmul.quantize_rhs(into, up, scales.up.rhs, 1)
+    a, b = gemms.fprop(into, x_q, gate_q), gemms.fprop(into, x_q, up_q)
+    ((h_q, h_amax),) = _computed(gemm.down, _GATED, (a, b), (scales.down.lhs,), gemm.down.forward_dtype, rows)
+    down_q, down_amax = matmul.quantize_rhs(gemm.down, down, scales.down.rhs, 1)
+    y = gemms.fprop(gemm.down, h_q, down_q)
+    kept_x, kept_gate = gemms.kept(into, x_q, gate_q)
+    kept_h, kept_down = gemms.kept(gemm.down, h_q, down_q)
+    quantized = remat.packed((kept_x, kept_gate, gemms.kept(into, x_q, up_q)[1], kept_h, kept_down))
+    amaxes = (x_amax, gate_amax, up_amax, h_amax, down_amax)
+    return y, (quantized, a, b, amaxes, tuple(part.grad for part in scales), scales.up.lhs)
+
+
+def _backward(gemm: _Gemms, residuals: Any, grad: Array) -> tuple[Any, ...]:
+    quantized, a, b, amaxes, (gate_leaf, up_leaf, down_leaf), up_lhs = residuals
+    x_q, gate_q, up_q, h_q, down_q = remat.unpacked(quantized)
+    x_amax, gate_amax, up_amax, h_amax, down_amax = amaxes
+    rows = grad.ndim - 1
+    grad_q, grad_amax = operands.quantize(gemm.down, once(grad), down_leaf, gemm.down.backward_dtype, rows=rows)
+    d_h, d_down = gemms.backprop(gemm.down, h_q, down_q, grad_q)
+    (a_q, a_amax), (b_q, b_amax) = _computed(
+        gemm.into, _GATED_GRAD, (d_h, a, b), (gate_leaf, up_leaf), gemm.into.backward_dtype, rows
+    )
+    from_a, d_gate = gemms.backprop(gemm.into, x_q, gate_q, a_q)
+    from_b, d_up = gemms.backprop(gemm.into, x_q, up_q, b_q)
+    of_scales = GatedScales(
+        gate=Scales(x_amax, gate_amax, a_amax),
+        up=Scales(lax.convert_element_type(x_amax, up_lhs.dtype), up_amax, b_amax),
+        down=Scales(h_amax, down_amax, grad_amax),
+    )
+    return from_a + from_b, d_gate, d_up, d_down, of_scales
+
+
+_mlp.defvjp(_forward, _backward)
+
+
+# --- one pass that computes values and casts them -----------------------------------------------------------------
+
+
+class _Computation(NamedTuple):
+    """Values that are computed from tensors, in float32, and cast."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: int
+    values: int
+
+    def of(self, *tensors: Array) -> list[Array]:
+        """The values."""
+        made = self.function(*(t.astype(jnp.float32) for t in tensors))
+        return list(made) if isinstance(made, tuple) else [made]
+
+
+_GATED = _Computation("silu_gated", reference.silu_gated, 2, 1)
+_GATED_GRAD = _Computation("silu_gated_grad", reference.silu_gated_grad, 3, 2)
+
+
+def _computed(
+    gemm: Gemm,
+    computation: _Computation,
+    tensors: Sequence[Array],
+    leaves: Sequence[Array],
+    dtype: Any,
+    rows: int | None,
+) -> list[tuple[Quantized, Array]]:
+    """Each value, cast to fp8 with the scale of its leaf, and its amax in the leaf's dtype; see `operands.quantize`."""
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        scales = [scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2) for leaf in leaves]
+        factors = [scale for scale, _ in scales]
+        if gemm.by_own_amax or rows is None or _why_no_kernel(computation, tensors, dtype, rows):
+            values = computation.of(*tensors)
+            observed = [quantize_lib.observe(value, scale) for value, scale in zip(values, factors, strict=True)]
+            if gemm.by_own_amax:
+                scales = [operands.scales_of(amax, dtype, holds_log2=gemm.holds_log2) for amax in observed]
+            cast = [
+                quantize_lib.quantize(value, scale, dtype) for value, (scale, _) in zip(values, scales, strict=True)
+            ]
+            found = [(quantize_lib.stored(q), None, amax) for q, amax in zip(cast, observed, strict=True)]
+        else:
+            flat = _both_ways(computation, jnp.dtype(dtype), rows)(*tensors, *factors)
+            found = [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+        results = []
+        for (values, transposed, amax), (_, inv_scale), leaf in zip(remat.named(found), scales, leaves, strict=True):
+            amax = collectives.max_over(amax, tuple(compat.varying_axes(amax) - compat.varying_axes(leaf)))
+            results.append((Quantized(values, inv_scale, transposed), lax.convert_element_type(amax, leaf.dtype)))
+        return results
+
+
+def _plan(computation: _Computation, dtype: Any, rows: int) -> passes.Pass:
+    name = f"{computation.name}_cast_transpose_amax"
+    return passes.Pass(name, computation.function, computation.inputs, computation.values, jnp.dtype(dtype), None, rows)
+
+
+def _why_no_kernel(computation: _Computation, tensors: Sequence[Array], dtype: Any, rows: int) -> str | None:
+    if any(t.dtype not in passes.DTYPES for t in tensors):
+        return "of a dtype that no kernel reads"
+    return backend.why_no_kernels() or passes.why_not(_plan(computation, dtype, rows), tensors)
+
+
+@functools.lru_cache(maxsize=256)
+def _both_ways(computation: _Computation, dtype: Any, rows: int) -> Callable[..., Any]:
+    """(tensors, scales) -> for each value q, q transposed and amax; by the kernel if it can."""
+    plan = _plan(computation, dtype, rows)
+
+    def by_xla(*args: Array) -> list[Array]:
+        values, scales = computation.of(*args[: computation.inputs]), args[computation.inputs :]
+        found = []
+        for value, scale in zip(values, scales, strict=True):
+            q = quantize_lib.stored(quantize_lib.quantize(value, scale, dtype))
+            found += [q, reference.transpose(q, rows), quantize_lib.observe(value, scale)]
+        return found
+
+    @jax.custom_batching.custom_vmap
+    def both(*args: Array) -> list[Array]:
+        return passes.run_or(plan, by_xla, args)
+
+    @both.def_vmap
+    def both_of_batch(axis_size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+        in_axes = [0 if batched else None for batched in in_batched]
+        flat, is_batched = jax.vmap(by_xla, in_axes, axis_size=axis_size)(*args), [True] * 3 * computation.values
+        tensors = [
+            t if batched else jnp.broadcast_to(t, (axis_size, *t.shape))
+            for t, batched in zip(args[: computation.inputs], in_batched, strict=False)
+        ]
+        for i, value in enumerate(computation.of(*tensors)):  # one amax for all members that share a scale
+            place = computation.inputs + i
+            flat[3 * i + 2], is_batched[3 * i + 2] = quantize_lib.observe_batch(
+                axis_size, (True, in_batched[place]), value, args[place]
+            )
+        return flat, is_batched
+
+    return both
