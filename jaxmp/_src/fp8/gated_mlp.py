@@ -114,8 +114,8 @@ def gated_mlp(
             lhs_dtype=lhs_dtype,
             rhs_dtype=rhs.dtype,
             out_dtype=matmul.result_dtype(x, rhs),
-            lhs_spec=None,
-            rhs_spec=None,
+            lhs_sharding=None,
+            rhs_sharding=None,
             out_sharding=None,
             by_own_amax=by_own_amax,
         )
