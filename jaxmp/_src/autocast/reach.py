@@ -53,8 +53,9 @@ def mark() -> None:
 def warn_if_idle(region: Region, *, stacklevel: int) -> None:
     """Warns if nothing in a region can have run by its lists. One inside of another leaves that to the outermost."""
     now = ambient.now()
-    is_whole = region.around is None and region.lists.dtype is not None and not now.autocast_tracing
-    if not is_whole or region.is_reached or region.lists in now.autocast_reached:
+    if region.around is not None or region.lists.dtype is None or now.autocast_tracing:
+        return
+    if region.is_reached or region.lists in now.autocast_reached:
         return
     name = region.lists.dtype.name
     warnings.warn(

@@ -136,7 +136,8 @@ def _forward(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> tuple[Array
         x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
         w_along_k = _weight(recipe, w, 1)
         w_along_n = w_along_k._replace(axis=2) if recipe.has_square_weights else _weight(recipe, w, 2)
-    return _fprop(gemm, x_along_k, w_along_k), (remat.packed((x_along_m.blocks, w_along_n.blocks)), seed)
+    kept = remat.packed((x_along_m.blocks, w_along_n.blocks))
+    return _fprop(gemm, x_along_k, w_along_k), (kept, seed)
 
 
 def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:

@@ -12,6 +12,7 @@ Where no kernel can run, XLA computes the same.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ def gated_mlp(
 ) -> Float[Array, "... N"]:
     """(silu(x gate) * (x up)) down, whose nine GEMMs, forward and backward, run in fp8; see the module's docstring.
 
-    With a recipe without state, and for sizes that are no multiples of 16, it is three `dot_general`s.
+    With a recipe without state, and for widths that are no multiples of 16, it is three `dot_general`s.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -106,9 +107,9 @@ def gated_mlp(
     def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
         scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))
         into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
-        return _mlp(
-            _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax)), x, gate, up, down, scales
-        )
+        both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
+        zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
+        return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
 
     def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         if not any(batched[1:]):  # a batch of x is more rows
@@ -141,12 +142,10 @@ def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:
         return "gate and up differ"
     if any(shardings.is_explicit(t) for t in (x, *weights)):
         return "on a mesh with explicit axes"
-    contract, batch = last_by_first(x)
-    hidden = (*x.shape[:-1], gate.shape[1])
-    if x.ndim < 2 or any(
-        padding.zeros_for(a, b.shape, contract, batch) != ((), ()) for a, b in ((x.shape, gate), (hidden, down))
-    ):
-        return "a side of a GEMM is no multiple of 16"
+    if any(side % padding.MULTIPLE for side in (*gate.shape, down.shape[1])):
+        return "a width is no multiple of 16"
+    if x.ndim < 2 or (not operands.is_whole(x) and math.prod(x.shape[:-1]) % padding.MULTIPLE):
+        return "the rows cannot be padded"
     return None
 
 

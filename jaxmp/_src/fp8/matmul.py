@@ -139,8 +139,8 @@ def dot_general(
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    by_itself = by_own_amax(scales or (), layer)
-    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, by_itself)
+    own_amax = by_own_amax(scales or (), layer)
+    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, own_amax)
     seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
     return product.call(lhs, rhs, *(scales or seeds))
 
