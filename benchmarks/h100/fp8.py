@@ -1,6 +1,6 @@
 """Counts what fp8 adds to its matmuls: in a layer, a block, the optimizer and the collectives.
 
-Four kinds of programs are compiled for H100, and their final HLO is read:
+Five kinds of programs are compiled for H100, and their final HLO is read:
 
 1.  One Dense 4096x4096 on bfloat16 [8192, 4096], forward and backward. The three GEMMs must be fp8 calls of cuBLASLt
   that
@@ -15,8 +15,12 @@ Four kinds of programs are compiled for H100, and their final HLO is read:
 2.  The optimizer's side of a step with 24 fp8 layers, which updates 72 scales and their histories.
 3.  A data-parallel step of these layers on 8 devices: one small all-reduce must carry all flags and amaxes.
 4.  A whole transformer block, forward and backward, in bfloat16 and in fp8, on one device and on eight.
+5.  A gated MLP, 4096 to 14336, on bfloat16 [8192, 4096] with float32 kernels: three layers and the one operation, also
+    under remat with and without `save_quantized`. Reading x and dy once, each weight once, and gate and up once forward
+    and once backward, and writing what the GEMMs read, is 3056 MiB.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
+import jaxmp.linen
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import holds, markdown
@@ -291,6 +296,84 @@ def block_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     return cells
 
 
+# --- a gated MLP ------------------------------------------------------------------------------------------------------
+
+HIDDEN = 14336
+
+
+class GatedLayers(nn.Module):
+    """A gated MLP as three Dense layers."""
+
+    hidden: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        h = nn.silu(dense(self.hidden, name="gate")(x)) * dense(self.hidden, name="up")(x)
+        return dense(x.shape[-1], name="down")(h)
+
+
+class Mlp(NamedTuple):
+    """One row of the table of gated MLPs."""
+
+    name: str
+    module: Any
+    most_mib: float | None = None
+
+
+def mlps() -> list[Mlp]:
+    """The MLP as three layers and as one operation, without remat and with it."""
+    keeps = functools.partial(nn.remat, policy=fp8.save_quantized)
+    return [
+        Mlp("three linen Dense in jaxmp.fp8.autocast", GatedLayers),
+        Mlp("the same, nn.remat", nn.remat(GatedLayers)),
+        Mlp("the same, nn.remat(policy=save_quantized)", keeps(GatedLayers), 4600),
+        Mlp("jaxmp.linen.GatedMLP", jaxmp.linen.GatedMLP, 3100),
+        Mlp("the same, nn.remat", nn.remat(jaxmp.linen.GatedMLP)),
+        Mlp("the same, nn.remat(policy=save_quantized)", keeps(jaxmp.linen.GatedMLP), 3600),
+    ]
+
+
+def measure_mlp(mlp: Mlp) -> dict[str, Any]:
+    """Counts for one gated MLP, forward and backward."""
+    m = aot.mesh()
+    x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16)
+    model = mlp.module(HIDDEN, dtype=jnp.bfloat16)
+    with fp8.autocast(filter=everywhere):
+        variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16))
+
+        def run(variables: PyTree, x: Array) -> Any:
+            with fp8.autocast(filter=everywhere):
+                return model.apply(variables, x)
+
+        compiled = aot.compile_for(by_vjp(run), aot.abstract(m, variables), x, x, compiler_options=OPTIONS)
+    runs = aot.instructions(compiled)
+    beside = [i for i in runs if not i.kind.startswith(GEMM)]
+    mib = round(sum(i.bytes_read + i.bytes_written for i in beside) / 2**20, 1)
+    calls = [i.kind for i in runs if i.kind.startswith(GEMM)]
+    missed = [] if mlp.most_mib is None or mib <= mlp.most_mib else [f"over {mlp.most_mib} MiB"]
+    missed += [] if set(calls) == {FP8_GEMM} else [f"GEMMs: {', '.join(calls)}"]
+    return {
+        "mlp": mlp.name,
+        "gemms": len(calls),
+        "kernels": len(beside),
+        "mib": mib,
+        "target": mlp.most_mib,
+        "missed": missed,
+    }
+
+
+def mlp_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The rows of the table of gated MLPs."""
+    cells = [["gated MLP, forward and backward", "fp8 GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
+    for row in rows:
+        target = "" if row["target"] is None else f"{row['target']:.0f}"
+        counts = [str(row["gemms"]), str(row["kernels"]), f"{row['mib']:.0f}"]
+        cells.append([row["mlp"], *counts, target, holds(row, has_target=bool(target))])
+    return cells
+
+
 # --- the optimizer's side, and a step on eight devices ----------------------------------------------------------------
 
 
@@ -407,7 +490,8 @@ def render(results: dict[str, Any]) -> str:
         [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
         for r in results["exchanges"]
     ]
-    return "\n\n".join(markdown(part) for part in (cells, block_cells(results["blocks"]), updates, exchanges))
+    tables = (cells, mlp_cells(results["mlps"]), block_cells(results["blocks"]), updates, exchanges)
+    return "\n\n".join(markdown(part) for part in tables)
 
 
 def _sizes(sizes: list[int]) -> str:
@@ -420,6 +504,10 @@ def measure_all() -> dict[str, Any]:
     for layer in layers():
         print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
         rows.append(measure_layer(layer))
+    gated = []
+    for mlp in mlps():
+        print(f"compiling: a gated MLP, {mlp.name}", file=sys.stderr, flush=True)
+        gated.append(measure_mlp(mlp))
     blocks = []
     for name, devices in [(name, devices) for devices in (1, 8) for name in BLOCKS]:
         print(f"compiling: a block, {name}, {devices} devices", file=sys.stderr, flush=True)
@@ -432,6 +520,7 @@ def measure_all() -> dict[str, Any]:
         "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
         "versions": found,
         "layers": rows,
+        "mlps": gated,
         "blocks": blocks,
         "updates": updates,
         "exchanges": exchanges,

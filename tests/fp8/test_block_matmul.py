@@ -148,7 +148,7 @@ def test_backward_pass_keeps_fp8(recipe):
     f = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=recipe)
     _, backward = jax.eval_shape(functools.partial(jax.vjp, f), x, w)
     kept = [leaf for leaf in jax.tree.leaves(backward) if leaf.size > 1]
-    assert {leaf.dtype for leaf in kept if leaf.size >= w.size} == {jnp.dtype(jnp.float8_e4m3fn)}
+    assert {leaf.dtype for leaf in kept if leaf.size >= w.size} == {jnp.dtype(jnp.uint8)}
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) < 1.2 * (x.size + w.size)
 
 
@@ -301,13 +301,14 @@ def test_only_blackwell_multiplies_blocks(monkeypatch):
     assert lowered_for_gpu(MXFP8(), 10.0, monkeypatch).count("@__op$block_scaled_dot(") == 3
     assert "block_scaled_dot" not in lowered_for_gpu(MXFP8(), 9.0, monkeypatch)
     assert "block_scaled_dot" not in lowered_for_gpu(BlockScaling(), 10.0, monkeypatch)
-    short = lowered_for_gpu(MXFP8(), 10.0, monkeypatch, side=48)  # 48 is summed over in y alone
-    assert short.count("@__op$block_scaled_dot(") == 2
+    short = lowered_for_gpu(MXFP8(), 10.0, monkeypatch, side=48)  # summed over in y: the last block gets zeros
+    assert short.count("@__op$block_scaled_dot(") == 3 and "tensor<1x32x64xf8E4M3FN>" in short
 
 
 def test_only_blackwell_multiplies_four_bits(monkeypatch):
     recipe = NVFP4(stochastic_rounding=False)
     assert lowered_for_gpu(recipe, 10.0, monkeypatch).count("@__op$block_scaled_dot(") == 3
+    assert lowered_for_gpu(recipe, 10.0, monkeypatch, side=40).count("@__op$block_scaled_dot(") == 3
     assert "block_scaled_dot" not in lowered_for_gpu(recipe, 9.0, monkeypatch)
 
 
@@ -356,7 +357,7 @@ def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
     recipe = MXFP8(fp8_format=fp8_format)
-    x, w, g = normal(1, 3, 32, 64), normal(2, 3, 64, 96), normal(3, 3, 32, 96)
+    x, w, g = normal(1, 3, 20, 64), normal(2, 3, 64, 90), normal(3, 3, 20, 90)  # short blocks along M and N
     run = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
     in_blocks = jax.jit(run)
     expected = oracle(recipe, x, w, g)

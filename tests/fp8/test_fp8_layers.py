@@ -871,7 +871,7 @@ class Stack(nnx.Module):
 
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_stack_of_nnx_layers_has_a_stack_of_scales_which_trains(fp8_weights):
-    """Each layer of the stack has its own amaxes and scales; the whole state is saved and restored as it is."""
+    """Each layer of the stack has its own amaxes and scales."""
     model = Stack(nnx.Rngs(0))
     assert jaxmp.nnx.to_fp8(model, RECIPE) == ["blocks"]
     model.blocks.kernel[...] *= jnp.float32([1, 4, 16])[:, None, None]

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from fp8_model import GRAD, LHS, MATMUL, RHS, scale_leaves
@@ -403,6 +403,9 @@ def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
     split = compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT)
     assert_bitwise(split, whole)
+    explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(explicit, P(*spec)))  # noqa: E731
+    assert_bitwise(compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT), whole)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=(P("data"), P()))
     def local(lhs, rhs, grad):

@@ -195,6 +195,18 @@ def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
         assert found.gradients == nbytes(grads)
 
 
+@pytest.mark.parametrize("policy", ["bf16", "16-mixed"])
+def test_a_model_without_dtypes_is_planned_in_its_policy(policy):
+    """As the loop runs it; before, its activations were counted in float32."""
+    params, loss_fn = mlp((32, 64, 16))
+    tx, batch = jaxmp.mixed_precision(optax.adam(1e-3), policy), (S((64, 32), F32),)
+    compute = jaxmp.get_policy(policy).compute_dtype
+    plan = memory.plan(params, policy, optimizer=tx, loss_fn=loss_fn, batch=batch)
+    by_region = memory.plan(params, policy, optimizer=tx, loss_fn=jaxmp.autocast(loss_fn, compute), batch=batch)
+    in_float32 = memory.plan(params, "fp32", optimizer=optax.adam(1e-3), loss_fn=loss_fn, batch=batch)
+    assert plan.activations == by_region.activations < in_float32.activations
+
+
 def test_microbatches_add_float32_sums_and_divide_activations():
     params, loss_fn = mlp((32, 64, 16), jnp.bfloat16)
     tx, batch = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), (S((64, 32), jnp.bfloat16),)

@@ -52,12 +52,11 @@ def mark() -> None:
 
 def warn_if_idle(region: Region, *, stacklevel: int) -> None:
     """Warns if nothing in a region can have run by its lists. One inside of another leaves that to the outermost."""
-    now = ambient.now()
-    if region.around is not None or region.lists.dtype is None or now.autocast_tracing:
+    now, dtype = ambient.now(), region.lists.dtype
+    is_reached = region.is_reached or now.autocast_tracing or region.lists in now.autocast_reached
+    if dtype is None or is_reached or region.around is not None:
         return
-    if region.is_reached or region.lists in now.autocast_reached:
-        return
-    name = region.lists.dtype.name
+    name = dtype.name
     warnings.warn(
         f"a region of autocast reaches the linen and haiku modules that are called in it, and the losses of "
         f"jaxmp.value_and_grad; got a `with jaxmp.autocast(...)` for {name} in which nothing of these ran, so nothing "

@@ -10,6 +10,7 @@ then differentiated as a whole; a derivative is that of the function, which may 
 The rule gets batched arguments with their batch axis first, and returns the result and the position of its batch axis.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +23,15 @@ Rule = Callable[[int, Sequence[Array], Sequence[bool]], tuple[Array, int]]
 
 
 def call(fun: Callable[..., Array], rule: Rule, *args: Array) -> Array:
-    """`fun(*args)`, one array of arrays, with a rule for vmap; see the module's docstring."""
-    body = jax.make_jaxpr(fun)(*(jax.typeof(x) for x in args))
+    """`fun(*args)`, one array of arrays, with a rule for vmap; see the module's docstring. `fun` is hashable."""
+    body = _jitted(fun).trace(*(jax.typeof(x) for x in args)).jaxpr
     return _call.bind(*args, body=body, fun=fun, rule=rule)
+
+
+@functools.lru_cache(maxsize=512)
+def _jitted(fun: Callable[..., Array]) -> Any:
+    """`fun` as a function of which jax keeps the trace for each shape."""
+    return jax.jit(lambda *args: fun(*args))
 
 
 NAME = "call_with_vmap_rule"

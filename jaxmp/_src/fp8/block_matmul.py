@@ -250,13 +250,15 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: b
             blocks_lib.spread(scale, (*q.shape[:2], scale.shape[2]), recipe.block_size)  # of square blocks, all rows
             for q, scale in ((a_q, a_scale), (b_q, b_scale))
         )
-        product = _scaled_matmul(a_q, b_q, a_scale, b_scale)
+        # A short last block counts as filled with zeros.
+        missing = -a_q.shape[2] % (recipe.block_size or 1)
+        zeros = (0, 0, missing) if missing else ()
+        product = _scaled_matmul(padding.pad(a_q, zeros), padding.pad(b_q, zeros), a_scale, b_scale)
         axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
         return compat.as_varying(product, axes).astype(written)  # scaled_matmul forgets them
 
-    size = recipe.block_size if isinstance(recipe, MXFP8 | NVFP4) else None
-    fits = size is not None and a.blocks.q.shape[a.axis] % size == 0
-    product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if fits else emulated)(a.blocks, b.blocks)
+    has_hardware = isinstance(recipe, MXFP8 | NVFP4)
+    product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if has_hardware else emulated)(a.blocks, b.blocks)
     if isinstance(a.blocks, Fp4Blocks) and isinstance(b.blocks, Fp4Blocks):
         scales = a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv
         product = product * jnp.minimum(*scales) * jnp.maximum(*scales)  # with the larger alone it may be inf

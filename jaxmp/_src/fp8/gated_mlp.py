@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import compat
+from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
@@ -101,28 +101,39 @@ def gated_mlp(
         return of_layers(dot, x, weights)
     matmul.note_use()
     axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
-    x, gate, up, down = (compat.as_varying(t, axes) for t in (x, *weights))
-    by_own_amax = matmul.by_own_amax([leaf for part in scales for leaf in part], layer)
+    leaves = [leaf for part in scales for leaf in part]
+    by_own_amax = matmul.by_own_amax(leaves, layer)
 
-    def gemm(lhs_dtype: Any, rhs: Array) -> Gemm:
-        return Gemm(
-            contract=((x.ndim - 1,), (0,)),
-            batch=((), ()),
-            forward_dtype=recipe.dtype(backward=False),
-            backward_dtype=recipe.dtype(backward=True),
-            holds_log2=recipe.power_of_two,
-            lhs_dtype=lhs_dtype,
-            rhs_dtype=rhs.dtype,
-            out_dtype=matmul.result_dtype(x, rhs),
-            lhs_spec=None,
-            rhs_spec=None,
-            out_sharding=None,
-            by_own_amax=by_own_amax,
-        )
+    def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
+        scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))
+        into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
+        both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
+        zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
+        return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
 
-    zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
-    both = _Gemms(gemm(x.dtype, gate), gemm(matmul.result_dtype(x, gate), down))
-    return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
+    def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
+        if not any(batched[1:]):  # a batch of x is more rows
+            return vmap_rules.call(at_once, vmapped, *args), 0
+        return jax.vmap(at_once, [0 if has_axis else None for has_axis in batched], axis_size=size)(*args), 0
+
+    return vmap_rules.call(at_once, vmapped, *(compat.as_varying(t, axes) for t in (x, *weights)), *leaves)
+
+
+def _gemm(x: Array, rhs: Array, lhs_dtype: Any, recipe: Any, *, by_own_amax: bool) -> Gemm:
+    return Gemm(
+        contract=((x.ndim - 1,), (0,)),
+        batch=((), ()),
+        forward_dtype=recipe.dtype(backward=False),
+        backward_dtype=recipe.dtype(backward=True),
+        holds_log2=recipe.power_of_two,
+        lhs_dtype=lhs_dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=matmul.result_dtype(x, rhs),
+        lhs_sharding=None,
+        rhs_sharding=None,
+        out_sharding=None,
+        by_own_amax=by_own_amax,
+    )
 
 
 def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:

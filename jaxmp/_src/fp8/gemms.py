@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import hardware
@@ -40,8 +40,8 @@ class Gemm(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
-    lhs_spec: tuple[Any, ...] | None  # the PartitionSpec of lhs on a mesh with explicit axes, else None
-    rhs_spec: tuple[Any, ...] | None
+    lhs_sharding: NamedSharding | None  # on a mesh with explicit axes, else None
+    rhs_sharding: NamedSharding | None
     out_sharding: Any
     activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
@@ -106,18 +106,20 @@ def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tup
     with jax.named_scope("jaxmp.fp8_dgrad"):
         order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
         numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
-        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_spec, order), fast=False)
+        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_sharding, order), fast=False)
         d_lhs = padding.crop(jnp.transpose(d_lhs, _inverse(order)), gemm.lhs_zeros)
     with jax.named_scope("jaxmp.fp8_wgrad"):
         order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
         numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
-        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_spec, order), fast=False)
+        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_sharding, order), fast=False)
         d_rhs = padding.crop(jnp.transpose(d_rhs, _inverse(order)), gemm.rhs_zeros)
     return d_lhs, d_rhs
 
 
-def _permuted(spec: tuple[Any, ...] | None, order: tuple[int, ...]) -> PartitionSpec | None:
-    return None if spec is None else PartitionSpec(*(spec[i] for i in order))
+def _permuted(sharding: NamedSharding | None, order: tuple[int, ...]) -> NamedSharding | None:
+    if sharding is None:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in order)))
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:

@@ -230,8 +230,8 @@ class _Product(NamedTuple):
             lhs_dtype=lhs.dtype,
             rhs_dtype=rhs.dtype,
             out_dtype=self.out_dtype,
-            lhs_spec=_explicit_spec(lhs),
-            rhs_spec=_explicit_spec(rhs),
+            lhs_sharding=_explicit_sharding(lhs),
+            rhs_sharding=_explicit_sharding(rhs),
             out_sharding=self.out_sharding,
             activation=self.activation,
             lhs_zeros=zeros[0],
@@ -343,7 +343,7 @@ _delayed_dot.defvjp(_delayed_forward, _delayed_backward)
 def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
     """How many axes of lhs and rhs are rows; None for a tensor that is not needed transposed."""
     summed = len(gemm.contract[0])
-    specs = (gemm.lhs_spec, gemm.rhs_spec, gemm.out_sharding)
+    specs = (gemm.lhs_sharding, gemm.rhs_sharding, gemm.out_sharding)
     on_explicit_axes = any(spec is not None for spec in specs)
     if on_explicit_axes or not gemms.is_of_matrices((lhs.ndim, rhs.ndim), gemm.contract, gemm.batch):
         return None, None
@@ -412,9 +412,9 @@ def _with_axis(sharding: Any, axis: int) -> Any:
     return longer if spec is sharding else NamedSharding(sharding.mesh, longer)
 
 
-def _explicit_spec(x: Array) -> tuple[Any, ...] | None:
-    """The PartitionSpec of `x` on a mesh with explicit axes: a GEMM over a split dimension needs one for its result."""
-    return tuple(jax.typeof(x).sharding.spec) if shardings.is_explicit(x) else None
+def _explicit_sharding(x: Array) -> NamedSharding | None:
+    """The sharding of `x` on a mesh with explicit axes: a GEMM over a split dimension needs one for its result."""
+    return jax.typeof(x).sharding if shardings.is_explicit(x) else None
 
 
 def plain_dot_general(

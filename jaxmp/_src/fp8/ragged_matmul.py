@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmp._src.base import ambient, compat, hardware
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, stored_kernels
+from jaxmp._src.base import compat, hardware
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, stored_kernels
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
@@ -89,12 +89,12 @@ def ragged_dot(
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
-        lhs_spec=None,
-        rhs_spec=None,
+        lhs_sharding=None,
+        rhs_sharding=None,
         out_sharding=None,
         lhs_zeros=zeros[0],
         rhs_zeros=zeros[1],
-        by_own_amax=ambient.now().fp8_calibrating,
+        by_own_amax=matmul.by_own_amax(scales or (), None),
     )
     return _ragged_dot(gemm, recipe, lhs, rhs, group_sizes, scales)
 
@@ -125,11 +125,12 @@ def _forward(
         amaxes = lhs_amax, rhs_amax, scales.grad
     with jax.named_scope("jaxmp.fp8_fprop"):
         out = _product(gemm, _FPROP, lhs_q, rhs_q, group_sizes, gemm.out_dtype)
-    return padding.crop(out, _of_result(gemm)), (lhs_q, rhs_q, group_sizes, amaxes)
+    return padding.crop(out, _of_result(gemm)), (remat.packed((lhs_q, rhs_q)), group_sizes, amaxes)
 
 
 def _backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Any, ...]:
-    lhs_q, rhs_q, group_sizes, amaxes = residuals
+    quantized, group_sizes, amaxes = residuals
+    lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(_in_groups(grad, group_sizes))
     zeros = _of_result(gemm)
     if amaxes is None:

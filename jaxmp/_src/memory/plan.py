@@ -20,7 +20,7 @@ from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import microbatches, read_state, state_tuples, value_and_grad as gradients
+from jaxmp._src.step import compute_dtypes, microbatches, read_state, state_tuples, value_and_grad as gradients
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -101,9 +101,9 @@ def plan(
       policy: as for `jaxmp.mixed_precision`; gives the stored dtypes of the params.
       optimizer: the optimizer of the loop, `jaxmp.mixed_precision(...)` or any other optax transform. Its `init` is
         evaluated on shapes: on the float32 params if it keeps masters, else on the stored params.
-      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad(loss_fn, policy=policy)`, which
-        is the loop that is planned: layers keep a `dtype=` of their own. (For a loop without `policy=`, write
-        `with jaxmp.autocast(enabled=False)` into the loss.) Under `jax.checkpoint` only the values that it saves count.
+      loss_fn: `loss_fn(params, *batch)`, a float scalar, as for `jaxmp.value_and_grad`. A model that is written in 16
+        bits, or called under autocast, computes as it does; else, under `mixed_precision`, it runs in the precision of
+        `policy`, as `value_and_grad(policy=)` runs it. Under `jax.checkpoint` only the values that it saves count.
         None: no activations are counted.
       batch: the other arguments of `loss_fn`, arrays or `jax.ShapeDtypeStruct`s, for all devices and all microbatches
         together; leading axes are batch axes. Scalars and PRNG keys are not cut.
@@ -279,19 +279,27 @@ def _trace(
 ) -> tuple[Any, PyTree, int]:
     """(program of the loss and its gradients, the gradients' shapes, the number of outputs before the gradients)."""
 
-    def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
-        if read_state.has_loss_scale(opt_state):
-            return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
-        return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+    def traced(policy: Policy | None) -> tuple[Any, Any]:
+        def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
+            if read_state.has_loss_scale(opt_state):
+                return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
+            return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
 
-    jaxpr, (first, grads) = jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
+        return jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
+
+    jaxpr, (first, grads) = traced(None)
+    found = compute_dtypes.look_into(jaxpr)
+    is_low = any(d.itemsize < 4 for d in found.matmuls | found.hidden)
+    misses_low = policy.computes_in_16_bits and bool(found.matmuls) and not is_low
+    if misses_low or (policy.recipe is not None and not found.fp8):
+        jaxpr, (first, grads) = traced(policy)
     return jaxpr, grads, len(jax.tree.leaves(first))
 
 
 def _scaled(
     loss_fn: Callable[..., Any],
     has_aux: bool,
-    policy: Policy,
+    policy: Policy | None,
     params: PyTree,
     opt_state: Any,
     batch: tuple[Any, ...],
