@@ -321,6 +321,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_without_state(name):
     weights = weights_of(3)
