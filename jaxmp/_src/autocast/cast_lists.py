@@ -273,7 +273,8 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     if given.name.startswith("float8"):
         raise ValueError(
             f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}: fp8 needs scales, which "
-            f"layers hold. Use jaxmp.fp8.autocast (docs/how-to/precision/fp8.md), which goes together with this one."
+            f"layers hold. Use jaxmp.fp8.autocast (docs/how-to/precision/fp8.md), which goes together with this one, "
+            f"or recipe=jaxmp.fp8.CurrentScaling() beside a dtype of 16 bits."
         )
     why = ": it is wider than float32, and most accelerators have none of it" if given == np.float64 else ""
     raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}{why}")
