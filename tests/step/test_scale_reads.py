@@ -275,3 +275,15 @@ def test_in_nnx_and_with_a_grad_scaler():
     with fresh_process():
         trace(with_scaler, PARAMS, jaxmp.GradScaler(), X)
         assert ambient.now().scale_reads.any
+
+
+def test_gradients_in_the_place_of_params_are_refused():
+    tx, params = jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), {"w": jnp.ones(3, jnp.float16)}
+
+    def step(params, opt_state):
+        _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"].astype(jnp.float32)))(params, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, params, opt_state, grads)
+
+    for run in (step, jax.jit(step)):
+        with pytest.raises(ValueError, match="Swap the two"):
+            run(params, tx.init(params))

@@ -13,6 +13,7 @@ from optax import contrib
 import jaxmp
 import regimes
 from helpers import assert_bitwise, assert_close
+from jaxmp._src.step import read_state
 
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
 bad_values = pytest.mark.parametrize("bad", BAD, ids=["inf", "-inf", "nan"])
@@ -379,8 +380,9 @@ def test_keep_if_skipped_selects_bit_for_bit():
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
     old = {"mean": jnp.array([-0.0, 1.0]), "count": jnp.int32(3), "key": jax.random.key(0), "half": jnp.float16(1.5)}
     new = {"mean": jnp.array([0.0, jnp.inf]), "count": jnp.int32(4), "key": jax.random.key(1), "half": jnp.float16(2)}
-    (_, taken), (_, skipped) = run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan)])
+    ((_, taken),) = run(tx, tx.init(params()), [grads()])
     assert_bitwise(jaxmp.keep_if_skipped(taken, new, old), new)
+    ((_, skipped),) = run(tx, taken, [grads(bad=jnp.nan)])
     assert_bitwise(jaxmp.keep_if_skipped(skipped, new, old), old)
     assert_bitwise(jax.jit(jaxmp.keep_if_skipped)(skipped, new, old), old)
 
@@ -668,3 +670,18 @@ def test_keep_if_skipped_with_the_state_before_the_update_is_refused(jitted):
     first = tx.init(params)
     for _ in range(2):  # from one state twice, and by the flag of a step before that step is taken
         jaxmp.keep_if_skipped(tx.update(params, first, params)[1], jnp.ones(1), jnp.zeros(1))
+
+
+def test_a_state_behind_mixed_precision_is_refused():
+    """A skipped step would move it."""
+    params = {"w": jnp.ones(3, jnp.float16)}
+    behind = optax.chain(jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), jaxmp.ema_params(0.5, debias=False))
+    with pytest.raises(ValueError, match="State behind it in a chain"):
+        jaxmp.apply_gradients(behind, params, behind.init(params), params)
+    read_state.check_wrappers((jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(params),) * 2)  # of two networks
+
+
+def test_an_opt_state_in_the_place_of_params_is_refused():
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="Swap the two"):
+        jaxmp.get_master_params(params, jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(params))

@@ -57,7 +57,7 @@ class Fp8Gradients:
             before = ambient.now().notes.fp8_matmuls
             grads, aux = differentiated(loss)(params, *args)
             if ambient.now().notes.fp8_matmuls == before:
-                _warn_of_no_fp8(in_fp8)
+                _tell_of_no_fp8(in_fp8)
             return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
 
         return differentiate
@@ -86,16 +86,20 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
         )
 
 
-def _warn_of_no_fp8(in_fp8: bool) -> None:
+def _tell_of_no_fp8(in_fp8: bool) -> None:
+    """A warning; in a calibration, which would calibrate nothing, a ValueError."""
     wrong = (
         "so it computes with kernels that are stored in fp8 as if they were the weights"
         if in_fp8
         else "so it trains without fp8"
     )
-    warnings.warn(
+    wrong = "so there is nothing to calibrate" if ambient.now().fp8_calibrating else wrong
+    text = (
         f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
-        f'jaxmp.value_and_grad(loss_fn, policy="fp8"), or put `with jaxmp.fp8.autocast()` around the model\'s call in '
-        f"the loss, as around model.init: inside the differentiated function, or around the call that traces "
-        f"it. (A part of the loss that was jitted and traced before is not seen here.)",
-        stacklevel=2,
+        f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '
+        f"call in the loss, as around model.init: inside the differentiated function, or around the call that traces "
+        f"it. (A part of the loss that was jitted and traced before is not seen here.)"
     )
+    if ambient.now().fp8_calibrating:
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=2)

@@ -27,6 +27,7 @@ from jaxmp._src.step import (
     in_place,
     master_params,
     read_state,
+    scale_reads,
     state_arrays,
     state_tuples,
     unscale,
@@ -140,7 +141,8 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales.
+      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales; grads and
+        params are swapped.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
@@ -157,6 +159,11 @@ def apply_gradients(
       {'w': Array([0.5], dtype=bfloat16)}
     """
     extra_arguments.check(tx, extra_args)
+    if scale_reads.holds_gradients(params):
+        raise ValueError(
+            "apply_gradients takes (tx, grads, opt_state, params); got as params the gradients that value_and_grad "
+            "returned. Swap the two."
+        )
     read_state.check_wrappers(opt_state)
     fp8_scales.check_moves_all(opt_state, params)
     destination = in_place.Destination(params, grads)

@@ -101,7 +101,18 @@ def check_not_nested(inner_state: Any) -> None:
 
 
 def check_wrappers(opt_state: Any) -> None:
-    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`."""
+    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`, and for state behind it in a chain."""
+    chains = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_chain) if _is_chain(x)]
+    for states in chains:
+        wrapped = next(i for i, state in enumerate(states) if find(state, UnscaleState))
+        later = [x for x in states[wrapped + 1 :] if not find(x, UnscaleState)]
+        behind = [type(x).__name__ for x in later if jax.tree.leaves(x)]
+        if behind:
+            raise ValueError(
+                "a transform with a state must stand inside mixed_precision, where a skipped step does not move its "
+                f"state; got {', '.join(behind)} behind it in a chain. Put that transform inside: "
+                "jaxmp.mixed_precision(optax.chain(inner, what_follows), policy)."
+            )
     if any(find(x, UnscaleState) for x in find(opt_state, optax.ApplyIfFiniteState)):
         raise ValueError(
             "a non-finite gradient must reach mixed_precision: it skips the step, lowers the loss scale and counts the "
@@ -109,6 +120,11 @@ def check_wrappers(opt_state: Any) -> None:
             "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
             "inside, around the optimizer."
         )
+
+
+def _is_chain(x: Any) -> bool:
+    """Whether `x` is the state of an `optax.chain` with `mixed_precision` in it, and not inside of another chain."""
+    return type(x) is tuple and any(find(state, UnscaleState) for state in x)
 
 
 def note_replaced(state: UnscaleState) -> None:
@@ -206,6 +222,8 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
+    if find(params, UnscaleState) or find(params, MasterState):
+        raise ValueError("get_master_params takes (opt_state, params); got an opt_state as params. Swap the two.")
     return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=tree_paths.is_box)
 
 
@@ -355,13 +373,13 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
       {'ema': Array([1.], dtype=float32)}
     """
+    _check_shapes(new, old)
     skipped = was_skipped(opt_state)
     if ambient.now().replaced_flags.get(id(skipped)) is skipped:
         raise ValueError(
             "whether a step was skipped stands in the opt_state that its update returned; got the opt_state that the "
             "update was given, which tells of the step before. Pass the new one."
         )
-    _check_shapes(new, old)
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)

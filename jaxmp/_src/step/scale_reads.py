@@ -60,6 +60,13 @@ def note_scaled(grads: PyTree, scale: Array) -> None:
         scaled[key] = weakref.ref(leaves[0], lambda _: scaled.pop(key, None)), weakref.ref(scale), compat.trace_state()
 
 
+def holds_gradients(tree: PyTree) -> bool:
+    """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
+    leaves = jax.tree.leaves(tree)
+    leaf, *_ = ambient.now().scale_reads.scaled.get(id(leaves[0]) if leaves else 0, (None,))
+    return leaf is not None and leaf() is leaves[0]
+
+
 def _scale_of(grads: PyTree) -> Array | None:
     """The scale that multiplied `grads`, if they were made here: in a branch or a loop each array has another name."""
     leaves = jax.tree.leaves(grads)
