@@ -167,3 +167,15 @@ def test_odd_widths_run_as_layers_and_odd_rows_are_padded():
     np.testing.assert_array_equal(run(X[:3], WEIGHTS, leaves()), run(X, WEIGHTS, leaves())[:3])
     one = run(X[0, 0], weights, leaves())
     assert_close(one, y[0, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_nvfp4_takes_a_key_like_dropouts():
+    mlp, x = jaxmp.linen.GatedMLP(32, recipe=jaxmp.fp8.NVFP4()), jnp.ones((16, 16))
+    params = jax.eval_shape(mlp.init, jax.random.key(0), x)["params"]
+
+    def loss(params, rngs):
+        return mlp.apply({"params": params}, x, rngs=rngs).sum()
+
+    jax.eval_shape(jax.grad(loss), params, {"rounding": jax.random.key(1)})
+    with pytest.raises(ValueError, match="needs a key"):
+        jax.eval_shape(jax.grad(loss), params, {})

@@ -62,6 +62,7 @@ def gated_mlp(
     recipe: Any,
     scales: GatedScales | None = None,
     layer: str | None = None,
+    key: Array | None = None,
 ) -> Float[Array, "... N"]:
     """(silu(x gate) * (x up)) down, whose nine GEMMs, forward and backward, run in fp8; see the module's docstring.
 
@@ -74,6 +75,7 @@ def gated_mlp(
       scales: the scale leaves. Their gradients are the amaxes. x is cast with the scale of `scales.gate.lhs`; its amax
         is the gradient of that leaf and of `scales.up.lhs`.
       layer: a name for warnings.
+      key: for stochastic rounding, as for `dot_general`; only `NVFP4` needs one.
 
     Returns:
       y, in the narrower dtype of x and `down`.
@@ -96,7 +98,8 @@ def gated_mlp(
         def dot(x: Array, w: Array, name: str) -> Array:
             leaves = None if scales is None else getattr(scales, name)
             path = f"{layer}/{name}" if layer else name
-            return matmul.dot_general(x, w, last_by_first(x), recipe=recipe, scales=leaves, layer=path)
+            own = None if key is None else jax.random.fold_in(key, GatedScales._fields.index(name))
+            return matmul.dot_general(x, w, last_by_first(x), recipe=recipe, scales=leaves, layer=path, key=own)
 
         return of_layers(dot, x, weights)
     matmul.note_use()

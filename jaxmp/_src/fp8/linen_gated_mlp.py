@@ -62,7 +62,9 @@ class GatedMLP(nn.Module):
         if layers.is_enabled() and not self.is_initializing():  # init often has a batch of one
             scales = GatedScales(*(Scales(*part) for part in leaves)) if leaves[0] else None
             path = "/".join(self.path)
-            return gated_mlp.gated_mlp(x, *kernels, recipe=self.recipe, scales=scales, layer=path)
+            draws = layers.rounds_at_random(self.recipe) and self.has_rng(layers.ROUNDING)
+            key = self.make_rng(layers.ROUNDING) if draws else None
+            return gated_mlp.gated_mlp(x, *kernels, recipe=self.recipe, scales=scales, layer=path, key=key)
 
         def dot(x: Array, kernel: Array, name: str) -> Array:
             own = leaves[("gate", "up", "down").index(name)]
