@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
     Attributes:
       operation: what is done.
-      backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8", "emulated".
+      backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8", "cudnn nvfp4", "emulated".
       reason: why no better backend does it, or the conditions; "" if there are none.
     """
 
@@ -52,6 +52,7 @@ def backends() -> list[Row]:
     exact = "float32" if why_not else "bfloat16"
     why_not = hardware.why_not_block_scaled_gemms()
     rows.append(_gemm("block-scaled matmul, MXFP8", "cudnn mxfp8", why_not, exact, ""))
+    rows.append(_gemm("four-bit matmul, NVFP4", "cudnn nvfp4", why_not, exact, ""))
     rows.append(_gemm("block-scaled matmul, BlockScaling", "", "jax calls no matmul of such blocks", exact, ""))
     return rows
 
