@@ -17,7 +17,8 @@ class Row(NamedTuple):
 
     Attributes:
       operation: what is done.
-      backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8", "cudnn nvfp4", "emulated".
+      backend: what does it: "mosaic" (a kernel of `pallas_kernels`), "xla", "cublasLt fp8", "cudnn mxfp8",
+        "cudnn nvfp4", "emulated".
       reason: why no better backend does it, or the conditions; "" if there are none.
     """
 
