@@ -256,7 +256,7 @@ def test_transformations(how):
 class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for _ in range(3):
+        for _ in range(2):
             x = nn.tanh(nn.Dense(32)(x))
         return nn.Dense(16)(x)
 
@@ -302,8 +302,8 @@ def test_training_linen_with_a_key_like_dropouts():
 
 def test_training_nnx_with_rngs():
     x, target = batch()
-    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(4)))
-    assert len(jaxmp.nnx.to_fp8(model, NVFP4(), rngs=nnx.Rngs(rounding=0))) == 2
+    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
+    assert len(jaxmp.nnx.to_fp8(model, NVFP4(), rngs=nnx.Rngs(rounding=0))) == 1
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
     optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16")
 
