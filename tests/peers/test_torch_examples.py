@@ -67,16 +67,18 @@ def native(tx, grad=None, **options):
     return params, state
 
 
+def sgd(params, x, y):
+    """A step in float32."""
+    return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
+
+
 def test_typical_training():
     def by_scaler(params, state, scaler, x, y):
         grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
         params, state, scaler = scaler.step(SGD, grads, state, params)
         return params, state, scaler.update()
 
-    def update(params, x, y):
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
-
-    expected = plain(update)
+    expected = plain(sgd)
     close(with_scaler(by_scaler)[0], expected)
     close(native(jaxmp.mixed_precision(SGD, POLICY))[0], expected)
     params, scaler = with_scaler(by_scaler, jaxmp.GradScaler(2.0**40, growth_interval=2000))
@@ -114,10 +116,7 @@ def test_gradient_accumulation():
         params, state, scaler = scaler.step(SGD, grads, state, params)
         return params, state, scaler.update()
 
-    def update(params, x, y):
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
-
-    expected = plain(update)
+    expected = plain(sgd)
     close(with_scaler(by_scaler)[0], expected)
     close(native(jaxmp.mixed_precision(SGD, POLICY), accumulate=k)[0], expected)
 

@@ -224,16 +224,21 @@ def check_same_structure(got: Any, expected: Any, got_name: str, expected_name: 
     raise ValueError(f"{got_name} and {expected_name} must have the same tree structure; {difference}. {fix}")
 
 
+def first_of_other_shape(got: Any, expected: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """(path, shape in got, shape in expected) of the first arrays of two trees of one structure that differ in it."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
+    return next(((path_str(p), np.shape(x), np.shape(y)) for (p, x), y in pairs if np.shape(x) != np.shape(y)), None)
+
+
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
     """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=False)
-    for (path, x), y in pairs:
-        if np.shape(x) != np.shape(y):
-            raise ValueError(
-                f"{got_name} and {expected_name} must have the same shapes; got {np.shape(x)} and {np.shape(y)} at "
-                f"{path_str(path)}. Where params are cut over devices, {got_name} are cut the same way "
-                f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
-            )
+    if found := first_of_other_shape(got, expected):
+        path, shape, expected_shape = found
+        raise ValueError(
+            f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
+            f"{path}. Where params are cut over devices, {got_name} are cut the same way "
+            f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
+        )
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import blocks as blocks_lib, nvfp4, padding, remat
+from jaxmp._src.fp8 import blocks as blocks_lib, gemms, nvfp4, padding, remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
@@ -260,8 +260,7 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: b
     has_hardware = isinstance(recipe, MXFP8 | NVFP4)
     product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if has_hardware else emulated)(a.blocks, b.blocks)
     if isinstance(a.blocks, Fp4Blocks) and isinstance(b.blocks, Fp4Blocks):
-        scales = a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv
-        product = product * jnp.minimum(*scales) * jnp.maximum(*scales)  # with the larger alone it may be inf
+        product = _unscaled(product, a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv)
     return product.astype(out_dtype)
 
 
@@ -277,10 +276,7 @@ _LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
 
 def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool) -> Array:
     """The product of operands with one scale for each sum."""
-    presets = lax.DotAlgorithmPreset
-    algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    # As in `gemms`: a power of two commutes with rounding to bfloat16.
-    written = jnp.bfloat16 if recipe.power_of_two and out_dtype == jnp.bfloat16 else jnp.float32
+    written = gemms.accumulator(out_dtype, power_of_two=recipe.power_of_two)
 
     def in_fp8(a: Array, b: Array) -> Array:
         zeros = padding.zeros_for(a.shape, b.shape, *_LAST)
@@ -288,7 +284,7 @@ def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype:
             padding.pad(a, zeros[0]),
             padding.pad(b, zeros[1]),
             _LAST,
-            precision=algorithm,
+            precision=gemms.algorithm(fast=fast),
             preferred_element_type=written,
         )
         return padding.crop(product, padding.of_result(*zeros, (3, 3), *_LAST))
@@ -299,9 +295,12 @@ def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype:
 
     (a_q, a_scale), (b_q, b_scale) = _summed_last(a), _summed_last(b)
     product = hardware.on_fp8_hardware(in_fp8, in_float32)(a_q, b_q)
-    scales = a_scale, jnp.swapaxes(b_scale, 1, 2)  # [B, M, 1], [B, 1, N]
-    # The smaller first: the product with the larger alone may be inf.
-    return (product * jnp.minimum(*scales) * jnp.maximum(*scales)).astype(out_dtype)
+    return _unscaled(product, a_scale, jnp.swapaxes(b_scale, 1, 2)).astype(out_dtype)  # [B, M, 1], [B, 1, N]
+
+
+def _unscaled(product: Array, a: Array, b: Array) -> Array:
+    """product a b, by the smaller first: with the larger alone it may be inf."""
+    return product * jnp.minimum(a, b) * jnp.maximum(a, b)
 
 
 @jax.custom_batching.custom_vmap

@@ -132,9 +132,6 @@ def _gemm(x: Array, rhs: Array, lhs_dtype: Any, recipe: Any, *, by_own_amax: boo
         lhs_dtype=lhs_dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=matmul.result_dtype(x, rhs),
-        lhs_sharding=None,
-        rhs_sharding=None,
-        out_sharding=None,
         by_own_amax=by_own_amax,
     )
 

@@ -40,9 +40,9 @@ class Gemm(NamedTuple):
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
-    lhs_sharding: NamedSharding | None  # on a mesh with explicit axes, else None
-    rhs_sharding: NamedSharding | None
-    out_sharding: Any
+    lhs_sharding: NamedSharding | None = None  # on a mesh with explicit axes
+    rhs_sharding: NamedSharding | None = None
+    out_sharding: Any = None
     activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
@@ -144,15 +144,13 @@ def _matmul(
 ) -> Array:
     """One GEMM of fp8 operands, unscaled, in `out_dtype`; axes count in the tensors' own order."""
     inv_scale = a.inv_scale * b.inv_scale
-    presets = lax.DotAlgorithmPreset
-    algorithm = presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
-    written = accumulator(gemm, out_dtype)
+    written = accumulator(out_dtype, power_of_two=gemm.holds_log2)
     dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
 
     def in_fp8(a: Quantized, b: Quantized) -> Array:
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
         numbers = ((x_axes, y_axes), batch)
-        return dot(x, y, dimension_numbers=numbers, precision=algorithm, preferred_element_type=written)
+        return dot(x, y, dimension_numbers=numbers, precision=algorithm(fast=fast), preferred_element_type=written)
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
         x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
@@ -162,11 +160,17 @@ def _matmul(
     return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
 
 
-def accumulator(gemm: Gemm, out_dtype: Any) -> Any:
-    """The dtype in which a GEMM writes its result before the unscaling."""
+def algorithm(*, fast: bool) -> lax.DotAlgorithmPreset:
+    """How a GEMM of fp8 operands sums."""
+    presets = lax.DotAlgorithmPreset
+    return presets.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else presets.ANY_F8_ANY_F8_F32
+
+
+def accumulator(out_dtype: Any, *, power_of_two: bool) -> Any:
+    """The dtype in which a GEMM writes its result before the unscaling, by scales that are powers of two or not."""
     # A power of two commutes with rounding to bfloat16: the GEMM may write bfloat16, and XLA folds the unscaling into
     # it. Other scales, and the narrow range of float16, need the float32 accumulator.
-    return jnp.bfloat16 if gemm.holds_log2 and jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32
+    return jnp.bfloat16 if power_of_two and jnp.dtype(out_dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:

@@ -8,9 +8,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8 import gated_mlp, layers, matmul, recipes, stored_kernels
+from jaxmp._src.fp8 import gated_mlp, layers, linen_layers, matmul, recipes, stored_kernels
 from jaxmp._src.fp8.gated_mlp import GatedScales
-from jaxmp._src.fp8.linen_layers import filled
 from jaxmp._src.fp8.matmul import Scales
 
 
@@ -62,8 +61,7 @@ class GatedMLP(nn.Module):
         if layers.is_enabled() and not self.is_initializing():  # init often has a batch of one
             scales = GatedScales(*(Scales(*part) for part in leaves)) if leaves[0] else None
             path = "/".join(self.path)
-            draws = layers.rounds_at_random(self.recipe) and self.has_rng(layers.ROUNDING)
-            key = self.make_rng(layers.ROUNDING) if draws else None
+            key = linen_layers.rounding_key(self)
             return gated_mlp.gated_mlp(x, *kernels, recipe=self.recipe, scales=scales, layer=path, key=key)
 
         def dot(x: Array, kernel: Array, name: str) -> Array:
@@ -94,4 +92,4 @@ class _Leaves(nn.Module):
 
     @nn.compact
     def __call__(self) -> list[Array]:
-        return [self.param(name, filled, start) for name, start in layers.leaves_of(self.recipe).items()]
+        return linen_layers.leaves_of(self)

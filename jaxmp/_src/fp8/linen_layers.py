@@ -116,7 +116,7 @@ class Fp8RaggedDot(nn.Module):
         preferred_element_type: Any = None,
     ) -> Float[Array, "m n"]:
         """As `jax.lax.ragged_dot`."""
-        leaves = _leaves(self)
+        leaves = leaves_of(self)
         return layers.ragged_dot(self.recipe, leaves, lhs, rhs, group_sizes, preferred_element_type)
 
 
@@ -161,18 +161,22 @@ class Fp8Einsum(nn.Einsum):
 def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any) -> Array:
     """The product with the scale leaves of `module`, which lies in the layer."""
     recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
-    leaves = _leaves(module)
-    draws = layers.rounds_at_random(recipe) and module.has_rng(layers.ROUNDING)
-    key = module.make_rng(layers.ROUNDING) if draws else None
+    leaves, key = leaves_of(module), rounding_key(module)
     with layers.switched(layers.is_enabled() and not module.is_initializing()):
         layer = "/".join(module.path[:-1])
         return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
 
 
-def _leaves(module: nn.Module) -> list[Array]:
+def rounding_key(module: Any) -> Array | None:
+    """A key for stochastic rounding by the recipe of `module`; None if it needs none, or was given no such stream."""
+    draws = layers.rounds_at_random(module.recipe) and module.has_rng(layers.ROUNDING)
+    return module.make_rng(layers.ROUNDING) if draws else None
+
+
+def leaves_of(module: Any) -> list[Array]:
     """The scale leaves of `module`, by its recipe."""
     try:
-        return [module.param(name, filled, start) for name, start in layers.leaves_of(module.recipe).items()]  # pyright: ignore[reportAttributeAccessIssue]
+        return [module.param(name, _filled, start) for name, start in layers.leaves_of(module.recipe).items()]
     except flax.errors.ScopeParamNotFoundError as e:
         e.add_note(
             f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "
@@ -349,7 +353,7 @@ def _as(cls: Any, module: Any, **fields: Any) -> Any:
     return cls(**given, **fields, parent=module.scope)
 
 
-def filled(key: Array, value: float) -> Float[Array, ""]:
+def _filled(key: Array, value: float) -> Float[Array, ""]:
     """The initializer of a scale leaf."""
     del key
     return jnp.full((), value, jnp.float32)

@@ -89,9 +89,6 @@ def ragged_dot(
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
-        lhs_sharding=None,
-        rhs_sharding=None,
-        out_sharding=None,
         lhs_zeros=zeros[0],
         rhs_zeros=zeros[1],
         by_own_amax=matmul.by_own_amax(scales or (), None),
@@ -167,7 +164,7 @@ def _product(
     gemm: Gemm, numbers: Any, a: Quantized, b: Quantized, group_sizes: Array, out_dtype: Any, *, fast: bool = True
 ) -> Array:
     """One product of fp8 operands, unscaled, in `out_dtype`."""
-    accumulator = gemms.accumulator(gemm, out_dtype)
+    accumulator = gemms.accumulator(out_dtype, power_of_two=gemm.holds_log2)
     dot = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
 
     def in_fp8(a: Array, b: Array, group_sizes: Array) -> Array:

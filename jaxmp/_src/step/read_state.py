@@ -389,12 +389,10 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _check_shapes(new: PyTree, old: PyTree) -> None:
-    pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=False)
-    for (path, o), n in pairs:
-        if jnp.shape(n) != jnp.shape(o):
-            raise ValueError(
-                f"state that a skipped step restores must keep its shapes; got {jnp.shape(n)} in new and "
-                f"{jnp.shape(o)} in old at {tree_paths.path_str(path)}. With accumulate=k, aux of the loss is stacked; "
-                f"BatchNorm's statistics are passed through the microbatches by "
-                f"jaxmp.value_and_grad(..., carry_argnum=), see docs/how-to/step/accumulation.md."
-            )
+    if found := tree_paths.first_of_other_shape(old, new):
+        path, old_shape, new_shape = found
+        raise ValueError(
+            f"state that a skipped step restores must keep its shapes; got {new_shape} in new and {old_shape} in old "
+            f"at {path}. With accumulate=k, aux of the loss is stacked; BatchNorm's statistics are passed through the "
+            f"microbatches by jaxmp.value_and_grad(..., carry_argnum=), see docs/how-to/step/accumulation.md."
+        )
