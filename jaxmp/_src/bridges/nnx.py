@@ -24,6 +24,7 @@ from jaxmp._src.step import (
     mixed_precision,
     policy as policy_lib,
     read_state,
+    reload_masters,
     value_and_grad as grads_lib,
 )
 from jaxmp._src.step.calibrate import calibrate
@@ -177,6 +178,32 @@ class Optimizer(nnx.Optimizer):
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+
+    def reload_master_params(self, model: nnx.Module) -> None:
+        """Makes the masters from the params of `model`, in place, after you changed these (`nnx.update`, a restore).
+
+        Without it, the next `update` would write the old masters back. Moments and counts stay. For flax's
+        `nnx.Optimizer`: `optimizer.opt_state = jaxmp.reload_master_params(optimizer.opt_state, nnx.state(model, wrt))`.
+
+        Args:
+          model: the module; its params in float32 (masters then have full precision) or as the policy casts them. With
+            the `policy=` of this optimizer it is cast afterwards.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxmp, optax
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), policy="bf16")
+          >>> nnx.update(model, {"kernel": jnp.full((3, 2), 0.3)})  # loaded weights
+          >>> optimizer.reload_master_params(model)
+          >>> optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
+          >>> model.kernel[0, 0]
+          Array(0.300781, dtype=bfloat16)
+        """
+        pure = nnx.as_pure
+        opt_state = reload_masters.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        if self.policy is not None:
+            cast_to_param(model, self.policy, wrt=self.wrt)
 
     def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
