@@ -85,6 +85,8 @@ class Ambient:
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
       checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
+      checked_runs: what `check_progress` has named, by the structure of a state: the number of steps, and the causes.
+        The same object everywhere.
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
     """
@@ -99,6 +101,7 @@ class Ambient:
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
     checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
+    checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 

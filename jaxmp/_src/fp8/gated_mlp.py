@@ -25,7 +25,7 @@ from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 from jaxmp._src.numerics import quantize as quantize_lib
@@ -112,7 +112,7 @@ def gated_mlp(
         into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
         both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
         zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
-        return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
+        return padding.crop(in_reverse(_mlp)(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
 
     def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         if not any(batched[1:]):  # a batch of x is more rows

@@ -30,7 +30,7 @@ from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, remat, scale_leaves, stored_kernels
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
@@ -238,7 +238,8 @@ class _Product(NamedTuple):
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
         )
-        return _delayed_dot(gemm, lhs, rhs, *more) if more else _current_dot(gemm, self.recipe, lhs, rhs)
+        dot = in_reverse(_delayed_dot if more else _current_dot)
+        return dot(gemm, lhs, rhs, *more) if more else dot(gemm, self.recipe, lhs, rhs)
 
 
 def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:

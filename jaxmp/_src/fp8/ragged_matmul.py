@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, stored_kernels
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 
@@ -93,7 +93,7 @@ def ragged_dot(
         rhs_zeros=zeros[1],
         by_own_amax=matmul.by_own_amax(scales or (), None),
     )
-    return _ragged_dot(gemm, recipe, lhs, rhs, group_sizes, scales)
+    return in_reverse(_ragged_dot)(gemm, recipe, lhs, rhs, group_sizes, scales)
 
 
 def plain_ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, dtype: Any, scales: Scales | None) -> Array:

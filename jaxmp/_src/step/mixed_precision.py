@@ -165,6 +165,7 @@ def apply_gradients(
             "returned. Swap the two."
         )
     read_state.check_wrappers(opt_state)
+    read_state.masters_of(opt_state, params)  # raises for params of another tree
     fp8_scales.check_moves_all(opt_state, params)
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):

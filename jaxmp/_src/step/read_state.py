@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import scale_reads
+from jaxmp._src.step import leaf_paths, scale_reads
 from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
     Fp8State,
@@ -74,6 +74,23 @@ def find(opt_state: Any, kind: type) -> list[Any]:
     """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are removed."""
     pure = nnx.as_pure(opt_state)
     return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+
+
+def check_is_state(opt_state: Any, reader: str) -> None:
+    """Raises a TypeError for what cannot be the state of an optimizer: params, a `tx`, a model, a number.
+
+    Every state holds a NamedTuple (optax's convention). `()` stands for no optimizer.
+    """
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(f"{reader} reads the state of an optimizer; got the optimizer. Pass tx.init(params).")
+    is_namedtuple = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+    is_empty = isinstance(opt_state, tuple) and not opt_state
+    if not is_empty and not any(map(is_namedtuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=is_namedtuple))):
+        raise TypeError(
+            f"{reader} reads the state of an optimizer, as tx.init(params) and apply_gradients return it, or a "
+            f"TrainState or nnx.Optimizer that holds one; got {type(opt_state).__name__} without any. Were arguments "
+            f"swapped (the order is opt_state, params), or was it restored as plain dicts (restore it with a template)?"
+        )
 
 
 def has_loss_scale(opt_state: Any) -> bool:
@@ -169,9 +186,11 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
 
     Returns:
-      float32[]; 1.0 if there is no loss scale.
+      float32[]; 1.0 for an optimizer without a loss scale, and for `()`. (A test or a program that scales by hand calls
+      `get_loss_scale(())` once, so that no update warns of a scale that nobody read.)
 
     Raises:
+      TypeError: `opt_state` is no state of an optimizer (params, a `tx`).
       ValueError: `opt_state` holds several loss scales, as with two `mixed_precision` in one `optax.multi_transform`.
 
     Example:
@@ -187,6 +206,7 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
 def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
+    check_is_state(opt_state, "get_loss_scale")
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
@@ -207,6 +227,10 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
     Returns:
       The tree of `params`, float leaves in float32.
 
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer.
+      ValueError: an optimizer's state as `params`; params of another tree; a split master without its bfloat16 param.
+
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
@@ -224,6 +248,7 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 
     if find(params, UnscaleState) or find(params, MasterState):
         raise ValueError("get_master_params takes (opt_state, params); got an opt_state as params. Swap the two.")
+    check_is_state(opt_state, "get_master_params")
     return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=tree_paths.is_box)
 
 
@@ -241,10 +266,38 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     found: list[Any] = [None] * len(units)
     for state in find(opt_state, MasterState):
-        for i, master in enumerate(treedef.flatten_up_to(state.master_params)):
+        for i, master in enumerate(masters_by_unit(treedef, state.master_params, params)):
             if not isinstance(master, optax.MaskedNode):
                 found[i] = master
     return jax.tree.unflatten(treedef, found)
+
+
+def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
+    """The masters of a `MasterState`, one for each leaf or box of `params`, whose structure is `treedef`.
+
+    Raises:
+      ValueError: the params have other leaves than those that `tx.init` got.
+    """
+    try:
+        return treedef.flatten_up_to(masters)
+    except ValueError as e:
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        known, given = (
+            {
+                leaf_paths.param_of(tree_paths.path_str(path))[0]: None
+                for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+            }
+            for tree in (masters, params)
+        )
+        new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
+        if not new and not gone:
+            raise
+        raise ValueError(
+            f"params must have the leaves that tx.init got; {(new or gone)[0]} is "
+            + ("in the params only" if new else "in the optimizer's state only")
+            + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
+            'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
+        ) from e
 
 
 def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:
@@ -270,7 +323,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
     """What the last step did: a flat dict of scalars, with the same keys for every chain; NaN where not computed.
 
     Args:
-      opt_state: state after `update`, of any optimizer.
+      opt_state: state after `update`, of any optimizer; `()` for none.
 
     Returns:
       loss_scale: the scale that the *next* step will use; 1.0 where there is none.
@@ -290,6 +343,9 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
       fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer (params, a `tx`, a GradScaler).
+
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
       >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
@@ -300,6 +356,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
             "get_metrics reads the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
             "scaler.found_inf() between step and update, scaler.state_dict()."
         )
+    check_is_state(opt_state, "get_metrics")
     nan = jnp.full((), jnp.nan, jnp.float32)
     unscale = next(iter(find(opt_state, UnscaleState)), None)
     scale = next(iter(_scalings(opt_state)), None)
@@ -344,6 +401,7 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
     if hasattr(opt_state, "found_inf"):  # a GradScaler, between step and update
         return opt_state.found_inf()
+    check_is_state(opt_state, "keep_if_skipped(opt_state, new, old)")
     states = find(opt_state, UnscaleState)
     return states[0].skipped if states else jnp.zeros((), bool)
 
@@ -363,6 +421,7 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
+      TypeError: `opt_state` is no state of an optimizer, as with arguments in another order.
       ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
 
     Example:
@@ -373,8 +432,8 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
       {'ema': Array([1.], dtype=float32)}
     """
-    _check_shapes(new, old)
     skipped = was_skipped(opt_state)
+    _check_shapes(new, old)
     if ambient.now().replaced_flags.get(id(skipped)) is skipped:
         raise ValueError(
             "whether a step was skipped stands in the opt_state that its update returned; got the opt_state that the "
