@@ -141,8 +141,9 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales; grads and
-        params are swapped.
+      ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
+        `tx` moves only some of the fp8 scales; grads and params are swapped; params have other leaves than those that
+        `tx.init` got.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:

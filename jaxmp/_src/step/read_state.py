@@ -27,6 +27,8 @@ from jaxmp._src.step.state_tuples import (
     LowUnscaleState,
     MasterState,
     NoLossScaleState,
+    SharedLossScaleState,
+    StaticLossScaleState,
     UnscaleState,
     ZeroCountState,
 )
@@ -39,7 +41,7 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     if isinstance(scaler, dynamic.DynamicLossScale):
         return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
     if isinstance(scaler, static.StaticLossScale | static.NoOpLossScale):
-        kind = NoLossScaleState if isinstance(scaler, static.NoOpLossScale) else LossScaleState
+        kind = NoLossScaleState if isinstance(scaler, static.NoOpLossScale) else StaticLossScaleState
         return kind(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
 
@@ -118,7 +120,7 @@ def check_not_nested(inner_state: Any) -> None:
 
 
 def check_wrappers(opt_state: Any) -> None:
-    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`, and for state behind it in a chain."""
+    """Raises a ValueError for `apply_if_finite` or `MultiSteps` around `mixed_precision`, and for state behind it."""
     chains = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_chain) if _is_chain(x)]
     for states in chains:
         wrapped = next(i for i, state in enumerate(states) if find(state, UnscaleState))
@@ -137,6 +139,21 @@ def check_wrappers(opt_state: Any) -> None:
             "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
             "inside, around the optimizer."
         )
+    for steps in find(opt_state, optax.MultiStepsState):
+        scales = [x for state in find(steps, UnscaleState) for x in _scalings(state) if may_scale(x)]
+        keeps_nan = not jax.tree.leaves(steps.skip_state)
+        if scales and (keeps_nan or not all(isinstance(x, StaticLossScaleState) for x in scales)):
+            raise ValueError(
+                "mixed_precision must unscale the gradients of each microbatch before they are added, and see each "
+                "overflow; got optax.MultiSteps around it, which adds scaled 16-bit gradients, and "
+                + (
+                    "keeps an inf or NaN in its sum for all later steps"
+                    if keeps_nan
+                    else "keeps an overflow from the dynamic loss scale, which would never fall"
+                )
+                + ". Put it inside: jaxmp.mixed_precision(optax.MultiSteps(inner, k), policy), or use "
+                "jaxmp.value_and_grad(accumulate=k)."
+            )
 
 
 def _is_chain(x: Any) -> bool:
@@ -151,8 +168,8 @@ def note_replaced(state: UnscaleState) -> None:
 
 
 def computes_low(opt_state: Any) -> bool:
-    """Whether `opt_state` belongs to an optimizer whose policy has wide params and computes in 16 bits."""
-    return bool(find(opt_state, LowUnscaleState))
+    """Whether `opt_state` is of a policy with wide params that computes in 16 bits, or is a shared loss scale."""
+    return bool(find(opt_state, LowUnscaleState) or find(opt_state, SharedLossScaleState))
 
 
 def with_policy(opt_state: Any, policy: Any) -> Any:
