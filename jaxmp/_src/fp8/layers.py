@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import block_matmul, matmul, ragged_matmul, scale_leaves
+from jaxmp._src.fp8 import block_matmul, matmul, ragged_matmul, scale_leaves, shared_scales
 from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp._src.fp8.nvfp4 import NVFP4
 from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
@@ -137,6 +137,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
     dtype = dtype or jnp.result_type(inputs, kernel)
     cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
+    shared_scales.note_converted(inputs, cast[0])
     return [cast[0], kernel, *cast[1:]]
 
 

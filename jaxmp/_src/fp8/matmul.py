@@ -28,7 +28,17 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, remat, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import (
+    block_matmul,
+    gemms,
+    operands,
+    padding,
+    recipes,
+    remat,
+    scale_leaves,
+    shared_scales,
+    stored_kernels,
+)
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -136,10 +146,12 @@ def dot_general(
         warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
         return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
     check_scales(recipe, scales)
+    own_amax = by_own_amax(scales or (), layer)
+    if scales is not None and not own_amax:
+        scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, activation), lhs))
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    own_amax = by_own_amax(scales or (), layer)
     product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, own_amax)
     seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
     return product.call(lhs, rhs, *(scales or seeds))
