@@ -171,7 +171,7 @@ def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
 
 
 def trained(model: nn.Module, variables: PyTree, x: Array, g: Array) -> Any:
-    """y = model(x), one array or several, and the gradients of sum(y * g), as a user trains it: in the context of fp8, by jaxmp."""
+    """y = model(x), one array or several, and the gradients of sum(y * g), by jaxmp in the context of fp8."""
 
     def loss_fn(params: PyTree, x: Array) -> Any:
         y: Any = model.apply({"params": params}, x)
