@@ -46,6 +46,7 @@ class Gemm(NamedTuple):
     activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
+    bias_dtype: Any = None  # of a bias whose gradient is the sum of that of the result; None without one
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
