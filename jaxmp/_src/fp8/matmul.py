@@ -162,8 +162,7 @@ def dot_general(
     seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
     if bias is None:
         return product.call(lhs, rhs, *(scales or seeds))
-    is_summed_at_once = scales is not None and not lhs_batch and bias.ndim > 0 and not _on_explicit_axes(lhs, rhs, bias)
-    if not is_summed_at_once:
+    if scales is None or lhs_batch or not bias.ndim or _on_explicit_axes(lhs, rhs, bias):  # jax sums
         return plus(product.call(lhs, rhs, *(scales or seeds)), bias)
     bias = compat.as_varying(bias, axes)
     return plus(product.call(lhs, rhs, *scales, bias), lax.stop_gradient(bias))

@@ -53,6 +53,8 @@ class GatedMLP(nnx.Module):
         kernel_init: Callable[..., Any] = _KERNEL_INIT,
         rngs: nnx.Rngs,
     ):
+        promote: Any = layers_lib.promote_all_but_kernel
+
         def layer(inputs: int, outputs: int, name: str) -> nnx.Linear:
             return nnx.Linear(
                 inputs,
@@ -61,7 +63,7 @@ class GatedMLP(nnx.Module):
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
-                promote_dtype=layers_lib.promote_all_but_kernel,
+                promote_dtype=promote,
                 dot_general=Fp8DotGeneral(recipe, rngs=rngs, layer=name),
                 rngs=rngs,
             )

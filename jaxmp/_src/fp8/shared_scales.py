@@ -50,8 +50,8 @@ def note_converted(x: Any, converted: Any) -> None:
 
 def _source(x: Array) -> Array:
     """What `x` was converted from by a layer, or `x` itself."""
-    converted, source = ambient.now().notes.converted.get(id(x), (None, None))
-    found = source() if source is not None and converted() is x else None
+    noted = ambient.now().notes.converted.get(id(x))
+    found = None if noted is None or noted[0]() is not x else noted[1]()
     return x if found is None else found
 
 
