@@ -4,6 +4,9 @@ import concurrent.futures
 import dataclasses
 import io
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -12,6 +15,7 @@ from rich.console import Console
 
 import parity
 import train
+from helpers import ROOT, compiled_quickly
 
 pytestmark = pytest.mark.newest
 LOSSES = {"bf16": 1.40, "fp8": 1.41, "fp8, E4M3": 1.42}
@@ -139,3 +143,14 @@ def test_a_run_trains_in_fp8_and_is_evaluated_in_both(monkeypatch):
     assert (run["policy"], run["seed"], run["skipped"]) == ("fp8", 3, 0)
     assert 2 < run["last"] <= run["held_out"] < 4  # it still learns; a guess is 5.5
     assert 0 < abs(run["last_in_fp8"] - run["last"]) < 0.1
+
+
+@pytest.mark.campaign
+def test_processes_train(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "parity.py", "--policies", "bf16", "--seeds", "2", "--steps", "100"]
+    command += ["--width", "32", "--json", tmp_path / "parity.json"]
+    environment = compiled_quickly(os.environ | {"PYTHONPATH": str(ROOT)})
+    said = [subprocess.run(command, env=environment, check=True, capture_output=True, text=True) for _ in range(2)]
+    assert "0 runs are in parity.json, 2 are missing" in said[0].stdout
+    assert "2 runs are in parity.json, 0 are missing" in said[1].stdout
+    assert len({run["held_out"] for run in json.loads((tmp_path / "parity.json").read_text())["runs"]}) == 2
