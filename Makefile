@@ -23,6 +23,7 @@
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest runs in                   (2)
 #   SAMPLE        of the cases of a parametrized test run one of so many   (6; 1: all)
+#   HALF          the half of the costly tests that runs: 0 or 1           (0; empty: both)
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`
@@ -34,6 +35,7 @@ CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
 SAMPLE ?= 6
+HALF ?= 0
 LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
@@ -81,7 +83,7 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(addprefix --half=,$(HALF)) $(ARGS)
 
 campaign: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)

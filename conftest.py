@@ -22,6 +22,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
 # Broadcasting that adds axes must be written out: [d] + [b, d] raises.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# Without LLVM's optimizations, while tests are collected too. `pytest_runtest_protocol` turns them on for some tests.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 # A cached program compiles nothing, so it would hide a second compilation: no persistent cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
@@ -33,8 +35,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# Scripts that recorded other systems need those systems; doctest would import them.
-collect_ignore_glob = ["tests/oracles/*.py"]
+# Doctest would import them: scripts that recorded other systems need those systems, and naive loops train.
+collect_ignore_glob = ["tests/oracles/*.py", "tests/support/naive_loops/*.py"]
 
 # The first example of a property compiles: no deadline. Built on hypothesis's own profile, which knows CI.
 hypothesis.settings.register_profile(
@@ -59,6 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of the cases of each parametrized test run one of N only; a mark `sampled(n)` goes before it",
     )
+    parser.addoption(
+        "--half",
+        type=int,
+        choices=(0, 1),
+        metavar="0|1",
+        help="of the tests marked `costly` run one half only, chosen by name; the other number runs the other half",
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -70,14 +79,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself selects by `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects one case of n of each test: n from its mark `sampled` (the rest is for campaigns) or from `--sample`."""
-    of_all = config.getoption("sample")
+    """Selects one case of n of each test: n from its mark `sampled` (the rest is for campaigns) or from `--sample`.
+
+    With `--half`, one half of the tests that are marked `costly`.
+    """
+    of_all, half = config.getoption("sample"), config.getoption("half")
     cases = defaultdict(list)
     for item in items:
         name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
         cases[item.path, getattr(item, "cls", None), name].append(item)
     left_out = set()
-    for found in cases.values():
+    for (_, _, name), found in cases.items():
+        if half is not None and found[0].get_closest_marker("costly") and zlib.crc32(name.encode()) % 2 != half:
+            left_out |= set(found)
+            continue
         mark = found[0].get_closest_marker("sampled")
         always, of_campaign = _by_campaign(found)
         if mark is not None:

@@ -649,6 +649,7 @@ class Deep(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
+@pytest.mark.costly
 def test_explain_shows_repeated_layers_once() -> None:
     explanation = jaxmp.explain_autocast(Deep().apply, jax.eval_shape(Deep().init, KEY, X), X, dtype=BF16)
     lines = str(explanation).splitlines()
@@ -733,6 +734,7 @@ BINARY = [
 ]
 
 
+@pytest.mark.costly
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_random_functions_run_within_the_tolerance_of_16_bits(program: list[tuple[int, int, int]]) -> None:

@@ -176,6 +176,7 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     return run(params, batch, rest)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [slow("cnn"), "transformer", "lstm", "moe"])
 def test_gradients_are_those_of_a_model_cast_by_hand(name):
@@ -233,6 +234,7 @@ def losses_of(name: str, policy: str) -> np.ndarray:
     return np.asarray(losses)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["float16"])
 @pytest.mark.parametrize("name", ["cnn", slow("transformer"), slow("lstm"), slow("moe")])
 def test_training_follows_float32(name, policy):

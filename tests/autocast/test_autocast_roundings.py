@@ -124,7 +124,7 @@ def test_a_table_of_16_bit_params_stays_as_small_as_it_is() -> None:
 def test_a_layer_that_is_one_operation_is_rounded_for_both(dtype: Any) -> None:
     """BatchNorm computes in float32 and returns 16 bits."""
     norm = nn.BatchNorm(use_running_average=True)
-    variables = norm.init(jax.random.key(0), X)
+    variables = jax.jit(norm.init)(jax.random.key(0), X)
 
     def fn(x: jax.Array) -> Any:
         y = norm.apply(variables, x)

@@ -121,7 +121,7 @@ def kept_by_policy(pattern):
 
 
 def cast_by_autocast(pattern):
-    params = Net().init(jax.random.key(0), X)["params"]
+    params = jax.jit(Net().init)(jax.random.key(0), X)["params"]
     rows = jaxmp.explain_autocast(
         lambda params: Net().apply({"params": params}, X), params, dtype=jnp.float16, modules={pattern: jnp.bfloat16}
     ).rows
@@ -132,7 +132,7 @@ def cast_by_autocast(pattern):
 def in_fp8(recipe, chosen):
     """Formats of the gradients' scales by layer."""
     with jaxmp.fp8.autocast(recipe, filter=chosen):
-        params = Net().init(jax.random.key(0), X)["params"]
+        params = jax.jit(Net().init)(jax.random.key(0), X)["params"]
     paths = [path for path in tree_paths.leaves_by_path(params) if "fp8_grad" in path]
     if paths:
         jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=recipe).init(params)
@@ -222,7 +222,7 @@ def test_a_pattern_that_fits_nothing_says_the_same_everywhere(argument):
 def test_a_recipe_for_no_scale_is_warned_of_where_the_optimizer_is_made():
     recipes = {"*upp*": jaxmp.fp8.DelayedScaling(), "*": jaxmp.fp8.DelayedScaling()}
     with jaxmp.fp8.autocast(filter="up"):
-        params = Net().init(jax.random.key(0), X)["params"]
+        params = jax.jit(Net().init)(jax.random.key(0), X)["params"]
     with pytest.warns(UserWarning, match=r"mixed_precision\(recipe=\): the pattern '\*upp\*' fits no fp8 scale"):
         jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=recipes).init(params)
     stateless = {"*upp*": jaxmp.fp8.CurrentScaling(), "*": jaxmp.fp8.DelayedScaling()}  # has no scales in the params
@@ -237,8 +237,8 @@ def test_a_recipe_is_for_all_below_a_level():
 
 
 def test_autocast_regions_warn_at_their_end_of_all_that_was_called_in_them():
-    params = Net().init(jax.random.key(0), X)["params"]
-    other = nn.Dense(SIDE, name="other").init(jax.random.key(0), X)
+    params = jax.jit(Net().init)(jax.random.key(0), X)["params"]
+    other = jax.jit(nn.Dense(SIDE, name="other").init)(jax.random.key(0), X)
     modules = {"mlp/up": jnp.float32, "last": jnp.float32}
 
     class Last(nn.Module):
@@ -271,7 +271,7 @@ def test_fp8_regions_warn_of_whole_models_only():
         def encode(self, x):
             return self.encoder(x)
 
-    recipe, params = jaxmp.fp8.CurrentScaling(), Model().init(jax.random.key(0), X)
+    recipe, params = jaxmp.fp8.CurrentScaling(), jax.jit(Model().init)(jax.random.key(0), X)
     with jaxmp.fp8.autocast(recipe, filter=("encoder", "head")):
         Model().apply(params, X, method="encode")
     with pytest.warns(UserWarning, match=r"filter=\): the pattern 'haed' fits no layer. Close to it: 'head'"):

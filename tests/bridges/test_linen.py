@@ -51,7 +51,7 @@ BAD_X[3, 1] = np.inf
 
 @functools.cache
 def variables():
-    return Net().init(jax.random.key(0), jnp.ones((2, 4)))
+    return jax.jit(Net().init)(jax.random.key(0), jnp.ones((2, 4)))
 
 
 @functools.cache
@@ -95,6 +95,7 @@ def test_create_casts_the_params_and_keeps_masters_of_the_initial_values():
     assert_bitwise(jaxmp.get_master_params(plain.opt_state, cast), jax.tree.map(lambda x: x.astype(F32), cast))
 
 
+@pytest.mark.costly
 def test_a_skipped_step_keeps_batch_stats_and_the_step_counter():
     """flax leaves inf in the statistics of BatchNorm, and counts the step."""
     first, loss, _ = our_step(make_state(), X)
@@ -113,6 +114,7 @@ def test_a_skipped_step_keeps_batch_stats_and_the_step_counter():
     assert bool(jaxmp.all_finite((third.params, third.batch_stats)))
 
 
+@pytest.mark.costly
 def test_flax_s_own_train_state_works_with_keep_if_skipped():
     ours = make_state()
     theirs = make_state(FlaxState).replace(params=POLICY.cast_to_param(variables()["params"]))
@@ -184,6 +186,7 @@ def test_any_optax_transform_may_be_in_the_train_state():
     assert_bitwise((state.params["w"], state.step, state.loss_scale), (np.zeros(2, F32), np.int32(1), F32(1.0)))
 
 
+@pytest.mark.costly
 def test_dropout_keys_are_split_over_microbatches():
     model = Net(rate=0.5)
     params, batch_stats = POLICY.cast_to_param(variables()["params"]), variables()["batch_stats"]
@@ -218,6 +221,7 @@ class Partitioned(nn.Module):
         return nn.Dense(4, kernel_init=split(("model", None)), dtype=jnp.bfloat16)(norm(x))
 
 
+@pytest.mark.costly
 def test_partitioned_boxes_carry_over_to_masters_and_moments():
     model, policy = Partitioned(), jaxmp.get_policy("bf16", keep_fp32=("*norm*",))
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy)
@@ -293,6 +297,7 @@ class Tied(nn.Module):
         return embed.attend(dense(dense(embed(x))))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", [Stack(), Tied()], ids=lambda m: type(m).__name__)
 def test_lifted_and_shared_modules_train(model):
@@ -300,7 +305,7 @@ def test_lifted_and_shared_modules_train(model):
     y = jnp.eye(5) if isinstance(model, Tied) else jnp.asarray(X[:, ::-1])
     policy = "fp16" if isinstance(model, Tied) else POLICY  # no norms in it
     tx = jaxmp.mixed_precision(optax.adam(0.03), policy, loss_scale=jaxmp.DynamicLossScale(2.0**8, hysteresis=1))
-    params = model.init(jax.random.key(0), x)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
     dtypes = {jax.tree_util.keystr(p): str(v.dtype) for p, v in jax.tree_util.tree_leaves_with_path(state.params)}
     assert {d for p, d in dtypes.items() if "Norm" in p} <= {"float32"}
@@ -378,7 +383,7 @@ def plain_state(policy="fp16", cls=jaxmp.linen.TrainState, chained=False):
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
     if chained:
         tx = optax.chain(jaxmp.reduce_gradients(None), tx)
-    params = Plain().init(jax.random.key(0), X)["params"]
+    params = jax.jit(Plain().init)(jax.random.key(0), X)["params"]
     return cls.create(apply_fn=Plain().apply, params=params, tx=tx, policy=policy)
 
 

@@ -266,6 +266,7 @@ def test_a_forgotten_cast_is_an_error():
         optimizer.update(model, grads)
 
 
+@pytest.mark.costly
 def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
@@ -281,6 +282,7 @@ def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     assert_bitwise(jaxmp.get_metrics(optimizer.opt_state)["skipped"], np.bool_(True))
 
 
+@pytest.mark.costly
 def test_sharding_metadata_carries_over_to_masters_and_moments():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split = functools.partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
@@ -362,6 +364,7 @@ class Stack(nnx.Module):
         return forward(self.layers, x.astype(jnp.float16))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make_model", [Tied, Stack], ids=lambda m: m.__name__)
 def test_shared_and_lifted_modules_train(make_model):
     x, y = (jnp.arange(5), jnp.eye(5)) if make_model is Tied else (X, X[:, ::-1])
@@ -477,6 +480,7 @@ def wide_step(model, optimizer, x):
 WIDE_X = np.random.default_rng(0).normal(size=(4, 32)).astype(F32)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "ours"), [("fused int8", True), ("split", True), ("int8", False), ("frozen", False)], ids=str
 )
@@ -506,6 +510,7 @@ def test_state_keeps_its_structure_from_the_first_step_on(name, ours):
     np.testing.assert_allclose(by_scan, losses, rtol=1e-2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["fused int8", "frozen"])
 def test_the_restore_loop_of_the_page(name, tmp_path):
     """docs/how-to/job/checkpoints.md: each Variable of the state has one array, also beside a frozen part."""

@@ -33,23 +33,23 @@ TX = jaxmp.mixed_precision(INNER, POLICY, remainder_bits=16, loss_scale=jaxmp.Dy
 FP32 = jaxmp.mixed_precision(INNER, "fp32")
 
 
+@functools.cache
 def trained(tx=TX, policy=POLICY):
     """(params, opt_state) after a step."""
-    params, opt_state = policy.cast_to_param(PARAMS), tx.init(PARAMS)
+    params, opt_state = jax.jit(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))()
     jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
     return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
 
 
-JOB = trained()
 EXTRA = {"batch_stats": {"mean": jnp.arange(3.0)}, "key": jax.random.key(7), "step": jnp.int32(5)}
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """A manager with one step of JOB."""
+    """A manager with one trained step."""
     with checkpoint.manager(tmp_path_factory.mktemp("steps") / "run", max_to_keep=2) as manager:
         record = {"policy": POLICY, "loss_scale": jaxmp.DynamicLossScale(4.0), "recipe": jaxmp.fp8.DelayedScaling()}
-        params, opt_state = JOB
+        params, opt_state = trained()
         assert checkpoint.save(
             manager, 5, params=params, opt_state=opt_state, extra=EXTRA, metadata={"run": "a"}, **record
         )
@@ -62,9 +62,9 @@ def abstract(tree, sharding=None):
 
 
 def test_a_job_comes_back_bit_for_bit(steps):
-    restored = checkpoint.restore(steps, TX, params=abstract(JOB[0]), extra=EXTRA)
+    restored = checkpoint.restore(steps, TX, params=abstract(trained()[0]), extra=EXTRA)
     assert restored.step == 5
-    assert_bitwise((restored.params, restored.opt_state), JOB)
+    assert_bitwise((restored.params, restored.opt_state), trained())
     assert_bitwise(restored.extra, EXTRA)
     assert not any(x.committed for x in jax.tree.leaves(restored.params))  # free to follow others
     jax.tree.map(lambda x: x.delete(), restored[1:])  # and no buffer is shared
@@ -73,9 +73,9 @@ def test_a_job_comes_back_bit_for_bit(steps):
 def test_onto_another_mesh_and_back(steps, tmp_path):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     split, everywhere = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())
-    like = {"dense": abstract(JOB[0]["dense"], split), "norm": abstract(JOB[0]["norm"], everywhere)}
+    like = {"dense": abstract(trained()[0]["dense"], split), "norm": abstract(trained()[0]["norm"], everywhere)}
     params, opt_state = checkpoint.restore(steps, TX, params=like)[1:3]
-    assert_bitwise(jax.tree.map(np.asarray, (params, opt_state)), jax.tree.map(np.asarray, JOB))
+    assert_bitwise(jax.tree.map(np.asarray, (params, opt_state)), jax.tree.map(np.asarray, trained()))
     for tree in (params, *(optax.tree.get(opt_state, name) for name in ("master_params", "mu", "ema_params"))):
         (kernel,) = jax.tree.leaves(tree["dense"])
         assert kernel.sharding == split
@@ -84,23 +84,23 @@ def test_onto_another_mesh_and_back(steps, tmp_path):
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=params, opt_state=opt_state)
         manager.wait_until_finished()
-        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(JOB[0]))[1:3], JOB)
+        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(trained()[0]))[1:3], trained())
 
 
 def test_into_another_policy_as_convert_does_it(steps):
     params, opt_state = checkpoint.restore(steps, FP32, params=PARAMS)[1:3]
-    assert_bitwise((params, opt_state), checkpoint.convert(JOB[1], JOB[0], to=FP32, policy="fp32"))
-    assert_bitwise(params, jaxmp.get_master_params(JOB[1], JOB[0]))
+    assert_bitwise((params, opt_state), checkpoint.convert(trained()[1], trained()[0], to=FP32, policy="fp32"))
+    assert_bitwise(params, jaxmp.get_master_params(trained()[1], trained()[0]))
 
 
 def test_params_alone_come_from_the_masters(steps):
     restored = checkpoint.restore(steps, None, params=PARAMS)
     assert restored.opt_state is None
-    assert_bitwise(restored.params, jaxmp.get_master_params(JOB[1], JOB[0]))
+    assert_bitwise(restored.params, jaxmp.get_master_params(trained()[1], trained()[0]))
 
 
 def test_what_orbax_saves_itself_is_read(tmp_path):
-    params, opt_state = JOB
+    params, opt_state = trained()
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX, policy=POLICY)
     state = state.replace(params=params, opt_state=opt_state)
     with ocp.StandardCheckpointer() as saver:
@@ -109,19 +109,19 @@ def test_what_orbax_saves_itself_is_read(tmp_path):
     for name in ("pair", "state"):
         restored = checkpoint.restore(tmp_path / name, TX, params=abstract(params))
         assert restored.step is None
-        assert_bitwise(restored[1:3], JOB)
+        assert_bitwise(restored[1:3], trained())
         assert checkpoint.read_metadata(tmp_path / name) == {}
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
         manager.save(3, args=ocp.args.StandardSave({"params": params, "opt_state": opt_state}))
         manager.wait_until_finished()
-        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(params))[:3], (3, *JOB))
+        assert_bitwise(checkpoint.restore(manager, TX, params=abstract(params))[:3], (3, *trained()))
 
 
 def test_what_is_saved_here_is_read_by_orbax(steps):
-    target = {"params": abstract(JOB[0]), "opt_state": abstract(JOB[1]), **EXTRA}
+    target = {"params": abstract(trained()[0]), "opt_state": abstract(trained()[1]), **EXTRA}
     with ocp.CheckpointManager(steps.directory) as plain:
         restored = plain.restore(5, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-    assert_bitwise((restored.state["params"], restored.state["opt_state"]), JOB)
+    assert_bitwise((restored.state["params"], restored.state["opt_state"]), trained())
 
 
 def test_the_record_says_what_it_was_made_with(steps):
@@ -175,9 +175,9 @@ def test_another_model_is_named_by_its_first_leaf(steps):
     with pytest.raises(ValueError, match="same inner optimizer.*; 0/trace/dense/kernel is missing"):
         checkpoint.restore(steps, jaxmp.mixed_precision(optax.sgd(0.1, momentum=0.9), "fp32"), params=PARAMS)
     with pytest.raises(ValueError, match="every tree of extra=; 'ema' is not among batch_stats, key"):
-        checkpoint.restore(steps, TX, params=JOB[0], extra={"ema": jnp.ones(2)})
+        checkpoint.restore(steps, TX, params=trained()[0], extra={"ema": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"batch_stats/mean is float32\[3\], expected float32\[4\]"):
-        checkpoint.restore(steps, TX, params=JOB[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
+        checkpoint.restore(steps, TX, params=trained()[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
 
 
 def test_nothing_there(tmp_path, steps):
@@ -195,7 +195,7 @@ def test_files_of_something_else(tmp_path):
         checkpoint.restore(tmp_path, TX, params=PARAMS)
     with ocp.StandardCheckpointer() as saver:
         saver.save(tmp_path / "other", {"weights": jnp.ones(2)})
-        saver.save(tmp_path / "model", {"params": JOB[0]})
+        saver.save(tmp_path / "model", {"params": trained()[0]})
     with pytest.raises(ValueError, match="has a dict with weights. Restore it with Orbax"):
         checkpoint.restore(tmp_path / "other", TX, params=PARAMS)
     with pytest.raises(ValueError, match="has only params. .* pass tx=None and call tx.init"):
@@ -269,7 +269,7 @@ def test_modules_of_nnx_go_on(tmp_path):
 
 def test_names_that_are_taken(steps):
     with pytest.raises(ValueError, match="got a tree called 'params'. Rename it"):
-        checkpoint.save(steps, 6, params=JOB[0], opt_state=JOB[1], extra={"params": 1})
+        checkpoint.save(steps, 6, params=trained()[0], opt_state=trained()[1], extra={"params": 1})
 
 
 def test_steps_only_go_up_and_a_roll_back_deletes_the_later_ones(tmp_path):
@@ -304,6 +304,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 # Kills
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.campaign)])
 def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, tmp_path):
     script = ROOT / "tests" / "support" / "checkpoint_job.py"

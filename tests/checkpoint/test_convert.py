@@ -87,6 +87,7 @@ def inner_leaves(opt_state):
     return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "pair", [pytest.param(x, marks=() if x in SAMPLE else pytest.mark.campaign, id=x) for x in EVERY]
@@ -168,16 +169,17 @@ def scaled(loss_scale):
     return jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=loss_scale)
 
 
-FELL = jaxmp.DynamicLossScale(2.0, hysteresis=1).adjust(False)
-W16 = {"w": jnp.ones(2, jnp.float16)}
+adjusted = jax.jit(lambda scaling, finite: scaling.adjust(finite))
+FELL = adjusted(jaxmp.DynamicLossScale(2.0, hysteresis=1), False)
+W16 = {"w": np.ones(2, np.float16)}
 
 
 @pytest.mark.parametrize(
     ("source", "target", "expected"),
     [
         (jaxmp.DynamicLossScale(4.0), jaxmp.DynamicLossScale(8.0), (4.0, 0, 2)),
-        (jaxmp.DynamicLossScale(4.0).adjust(True), jaxmp.DynamicLossScale(8.0), (4.0, 1, 2)),
-        (jaxmp.DynamicLossScale(8.0, hysteresis=1).adjust(False), jaxmp.DynamicLossScale(8.0), (4.0, 0, 0)),
+        (adjusted(jaxmp.DynamicLossScale(4.0), True), jaxmp.DynamicLossScale(8.0), (4.0, 1, 2)),
+        (adjusted(jaxmp.DynamicLossScale(8.0, hysteresis=1), False), jaxmp.DynamicLossScale(8.0), (4.0, 0, 0)),
         (FELL, jaxmp.DynamicLossScale(8.0), (1.0, 0, 0)),
         (jaxmp.DynamicLossScale(4.0), 8.0, (8.0, 0, 0)),
         (4.0, jaxmp.DynamicLossScale(8.0), (4.0, 0, 0)),
@@ -248,6 +250,7 @@ def group_columns(params, opt_state):
     }
 
 
+@pytest.mark.costly
 def test_scales_and_histories_go_along_by_layer():
     params, opt_state = job("fp16+fp8")
     only_b = PARAMS | {"a": PLAIN["a"]}

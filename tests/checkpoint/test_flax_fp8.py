@@ -1,5 +1,7 @@
 """fp8 state of flax's own layers: the next step has the scales that flax would have had in it."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,10 +29,11 @@ class Model(nn.Module):
         return x
 
 
-def flax_run(steps, loss_scale=1.0):
+@functools.cache
+def flax_run(steps=4, loss_scale=1.0):
     """(params, the collection after each step) of flax's own layers, trained with sgd."""
     model = Model(fp8_ops.Fp8DirectDotGeneralOp)
-    variables = model.init(jax.random.key(0), jnp.ones((16, 16)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))
     rng, seen = np.random.default_rng(0), []
 
     @jax.jit
@@ -50,19 +53,16 @@ def flax_run(steps, loss_scale=1.0):
     return variables["params"], seen
 
 
-FLAX = flax_run(4)
-
-
 def ours(recipe=RECIPE):
     """(params, opt_state) of the same model with our layers."""
     names = dict.fromkeys(LEAVES.values(), jnp.float32(0.0))
-    params = {name: layer | {"Fp8DotGeneral_0": names} for name, layer in FLAX[0].items()}
+    params = {name: layer | {"Fp8DotGeneral_0": names} for name, layer in flax_run()[0].items()}
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipe)
     return params, tx.init(params)
 
 
 def test_the_scales_are_those_of_the_step_that_would_have_come():
-    params, seen = FLAX
+    params, seen = flax_run()
     ours_params, opt_state = ours()
     got, new = import_flax_fp8(seen[2], ours_params, opt_state)
     for layer in params:
@@ -77,7 +77,7 @@ def test_the_scales_are_those_of_the_step_that_would_have_come():
 
 
 def test_histories_are_in_order_the_newest_last():
-    _, seen = FLAX
+    _, seen = flax_run()
     params, opt_state = ours()
     params, opt_state = import_flax_fp8(seen[2], params, opt_state)
     (group,) = [x for x in optax.tree.get(opt_state, "amax_states") if x.scale.shape == (4,)]
@@ -92,7 +92,7 @@ def test_histories_are_in_order_the_newest_last():
 
 
 def test_amaxes_of_scaled_gradients_are_unscaled():
-    _, seen = FLAX
+    _, seen = flax_run()
     _, scaled = flax_run(3, loss_scale=1024.0)
     params, opt_state = ours()
     plain, scaled = (import_flax_fp8(c, params, opt_state, loss_scale=s) for c, s in ((seen[2], 1), (scaled[2], 1024)))
@@ -100,7 +100,7 @@ def test_amaxes_of_scaled_gradients_are_unscaled():
 
 
 def test_without_a_history_the_last_scale_goes_on():
-    _, seen = FLAX
+    _, seen = flax_run()
     params, opt_state = ours()
     empty = jax.tree.map(lambda x: x if x.shape == (1,) else jnp.zeros_like(x), seen[3])
     got, _ = import_flax_fp8(empty, params, opt_state)
@@ -111,7 +111,7 @@ def test_without_a_history_the_last_scale_goes_on():
 
 def test_scales_that_are_no_powers_of_two():
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=16, power_of_two=False)
-    _, seen = FLAX
+    _, seen = flax_run()
     params, _ = ours()
     rename = {leaf: leaf.replace("log2_", "") for leaf in LEAVES.values()}
     params = {
@@ -141,10 +141,10 @@ def test_scales_that_are_no_powers_of_two():
 def test_what_does_not_fit(change, message):
     params, opt_state = ours()
     with pytest.raises(ValueError, match=message):
-        import_flax_fp8(change(FLAX[1][2]), params, opt_state)
+        import_flax_fp8(change(flax_run()[1][2]), params, opt_state)
 
 
 def test_a_state_without_fp8():
     params, _ = ours()
     with pytest.raises(ValueError, match="got 0 fp8 states in opt_state. Make it with"):
-        import_flax_fp8(FLAX[1][2], params, optax.sgd(0.1).init(params))
+        import_flax_fp8(flax_run()[1][2], params, optax.sgd(0.1).init(params))

@@ -65,6 +65,7 @@ def traces(tmp_path_factory):
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", process_worker.JOBS, ids=lambda case: case[0])
 def test_processes_decide_as_one(traces, case):
     regime_name, framework, dtype, _ = case
@@ -87,6 +88,7 @@ def test_the_overflow_is_in_the_data_of_one_process():
     assert jax.process_count() == 1  # here
 
 
+@pytest.mark.costly
 @pytest.mark.newest
 def test_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
     """One process overflows, one dies between two checkpoints, both are killed and started again."""

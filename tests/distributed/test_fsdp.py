@@ -89,6 +89,7 @@ def test_state_is_padded_and_trimmed_as_its_params(bits):
         fsdp.trim(job, LAYOUT)
 
 
+@pytest.mark.costly
 def test_moments_in_8_bits_are_not_padded():
     tx = jaxmp.compress_moments(optax.adam(1e-2), jnp.int8)
     odd = {"w": jnp.ones((1023, 1056))}
@@ -232,6 +233,7 @@ HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on eve
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", HOW)
 def test_training_is_that_of_one_device(how):
@@ -246,6 +248,7 @@ def test_training_is_that_of_one_device(how):
     np.testing.assert_allclose(losses, one[3], rtol=1e-3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", HOW)
 def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     params, masters, programs = run(how)[4]
@@ -260,6 +263,7 @@ def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     assert programs[0] > 0 and programs[1:] == [0] * 4
 
 
+@pytest.mark.costly
 def test_meshes_with_explicit_axes():
     """Where arrays lie is part of their types there, and stays."""
     mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Explicit,))
@@ -465,6 +469,7 @@ class Fp8Net(nn.Module):
         return nn.Dense(16, dtype=jnp.bfloat16)(x)
 
 
+@pytest.mark.costly
 def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     """One byte a weight; the scale of a kernel comes from the masters of all devices."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -473,7 +478,7 @@ def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
     net, in_fp8 = Fp8Net(), lambda: jaxmp.fp8.autocast(recipe, filter=lambda path, layer: True)
     with in_fp8():
-        params32 = net.init(jax.random.key(0), jnp.ones((16, 32)))["params"]
+        params32 = jax.jit(net.init)(jax.random.key(0), jnp.ones((16, 32)))["params"]
     layout = fsdp.layout_of(params32, mesh, min_size=256)
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(64, n)).astype(np.float32) for name, n in (("x", 32), ("y", 16))}

@@ -115,6 +115,7 @@ def run(mesh_name, regime="shard_map", policy="fp16"):
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left", "zero_grads")
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "mesh, regime, policy",

@@ -125,22 +125,30 @@ def missing(amaxes):
 OPT_STATE = jaxmp.unscale_and_skip(optax.identity()).init(())
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_linen_layers_under_autocast():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     model = Wrapped()
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
-        params = policy.cast_to_param(model.init(jax.random.key(0), X)["params"])
+        params = jax.jit(lambda key: policy.cast_to_param(model.init(key, X)["params"]))(jax.random.key(0))
         with jaxmp.autocast(dtype=jnp.bfloat16):
             loss = jaxmp.value_and_grad(lambda params, x: mean_square(model.apply({"params": params}, x)))
             _, grads = jax.jit(loss)(params, X, opt_state=OPT_STATE)
     assert missing(grads) == (4 * 6 * 3, [])
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_nnx_layers_under_autocast():
-    model = NnxWrapped(nnx.Rngs(0))
-    jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)
+
+    @nnx.jit
+    def new_model():
+        model = NnxWrapped(nnx.Rngs(0))
+        jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)
+        return model
+
+    model = new_model()
 
     @nnx.jit
     def gradients(model, x):

@@ -102,6 +102,7 @@ SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("recipe", "case"),
@@ -175,6 +176,7 @@ def test_snr_on_normal_data(recipe):
         assert snr_of_rows(actual, wide) > least
 
 
+@pytest.mark.costly
 def test_an_outlier_costs_its_block_not_its_tensor():
     """One value in 2000 is 1e5 times as large. With one scale for the tensor most others are rounded to little."""
     current, exact = products_with_noise(CurrentScaling(), outliers=True)
@@ -228,6 +230,7 @@ def test_overflow_shows_in_the_result(recipe, bad):
     assert np.isfinite(y).all() and np.isnan(dx[3]).all() and np.isnan(dw[:, 5]).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("largest", [3e38, 1e-30], ids=["near-max", "tiny"])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=recipe_id)
 def test_extremes_stay_finite(recipe, largest):
@@ -242,6 +245,7 @@ def test_extremes_stay_finite(recipe, largest):
 # transformations
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", [RECIPES[1], BOTH[1]], ids=recipe_id)
 def test_vmap_scan_and_remat_change_nothing(recipe):
@@ -254,6 +258,7 @@ def test_vmap_scan_and_remat_change_nothing(recipe):
     assert_products([shared(x, w[0])[0]], [tuple(t[0] for t in expected[0])])
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("recipe", "check_vma"), cases_of((BOTH[0], True), (BOTH[1], True), (BOTH[1], False)), ids=id_of
@@ -272,6 +277,7 @@ def test_shard_map(recipe, check_vma):
     assert_products(jax.jit(spread)(x, w, g), oracle(recipe, x, np.stack([w] * 8), g))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
 def test_explicit_mesh(recipe):
@@ -305,6 +311,7 @@ def test_only_blackwell_multiplies_blocks(monkeypatch):
     assert short.count("@__op$block_scaled_dot(") == 3 and "tensor<1x32x64xf8E4M3FN>" in short
 
 
+@pytest.mark.costly
 def test_only_blackwell_multiplies_four_bits(monkeypatch):
     recipe = NVFP4(stochastic_rounding=False)
     assert lowered_for_gpu(recipe, 10.0, monkeypatch).count("@__op$block_scaled_dot(") == 3
@@ -351,6 +358,7 @@ def test_hardware_path_goes_through_transformations(how, monkeypatch):
     assert text.count("@__op$block_scaled_dot(") == 3
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
 def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
@@ -389,6 +397,7 @@ def batch():
 
 
 # One recipe for linen, another for nnx.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "recipe",
     [RECIPES[1], *(pytest.param(recipe, marks=pytest.mark.campaign) for recipe in BOTH)],
@@ -429,6 +438,7 @@ def test_training_linen(recipe):
     assert bool(jaxmp.get_metrics(opt_state)["skipped"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", [MXFP8(), pytest.param(BlockScaling(), marks=pytest.mark.campaign)], ids=recipe_id)
 def test_training_nnx(recipe):
     x, target = batch()

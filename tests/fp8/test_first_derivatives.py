@@ -32,10 +32,11 @@ def penalty(params, x, recipe, enabled=True):
     return jnp.sum(jax.grad(output, 1)(params, x, recipe, enabled) ** 2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_a_gradient_penalty(recipe):
     with jaxmp.fp8.autocast(recipe, filter=anything):
-        params = MODEL.init(jax.random.key(0), X)["params"]
+        params = jax.jit(MODEL.init)(jax.random.key(0), X)["params"]
     opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
     with pytest.raises(NotImplementedError, match=REFUSED):
         jaxmp.value_and_grad(penalty)(params, X, recipe, opt_state=opt_state)
@@ -44,14 +45,14 @@ def test_a_gradient_penalty(recipe):
     mixed = jaxmp.value_and_grad(
         lambda params, x: output(params, x, recipe) + penalty(params, x, recipe, enabled=False)
     )
-    _, grads = mixed(params, X, opt_state=opt_state)
+    _, grads = jax.jit(mixed)(params, X, opt_state=opt_state)
     weights = {name: {"kernel": layer["kernel"], "bias": layer["bias"]} for name, layer in params.items()}
 
     def in_float32(weights):
         apply = lambda x: jnp.sum(MODEL.apply({"params": weights}, x) ** 2)  # noqa: E731
         return apply(X) + jnp.sum(jax.grad(apply)(X) ** 2)
 
-    expected = jax.grad(in_float32)(weights)
+    expected = jax.jit(jax.grad(in_float32))(weights)
     for path, x in tree_paths.leaves_by_path(expected).items():
         got = tree_paths.leaves_by_path(grads)[path]
         assert np.linalg.norm(got - x) < 0.1 * np.linalg.norm(x), path

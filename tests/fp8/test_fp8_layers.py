@@ -132,6 +132,7 @@ def test_a_batch_of_one_and_ten_classes_run_in_fp8():
     check_trains(lambda p, x: layer.apply({"params": p}, x), params, X[:1])
 
 
+@pytest.mark.costly
 def test_attention():
     layer = nn.MultiHeadDotProductAttention(
         num_heads=2, qkv_features=2 * SIDE, out_features=SIDE, qkv_dot_general_cls=FP8, out_dot_general_cls=FP8
@@ -394,13 +395,14 @@ EXPECTED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_models_of_all_kinds_train(kind):
     model = Net(kind)
     layers, shape = EXPECTED[kind]
     with autocast(RECIPE, filter=all_true):
-        variables = model.init(KEY, X)
+        variables = jax.jit(model.init)(KEY, X)
     params = variables.pop("params")
     assert converted(params) == layers
     assert all(x.shape == shape for x in jax.tree.leaves(scale_leaves.partition(params)[0]))
@@ -439,6 +441,7 @@ def test_other_methods_run_the_layers_that_hold_scales():
     assert sorted(name for name, layer in got.items() if layer[LHS] > 0) == INNER
 
 
+@pytest.mark.costly
 def test_a_bound_model_and_a_frozen_dict():
     model = Model()
     with autocast(RECIPE):
@@ -450,6 +453,7 @@ def test_a_bound_model_and_a_frozen_dict():
     assert_bitwise(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_train_states(kind):
@@ -555,6 +559,7 @@ def test_to_fp8(chosen, expected):
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_nnx_optimizers_move_the_scales(kind):
@@ -589,6 +594,7 @@ def test_nnx_optimizers_move_the_scales(kind):
     assert_bitwise(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
 
 
+@pytest.mark.costly
 def test_nnx_attention_and_einsum():
     attention = nnx.MultiHeadAttention(2, SIDE, qkv_features=2 * SIDE, decode=False, rngs=nnx.Rngs(0))
     assert jaxmp.nnx.to_fp8(attention, RECIPE, filter=all_true) == ["query", "key", "value", "out"]
@@ -615,6 +621,7 @@ def _dicts(tree):
             yield from _dicts(x)
 
 
+@pytest.mark.costly
 def test_nnx_current_scaling_needs_no_leaves():
     model = NnxNet(nnx.Rngs(0))
     jaxmp.nnx.to_fp8(model, CurrentScaling())
@@ -708,6 +715,7 @@ LINEN_WITH_PROMOTION = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEN_WITH_PROMOTION)
 def test_a_promote_dtype_of_the_user_is_kept(name):
@@ -811,6 +819,7 @@ def test_an_einsum_keeps_its_preferred_element_type():
 # Convolutions of one pixel
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kwargs", [{}, {"strides": 2}, {"padding": "CIRCULAR", "strides": (2, 1)}], ids=str)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -869,6 +878,7 @@ class Stack(nnx.Module):
         )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_stack_of_nnx_layers_has_a_stack_of_scales_which_trains(fp8_weights):
     """Each layer of the stack has its own amaxes and scales."""

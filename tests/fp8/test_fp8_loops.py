@@ -52,6 +52,7 @@ def make_batches():
     return batches
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("regime", ["pmap", "shard_map"])
 def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
@@ -184,6 +185,7 @@ def next_amax_state(state, amax, backward):
     return RECIPE.update(state, amax, backward=backward)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", INNERS)
 def test_weights_train_as_if_there_were_no_scales(name):

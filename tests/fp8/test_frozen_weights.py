@@ -24,7 +24,7 @@ def anything(path, layer):
 
 def init():
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
-        return MODEL.init(jax.random.key(0), X)["params"]
+        return jax.jit(MODEL.init)(jax.random.key(0), X)["params"]
 
 
 def loss_fn(params, x):
@@ -114,6 +114,7 @@ class Lora(nnx.Module):
         return x
 
 
+@pytest.mark.costly
 def test_nnx_lora_moves_the_scales_of_the_frozen_layers():
     model = Lora()
     jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)

@@ -31,6 +31,7 @@ def leaves(scales=SCALES):
     return GatedScales(*(Scales(*(jnp.float32(x) for x in scales[name])) for name in NAMES))
 
 
+@jax.jit
 def run(x, weights, scales):
     return jaxmp.fp8.gated_mlp(x, *(weights[name] for name in NAMES), recipe=RECIPE, scales=scales)
 
@@ -84,6 +85,7 @@ def test_it_is_the_formula_with_each_tensor_cast_once():
             assert_close(np.asarray(got), np.float32(np.max(np.abs(tensor))), rtol=1e-5)
 
 
+@pytest.mark.costly
 def test_under_vmap_there_is_one_amax():
     per_example = lambda x, weights, scales: jax.vmap(run, (0, None, None))(x, weights, scales)  # noqa: E731
     y, backward = jax.vjp(per_example, X, WEIGHTS, leaves())
@@ -110,31 +112,34 @@ def anything(path, layer):
 
 @functools.cache
 def variables():
-    return GatedMLP(HIDDEN, recipe=RECIPE).init(jax.random.key(0), X)
+    return jax.jit(GatedMLP(HIDDEN, recipe=RECIPE).init)(jax.random.key(0), X)
 
 
+@pytest.mark.costly
 def test_the_module_has_the_params_of_three_layers_and_their_values():
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
-        expected = Layers().init(jax.random.key(0), X)
+        expected = jax.jit(Layers().init)(jax.random.key(0), X)
     assert_bitwise(jax.tree.map(jnp.shape, variables()), jax.tree.map(jnp.shape, expected))
     params = {"params": {name: variables()["params"][name] | {"kernel": WEIGHTS[name]} for name in NAMES}}
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
-        layers = Layers().apply(params, X)
-    got = GatedMLP(HIDDEN, recipe=RECIPE).apply(params, X)
+        layers = jax.jit(Layers().apply)(params, X)
+    got = jax.jit(GatedMLP(HIDDEN, recipe=RECIPE).apply)(params, X)
     assert np.linalg.norm(got - layers) < 2e-3 * np.linalg.norm(layers)
     with jaxmp.fp8.autocast(enabled=False):
-        plain = [model.apply(params, X) for model in (GatedMLP(HIDDEN, recipe=RECIPE), Layers())]
+        plain = [jax.jit(model.apply)(params, X) for model in (GatedMLP(HIDDEN, recipe=RECIPE), Layers())]
     assert_close(*plain, rtol=1e-6, atol=1e-6)
     stateless = GatedMLP(HIDDEN, recipe=CurrentScaling())
-    assert np.linalg.norm(stateless.apply(params, X) - plain[0]) < 0.1 * np.linalg.norm(plain[0])
+    assert np.linalg.norm(jax.jit(stateless.apply)(params, X) - plain[0]) < 0.1 * np.linalg.norm(plain[0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_the_module_trains_under_autocast_remat_and_calibration(fp8_weights):
     policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
     model = nn.remat(GatedMLP, policy=jaxmp.fp8.save_quantized)(HIDDEN, recipe=RECIPE)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
-    params, opt_state = policy.cast_to_param(variables()["params"]), tx.init(variables()["params"])
+    start = jax.jit(lambda params: (policy.cast_to_param(params), tx.init(params)))
+    params, opt_state = start(variables()["params"])
 
     def loss(params, x):
         return jnp.mean((model.apply({"params": params}, x).astype(jnp.float32) - 1) ** 2)
@@ -159,6 +164,7 @@ def test_the_module_trains_under_autocast_remat_and_calibration(fp8_weights):
     assert jaxmp.get_metrics(opt_state)["fp8/saturated"] == 0
 
 
+@pytest.mark.costly
 def test_odd_widths_run_as_layers_and_odd_rows_are_padded():
     weights = {"gate": WEIGHTS["gate"][:, :40], "up": WEIGHTS["up"][:, :40], "down": WEIGHTS["down"][:40]}
     y = run(X, weights, leaves())
@@ -169,6 +175,7 @@ def test_odd_widths_run_as_layers_and_odd_rows_are_padded():
     assert_close(one, y[0, 0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.costly
 def test_nvfp4_takes_a_key_like_dropouts():
     mlp, x = jaxmp.linen.GatedMLP(32, recipe=jaxmp.fp8.NVFP4()), jnp.ones((16, 16))
     params = jax.eval_shape(mlp.init, jax.random.key(0), x)["params"]

@@ -189,6 +189,7 @@ def contractions(draw):
     return lhs_shape, rhs_shape, numbers
 
 
+@pytest.mark.costly
 @settings(max_examples=6)
 @given(contractions())
 def test_any_contraction(case):
@@ -353,6 +354,7 @@ def test_zeros_have_a_scale():
 # Sides of other lengths than multiples of 16
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 5, 3), (5, 7, 3)], ids=str)
@@ -450,6 +452,7 @@ def test_a_model_of_one_example_runs_as_one_gemm_under_vmap():
     assert gemms_of(f, x, w, UNIT) == [((32, 32), (32, 16)), ((32, 16), (32, 16)), ((32, 32), (32, 16))]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("around", ["jit", "checkpoint", "scan", "vmap"])
@@ -550,6 +553,7 @@ def test_a_recipe_with_state_needs_scales_and_others_take_none():
 # A feed-forward block
 
 
+@pytest.mark.costly
 def test_noise_of_a_feed_forward_block():
     """y = gelu(x w1) w2 against float32, in dB. Measured: result 25.4; gradients of x, w1, w2 21.1, 21.0,
     23.1 with e5m2 and 24.3, 24.3, 25.3 with e4m3."""

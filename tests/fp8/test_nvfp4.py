@@ -82,6 +82,7 @@ def saturated(x, axis):
     return np.clip(x, -limit, limit)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_casts_equal_a_rewrite(size):
     x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
@@ -148,6 +149,7 @@ def oracle(recipe, x, w, g):
     return [(np.einsum(s, a, b, optimize=True), np.einsum(s, abs(a), abs(b), optimize=True)) for s, a, b in sums]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", [NEAREST, PLAIN, NVFP4(stochastic_rounding=False, square_weights=False)], ids=str)
 def test_products_of_the_blocks_are_exact(recipe):
     x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
@@ -163,6 +165,7 @@ def test_products_of_the_blocks_are_exact(recipe):
             assert_products([t[i : i + 1] for t in found], member)
 
 
+@pytest.mark.costly
 def test_blackwells_path_is_the_same_product(monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
@@ -178,6 +181,7 @@ def keyed(x, w, key, recipe=RANDOM):
     return fp8.dot_general(x, w, MATMUL, recipe=recipe, key=key)
 
 
+@pytest.mark.costly
 def test_gradients_rounded_at_random_have_the_mean_of_the_gradients_before():
     x, w, g = normal(1, 32, 48), normal(2, 48, 32), normal(3, 32, 32)
 
@@ -211,6 +215,7 @@ plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
 jitted = jax.jit(plain)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["remat", "scan", "shard_map", "shard_map_unchecked", "explicit"])
 def test_transformations(how):
@@ -266,6 +271,7 @@ def batch():
     return x, np.tanh(x @ w)
 
 
+@pytest.mark.costly
 def test_training_linen_with_a_key_like_dropouts():
     x, target = batch()
     recipe, model = NVFP4(), Mlp()
@@ -277,7 +283,7 @@ def test_training_linen_with_a_key_like_dropouts():
         return jnp.mean((y - target) ** 2)
 
     with fp8.autocast(recipe):
-        params32 = model.init(jax.random.key(0), x)["params"]
+        params32 = jax.jit(model.init)(jax.random.key(0), x)["params"]
 
     @jax.jit
     def step(params, opt_state, key):
@@ -300,6 +306,7 @@ def test_training_linen_with_a_key_like_dropouts():
     assert "f4_e2m1fn" in text or "float4_e2m1fn" in text
 
 
+@pytest.mark.costly
 def test_training_nnx_with_rngs():
     x, target = batch()
     model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))

@@ -60,6 +60,7 @@ def compiled(recipe):
     return all_of
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", RECIPES)
@@ -120,11 +121,12 @@ class NnxExperts(nnx.Module):
         return self.product(x, self.kernel[...], sizes)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_layer_of_experts_trains(fp8_weights):
     """All scales move, and the loss falls; with kernels stored in fp8, too."""
     x, sizes, target = whole_numbers(0, M, K), jnp.int32(SIZES["rows of nobody"]), whole_numbers(1, M, N)
-    params32 = Experts().init(jax.random.key(0), x, sizes)["params"]
+    params32 = jax.jit(Experts().init)(jax.random.key(0), x, sizes)["params"]
     policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
     tx = jaxmp.mixed_precision(optax.sgd(0.05), policy, recipe=DelayedScaling(amax_history_len=4))
     params, opt_state = policy.cast_to_param(params32), tx.init(params32)
@@ -148,7 +150,7 @@ def test_a_layer_of_experts_trains(fp8_weights):
 
 def test_fp8_can_be_switched_off():
     x, sizes = whole_numbers(0, M, K), jnp.int32(SIZES["all"])
-    params = Experts().init(jax.random.key(0), x, sizes)["params"]
+    params = jax.jit(Experts().init)(jax.random.key(0), x, sizes)["params"]
     model = NnxExperts(nnx.Rngs(0))
     assert sorted(nnx.to_pure_dict(nnx.state(model, jaxmp.nnx.Fp8Scale))["product"]["dot_general"]) == [GRAD, LHS, RHS]
     with jaxmp.fp8.autocast(enabled=False):

@@ -117,6 +117,7 @@ def test_current_scaling_is_the_cuda_rule(row):
     assert_bitwise(scale, np.array(row["cuda"], np.float32))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "row", FUSED["scale_formula"]["rows"], ids=lambda r: f"{r['fmt']}-margin={r['margin']}-{r['old_scale']}"
@@ -284,6 +285,7 @@ def test_the_largest_power_of_two_that_fits(amax, fp8_max, margin):
     assert np.all((2 * reached > limit) | (scale == np.float32(2.0**127)))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fp8_max", FP8_MAX.values())
 def test_powers_of_two_of_every_significand_are_the_quotient_rounded_down(fp8_max):
@@ -292,6 +294,7 @@ def test_powers_of_two_of_every_significand_are_the_quotient_rounded_down(fp8_ma
     assert_bitwise(_largest_power(fp8_max, 0)(amax), masked.view(np.float32))
 
 
+@pytest.mark.costly
 def test_golden_edges():
     kept = 3.0
     power = np.array([kept] * 2 + [2.0**127] * 4 + [256.0, 1.0, 2.0**-120] + [kept] * 5, np.float32)

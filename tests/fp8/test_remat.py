@@ -35,6 +35,7 @@ def casts_to_fp8(jaxpr):
     return found
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_no_tensor_is_cast_twice(recipe):
     layers = {"a": layer_params(1), "b": layer_params(2)}

@@ -138,6 +138,7 @@ def test_leaves_are_the_integers_that_the_state_says():
 # The loss scale
 
 
+@pytest.mark.costly
 def test_a_moving_loss_scale_moves_neither_params_nor_leaves():
     """One program. A scale grows from 2^10, another from 2^13; from 2^10 * 1.25 gradients are rounded elsewhere."""
     txs = [make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(s, growth_interval=3)) for s in (2.0**10, 2.0**13, 1280.0)]
@@ -172,6 +173,7 @@ def test_leaves_hold_the_scale_of_unscaled_gradients():
     assert_bitwise(only_scales(seen[1.0]), {LHS: amax_of(X), RHS: F32(1), GRAD: F32(1)})
 
 
+@pytest.mark.costly
 def test_no_leaf_moves_on_a_skip():
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**12, hysteresis=1))
     step = jax.jit(make_step(tx))
@@ -186,6 +188,7 @@ def test_no_leaf_moves_on_a_skip():
         state = new
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_an_overflow_that_only_an_amax_shows_is_skipped(policy):

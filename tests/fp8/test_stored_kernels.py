@@ -116,6 +116,7 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     assert_bitwise({"bias": loaded["bias"]}, {"bias": params["bias"]})
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("policy", ["fp8", "bf16", "fp16"])
 def test_params_are_one_byte_and_follow_the_float32_master(policy):
@@ -160,6 +161,7 @@ def test_the_scale_falls_when_weights_outgrow_it():
     assert_close(loaded, jnp.clip(opt_state_master(opt_state)["Dense_1"]["kernel"], -112, 112), rtol=2.0**-4)
 
 
+@pytest.mark.costly
 def test_a_skipped_step_leaves_stored_kernels_and_their_scales():
     _, params, opt_state, step = job()
     params, opt_state, *_ = step(params, opt_state)
@@ -186,6 +188,7 @@ def test_masters_start_from_float32():
         tx.init(params)
 
 
+@pytest.mark.costly
 def test_a_policy_without_them_refuses_stored_kernels():
     _, params, opt_state, _ = job()
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "fp8", recipe=RECIPE)
@@ -218,6 +221,7 @@ def test_switched_off_a_layer_multiplies_by_the_weight_itself():
     assert_close(grads["Dense_1"]["kernel"], gradient.astype(jnp.bfloat16), rtol=2.0**-6, atol=2.0**-12)
 
 
+@pytest.mark.costly
 def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     tx, params, opt_state = make(inner=optax.sgd(0.1), layers=4)
 
@@ -230,6 +234,7 @@ def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     assert not regimes.same_bits(jax.device_get(new["Dense_1"]), jax.device_get(params["Dense_1"]))
 
 
+@pytest.mark.costly
 def test_frozen_kernels_stay_in_fp8_without_a_master():
     labels = jax.tree.map(lambda _: "train", params32(4)) | {"Dense_1": "freeze"}
     inner = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
@@ -244,6 +249,7 @@ def test_frozen_kernels_stay_in_fp8_without_a_master():
     assert not regimes.same_bits(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
 
 
+@pytest.mark.costly
 def test_nnx():
     model = nnx.Sequential(*(nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3)))
     jaxmp.nnx.to_fp8(model, RECIPE)
@@ -279,6 +285,7 @@ def after_three_steps(regime_name):
     return regime.copies(state)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("regime_name", ["pmap", "shard_map", "jit_fsdp"])
 def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
@@ -303,6 +310,7 @@ def test_checkpoints_hold_them(tmp_path):
 # --- kept over microbatches ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp8", "bf16"])
 def test_kernels_kept_over_microbatches_change_nothing(policy):

@@ -225,6 +225,7 @@ def test_a_matmul_behind_an_activation(activation):
     assert_near(fused(x, w, g), apart(x, w, g))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @EACH_ACTIVATION
 def test_recipes_without_state_and_odd_shapes_take_it_too(activation):

@@ -118,6 +118,7 @@ SAMPLE = {("lion", "bfloat16"), ("momentum", "float8_e4m3fn")}
 SAMPLE |= {("adamw", state) for state in ("float32", "int8", "float8_e5m2")}
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("rule", "state"),

@@ -69,6 +69,7 @@ def step(leaves, apply, arrays, rate, when):
     return apply(descend, own, [rate], n_sums=1, when=when)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("taken", [True, False])
 def test_each_device_works_on_its_part_and_sums_count_once(parts, taken):
@@ -106,6 +107,7 @@ def test_groups_stay_whole(parts):
     assert rule == "s, l0a0 l0a1, l0a0 l0g -> l0a0 l0a1, l0a0 l0g, "
 
 
+@pytest.mark.costly
 def test_under_vmap_the_reference_serves(parts):
     leaves = make_leaves()[:2]
     rate = jnp.array([0.25, 0.5])

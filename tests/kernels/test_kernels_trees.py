@@ -83,6 +83,7 @@ def caster(dtype: str, backend: str) -> Any:
 # --- unscale_and_check, gradient_norm --------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @each_backend
 def test_unscale_and_check(backend):
@@ -180,6 +181,7 @@ def test_trees_that_hold_nothing(backend, tree):
 # --- many leaves -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @each_backend
 def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
@@ -337,6 +339,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @each_backend
 @each_rule
@@ -364,6 +367,7 @@ def test_update_is_the_oracles(backend, rule):
             assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @each_other_backend
 @each_rule
@@ -459,6 +463,7 @@ def test_second_moments_do_not_vanish(backend):
         assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
 
 
+@pytest.mark.costly
 @each_backend
 def test_steps_and_leaves_differ_in_their_noise(backend):
     weights = weights_of("momentum")

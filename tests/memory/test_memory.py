@@ -72,6 +72,7 @@ def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value
 ATTENTION = {"fp32": 8, "bf16": 6}  # bytes of a score and its weight: scores are float32, weights in compute_dtype
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("precision", "width", "heads"), [("fp32", 64, 4), ("bf16", 128, 8)])
 def test_a_transformer_layer_has_12_h_h_params_and_16_h_activations_a_token(precision, width, heads):
@@ -173,6 +174,7 @@ def test_what_is_stored_is_what_arrays_take(name):
     assert plan.peak == plan.total == nbytes((stored, stored, opt_state))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["kernels in float32", "kernels in fp8"])
 def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
     policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
@@ -408,6 +410,7 @@ def test_a_state_belongs_to_the_param_with_the_longest_matching_path():
 # Against XLA
 
 
+@pytest.mark.costly
 def test_the_example_is_planned_as_xla_has_it():
     """Compiled for this CPU, not run: arguments and gradients, to the last scalar."""
     case = memory_programs.example("bf16+8bit", train.Config(layers=1, width=32, heads=2, seq_len=16, batch_size=4))
@@ -437,6 +440,7 @@ def test_gpt2_is_planned_as_xla_has_it(precision):
 COUNTS_SINCE = 8  # bytes of counts that the state got after the comparison was recorded (`kept_elements`)
 
 
+@pytest.mark.costly
 def test_plans_are_those_that_were_held_against_an_h100():
     """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
     results = json.loads(benchmark.BENCHMARK.results.read_text())

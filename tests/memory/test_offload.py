@@ -96,6 +96,7 @@ def run_on_the_device(policy):
     return train(streamed_chain(policy), policy, on_host=False)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["fp16", *(pytest.param(p, marks=pytest.mark.campaign) for p in ("bf16", "fp32"))])
 def test_state_on_the_host_gives_the_bits_of_the_same_run_on_the_device(policy):
     got, compiled = train(streamed_chain(policy), policy, on_host=True)
@@ -155,6 +156,7 @@ def exact_steps(tx, *, on_host, policy="fp16", **put):
     return states
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("window_bytes", "split_leaves"), [(1000, False), (100, True)])
 def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes, split_leaves):
     inner, expected = optax.sgd(0.5, momentum=0.5), exact_steps_on_the_device()
@@ -170,12 +172,14 @@ def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes, split_
     assert int(got[-1][1].skipped_steps) == 2
 
 
+@pytest.mark.costly
 def test_masters_that_are_remainders():
     inner = offload.stream_updates(optax.adamw(1e-2))
     tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=16)
     assert_bitwise(exact_steps(tx, on_host=True, policy="bf16"), exact_steps(tx, on_host=False, policy="bf16"))
 
 
+@pytest.mark.costly
 def test_a_sharded_state_stays_sharded_in_host_memory():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -307,6 +311,7 @@ def test_what_needs_all_arrays_has_them_all():
     assert [x.tolist() for x in got] == [[0, 0], [6, 6], [12, 12]]
 
 
+@pytest.mark.costly
 def test_rows_are_cut_only_where_nothing_couples_them():
     params = jax.random.normal(jax.random.key(0), (6, 4))
     for inner, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
@@ -325,6 +330,7 @@ def test_rows_are_cut_only_where_nothing_couples_them():
 # --- with the rest of optax, flax and jaxmp ---------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 def test_masks_labels_hyperparams_and_extra_arguments():
     labels = {"l0": "a", "l1": "b", "l2": "frozen"}
     hyper = optax.inject_hyperparams(optax.adamw)(1e-2)
@@ -367,7 +373,7 @@ def test_a_train_state_and_its_checkpoint():
     model = nn.Dense(4, dtype=jnp.bfloat16)
     x = jnp.ones((2, 4), jnp.bfloat16)
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.adamw(1e-2)), "bf16")
-    params = model.init(jax.random.key(0), x)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="bf16")
     state = offload.put(state)
 
@@ -450,11 +456,12 @@ def test_a_device_without_pinned_memory_is_named(monkeypatch):
         offload.to_host(jnp.ones(2))
 
 
+@pytest.mark.costly
 def test_kernels_stored_in_fp8_are_refused():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     model = nn.Dense(16)
     with jaxmp.fp8.autocast(filter=lambda path, layer: True):
-        params32 = model.init(jax.random.key(0), jnp.ones((2, 16)))["params"]
+        params32 = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 16)))["params"]
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.adamw(1e-2)), policy)
     opt_state, params = offload.put(tx.init(params32)), policy.cast_to_param(params32)
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape), params)

@@ -114,6 +114,7 @@ def test_only_slices_are_on_the_device(checkpoint_activations, offload_activatio
     assert kept == expected | ({} if checkpoint_activations else {(3, 2, BATCH, WIDTH): "Device"})
 
 
+@pytest.mark.costly
 def test_a_whole_step_with_params_gradients_and_state_on_the_host():
     policy = jaxmp.get_policy("fp16")
     inner = offload.stream_updates(optax.sgd(0.5, momentum=0.5), window_bytes=400, split_leaves=True)

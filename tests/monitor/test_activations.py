@@ -98,6 +98,7 @@ def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_ove
     assert not any(kind == "overflow" for kind, _ in found)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_the_same_bits(accumulate):

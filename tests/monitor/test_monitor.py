@@ -125,6 +125,7 @@ def test_a_sampled_step_has_the_same_bits(policy):
         assert_bitwise((watched, loss_watched), (state, loss))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_watched_step_is_the_step_without_statistics(policy):
     """Two programs, which XLA may fuse in different ways: sums may differ in their last bits, and so one rounding."""
@@ -146,6 +147,7 @@ def test_off_the_program_is_the_same():
     assert program("off") == program("left out")
 
 
+@pytest.mark.costly
 def test_donated_buffers_are_still_reused():
     """Statistics are computed before the update, so the update can write in place."""
     state = start()
@@ -155,6 +157,7 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
@@ -332,6 +335,7 @@ class Fp8Net(nn.Module):
         return x.astype(F32)
 
 
+@pytest.mark.costly
 def test_an_fp8_tensor_that_saturates():
     """Inputs that grow faster than the history follows; the tensor is named by its leaf."""
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4)

@@ -1,5 +1,7 @@
 """What the pictures show is what was recorded; how they look is for eyes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,16 @@ pytestmark = [pytest.mark.newest]
 ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipped": float(i == 2)} for i in range(4)]
 
 
-def sample(i):
-    """Two gradients: magnitudes 2^-20 to 2^-13 under a scale of 2^10, and one that is not finite at step 20."""
-    grads = {"a": (2.0 ** (jnp.arange(8.0) - 10)).astype(jnp.float16), "b": jnp.full(4, jnp.inf if i == 20 else 0.5)}
+@functools.cache
+def samples():
+    """(step, sample) of two gradients: magnitudes 2^-20 to 2^-13 under a scale of 2^10; step 20 has one not finite."""
     params = {"a": jnp.ones(8, jnp.float16), "b": jnp.ones(4)}
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=2.0**10)
-    return monitor.step_stats(grads, tx.init(params), params)
-
-
-SAMPLES = [(i, sample(i)) for i in (0, 10, 20)]
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=2.0**10).init(params)
+    measure = jax.jit(lambda grads: monitor.step_stats(grads, opt_state, params))
+    magnitudes = (2.0 ** (np.arange(8.0) - 10)).astype(np.float16)
+    return [
+        (i, measure({"a": magnitudes, "b": np.full(4, b, np.float32)})) for i, b in ((0, 0.5), (10, 0.5), (20, np.inf))
+    ]
 
 
 def test_loss_and_scale():
@@ -47,7 +50,7 @@ def test_a_smoothed_loss_leaves_out_what_is_not_finite():
 
 
 def test_exponents_before_and_after_scaling():
-    above, below = monitor.plot_exponents(SAMPLES[0][1], names=["a"]).axes
+    above, below = monitor.plot_exponents(samples()[0][1], names=["a"]).axes
     unscaled, scaled = above.lines
     assert "2^10" in scaled.get_label()
     peak = lambda line: line.get_xdata()[line.get_ydata() > 0]  # noqa: E731
@@ -61,7 +64,7 @@ def test_exponents_before_and_after_scaling():
     with pytest.raises(ValueError, match="histogram=True"):
         monitor.plot_exponents(monitor.tensor_stats({"a": jnp.ones(2)}, histogram=False))
     with pytest.raises(ValueError, match="no tensor 'c' was measured; there are a, b"):
-        monitor.plot_exponents(SAMPLES[0][1], names=["c"])
+        monitor.plot_exponents(samples()[0][1], names=["c"])
 
 
 def test_what_was_not_looked_at_is_not_drawn():
@@ -70,25 +73,25 @@ def test_what_was_not_looked_at_is_not_drawn():
     with pytest.raises(ValueError, match="needs a sampled step; got one where"):
         monitor.plot_exponents(off)
     with pytest.raises(ValueError, match="needs at least one tensor; got none"):
-        monitor.plot_exponents(SAMPLES[0][1], names=[])
+        monitor.plot_exponents(samples()[0][1], names=[])
     with pytest.raises(ValueError, match="needs samples of grads; got none"):
         monitor.plot_layers([(0, off)])
     with pytest.raises(ValueError, match="all samples must have the same grads; got different ones"):
-        monitor.plot_layers([*SAMPLES, (30, monitor.step_stats(params, optax.EmptyState(), params))])
+        monitor.plot_layers([*samples(), (30, monitor.step_stats(params, optax.EmptyState(), params))])
 
 
 def test_layers():
-    axes = monitor.plot_layers(SAMPLES).axes[0]
+    axes = monitor.plot_layers(samples()).axes[0]
     values = axes.images[0].get_array()
     np.testing.assert_array_equal(values[0], [-3, -3, -3])
     assert [t.get_text() for t in axes.get_yticklabels()] == ["a", "b"]
     assert axes.lines[0].get_xdata().tolist() == [2] and axes.lines[0].get_ydata().tolist() == [1]
-    share = monitor.plot_layers(SAMPLES, what="underflow/e4m3").axes[0].images[0].get_array()
+    share = monitor.plot_layers(samples(), what="underflow/e4m3").axes[0].images[0].get_array()
     np.testing.assert_allclose(share[0], 100 / 8)  # 2^-10 is half of e4m3's smallest number
     with pytest.raises(ValueError, match="Got what='underflow/fp12', of='grads'"):
-        monitor.plot_layers(SAMPLES, what="underflow/fp12")
+        monitor.plot_layers(samples(), what="underflow/fp12")
     with pytest.raises(ValueError, match="needs samples of activations; got none"):
-        monitor.plot_layers(SAMPLES, of="activations")
+        monitor.plot_layers(samples(), of="activations")
 
 
 def test_fp8():
@@ -103,7 +106,7 @@ def test_fp8():
     assert above.lines[1].get_xdata().tolist() == [2]
     np.testing.assert_array_equal(below.lines[0].get_ydata(), [64, 64, 64])
     with pytest.raises(ValueError, match="needs fp8 tensors with delayed scaling; got samples without"):
-        monitor.plot_fp8(SAMPLES)
+        monitor.plot_fp8(samples())
     with pytest.raises(ValueError, match="paths= names sampled fp8 tensors; got 'x', and there are d/fp8_lhs"):
         monitor.plot_fp8(list(enumerate(stats)), paths=["x"])
 

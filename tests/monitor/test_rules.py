@@ -91,6 +91,7 @@ def watch(run, state, plan, monitor=None):
     return {(f.kind, f.path): f for f in monitor.findings}, state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("policy", "optimizer"), [("fp16", "adam"), ("bf16", "adam"), ("bf16", "sgd"), ("fp32", "sgd")]
 )
@@ -120,6 +121,7 @@ def planted(kind, path=""):
     return watch(run, start(scale, params32), plan)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "path", "words"),
     [
@@ -136,6 +138,7 @@ def test_a_planted_cause_is_named(kind, path, words):
     assert any(word in found[kind, path].message for word in words.split("|"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_a_loss_that_explodes_without_a_skip(policy):
     """Finite gradients, no loss scale: the loss goes far up. The master of a plain SGD follows."""
@@ -168,6 +171,7 @@ def test_losses_that_jump_and_others(losses, step):
     assert [f.step for f in monitor.findings] == ([] if step is None else [step])
 
 
+@pytest.mark.costly
 def test_gradients_that_were_never_scaled():
     start, run = program("fp16", grads_by="jax")
     found, _ = watch(run, start(), Plan(STEPS))
@@ -176,6 +180,7 @@ def test_gradients_that_were_never_scaled():
     assert "compute them by jaxmp.value_and_grad" in message and "loss scale of 65536" in message
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clip", "words"), [("by hand", "1 / loss scale"), ("around", "before the gradients are uns")])
 def test_gradients_that_were_clipped_while_they_were_scaled(clip, words):
     start, run = program("fp16", clip=clip)
@@ -184,6 +189,7 @@ def test_gradients_that_were_clipped_while_they_were_scaled(clip, words):
     assert words in found["clipped", ""].message and "Clip inside: " in found["clipped", ""].message
 
 
+@pytest.mark.costly
 def test_a_param_that_was_changed_by_hand():
     """It is named before the next step reverts it; masters made anew are no finding."""
     start, run = program("bf16")

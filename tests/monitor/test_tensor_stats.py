@@ -73,6 +73,7 @@ def test_shares_are_those_of_a_cast(histogram):
     compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_pattern_of_a_narrow_dtype(dtype):

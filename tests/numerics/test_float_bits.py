@@ -36,6 +36,7 @@ def test_quotients_of_the_edges(numerator):
     assert np.all(np.asarray(quotient(numerator, EDGES)).view(np.int32)[expected < 2.0**-149] == 0)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("numerator", [448.0, 57344.0, 1.0])
 def test_quotients_by_every_significand(numerator):

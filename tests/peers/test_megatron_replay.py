@@ -175,6 +175,7 @@ def test_a_nan_without_a_scaler_poisons_megatron():
     assert_bitwise(direct, params)
 
 
+@pytest.mark.costly
 def test_a_nan_that_is_not_skipped_reaches_nothing():
     """`skip_nonfinite=False` takes the step as Megatron does, but for the elements that come out as NaN: these stay."""
     case = CASES[POISONED]

@@ -105,6 +105,7 @@ def tolerance(case: dict) -> float:
     return 5e-3 if case["dtype"] == "torch.bfloat16" else 1e-3
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", ORACLE["megatron"], ids=name_of)
 def test_megatron(case):
@@ -133,6 +134,7 @@ def test_torch_amp(case):
     assert_bitwise(masters, params)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "system, case",
     [(system, case) for system in ("megatron", "torch_amp") for case in ORACLE[system]],

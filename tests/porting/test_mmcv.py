@@ -5,14 +5,15 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import jaxmp
 from helpers import assert_bitwise
 
-W = jax.random.normal(jax.random.key(0), (4, 4))
-X = jax.random.normal(jax.random.key(1), (2, 4))
+rng = np.random.default_rng(0)
+W, X = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32), jnp.asarray(rng.normal(size=(2, 4)), jnp.float32)
 
 
 def names(tree: Any) -> Any:

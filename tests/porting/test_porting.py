@@ -70,6 +70,7 @@ def start_mmcv(loss_scale):
     return step, parts["policy"].cast_to_param(params32), tx.init(params32)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("scale", [512.0, 1000.0], ids=["reciprocal-512", "dividing-1000"])
 def test_mmcvs_hook(scale):
     """On four devices, for a scale of which the reciprocal is exact, and for one that has to divide."""
@@ -89,6 +90,7 @@ def test_mmcvs_hook(scale):
     assert {x.dtype.name for x in jax.tree.leaves(moments)} == {"float32"}
 
 
+@pytest.mark.costly
 def test_dividing_is_not_multiplying_by_the_reciprocal():
     """Also where XLA sees that it is one number: over 1000, most float16 gradients end in another bit."""
     dividing = recipe()["DividingScale"](jnp.float32(1000.0))

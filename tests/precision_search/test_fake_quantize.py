@@ -109,6 +109,7 @@ def test_modules_are_chosen_by_path_and_can_be_switched_off():
     assert float(grads[0, 0]) == np.float32(1.1)
 
 
+@pytest.mark.costly
 def test_float32_is_the_function_itself_and_overflow_of_float16_is_seen():
     x, w = RNG.standard_normal((4, 8)).astype(np.float32), RNG.standard_normal((8, 3)).astype(np.float32)
     g = np.ones((4, 3), np.float32)
@@ -118,6 +119,7 @@ def test_float32_is_the_function_itself_and_overflow_of_float16_is_seen():
     assert np.isfinite(jaxmp.fake_quantize(dense, {"dense": "fp8"})(x * 1e5, w, g))
 
 
+@pytest.mark.costly
 def test_convolutions_scans_remat_and_vmap():
     def conv(x, k):
         with jax.named_scope("conv"):
@@ -148,6 +150,7 @@ def test_errors_name_the_rule_and_the_paths():
         jaxmp.fake_quantize(dense, {"dens": "fp8"})(*(np.ones((2, 2), np.float32),) * 3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_noise_against_numpy(backward):
     tensors = [RNG.standard_normal((16, 8)) * s for s in (1.0, 3e-7, 2e4)]

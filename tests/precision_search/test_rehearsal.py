@@ -57,7 +57,7 @@ def optimizer():
 
 def case(plants):
     model = Plants(plants)
-    params = model.init(jax.random.key(0), IDS)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), IDS)["params"]
     return params, lambda params, ids, y: jnp.mean((model.apply({"params": params}, ids) - y) ** 2)
 
 
@@ -91,6 +91,7 @@ def check(plants, formats):
     return found
 
 
+@pytest.mark.costly
 def test_plants_outside_of_matmuls_are_found_before_a_proposal_is_shown():
     found = check(("embedding",), ("fp16",))
     assert found.rejected and "fp16" in found.formats.values()  # mended, not given up
@@ -126,6 +127,7 @@ class Statistics(nn.Module):
         return nn.Dense(16, name="b")(nn.Dropout(0.2, deterministic=False)(nn.relu(x)))
 
 
+@pytest.mark.costly
 def test_batch_statistics_dropout_and_aux():
     model = Statistics()
     variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
@@ -154,6 +156,7 @@ class NnxNet(nnx.Module):
         return self.b(self.drop(nnx.relu(self.norm(self.a(x)))) * (self.tiny[...][None] * 1e8))
 
 
+@pytest.mark.costly
 def test_an_nnx_module_with_a_param_below_float16():
     """Its own state moves on in a copy; the model stays as it is."""
     model = NnxNet(nnx.Rngs(0))
@@ -224,6 +227,7 @@ def test_a_run_that_does_not_train(run, words):
     assert [p.message[: len(words)] for p in problems] == ([words] if words else [])
 
 
+@pytest.mark.costly
 def test_a_time_budget_ends_the_trials_but_not_the_run():
     found = jaxmp.suggest_policy(
         lambda p, x: jnp.mean((x @ p) ** 2), (X,), ("bf16",), params=Y, steps=1, time_budget=1e-9, progress=None

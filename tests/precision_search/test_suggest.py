@@ -54,7 +54,7 @@ def all_but_few(learning_rate):
 @functools.cache
 def planted():
     model = Planted()
-    params = model.init(jax.random.key(0), X)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), X)["params"]
 
     def loss_fn(params, x, y):
         return 1e-5 * jnp.mean((model.apply({"params": params}, x) - y) ** 2)
@@ -64,6 +64,7 @@ def planted():
     return params, loss_fn, found
 
 
+@pytest.mark.costly
 def test_planted_layers_are_named_and_kept_higher():
     _, _, found = planted()
     assert found.formats == {"fine": "fp8", "large": "fp32", "tiny": "fp32", "few": "fp16", "head": "fp8"}
@@ -87,6 +88,7 @@ def test_the_loss_scale_that_is_needed_and_the_one_that_is_too_high():
     assert lost[1.0] > 0.5 and lost[least] < 0.02
 
 
+@pytest.mark.costly
 def test_the_whole_is_checked():
     _, _, found = planted()
     mix = found.mix
@@ -120,6 +122,7 @@ def vector(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.costly
 def test_pasted_code_trains_linen():
     params32, loss_fn, found = planted()
     pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": loss_fn, "optimizer": all_but_few(1e-2)}
@@ -193,6 +196,7 @@ def nnx_loss_fn(model, x, y):
     return jnp.mean((model(x) - y[:, :20]) ** 2)
 
 
+@pytest.mark.costly
 def test_a_model_where_all_is_well_goes_to_the_lowest_and_its_code_trains_nnx():
     model = Net(nnx.Rngs(0))
     found = jaxmp.suggest_policy(model, (X, Y), loss_fn=nnx_loss_fn, steps=2)
@@ -227,6 +231,7 @@ def scoped_loss_fn(params, x):
     return jnp.mean((x @ params["out"]) ** 2)
 
 
+@pytest.mark.costly
 def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     params = {"layers": [jnp.eye(32) + 0.1 * X, jnp.eye(32) + 0.1 * Y], "out": 0.1 * X}
     subject = Subject(scoped_loss_fn, (X,), params, None, False)
@@ -247,6 +252,7 @@ def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     assert moved.unnamed == (lifted,) and repr(lifted) in moved.code.splitlines()[-1]
 
 
+@pytest.mark.costly
 def test_gradients_of_data_do_not_count():
     params = {"layers": [X, Y], "out": X}
     subject = Subject(scoped_loss_fn, (X,), params, None, False)
@@ -265,6 +271,7 @@ def scanned_loss_fn(params, x):
         return jnp.mean((x @ params["head"]) ** 2)
 
 
+@pytest.mark.costly
 def test_each_layer_of_a_scan_counts_for_the_policy():
     params = {"layers": jnp.stack([jnp.eye(32)] * 4), "head": jnp.concatenate([X, Y], axis=1)}
     subject = Subject(scanned_loss_fn, (X,), params, None, False)

@@ -118,7 +118,7 @@ def test_linen_modules_are_leaves_and_trees_are_trees():
     dense, tree = nn.Dense(2), TreeModule(jnp.ones(()))
     assert not array_functions.is_module(dense) and not array_functions.is_module(tree)
     assert array_functions.leaves_of([dense, tree]).values == [dense, tree.total]
-    params = dense.init(jax.random.key(0), X)
+    params = jax.jit(dense.init)(jax.random.key(0), X)
     assert jaxmp.autocast(lambda m, p: m.apply(p, X))(dense, params).dtype == jnp.float16
     assert jaxmp.autocast(dense.bind(params))(X).dtype == jnp.float16
     assert jaxmp.autocast(tree)(X).dtype == jnp.float16

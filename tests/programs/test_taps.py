@@ -103,6 +103,7 @@ def test_gradients_are_the_same(model):
         assert_same_operations(lambda p, x: tapped(p, x)[:2], jax.value_and_grad(loss_fn), params, X)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("rematted", [False, True], ids=["plain", "remat"])
 def test_scan_over_layers_gives_one_entry_for_each(rematted):

@@ -43,6 +43,7 @@ def test_four_programs_do_the_same_job():
     assert len(SAME_JOB) == 4 and set(cpu.BY_HAND) < set(SAME_JOB)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SAME_JOB)
 def test_the_same_job_ends_in_the_same_params(name):
@@ -71,6 +72,7 @@ def test_the_same_job_skips_an_overflow(name):
     assert_bitwise(run(name, overflow=True)[0], jax.tree.map(lambda p: p.astype(jnp.float16), params))
 
 
+@pytest.mark.costly
 def test_a_step_and_its_compilation_are_timed(monkeypatch):
     monkeypatch.setattr(cpu, "COMPILATIONS", 1)
     programs = [PROGRAMS[cpu.BY_HAND[1]], PROGRAMS["optax, f32, nothing scaled or skipped"]]
@@ -179,6 +181,7 @@ JOBS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", JOBS)
 def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
@@ -197,6 +200,7 @@ def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     assert len(set(map(len, matmuls.values()))) == 1
 
 
+@pytest.mark.costly
 def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
     monkeypatch.setattr(cpu_autocast, "PROGRAMS", cpu_autocast.PROGRAMS[:3])
 

@@ -57,6 +57,7 @@ def check_rows(rows):
             assert row["peak_mib"] > 0 and row["params"] > 0 and row["skipped_steps"] == 0
 
 
+@pytest.mark.costly
 def test_every_kernel_is_timed_beside_torch(bench, monkeypatch):
     """With XLA's versions of the kernels, and one kind of weights: other tests compare the kernels with XLA."""
     bench.kernels = "xla"

@@ -116,6 +116,7 @@ def test_train(run, short_text, tmp_path):
         assert 0 <= row["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
 
 
+@pytest.mark.campaign  # tests/devices/test_processes.py holds the library to it
 def test_train_is_the_same_in_two_processes(start, run, tmp_path):
     knobs = (
         *TINY,

@@ -49,6 +49,7 @@ def test_it_prints_versions_devices_and_every_operation(arguments, capsys):
         assert any(line.split() == " ".join(row).split() for line in out.splitlines())
 
 
+@pytest.mark.costly
 def test_it_is_a_command():
     run = subprocess.run([sys.executable, "-m", "jaxmp", "formats"], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("format")

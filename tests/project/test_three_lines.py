@@ -177,6 +177,7 @@ def test_fp8_takes_one_more_line():
     assert found["bfloat16"] == 3 * 3
 
 
+@pytest.mark.costly
 def test_the_port_trains():
     def losses(names: dict[str, Any]) -> np.ndarray:
         traces.clear()

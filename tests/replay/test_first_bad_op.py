@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 def linen_case(remat, weight):
     model, x = Model(weight, remat), jnp.ones((3, 2))
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     return lambda params, x, scale: jnp.mean(model.apply(params, x)) * scale, params, x
 
 
@@ -254,10 +254,11 @@ def test_other_dtypes(dtype):
     assert bad.float32_amax == twice[dtype]
 
 
+@pytest.mark.costly
 def test_in_fp8_training_the_operation_is_named():
     with jaxmp.fp8.autocast(filter=lambda path, layer: True):
         model = nn.Dense(16, dtype=jnp.bfloat16, name="dense")
-        params = model.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+        params = jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"]
 
         def loss_fn(params, x):
             return jnp.sum(jnp.exp(model.apply({"params": params}, x).astype(jnp.float32) * 1e4))

@@ -101,7 +101,7 @@ def test_a_gradient_that_was_flipped_once_is_transient(tmp_path):
 
 def test_a_layer_that_overflows_is_deterministic_and_named(tmp_path):
     x = jnp.ones((2, 4), HALF)
-    params = Model().init(jax.random.key(0), x)["params"]
+    params = jax.jit(Model().init)(jax.random.key(0), x)["params"]
     params["body"]["kernel"] = jnp.full((4, 8), 3e4)
     found = replay(capture(tmp_path, model_loss, params, x, loss_scale=SCALE))
     assert found.verdict == "deterministic"
@@ -196,6 +196,7 @@ def nnx_loss(model, x):
     return jnp.mean(model(x))
 
 
+@pytest.mark.costly
 def test_an_nnx_module_with_state_and_keys(tmp_path):
     model = NnxModel(nnx.Rngs(0))
     jaxmp.nnx.cast_to_param(model, "fp16")

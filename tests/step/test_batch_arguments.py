@@ -156,7 +156,13 @@ class Normed(nn.Module):
         return jnp.sum(x**3, -1)
 
 
-VARIABLES = Normed().init(jax.random.key(0), X)
+VARIABLES = {
+    "params": {
+        "BatchNorm_0": {"bias": np.zeros(4, np.float32), "scale": np.ones(4, np.float32)},
+        "Dense_0": {"bias": np.zeros(4, np.float32), "kernel": rng.normal(size=(3, 4)).astype(np.float32)},
+    },
+    "batch_stats": {"BatchNorm_0": {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)}},
+}
 POLICY = jaxmp.get_policy("bf16", keep_fp32=("*BatchNorm*",))
 
 

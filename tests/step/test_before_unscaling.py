@@ -68,6 +68,7 @@ def step(tx, jitted=True):
     return (jax.jit(run) if jitted else run)(GRADS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", WRONG)
 def test_what_looks_at_the_size_is_warned_of_once(name):
     tx = chained(WRONG[name])
@@ -87,6 +88,7 @@ def test_what_only_scales_is_not(name):
         step(chained(RIGHT[name]), jitted=False)
 
 
+@pytest.mark.costly
 def test_the_warned_of_chain_depends_on_the_scale_and_the_others_do_not():
     """What the verdicts mean, by running: a factor in the gradients and in the scale changes a step, or does not."""
     for found, heads in ((True, WRONG), (False, RIGHT)):

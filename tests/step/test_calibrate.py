@@ -42,7 +42,7 @@ def loss_fn(params, x):
 
 @functools.cache
 def params32():
-    params = MODEL.init(jax.random.key(0), X)["params"]
+    params = jax.jit(MODEL.init)(jax.random.key(0), X)["params"]
     return {
         name: layer | {"kernel": jnp.asarray(w)} for (name, layer), w in zip(sorted(params.items()), W, strict=True)
     }
@@ -86,13 +86,15 @@ def check(params, opt_state, factor=1.0):
     assert float(metrics["fp8/unused"]) == float(metrics["fp8/lost_gradients"]) == 0
 
 
+@pytest.mark.costly
 def test_without_it_the_metrics_count_the_gradients_that_are_lost():
     tx, params, opt_state = make()
     _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(params, X, opt_state=opt_state)
-    _, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+    _, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, params)
     assert float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"]) == DEPTH - 1
 
 
+@pytest.mark.costly
 def test_one_pass_fills_all_histories_and_changes_nothing_else():
     tx, params, opt_state = make()
     new, state = jaxmp.fp8.calibrate(loss_fn, params, X, tx=tx, opt_state=opt_state)
@@ -105,10 +107,11 @@ def test_one_pass_fills_all_histories_and_changes_nothing_else():
         assert others
         assert_bitwise([after[path] for path in others], [before[path] for path in others])
     _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(new, X, opt_state=state)
-    _, state = jaxmp.apply_gradients(tx, grads, state, new)
+    _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, state, new)
     assert float(jaxmp.get_metrics(state)["fp8/lost_gradients"]) == 0
 
 
+@pytest.mark.costly
 def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     tx, params, opt_state = make()
     x = X / np.float32(2**10)  # most of it is subnormal in e4m3
@@ -123,6 +126,7 @@ def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     assert error(new) < of_roundings < 0.5 < error(params)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("policy", "jit"), [("bf16", False), ("fp16", True)])
 def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
     tx, params, opt_state = make(policy, loss_scale=jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**60))
@@ -138,6 +142,7 @@ def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
 
 
+@pytest.mark.costly
 def test_kernels_stored_in_fp8_keep_their_bytes():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, recipe=RECIPE)
@@ -149,22 +154,24 @@ def test_kernels_stored_in_fp8_keep_their_bytes():
     assert_bitwise(*kernels)
 
 
+@pytest.mark.costly
 def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     recipe = DelayedScaling(amax_history_len=4, power_of_two=False)
     layer = nn.Dense(SIDE, dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe))
-    params = layer.init(jax.random.key(0), X)["params"]
+    params = jax.jit(layer.init)(jax.random.key(0), X)["params"]
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
 
     def loss(params, x):
         return 1e-9 * jnp.mean(layer.apply({"params": params}, x) ** 2)
 
     new, _ = jaxmp.fp8.calibrate(loss, params, X, tx=tx, opt_state=tx.init(params))
-    y = layer.apply({"params": params}, X)
+    y = jax.jit(layer.apply)({"params": params}, X)
     scale = float(new["Fp8DotGeneral_0"]["fp8_grad_e5m2_scale"])
     expected = 57344 / (2e-9 * np.max(np.abs(y)) / y.size)
     np.testing.assert_allclose(scale, expected, rtol=0.05)
 
 
+@pytest.mark.costly
 def test_under_accumulation_and_with_aux():
     tx, params, opt_state = make()
 
@@ -175,6 +182,7 @@ def test_under_accumulation_and_with_aux():
     check(*run(params, X, 1.0, opt_state=opt_state))
 
 
+@pytest.mark.costly
 def test_in_shard_map_all_devices_get_the_same():
     tx, params, opt_state = make("fp16")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -192,6 +200,7 @@ def test_in_shard_map_all_devices_get_the_same():
     assert_bitwise(found[2], found[0])
 
 
+@pytest.mark.costly
 def test_a_train_state():
     tx, _, _ = make()
     state = jaxmp.linen.TrainState.create(apply_fn=MODEL.apply, params=params32(), tx=tx, policy="fp8")
@@ -200,6 +209,7 @@ def test_a_train_state():
     assert int(state.step) == 0
 
 
+@pytest.mark.costly
 def test_nnx():
     model = nnx.Sequential(*(nnx.Linear(SIDE, SIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(DEPTH)))
     jaxmp.nnx.to_fp8(model, RECIPE, filter=("*",))

@@ -166,6 +166,7 @@ def test_init_copies_numpy_params(policy):
     assert not any(np.any(np.asarray(x) == 7.0) for x in jax.tree.leaves(state.guarded))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_the_derivative_through_an_update_is_that_of_a_step(policy):
     """By both ways of writing: rounding is straight through; d/d(rate) of sum(p'^2) = -2 sum(p' g)."""

@@ -112,7 +112,7 @@ class Net(nn.Module):
 
 def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     with jaxmp.autocast(STATELESS):
-        params = Net().init(KEY, X)
+        params = jax.jit(Net().init)(KEY, X)
 
     def loss(params, x):
         return jnp.mean(Net().apply(params, x) ** 2) + mlp(weights_of(4), x)
@@ -122,7 +122,7 @@ def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     assert matmuls(only, params, X) == {FORWARD: 1, "bfloat16": 7}
     for dtype in (None, jnp.bfloat16):
         model = Net(dtype)
-        plain = Net().init(KEY, X)
+        plain = jax.jit(Net().init)(KEY, X)
         found = count_fp8(in_fp8(lambda p, x, model=model: jnp.mean(model.apply(p, x) ** 2)), plain, X)
         assert found == (2, 4)  # the same layers
 
@@ -223,6 +223,7 @@ class Block(hk.Module):
         return x + hk.Linear(WIDTH, name="down")(jax.nn.gelu(hk.Linear(2 * WIDTH, name="up")(x)))
 
 
+@pytest.mark.costly
 def test_a_haiku_transformer():
     def forward(tokens):
         x = hk.Embed(11, WIDTH)(tokens)
@@ -231,7 +232,7 @@ def test_a_haiku_transformer():
         return hk.Linear(11, name="head")(x)
 
     model, tokens = hk.without_apply_rng(hk.transform(forward)), jnp.arange(32).reshape(2, 16) % 11
-    params = model.init(KEY, tokens)
+    params = jax.jit(model.init)(KEY, tokens)
 
     def loss(params, tokens):
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, tokens), tokens).mean()
@@ -281,6 +282,7 @@ def rounded(x, dtype):
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "kn,mk->mn", "bmk,bkn->bmn", "mk,ckn->mcn"])
 def test_products_and_gradients_beside_numpy(equation):
     sizes = dict(zip("bcmkn", (3, 2, 10, 24, 17), strict=True))
@@ -321,6 +323,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_without_state(name):
@@ -351,6 +354,7 @@ def test_recipes_by_path():
     }  # fmt: skip
 
 
+@pytest.mark.costly
 def test_twenty_steps_beside_bfloat16():
     weights, target = weights_of(4), jnp.roll(X, 3, axis=1) / 3
 

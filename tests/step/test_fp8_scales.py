@@ -41,6 +41,7 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 # What an update does
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
@@ -153,6 +154,7 @@ def test_get_scales_of_other_params_is_empty():
     assert get_scales({"LayerNorm_0": {"scale": jnp.ones(2)}}) == {}
 
 
+@pytest.mark.costly
 def test_split_sends_extra_arguments_to_the_rest():
     seen = {}
 
@@ -282,6 +284,7 @@ def test_bad_input_is_named(make, message):
 # The contract of a chain
 
 
+@pytest.mark.costly
 def test_state_keeps_structure_and_types():
     tx = make_tx("fp16")
     state = start(tx)
@@ -295,6 +298,7 @@ def test_state_keeps_structure_and_types():
     assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
 
 
+@pytest.mark.costly
 def test_an_overflow_on_one_device_rolls_everything_back():
     """Params, masters, moments, histories, leaves, bit for bit, a weight and a leaf of -0.0 among them."""
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
@@ -325,6 +329,7 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
@@ -346,6 +351,7 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     assert_bitwise(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "jit"])
 def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):

@@ -131,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("rule", "policy", "options"), CASES)
 def test_every_master_is_that_of_consistent_state(rule, policy, options):
     scale = 4.0 if "loss_scale" in options else 1.0
@@ -189,6 +190,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", WRAPPED)
 def test_no_weight_runs_away(name):
     """One gradient of 1e20 among ordinary ones, wherever the optimizer keeps its moments. Without the rule a weight

@@ -322,6 +322,7 @@ def test_errors(case):
         call()
 
 
+@pytest.mark.costly
 def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
     """In every regime: a layer in fp8 runs as it was written, and its scales report what they see."""
     params, opt_state = made("fp8")

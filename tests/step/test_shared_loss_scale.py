@@ -115,6 +115,7 @@ def test_the_trunk_gets_both_losses_unscaled_by_the_shared_scale():
     assert_close(loss, expected_loss, rtol=2e-3)
 
 
+@pytest.mark.costly
 def test_under_pmap_all_devices_agree():
     """Head b overflows on the second device only: it stands still on both, and the one scale falls on both."""
     devices = jax.devices()[:2]

@@ -235,6 +235,7 @@ def test_flax_serialization_goes_on_bit_for_bit(name):
     assert_bitwise(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
 
 
+@pytest.mark.costly
 def test_orbax_goes_on_bit_for_bit(tmp_path):
     """All transforms in one checkpoint: params, state and the step after it."""
     saved, names = {}, [name for name in PARTS if name not in ALIKE]
@@ -542,6 +543,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):

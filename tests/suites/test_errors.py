@@ -240,6 +240,7 @@ def parallel(run: Run, tx: Any) -> Any:
     return jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:2])(*twice)
 
 
+@pytest.mark.costly
 @pytest.mark.whole
 @pytest.mark.parametrize("name", DURING_A_RUN)
 def test_bad_input_during_a_run(name):

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(("regime_name", "framework", "name", "accumulate"), CASES)
 def test_scales_and_histories_are_those_of_one_device(regime_name, framework, name, accumulate):
@@ -49,6 +50,7 @@ def test_scales_and_histories_are_those_of_one_device(regime_name, framework, na
     assert np.isfinite(metrics[-1]["fp8/max_amax"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_data_moves_the_scales(name):
     """What the suite compares is not a state that stands still."""

@@ -212,13 +212,14 @@ LINEN = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LINEN)
 def test_linen(name):
     model, x, expected, gemms = LINEN[name]
     one = x[0] if name == "vmapped" else x
     with jaxmp.fp8.autocast(RECIPE):
-        params = model.init(jax.random.key(0), one)["params"]
+        params = jax.jit(model.init)(jax.random.key(0), one)["params"]
     assert layers_with_scales(params) == sorted(expected)
 
     def loss(params, x):
@@ -362,6 +363,7 @@ NNX = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx(name):

@@ -32,6 +32,7 @@ def test_the_runs_have_each_regime():
     assert {run[0] for run in RUNS} == {"single", *REGIMES}
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
 def test_the_second_call_compiles_nothing_and_types_stay(run):

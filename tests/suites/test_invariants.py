@@ -396,6 +396,7 @@ def run_parallel(examples, steps):
     )
 
 
+@pytest.mark.costly
 def test_devices_agree():
     run_parallel(examples=4, steps=10)
 

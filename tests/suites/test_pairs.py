@@ -8,6 +8,7 @@ import pairs
 SAMPLE = (3, 7, 15, 19)  # each framework, fp8, split masters, remat, vmap, microbatches, four regimes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "number",
     [
@@ -28,6 +29,7 @@ def test_every_pair_that_may_stand_together_does():
     assert len(pairs.cases()) < 130
 
 
+@pytest.mark.costly
 def test_a_job_that_goes_another_way_is_seen(monkeypatch):
     case = pairs.Case("fp32", "adamw", "whole", "listed", "policy", "single", "plain")
     assert pairs.check(case) == 0

@@ -35,6 +35,7 @@ def test_the_sample_has_each_regime_framework_and_dtype():
     )
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(("regime_name", "framework", "dtype", "accumulate"), CASES)
 def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, framework, dtype, accumulate):

@@ -15,6 +15,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("index", CASES)
 def test_every_number_of_a_step_is_the_oracles(index):
     done = step_campaign.run(index, 25, seed=7)

@@ -91,15 +91,19 @@ def cases() -> list[Case]:
     rng = np.random.default_rng(0)
     valid = [case for row in itertools.product(*FEATURES.values()) if why_not(case := Case(*row)) is None]
     valid = [valid[i] for i in rng.permutation(len(valid))]
+    choices = sorted((feature, choice) for feature, all_of in FEATURES.items() for choice in all_of)
+    bit_of = {
+        pair: 1 << n for n, pair in enumerate(itertools.product(choices, choices))
+    }  # a set of pairs is one number
+    bits = {case: sum(bit_of[pair] for pair in pairs_of(case)) for case in valid}
     found: list[Case] = []
     for _ in range(TIMES):
-        missing = set().union(*map(pairs_of, valid))
+        missing = functools.reduce(int.__or__, bits.values())
         while missing:
-            wanted = min(missing)
-            having = [case for case in valid if all(getattr(case, feature) == choice for feature, choice in wanted)]
-            found.append(max(having[:60], key=lambda case: len(pairs_of(case) & missing)))
-            valid.remove(found[-1])
-            missing -= pairs_of(found[-1])
+            wanted = missing & -missing
+            having = [case for case, of_case in bits.items() if of_case & wanted]
+            found.append(max(having[:60], key=lambda case: (bits[case] & missing).bit_count()))
+            missing &= ~bits.pop(found[-1])
     return found
 
 
@@ -269,7 +273,7 @@ def fp8_region(case: Case) -> Any:
 def _linen_job(case: Case) -> Job:
     model, tx = LinenNet(dtype_of(case), case.layers), optimizer_of(case)
     with fp8_region(case):
-        variables = model.init(jax.random.key(0), jnp.ones((ROWS, WIDTH)))
+        variables = jax.jit(model.init)(jax.random.key(0), jnp.ones((ROWS, WIDTH)))
     state = jaxmp.linen.TrainState.create(
         apply_fn=model.apply, params=variables["params"], tx=tx, policy=policy_of(case)
     )

@@ -92,6 +92,7 @@ def test_what_is_stored(name, dtype):
     assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adagrad"])
 def test_float32_changes_nothing(name):
@@ -143,6 +144,7 @@ def test_training_goes_on_as_it_did(name, dtype):
     np.testing.assert_allclose(losses_of(name, dtype), losses_of(name, None), rtol=rtol, atol=2e-3)
 
 
+@pytest.mark.costly
 def test_no_two_moments_share_noise():
     """Two transforms of a chain with moments of one sign, and the leaves of each."""
     tx = compress.compress_moments(optax.chain(optax.trace(0.9), optax.trace(0.9)), jnp.bfloat16)
@@ -162,6 +164,7 @@ def test_runs_are_the_same_to_the_bit(dtype):
 # --- what is not finite ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @each_dtype
 def test_nothing_non_finite_is_stored(dtype):

@@ -70,6 +70,7 @@ def test_a_skipped_step_moves_nothing():
     assert int(optax.tree.get(after, "ema_count")) == 1
 
 
+@pytest.mark.costly
 def test_fp8_scales_and_frozen_leaves_are_taken_from_the_params():
     params = {"w": jnp.ones((16, 16)), "fp8_lhs_e4m3_log2_scale": jnp.float32(3.0), "base": jnp.ones(2, jnp.int32)}
     labels = {"w": "train", "fp8_lhs_e4m3_log2_scale": "train", "base": "frozen"}

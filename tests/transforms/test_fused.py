@@ -77,6 +77,7 @@ def chained(plain):
 
 
 # Each optimizer under a loss scale, and one of them in each other dtype.
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "policy"),
@@ -122,6 +123,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
         )
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(12)
 @pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
 @pytest.mark.parametrize(
@@ -159,6 +161,7 @@ def after_steps_with_full_masters(steps):
     return run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16", steps=steps)
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "optax"])
 def test_split_masters_train_as_full_ones(fused):
@@ -173,6 +176,7 @@ def test_split_masters_train_as_full_ones(fused):
     assert {x.dtype.name for x in jax.tree.leaves(kept.master_params)} == {"int16"}
 
 
+@pytest.mark.costly
 def test_a_master_of_24_bits_is_near_the_full_one():
     full = after_steps_with_full_masters(STEPS)
     inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP)
@@ -241,6 +245,7 @@ def test_initial_masters_are_the_float32_params():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.costly
 def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
     inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP, state_dtype=jnp.int8)
     tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=8)
@@ -281,6 +286,7 @@ def test_inside_a_chain_and_under_a_shared_scale():
     assert float(jaxmp.get_loss_scale(shared.update(scale_state))) == 2.0
 
 
+@pytest.mark.costly
 def test_part_of_an_optimizer_is_plain_optax():
     """What has a part of the params, or stands in a branch, must not write for all."""
     mixed = lambda inner: jaxmp.mixed_precision(inner, "bf16")  # noqa: E731
@@ -344,6 +350,7 @@ def fp8_params(**kwargs):
     return policy, params32, loss_fn
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["float32-kernels", "fp8-kernels"])
 def test_with_fp8_layers(fp8_weights):

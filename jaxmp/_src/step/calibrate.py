@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
+from jaxmp._src.programs import array_functions
 from jaxmp._src.step import mixed_precision, read_state, state_tuples
 from jaxmp._src.step.value_and_grad import value_and_grad
 
@@ -97,40 +98,43 @@ def calibrate(
         carry_argnum=carry_argnum,
         axis_name=axis_name,
     )
-    single = isinstance(argnums, int)
-    params = args[argnums] if single else tuple(args[i] for i in argnums)
 
-    def amaxes_at(opt_state: Any) -> PyTree:
+    def one_pass(opt_state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
+        """(amaxes, params, opt_state) after a step of the scales."""
+
+        def amaxes_at(opt_state: Any) -> PyTree:
+            with layers.calibrating():
+                return scale_leaves.partition(gradients(*args, opt_state=opt_state, **kwargs)[1])[0]
+
+        amaxes, scaled_by = _finite_amaxes(amaxes_at, opt_state, axis_name)
+        observed = jax.tree.map(lambda amax: jnp.where(jnp.isfinite(amax), amax, 0.0), amaxes)  # 0.0: no observation
+        params = _selected(args, argnums)
+        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), scale_leaves.partition(params)[1])
         with layers.calibrating():
-            return scale_leaves.partition(gradients(*args, opt_state=opt_state, **kwargs)[1])[0]
+            moved, after = mixed_precision.apply_gradients(tx, scale_leaves.merge(observed, zeros), scaled_by, params)
+        return amaxes, scale_leaves.partition(moved)[0], read_state.find(after, state_tuples.Fp8State)
 
-    return scales_set(amaxes_at, tx, opt_state, params, axis_name)
-
-
-def scales_set(
-    amaxes_at: Callable[[Any], PyTree],
-    tx: optax.GradientTransformation,
-    opt_state: Any,
-    params: PyTree,
-    axis_name: collectives.AxisName,
-) -> tuple[PyTree, Any]:
-    """The core of `calibrate`: params and state with the amaxes that `amaxes_at(opt_state)` observes."""
-    amaxes, scaled_by = _finite_amaxes(amaxes_at, opt_state, axis_name)
+    # One program, also where the caller is not inside `jax.jit`: the update of the weights, which nobody reads, is not
+    # computed, and no operation is compiled alone.
+    inputs = array_functions.Inputs(array_functions.flat_leaves(((opt_state, *args), kwargs)))
+    amaxes, scales, histories = jax.jit(lambda values: inputs.call(one_pass, values))(inputs.values)
     _check_finite(amaxes)
-    amaxes = jax.tree.map(lambda amax: jnp.where(jnp.isfinite(amax), amax, 0.0), amaxes)  # 0.0 is no observation
-    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), scale_leaves.partition(params)[1])
-    with layers.calibrating():
-        moved, after = mixed_precision.apply_gradients(tx, scale_leaves.merge(amaxes, zeros), scaled_by, params)
+    params = _selected(args, argnums)
     # A kernel that is stored in fp8 is written with the scale of its leaf, and both stay.
     stored = set(stored_kernels.stored_pairs(params).values())
-    new = tree_paths.map_with_path(
-        lambda path, old, new: new if scale_leaves.is_scale(path) and path not in stored else old, params, moved
-    )
-    return new, jax.tree.map(_histories_of, opt_state, after, is_leaf=lambda x: isinstance(x, state_tuples.Fp8State))
+    scales = tree_paths.leaves_by_path(scales)
+    new = tree_paths.map_with_path(lambda path, old: old if path in stored else scales.get(path, old), params)
+    left = iter(histories)
+    return new, jax.tree.map(lambda x: next(left) if _is_fp8(x) else x, opt_state, is_leaf=_is_fp8)
 
 
-def _histories_of(old: Any, new: Any) -> Any:
-    return new if isinstance(old, state_tuples.Fp8State) else old
+def _selected(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
+    """The arguments that are the params of the optimizer."""
+    return args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
+
+
+def _is_fp8(x: Any) -> bool:
+    return isinstance(x, state_tuples.Fp8State)
 
 
 def _finite_amaxes(
