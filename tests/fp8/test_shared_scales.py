@@ -259,6 +259,7 @@ def test_what_two_layers_convert_alike_is_one_array(notes):
     assert q is not k
     assert shared_scales.leaf_for(first, "a", q) is first
     assert shared_scales.leaf_for(second, "a", k) == 1
+    assert shared_scales.leaf_for(second, "a", x) is second  # x itself is of another dtype
 
 
 @pytest.mark.parametrize("stacked", [(True, True), (True, False), (False, True)], ids=str)
