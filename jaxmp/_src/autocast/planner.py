@@ -257,10 +257,9 @@ class Planner:
 
     def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
-        low = _low_inputs(uses[0], lists, len(operands))
+        # What every iteration reads is cast inside: the gradient of a weight is then summed in float32.
         given = [
-            (_cast_early(v, dtype if i < n_consts else None))._replace(votes=inner.aval.ndim > 0)
-            for i, (v, dtype, inner) in enumerate(zip(operands, low, functions[0][0].invars, strict=True))
+            v._replace(votes=inner.aval.ndim > 0) for v, inner in zip(operands, functions[0][0].invars, strict=True)
         ]
         consts, scanned = given[:n_consts], given[n_consts + n_carry :]
         carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
