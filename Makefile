@@ -5,7 +5,7 @@
 #   make test       lint, types, tests, doctests, notebooks and the documentation
 #   make lint       the first of these: ruff, import layers, pyright
 #   make docs       the last of these: build/docs/index.html, with warnings as errors
-#   make parity     the long comparison: several seeds
+#   make parity     the loss of every policy and fp8 recipe over paired seeds; a second call goes on: over an hour
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy

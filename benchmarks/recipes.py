@@ -1,4 +1,4 @@
-"""Measures how precise the three products of a layer are in each fp8 and fp4 recipe.
+"""Measures how precise the three products of a layer are in each fp8 and fp4 recipe; shows what recipes cost in loss.
 
     y = x w,  dx = g w^T,  dw = x^T g        x [512, 1024], w [1024, 512], g [512, 512]
 
@@ -10,16 +10,19 @@ row (token) in 64 multiplied by 10^5. Weights are normal in all of them.
 With the median a product does not look precise because its largest rows are. NVFP4's gradients are rounded at random,
 with one key. Delayed scaling has seen the same tensors in the step before, so its scales are those of current scaling.
 The sums are those of the emulation on CPUs.
+
+The losses are not measured here but by `make parity` (examples/parity.py), which trains; the tables show both.
 """
 
 import functools
+import json
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks.lib.benchmark import Benchmark
-from benchmarks.lib.tables import ROOT, markdown
+from benchmarks.lib.tables import RESULTS, ROOT, markdown
 from benchmarks.lib.versions import versions
 from jaxmp import fp8
 
@@ -34,6 +37,14 @@ RECIPES = {
     "`NVFP4`": fp8.NVFP4(),
     "`NVFP4`, to nearest": fp8.NVFP4(stochastic_rounding=False),
     "`NVFP4`, to nearest, without Hadamard": fp8.NVFP4(stochastic_rounding=False, hadamard=False),
+}
+LOSSES = {  # the policies of parity.json that train in a recipe of RECIPES
+    "`DelayedScaling`, `CurrentScaling`": ("fp8", "CurrentScaling"),
+    '`CurrentScaling(fp8_format="E4M3")`': ("fp8, E4M3",),
+    "`RowwiseScaling`": ("RowwiseScaling",),
+    "`BlockScaling`": ("BlockScaling",),
+    "`MXFP8`": ("MXFP8",),
+    "`NVFP4`": ("NVFP4",),
 }
 DATA = ("normal", "outliers", "large rows")
 PRODUCTS = ("y", "dx", "dw")
@@ -79,12 +90,34 @@ def measure(rows: int = 512, width: int = 512) -> dict[str, Any]:
     return {"device": "CPU", "versions": versions(("jax", "jaxlib", "jaxmp")), "rows": found}
 
 
+def losses() -> dict[str, dict[str, Any]]:
+    """The policies of the stored run of `make parity`, with their gaps."""
+    return json.loads((RESULTS / "parity.json").read_text())["summary"]
+
+
+def gap(row: dict[str, Any]) -> str:
+    """The mean gap of a policy to its baseline and its standard error, in percent of the loss."""
+    return f"{row['mean_gap_percent']:+.2f} ± {row['standard_error_percent']:.2f}"
+
+
 def render(results: dict[str, Any]) -> str:
-    """One table: for each recipe the decibels of y, dx and dw."""
-    cells = [["dB of y, dx, dw", *DATA]]
+    """Two tables: for each recipe the decibels of y, dx and dw and its loss; for each choice of layers its loss."""
+    parity = losses()
+    cells = [["dB of y, dx, dw", *DATA, "loss [%]"]]
     for name in RECIPES:
         rows = {row["data"]: row for row in results["rows"] if row["recipe"] == name}
-        cells.append([name, *(", ".join(f"{rows[data][product]:.0f}" for product in PRODUCTS) for data in DATA)])
+        decibels = (", ".join(f"{rows[data][product]:.0f}" for product in PRODUCTS) for data in DATA)
+        cells.append([name, *decibels, ", ".join(gap(parity[p]) for p in LOSSES.get(name, ()) if p in parity)])
+    return f"{markdown(cells)}\n\n{choices(parity)}"
+
+
+def choices(parity: dict[str, dict[str, Any]]) -> str:
+    """What each policy with fp8 costs in loss, and how many FLOPs run in it."""
+    cells = [["trained in", "fp8 FLOPs [%]", "seeds", "loss [%]", "evaluated in fp8 [%]"]]
+    for name, row in parity.items():
+        if row["fp8_flops_percent"]:
+            share, evaluated = f"{row['fp8_flops_percent']:.0f}", f"{row['in_fp8_mean_gap_percent']:+.2f}"
+            cells.append([name, share, str(row["gaps"]), gap(row), evaluated])
     return markdown(cells)
 
 

@@ -2,7 +2,7 @@
 
 python -m jaxmp              the same as
 python -m jaxmp doctor       versions, devices, and which backend runs each operation, with the reason
-python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers
+python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers; fp8 and fp4 recipes as measured
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
 python -m jaxmp replay captures module:loss_fn     runs a step of jaxmp.monitor.capture again, alone: exits with 0 if
@@ -23,7 +23,7 @@ import jax
 
 import jaxmp
 from jaxmp._src.base import named_functions, tables
-from jaxmp._src.fp8 import backends
+from jaxmp._src.fp8 import backends, recipe_guide
 from jaxmp._src.memory import plan
 from jaxmp._src.numerics import formats
 from jaxmp._src.replay import replay
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     served = "versions, devices, and what serves each operation (the default)"
     command = commands.add_parser("doctor", aliases=["backends"], help=served)
     command.set_defaults(run=_print_backends)
-    command = commands.add_parser("formats", help="bits, range, precision, and pi, of fp32 down to fp4")
+    command = commands.add_parser("formats", help="formats from fp32 to fp4 in numbers, and recipes as measured")
     command.set_defaults(run=_print_formats)
     command = commands.add_parser("memory", help="bytes of params, masters, moments and gradients; or a plan of yours")
     command.add_argument(
@@ -72,7 +72,7 @@ def _print_backends() -> int:
 
 
 def _print_formats() -> int:
-    print(tables.columns(formats.rows()))
+    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), sep="\n")
     return 0
 
 

@@ -69,25 +69,26 @@ def results() -> str:
 
 def losses() -> list[str]:
     """Held-out losses of the stored runs over seeds, each policy beside the one that it is compared with."""
-    lines = []
-    for name in ("parity", "parity_8bit"):
-        found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-        lines += [
-            f"## Loss: {', '.join(found['config']['policies'])}",
-            "",
-            f"Held-out loss in nats per byte after {found['config']['steps']} steps of the transformer of "
-            f"[examples/train.py](../../examples/train.py), {found['seeds']} seeds on {found['devices']}, "
-            f"mean ± deviation over seeds: `{found['command']}`.",
-            "",
-            "| policy | loss | against | gap | skipped steps |",
-            "|---|---|---|---|---|",
-        ]
-        for policy, row in found["summary"].items():
-            gap = "" if policy == row["baseline"] else f"{row['mean_gap']:+.4f} ± {row['std_of_gaps']:.4f}"
-            loss = f"{row['mean']:.4f} ± {row['std']:.4f}"
-            lines.append(f"| {policy} | {loss} | {row['baseline']} | {gap} | {row['skipped_steps']} |")
-        lines.append("")
-    return lines
+    found = json.loads((ROOT / "benchmarks" / "results" / "parity.json").read_text())
+    lines = [
+        "## Loss of each policy and recipe",
+        "",
+        f"Held-out loss in nats per byte after {found['config']['steps']} steps of the transformer of "
+        f"[examples/train.py](../../examples/train.py), {found['config']['width']} wide, mean ± deviation over seeds; "
+        "gaps are paired by seed, ± their standard error. Evaluated in fp8: what the same trained params lose. "
+        f"[examples/parity.py](../../examples/parity.py) explains it. `{found['command']}`.",
+        "",
+        "| policy | seeds | loss | against | gap [%] | fp8 FLOPs [%] | evaluated in fp8 [%] | skipped steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for policy, row in found["summary"].items():
+        cells = [policy, row["seeds"], f"{row['mean']:.4f} ± {row['std']:.4f}", "", "", "", "", row["skipped_steps"]]
+        if "mean_gap_percent" in row:
+            cells[3:5] = row["baseline"], f"{row['mean_gap_percent']:+.2f} ± {row['standard_error_percent']:.2f}"
+        if row["fp8_flops_percent"]:
+            cells[5:7] = f"{row['fp8_flops_percent']:.0f}", f"{row['in_fp8_mean_gap_percent']:+.2f}"
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return [*lines, ""]
 
 
 def script(path: Path) -> str:

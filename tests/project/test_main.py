@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import pallas_kernels
 from jaxmp import __main__ as command
-from jaxmp._src.fp8 import backends
+from jaxmp._src.fp8 import backends, recipe_guide
 from jaxmp._src.numerics import formats
 from pallas_kernels import backend as kernel_backend
 
@@ -219,6 +219,7 @@ def test_formats_are_those_of_their_documents():
 
 def test_formats_are_printed(capsys):
     assert command.main(["formats"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines, guides = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
     assert len(lines) == 1 + len(FORMATS)
     assert lines[4].split() == ["fp16", "16", "5", "10", "65504", "6.1035e-05", "5.9605e-08", "0.00097656", "3.140625"]
+    assert [line.split()[0] for line in guides] == ["recipe", *(guide.recipe for guide in recipe_guide.GUIDES)]

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import recipes
 from benchmarks.lib import tables
+from jaxmp._src.fp8 import recipe_guide
 
 pytestmark = pytest.mark.newest
 
@@ -31,3 +32,16 @@ def test_a_row_is_measured_as_stored():
     y, *_ = recipes.products(recipes.RECIPES["`RowwiseScaling`"], x, w, g)
     found = recipes.sqnr_of_rows(y, x.astype("f8") @ w.astype("f8"))
     assert found == pytest.approx(next(r for r in STORED["rows"] if r["recipe"] == "`RowwiseScaling`")["y"], abs=0.1)
+
+
+@pytest.mark.parametrize("guide", recipe_guide.GUIDES, ids=lambda guide: guide.recipe)
+def test_what_the_formats_command_says_was_measured(guide):
+    name = next(name for name in recipes.RECIPES if f"`{guide.recipe}`" in name.split(", ")[:2])
+    normal, outliers = (
+        next(row["y"] for row in STORED["rows"] if (row["recipe"], row["data"]) == (name, data))
+        for data in ("normal", "outliers")
+    )
+    assert (guide.decibels, guide.with_outliers) == (round(normal), round(outliers))
+    parity = recipes.losses()["fp8" if guide.recipe == "DelayedScaling" else guide.recipe]
+    measured = (parity["mean_gap_percent"], parity["standard_error_percent"])
+    assert (guide.loss, guide.error) == tuple(round(value, 2) for value in measured)

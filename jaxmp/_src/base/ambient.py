@@ -41,11 +41,15 @@ class Notes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: which trees of params were gathered from their parts.
+      casts: which layer first cast an array to fp8, and how, by the ids of what it was given (`fp8.shared_scales`).
+      converted: what a layer converted an array from, by the id of the result.
     """
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
+    casts: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
+    converted: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -106,6 +106,8 @@ def gated_mlp(
     axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
     leaves = [leaf for part in scales for leaf in part]
     by_own_amax = matmul.by_own_amax(leaves, layer)
+    if not by_own_amax:  # x is cast with the scale of gate
+        leaves[0] = shared_scales.leaf_for(scales.gate.lhs, (recipe, None), x)
 
     def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
         scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))

@@ -132,7 +132,9 @@ class NVFP4(BlockRecipe):
         sixth = jnp.where(float_bits.is_positive_finite(amax), float_bits.divided_by(amax, _E2M1_MAX), 0.0)
         factor = jnp.minimum(float_bits.product(sixth, tensor_scale), np.float32(_E4M3_MAX))
         scale_inv = casting.saturating_cast(factor, jnp.float8_e4m3fn)
-        y = float_bits.product(x, blocks_lib.spread(_scale_of(scale_inv, tensor_scale_inv), x.shape, _SIZE))
+        # Without the barrier XLA fuses the exact division into the cast, and divides for each element, not each block.
+        scale = lax.optimization_barrier(_scale_of(scale_inv, tensor_scale_inv))
+        y = float_bits.product(x, blocks_lib.spread(scale, x.shape, _SIZE))
         y = jnp.clip(y, -_E2M1_MAX, _E2M1_MAX)
         y = y if key is None else stochastically_rounded(y, key)
         not_finite = blocks_lib.block_amax(jnp.where(jnp.isfinite(x), 0.0, 1.0), blocked, _SIZE) > 0

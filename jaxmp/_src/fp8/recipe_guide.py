@@ -1,0 +1,49 @@
+"""Which recipe to take when, with what was measured of each: the second table of `python -m jaxmp formats`.
+
+The decibels are the SQNR of a product y on normal data and on data in which one element in 2000 is 10^5 times as large
+(`python -m benchmarks recipes`). The losses are held-out losses of a small transformer in percent of bfloat16's
+(`make parity`). A test compares the numbers with the stored results.
+"""
+
+from typing import NamedTuple
+
+
+class Guide(NamedTuple):
+    """One recipe.
+
+    Attributes:
+      recipe: its name in `jaxmp.fp8`.
+      scale: what one scale is for.
+      decibels, with_outliers: SQNR of a product, on normal data and on data with outliers.
+      loss, error: the mean gap of its held-out loss to bfloat16's, and the standard error, in percent.
+      take: when.
+    """
+
+    recipe: str
+    scale: str
+    decibels: int
+    with_outliers: int
+    loss: float
+    error: float
+    take: str
+
+
+GUIDES = (
+    Guide("DelayedScaling", "tensor, from earlier steps", 28, 5, 0.0, 0.0, "first: it moves the fewest bytes"),
+    Guide("CurrentScaling", "tensor", 28, 5, 0.0, 0.0, "data that jumps; functions without state"),
+    Guide("RowwiseScaling", "token, output channel", 28, 28, 0.0, 0.0, "outliers, on any GPU with fp8"),
+    Guide("BlockScaling", "128, 128x128 of weights", 28, 28, 0.0, 0.0, "never for speed: its GEMMs run in bfloat16"),
+    Guide("MXFP8", "32 elements", 28, 28, 0.0, 0.0, "outliers, on Blackwell"),
+    Guide("NVFP4", "16 elements, and tensor", 17, 16, 0.0, 0.0, "Blackwell, if four bits suffice"),
+)
+
+
+def rows() -> list[tuple[str, ...]]:
+    """The rows of a table of the recipes, with the head first."""
+    head = ("recipe", "a scale for each", "dB", "with outliers", "loss [%]", "take it for")
+    return [head, *(_shown(guide) for guide in GUIDES)]
+
+
+def _shown(guide: Guide) -> tuple[str, ...]:
+    loss = f"{guide.loss:+.2f} ± {guide.error:.2f}"
+    return (guide.recipe, guide.scale, str(guide.decibels), str(guide.with_outliers), loss, guide.take)
