@@ -72,6 +72,8 @@ class PlanRunner:
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
             return jaxprs.run_as_traced(eqn, operands)
+        if step.how == "table":
+            return [_rows_of_table(eqn, *operands)]
         if callable(step.narrow):
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if eqn.primitive.name in _SCATTERS:
@@ -103,6 +105,24 @@ def _params(step: Step) -> dict[str, Any]:
     if params.get("preferred_element_type") is not None and step.results[0].dtype in FLOATS:
         params["preferred_element_type"] = step.results[0].dtype
     return params
+
+
+def _rows_of_table(eqn: Any, table: Any, indices: Any) -> Any:
+    """A gather from 16 bits. Its gradient adds up all uses of a row, in float32: in bfloat16, 256 + 1 is 256."""
+
+    def gather(table: Any, indices: Any) -> Any:
+        return eqn.primitive.bind(table, indices, **eqn.params)
+
+    rows = jax.custom_jvp(gather)
+
+    @rows.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        table, indices = primals
+        wide, tangent = (lax.convert_element_type(x, jnp.float32) for x in (table, tangents[0]))
+        _, out = jax.jvp(lambda table: gather(table, indices), (wide,), (tangent,))
+        return gather(table, indices), lax.convert_element_type(out, table.dtype)
+
+    return rows(table, indices)
 
 
 _SCATTERS = {

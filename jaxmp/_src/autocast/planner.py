@@ -57,8 +57,9 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"call"`:
-        it has functions inside, with a plan each.
+      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"table"`:
+        takes rows of a 16-bit input, whose gradient is summed in float32; `"call"`: it has functions inside, with a
+        plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
@@ -148,7 +149,7 @@ class Planner:
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
             step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)
-            step = step._replace(narrow=narrow.get(i))
+            step = _of_table(step, operands)._replace(narrow=narrow.get(i))
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -288,6 +289,13 @@ def _with_origin(step: Step, operands: list[Value]) -> Step:
     return step._replace(results=(step.results[0]._replace(computed=operands[0].computed),))
 
 
+def _of_table(step: Step, operands: list[Value]) -> Step:
+    """A gather from an input in 16 bits, such as an embedding."""
+    is_table = step.eqn.primitive.name == "gather" and not operands[0].computed
+    is_low = step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32 if is_table else False
+    return step._replace(how="table") if is_low and step.how in ("bind", "written") else step
+
+
 def _literal(literal: Any) -> Value:
     number = literal.val
     is_float = literal.aval.dtype in FLOATS
@@ -298,7 +306,7 @@ def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
     return (
-        step.how == "call"
+        step.how in ("call", "table")
         or callable(step.narrow)
         or any(
             cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)
