@@ -96,8 +96,9 @@ def losses() -> dict[str, dict[str, Any]]:
 
 
 def gap(row: dict[str, Any]) -> str:
-    """The mean gap of a policy to its baseline and its standard error, in percent of the loss."""
-    return f"{row['mean_gap_percent']:+.2f} ± {row['standard_error_percent']:.2f}"
+    """The mean gap of a policy to its baseline, in percent of the loss, with its standard error if it has seeds."""
+    error = row["standard_error_percent"]
+    return f"{row['mean_gap_percent']:+.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def render(results: dict[str, Any]) -> str:

@@ -42,6 +42,6 @@ def test_what_the_formats_command_says_was_measured(guide):
         for data in ("normal", "outliers")
     )
     assert (guide.decibels, guide.with_outliers) == (round(normal), round(outliers))
-    parity = recipes.losses()["fp8" if guide.recipe == "DelayedScaling" else guide.recipe]
-    measured = (parity["mean_gap_percent"], parity["standard_error_percent"])
-    assert (guide.loss, guide.error) == tuple(round(value, 2) for value in measured)
+    parity = recipes.losses().get("fp8" if guide.recipe == "DelayedScaling" else guide.recipe, {})
+    measured = [parity.get(name) for name in ("mean_gap_percent", "standard_error_percent")]
+    assert [guide.loss, guide.error] == [None if None in measured else round(value, 2) for value in measured]
