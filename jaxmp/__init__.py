@@ -11,7 +11,7 @@ from jaxmp import memory as memory
 from jaxmp import monitor as monitor
 from jaxmp import nnx as nnx
 from jaxmp import offload as offload
-from jaxmp._src.checkpoint.convert import reload_master_params as reload_master_params
+from jaxmp._src.step.reload_masters import reload_master_params as reload_master_params
 from jaxmp._src.step.policy_regions import autocast as autocast
 from jaxmp._src.step.policy_regions import explain_autocast as explain_autocast
 from jaxmp._src.autocast.rewrite import no_autocast as no_autocast

@@ -13,7 +13,7 @@ folder when it is complete. If a process dies during a save, the newest checkpoi
 copies the arrays before it returns, so the next step may donate them.
 """
 
-from jaxmp._src.checkpoint.convert import convert as convert, reload_master_params as reload_master_params
+from jaxmp._src.checkpoint.convert import convert as convert
 from jaxmp._src.checkpoint.flax_fp8 import import_flax_fp8 as import_flax_fp8
 from jaxmp._src.checkpoint.foreign_loss_scales import (
     export_loss_scale as export_loss_scale,
@@ -34,3 +34,4 @@ from jaxmp._src.checkpoint.save_restore import (
     restore as restore,
     save as save,
 )
+from jaxmp._src.step.reload_masters import reload_master_params as reload_master_params

@@ -53,8 +53,8 @@ def activation_cast_transpose_amax(
       >>> q.tolist(), float(amax)
       ([[0.0, 192.0]], 96.0)
     """
-    ((q, q_t, amax, _),) = _run("activation", activation, [x], [scale], dtype, None, backend)
-    return q, q_t, amax
+    (found,) = _run("activation", activation, [x], [scale], dtype, None, backend)
+    return found.q, found.q_t, found.amax
 
 
 def activation_grad_cast_transpose_amax(
@@ -85,10 +85,8 @@ def activation_grad_cast_transpose_amax(
       >>> dx.tolist(), q.tolist()
       ([[0.5, 0.5]], [[1.0, 1.0]])
     """
-    ((q, q_t, amax, dx),) = _run(
-        "activation_grad", activation, [grad, x], [scale], dtype, jnp.asarray(x).dtype, backend
-    )
-    return dx, q, q_t, amax
+    (found,) = _run("activation_grad", activation, [grad, x], [scale], dtype, jnp.asarray(x).dtype, backend)
+    return found.wide, found.q, found.q_t, found.amax
 
 
 def silu_gated_cast_transpose_amax(
@@ -112,8 +110,8 @@ def silu_gated_cast_transpose_amax(
       >>> q.tolist()
       [[192.0]]
     """
-    ((q, q_t, amax, _),) = _run("silu_gated", None, [a, b], [scale], dtype, None, backend)
-    return q, q_t, amax
+    (found,) = _run("silu_gated", None, [a, b], [scale], dtype, None, backend)
+    return found.q, found.q_t, found.amax
 
 
 def silu_gated_grad_cast_transpose_amax(

@@ -48,5 +48,5 @@ def cast_transpose_amax(
     x, scale = jnp.asarray(x), jnp.asarray(scale)
     passes.check("cast_transpose_amax", [x], [scale], dtype)
     plan = passes.Pass("cast_transpose_amax", None, 1, 1, jnp.dtype(dtype), None, rows=1)
-    ((q, q_t, amax, _),) = passes.run(plan, [x], [scale], backend)
-    return q, q_t, amax
+    (found,) = passes.run(plan, [x], [scale], backend)
+    return found.q, found.q_t, found.amax

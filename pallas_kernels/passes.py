@@ -5,7 +5,7 @@
 - **Devices.** Inside `jax.shard_map` and `jax.pmap` a kernel gets the device's own arrays. Under plain `jax.jit`, XLA
   does not know what a kernel does and would gather its operands. `custom_partitioning` tells XLA that every axis may be
   split, that the cast is split like the tensor and the transpose like the transposed tensor, and that amax is the MAX
-  over the axes that split the tensor.
+  over the axes that split the tensor. Sums over rows are split like a row, and added over the axes that split the rows.
 - **vmap.** The reference runs; a backend given by name runs its kernel once for each member of the batch.
 """
 
@@ -36,6 +36,7 @@ class Pass(NamedTuple):
     wide_dtype: Any
     rows: int
     unmet: str | None = None  # why no kernel supports this pass, for any shape; None if one does
+    sums: bool = False  # whether each value is also summed over its rows, in float32
 
 
 def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: Any, rows: int | None = None) -> None:
@@ -65,7 +66,8 @@ def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: s
 def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backend: str = "auto") -> list[Array]:
     """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)`, as `backend` says.
 
-    Returns a flat list: for each value q, its transpose, amax, and the wide value if `plan` has a `wide_dtype`.
+    Returns a flat list: for each value q, its transpose, amax, the wide value if `plan` has a `wide_dtype`, and the
+    sums if it has those.
     """
     kernel = functools.partial(_kernel, plan)
     return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args))
@@ -114,6 +116,7 @@ def _reference(plan: Pass, *args: Array) -> list[Array]:
     for value, scale in zip(values, scales, strict=True):
         outs += reference.cast_transpose_amax(value, scale, plan.dtype, plan.rows)
         outs += [] if plan.wide_dtype is None else [value.astype(plan.wide_dtype)]
+        outs += [reference.sums_over_rows(value, plan.rows)] if plan.sums else []
     return outs
 
 
@@ -132,12 +135,14 @@ def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
         plan.dtype,
         name=plan.name,
         wide_dtype=plan.wide_dtype,
+        sums=plan.sums,
         interpret=interpret,
     )
     outs: list[Array] = []
     for value in found:
         outs += [value.q.reshape(shape), value.q_t.reshape(turned), value.amax]
         outs += [] if value.wide is None else [value.wide.reshape(shape)]
+        outs += [] if value.sums is None else [value.sums.reshape(shape[plan.rows :])]
     return outs
 
 
@@ -159,11 +164,16 @@ def _partition(plan: Pass, on_device: Any, mesh: Any, operands: Sequence[Any], r
     """The result that `custom_partitioning` needs: (mesh, function for one device, shardings of results, operands)."""
     del results
     sharding, ndim = operands[0].sharding, len(operands[0].shape)
-    names = _names(_spec(sharding, ndim))
+    spec = _spec(sharding, ndim)
+    names, of_rows = _names(spec), _names(spec[: plan.rows])
 
     def lowered(*args: Array) -> list[Array]:
         outs = on_device(*args)
-        return [lax.pmax(x, names) if names and x.ndim == 0 else x for x in outs]
+        for k in range(0, len(outs), _n_outputs(plan) // plan.values):
+            outs[k + 2] = lax.pmax(outs[k + 2], names) if names else outs[k + 2]
+            last = k + _n_outputs(plan) // plan.values - 1
+            outs[last] = lax.psum(outs[last], of_rows) if plan.sums and of_rows else outs[last]
+        return outs
 
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     return mesh, lowered, _results(plan, sharding, ndim), (*[sharding] * plan.inputs, *[whole] * plan.values)
@@ -173,6 +183,7 @@ def _results(plan: Pass, sharding: Any, ndim: int) -> list[Any]:
     spec = _spec(sharding, ndim)
     same, turned = PartitionSpec(*spec), PartitionSpec(*spec[plan.rows :], *spec[: plan.rows])
     one = [same, turned, PartitionSpec()] + ([] if plan.wide_dtype is None else [same])
+    one += [PartitionSpec(*spec[plan.rows :])] if plan.sums else []
     return [NamedSharding(sharding.mesh, p) for p in one * plan.values]
 
 
@@ -191,6 +202,7 @@ def _sharding_rule(plan: Pass, ndim: int) -> str:
     axes = [f"d{i}" for i in range(ndim)]
     same, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
     one = [same, turned, ""] + ([] if plan.wide_dtype is None else [same])
+    one += [" ".join(axes[plan.rows :])] if plan.sums else []
     return f"{', '.join([same] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
 
 
@@ -201,10 +213,14 @@ def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
 
 
 def _n_outputs(plan: Pass) -> int:
-    return plan.values * (3 if plan.wide_dtype is None else 4)
+    return plan.values * (3 + (plan.wide_dtype is not None) + plan.sums)
 
 
 def _outputs(plan: Pass, flat: Sequence[Array]) -> list[tiles.Output]:
     size = _n_outputs(plan) // plan.values
     parts = [flat[k * size : (k + 1) * size] for k in range(plan.values)]
-    return [tiles.Output(q, q_t, amax, wide[0] if wide else None) for q, q_t, amax, *wide in parts]
+    outputs = []
+    for q, q_t, amax, *more in parts:
+        wide = more.pop(0) if plan.wide_dtype is not None else None
+        outputs.append(tiles.Output(q, q_t, amax, wide, more[0] if plan.sums else None))
+    return outputs

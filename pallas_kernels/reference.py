@@ -41,6 +41,11 @@ def cast_transpose_amax(
     return q, transpose(q, rows), largest_magnitude(x)
 
 
+def sums_over_rows(x: Float[Array, "..."], rows: int = 1) -> Float[Array, "..."]:
+    """The sums of `x` over its first `rows` axes, in float32."""
+    return jnp.sum(x.astype(jnp.float32), axis=tuple(range(rows)))
+
+
 # --- activations: float32 in, float32 out ----------------------------------------------------------------------------
 
 _SQRT_2_OVER_PI = np.float32(np.sqrt(2 / np.pi))

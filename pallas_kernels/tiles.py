@@ -4,6 +4,7 @@
                                 q tile       <- fp8(clip(v * scale))
                                 q.T tile     <- the same, read back from shared memory by columns
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
+                                partial sums <- sums of v over rows      one row per CTA, if wanted; XLA adds them
 
 On Hopper, cuBLASLt multiplies fp8 operands only along rows that are contiguous in memory. One product of a layer sums
 over the rows of a tensor and another over its columns, so each tensor is needed in both layouts. XLA casts in one pass
@@ -44,6 +45,7 @@ class Output(NamedTuple):
     q_t: Array  # fp8 [N, M]
     amax: Float[Array, ""]  # of the value before the scale
     wide: Array | None  # the value [M, N] in `wide_dtype`
+    sums: Float[Array, " N"] | None = None  # of the value over its rows
 
 
 def why_not(shape: Sequence[int], rows: int = 1) -> str | None:
@@ -62,6 +64,7 @@ def run_tiles(
     *,
     name: str,
     wide_dtype: Any = None,
+    sums: bool = False,
     interpret: Any = False,
 ) -> list[Output]:
     """Runs the pass of the module's docstring.
@@ -73,6 +76,7 @@ def run_tiles(
       dtype: one of `FP8_DTYPES`.
       name: of the kernel, for profiles.
       wide_dtype: if given, the unscaled values are also written in this dtype.
+      sums: whether the unscaled values are also summed over their rows.
       interpret: the argument of `plgpu.kernel`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -119,7 +123,7 @@ def run_tiles(
         per_value = len(out_type) // len(scales)
         copies = []
         for k, (value, factor) in enumerate(zip(values, factors, strict=True)):
-            q, q_t, partial, *wide = outs[k * per_value : (k + 1) * per_value]
+            q, q_t, partial, *more = outs[k * per_value : (k + 1) * per_value]
             q_smem, q_t_smem, *scratch = scratch
             if compute is None:
                 value_smem = in_smem[0]
@@ -130,13 +134,19 @@ def run_tiles(
             magnitude = jnp.abs(value)
             magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
             partial[tile] = jnp.max(jnp.max(magnitude, axis=1))
-            if wide:
+            if wide_dtype is not None:
+                wide, *more = more
                 wide_smem, *scratch = scratch
                 wide_smem[...] = value.astype(wide_dtype)
-                copies.append((wide_smem, wide[0].at[row, column]))
+                copies.append((wide_smem, wide.at[row, column]))
             if compute is not None:
                 plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
-            q_t_smem[...] = reference.saturating_cast(load_transposed(value_smem) * factor, dtype)
+            turned = load_transposed(value_smem)
+            q_t_smem[...] = reference.saturating_cast(turned * factor, dtype)
+            if sums:
+                sums_smem, *scratch = scratch
+                sums_smem[...] = jnp.sum(turned, axis=1)
+                copies.append((sums_smem, more[0].at[i, column]))
             copies += [(q_smem, q.at[row, column]), (q_t_smem, q_t.at[column, row])]
         plgpu.commit_smem()
         for at, ref in copies:
@@ -154,6 +164,9 @@ def run_tiles(
         if wide_dtype is not None:
             out_type += [jax.ShapeDtypeStruct((m, n), wide_dtype)]
             scratch_types += [smem((tm, tn), wide_dtype)]
+        if sums:
+            out_type += [jax.ShapeDtypeStruct((m // tm, n), jnp.float32)]
+            scratch_types += [plgpu.SMEM((tn,), jnp.float32)]
     kernel = plgpu.kernel(
         body,
         out_type=tuple(out_type),
@@ -166,7 +179,11 @@ def run_tiles(
     flat = kernel(*inputs, *(scale.reshape(1) for scale in scales))
     per_value = len(flat) // len(scales)
     found = [flat[k * per_value : (k + 1) * per_value] for k in range(len(scales))]
-    return [Output(q, q_t, jnp.max(partial), *(wide or [None])) for q, q_t, partial, *wide in found]
+    outputs = []
+    for q, q_t, partial, *more in found:
+        wide = more.pop(0) if wide_dtype is not None else None
+        outputs.append(Output(q, q_t, jnp.max(partial), wide, jnp.sum(more[0], axis=0) if sums else None))
+    return outputs
 
 
 def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:

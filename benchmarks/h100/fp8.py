@@ -80,7 +80,9 @@ def layers() -> list[Layer]:
     w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
     delayed = Target(kernels=12, mib=380)
-    trained = Target(kernels=15, mib=380)  # value_and_grad makes an amax of each gradient in a scalar kernel
+    in_steps = Target(kernels=15, mib=380)  # value_and_grad makes an amax of each gradient in a scalar kernel
+    summed = Target(kernels=17, mib=370)  # and two for the gradient of the bias
+    biased = functools.partial(trained, nn.Dense(WIDTH, dtype=jnp.bfloat16))
     # XLA casts x and g (96 MiB each) and transposes them (64 each), and copies y and dx without the zeros (128 each).
     padded = Target(kernels=18, mib=680, after_a_gemm=2)
     behind_gelu = Target(kernels=14, mib=600, after_a_gemm=1)  # the gradient of the gelu
@@ -89,7 +91,8 @@ def layers() -> list[Layer]:
         Layer("bf16", by_vjp(lambda w, x: x @ w.astype(x.dtype)), w),
         Layer("jaxmp.fp8.dot_general, DelayedScaling", by_vjp(_delayed), (w, scales), delayed),
         Layer("the same on 8200 rows, padded to 8208", by_vjp(_delayed), (w, scales), padded, rows=8200),
-        Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), trained),
+        Layer("linen Dense in jaxmp.fp8.autocast, DelayedScaling", linen_autocast, _params(nn.Dense, True), in_steps),
+        Layer("the same with a bias", biased, _params(nn.Dense, True, use_bias=True), summed),
         Layer("jaxmp.fp8.dot_general, CurrentScaling", by_vjp(_current), w, Target(kernels=16, mib=630)),
         Layer("jaxmp.fp8.dot_general, RowwiseScaling", by_vjp(_blocks(fp8.RowwiseScaling())), w),
         Layer("jaxmp.fp8.dot_general, BlockScaling", by_vjp(_blocks(fp8.BlockScaling())), w, rounded=5),
@@ -167,10 +170,15 @@ def _flax(variables: PyTree, x: Array) -> Any:
 
 def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
     """A plain Dense layer as a user trains it: inside the context, with jaxmp's gradients."""
+    return trained(nn.Dense(WIDTH, use_bias=False, dtype=x.dtype), variables, x, g)
+
+
+def trained(model: nn.Module, variables: PyTree, x: Array, g: Array) -> Any:
+    """y = model(x), one array or several, and the gradients of sum(y * g), by jaxmp in the context of fp8."""
 
     def loss_fn(params: PyTree, x: Array) -> Any:
-        y: Any = nn.Dense(WIDTH, use_bias=False, dtype=x.dtype).apply({"params": params}, x)
-        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
+        y: Any = model.apply({"params": params}, x)
+        return sum(jnp.sum(part.astype(jnp.float32) * g.astype(jnp.float32)) for part in jax.tree.leaves(y)), y
 
     params = variables["params"]
     opt_state = jaxmp.mixed_precision(optax.identity(), "fp8").init(params)
@@ -180,8 +188,8 @@ def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
     return y, grads
 
 
-def _params(dense: Callable[..., Any], autocast: bool) -> PyTree:
-    layer = dense(WIDTH, use_bias=False, dtype=jnp.bfloat16)
+def _params(dense: Callable[..., Any], autocast: bool, *, use_bias: bool = False) -> PyTree:
+    layer = dense(WIDTH, use_bias=use_bias, dtype=jnp.bfloat16)
     with fp8.autocast(enabled=autocast, filter=everywhere):
         return jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16))
 
@@ -263,7 +271,11 @@ def measure_block(name: str, devices: int) -> dict[str, Any]:
                 y: Any = model.apply(variables, x)
             return jnp.mean(y.astype(jnp.float32) ** 2)
 
-        loss, grads = jax.value_and_grad(loss_fn, (0, 1))(variables, x)
+        grad_fn = jax.value_and_grad(loss_fn, (0, 1))
+        if in_fp8:
+            opt_state = jaxmp.mixed_precision(optax.identity(), "fp8").init(variables)
+            grad_fn = functools.partial(jaxmp.value_and_grad(loss_fn, (0, 1)), opt_state=opt_state)
+        loss, grads = grad_fn(variables, x)
         return (lax.pmean((loss, grads[0]), "data"), grads[1]) if devices > 1 else (loss, grads)
 
     if devices > 1:
@@ -300,7 +312,7 @@ def block_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     return cells
 
 
-# --- a gated MLP ------------------------------------------------------------------------------------------------------
+# --- layers that belong together: q, k and v, a gated MLP -------------------------------------------------------------
 
 HIDDEN = 14336
 
@@ -318,8 +330,19 @@ class GatedLayers(nn.Module):
         return dense(x.shape[-1], name="down")(h)
 
 
+class Projections(nn.Module):
+    """q, k and v: three Dense layers that read one array."""
+
+    hidden: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> list[Array]:
+        return [nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name=name)(x) for name in "qkv"]
+
+
 class Mlp(NamedTuple):
-    """One row of the table of gated MLPs."""
+    """One row of the table of layers that belong together."""
 
     name: str
     module: Any
@@ -327,31 +350,28 @@ class Mlp(NamedTuple):
 
 
 def mlps() -> list[Mlp]:
-    """The MLP as three layers and as one operation, without remat and with it."""
+    """Three projections; the MLP as three layers and as one operation, without remat and with it."""
     keeps = functools.partial(nn.remat, policy=fp8.save_quantized)
     return [
-        Mlp("three linen Dense in jaxmp.fp8.autocast", GatedLayers),
+        Mlp("q, k, v: three linen Dense 4096x4096 of one input", Projections, 1000),
+        Mlp("gated MLP, three linen Dense in jaxmp.fp8.autocast", GatedLayers, 3960),
         Mlp("the same, nn.remat", nn.remat(GatedLayers)),
-        Mlp("the same, nn.remat(policy=save_quantized)", keeps(GatedLayers), 4600),
-        Mlp("jaxmp.linen.GatedMLP", jaxmp.linen.GatedMLP, 3100),
+        Mlp("the same, nn.remat(policy=save_quantized)", keeps(GatedLayers), 4410),
+        Mlp("gated MLP, jaxmp.linen.GatedMLP", jaxmp.linen.GatedMLP, 3100),
         Mlp("the same, nn.remat", nn.remat(jaxmp.linen.GatedMLP)),
         Mlp("the same, nn.remat(policy=save_quantized)", keeps(jaxmp.linen.GatedMLP), 3600),
     ]
 
 
 def measure_mlp(mlp: Mlp) -> dict[str, Any]:
-    """Counts for one gated MLP, forward and backward."""
+    """Counts for one row of the table of layers together, forward and backward."""
     m = aot.mesh()
     x = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16)
     model = mlp.module(HIDDEN, dtype=jnp.bfloat16)
     with fp8.autocast(filter=everywhere):
         variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16))
-
-        def run(variables: PyTree, x: Array) -> Any:
-            with fp8.autocast(filter=everywhere):
-                return model.apply(variables, x)
-
-        compiled = aot.compile_for(by_vjp(run), aot.abstract(m, variables), x, x, compiler_options=OPTIONS)
+    run = functools.partial(trained, model)
+    compiled = aot.compile_for(run, aot.abstract(m, variables), x, x, compiler_options=OPTIONS)
     runs = aot.instructions(compiled)
     beside = [i for i in runs if not i.kind.startswith(GEMM)]
     mib = round(sum(i.bytes_read + i.bytes_written for i in beside) / 2**20, 1)
@@ -369,8 +389,8 @@ def measure_mlp(mlp: Mlp) -> dict[str, Any]:
 
 
 def mlp_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The rows of the table of gated MLPs."""
-    cells = [["gated MLP, forward and backward", "fp8 GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
+    """The rows of the table of layers together."""
+    cells = [["layers together, forward and backward", "fp8 GEMMs", "kernels beside", "MiB beside", "target", "holds"]]
     for row in rows:
         target = "" if row["target"] is None else f"{row['target']:.0f}"
         counts = [str(row["gemms"]), str(row["kernels"]), f"{row['mib']:.0f}"]

@@ -585,3 +585,41 @@ def test_fp8_layers_of_nnx_under_the_policy():
 
     found = matmuls(gradients, state, np.ones((16, 16), F32))
     assert found == {"bfloat16": 5, "float8_e4m3fn": 1, "float8_e4m3fnxfloat8_e5m2": 2}
+
+
+@pytest.mark.parametrize("cls", [jaxmp.nnx.Optimizer, nnx.Optimizer], ids=["ours", "flax"])
+@pytest.mark.parametrize("policy", ["bf16", "fp8"])
+def test_layers_that_are_turned_to_fp8_after_the_optimizer_was_made_are_named(policy, cls):
+    model = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(4)])
+    if policy == "fp8":
+        jaxmp.nnx.to_fp8(model, filter="2")
+    optimizer = cls(model, jaxmp.mixed_precision(optax.sgd(0.1), policy), wrt=nnx.Param)
+    jaxmp.nnx.to_fp8(model, filter="*")
+    grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match=r"0/dot_general/fp8_\w+ is in the params only. Make .* last.*to_fp8"):
+        optimizer.update(model, grads)
+
+
+def test_the_filter_may_come_as_flax_s_diff_state():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(nnx.state(model, nnx.Param))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    def run(**options):
+        return jaxmp.nnx.value_and_grad(loss, **options)(model, jnp.ones((4, 3)), opt_state=opt_state)[1]
+
+    def is_bias(path, value):
+        return "bias" in path
+
+    assert_bitwise(run(argnums=nnx.DiffState(0, is_bias)), run(wrt=is_bias))
+    assert list(run(argnums=nnx.DiffState(0, is_bias))) == ["bias"]
+    assert_bitwise(run(argnums=0), run())
+    for options in ({"argnums": 1}, {"argnums": nnx.DiffState(1, nnx.Param)}, {"argnums": (0, 1)}):
+        with pytest.raises(ValueError, match="with respect to the module, the first argument; got argnums="):
+            run(**options)
+    with pytest.raises(TypeError, match=r"wrt is a filter; got an nnx.DiffState. Pass .* argnums=nnx.DiffState\(0"):
+        run(wrt=nnx.DiffState(0, nnx.Param))
+    with pytest.raises(ValueError, match="said once"):
+        run(argnums=nnx.DiffState(0, nnx.Param), wrt=is_bias)

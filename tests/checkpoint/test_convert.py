@@ -14,6 +14,7 @@ import jaxmp
 from fp8_model import model_params
 from helpers import assert_bitwise
 from jaxmp._src.checkpoint import job_leaves
+from jaxmp._src.step import leaf_paths
 from jaxmp.checkpoint import convert, reload_master_params
 
 pytestmark = pytest.mark.xdist_group("convert")  # they share the jobs
@@ -83,7 +84,7 @@ def quietly(source, target, **kwargs):
 
 def inner_leaves(opt_state):
     """Moments and counts, by path."""
-    leaves = job_leaves.essential_leaves(opt_state)
+    leaves = leaf_paths.essential_leaves(opt_state)
     return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
 
 
@@ -241,9 +242,9 @@ def test_a_loss_scale_of_a_class_of_ones_own():
 
 def group_columns(params, opt_state):
     """{path of a scale leaf: its history}"""
-    leaves = job_leaves.plain_leaves(params)
+    leaves = leaf_paths.plain_leaves(params)
     histories = jaxmp._src.checkpoint.fp8_history.of(
-        job_leaves.Saved(leaves, job_leaves.essential_leaves(opt_state), "")
+        job_leaves.Saved(leaves, leaf_paths.essential_leaves(opt_state), "")
     )
     return {
         path: histories[jaxmp._src.checkpoint.fp8_history.key_of(path)] for path in leaves if jaxmp.fp8.is_scale(path)

@@ -326,8 +326,11 @@ def test_optax_multisteps_is_poisoned_for_ever_by_one_nan_microbatch():
         params = optax.apply_updates(params, updates)
     assert np.isnan(params).all() and np.isnan(state.acc_grads).all()  # the peer
     outside = optax.MultiSteps(mixed(optax.sgd(1.0)), 2).gradient_transformation()
-    seen, state = run_microbatches(outside, NAN_MICROBATCH + [0.25] * 4)
-    assert set(seen) == {1.0} and np.isnan(state.acc_grads).all()  # every window from then on is skipped
+    with pytest.raises(ValueError, match=r"got optax.MultiSteps around it.*keeps an inf or NaN.*Put it inside"):
+        run_microbatches(outside, NAN_MICROBATCH)
+    state = outside.init(params)
+    with pytest.raises(ValueError, match=r"got optax.MultiSteps around it"):  # the loop of plain optax
+        jaxmp.value_and_grad(jnp.sum)(half(1.0), opt_state=state)
 
 
 def test_multisteps_inside_mixed_precision_survives_a_nan_microbatch():
@@ -342,6 +345,10 @@ def test_multisteps_outside_survives_with_skip_not_finite():
     seen, state = run_microbatches(outside.gradient_transformation(), NAN_MICROBATCH)
     assert seen == [1.0, 1.0, 0.625, 0.625, 0.5]
     assert all_finite(state.acc_grads)
+    dynamic = jaxmp.mixed_precision(optax.sgd(1.0), "fp16")
+    outside = optax.MultiSteps(dynamic, 2, should_skip_update_fn=optax.skip_not_finite)
+    with pytest.raises(ValueError, match="around it.*keeps an overflow from the dynamic loss scale"):
+        run_microbatches(outside.gradient_transformation(), NAN_MICROBATCH)
 
 
 def test_optax_multisteps_casts_its_accumulator_back_to_float16():

@@ -363,3 +363,61 @@ def test_a_batch_is_looked_at_once_for_each_of_its_shapes():
     for _ in range(2):  # an error comes again
         with pytest.raises(ValueError, match="must know which arguments hold the batch"):
             grad_fn(params, jnp.ones((8, 4)), jnp.ones(8), opt_state=opt_state)
+
+
+# --- a batch, or a part of it, that is passed on whole ----------------------------------------------------------------
+
+
+def nnx_accumulated(loss_fn, *args, k=K, **options):
+    model = nnx.Linear(3, N, rngs=nnx.Rngs(0))
+    keywords = options.pop("keywords", {})
+    of_model = lambda m, *args, **kwargs: loss_fn({"w": m.kernel[...]}, *args, **kwargs)  # noqa: E731
+    return jaxmp.nnx.value_and_grad(of_model, accumulate=k, **options)(model, *args, opt_state=STATE, **keywords)
+
+
+def linen_accumulated(loss_fn, *args, k=K, **options):
+    keywords = options.pop("keywords", {})
+    return jaxmp.value_and_grad(loss_fn, accumulate=k, **options)(PARAMS, *args, opt_state=STATE, **keywords)
+
+
+@pytest.mark.parametrize("run", [linen_accumulated, nnx_accumulated], ids=["linen", "nnx"])
+def test_a_batch_by_keyword_is_refused(run):
+    with pytest.raises(
+        ValueError, match=r"accumulate=4 cuts the batch .* positional arguments .* Pass the batch by pos"
+    ):
+        run(cross_entropy, keywords={"x": X, "y": Y})
+    with pytest.raises(ValueError, match="got no array there"):
+        run(cross_entropy, X, Y, accumulate_argnums=())
+
+
+def squares(params, x, targets):
+    return jnp.mean(((x @ params["w"])[:, 0] - targets) ** 2)
+
+
+@pytest.mark.parametrize("k", [4, N])  # with N, one row of x would be broadcast against all targets
+@pytest.mark.parametrize("run", [linen_accumulated, nnx_accumulated], ids=["linen", "nnx"])
+def test_labels_that_are_passed_on_whole_are_refused(run, k):
+    with pytest.raises(ValueError, match=r"got argument 'targets', of as many rows as the batch.* Pass it by position"):
+        run(squares, X, k=k, keywords={"targets": TARGETS})
+    with pytest.raises(ValueError, match=r"got argument 2, of as many.* Name it too: accumulate_argnums=\(1, 2\)"):
+        run(squares, X, TARGETS, k=k, accumulate_argnums=1)
+
+
+def test_what_goes_with_no_rows_may_be_passed_on_whole():
+    """Class weights as long as the batch; a scalar and a string that a loss needs; a loss that knows its size."""
+    weights = jnp.asarray(TARGETS)
+    by_position, _ = accumulated(cross_entropy, X, Y, weights, accumulate_argnums=(1, 2))
+    by_name, _ = linen_accumulated(cross_entropy, X, Y, keywords={"weights": weights})
+    assert_bitwise(by_position, by_name)
+
+    def scaled(params, x, targets, factor, kind):
+        assert kind == "mean"
+        return squares(params, x, targets) * factor
+
+    linen_accumulated(scaled, X, TARGETS, keywords={"factor": 2.0, "kind": "mean"})
+
+    def knows_its_size(params, x, bias):
+        x = x.reshape(-1, 2, 3)
+        return jnp.mean(x[:4] @ params["w"]) + (jnp.sum(bias) if len(x) <= 4 else bias[99999])
+
+    linen_accumulated(knows_its_size, X, k=2, keywords={"bias": TARGETS})

@@ -116,7 +116,9 @@ def test_it_is_silent_without_a_scale_and_inside():
             optax.chain(clip, jaxmp.mixed_precision(optax.sgd(0.1), "bf16")),
             jaxmp.mixed_precision(optax.chain(clip, optax.sgd(0.1)), "bf16", loss_scale=8.0),
             optax.MultiSteps(
-                jaxmp.mixed_precision(optax.sgd(0.1), "bf16", loss_scale=8.0), 2
+                jaxmp.mixed_precision(optax.sgd(0.1), "bf16", loss_scale=8.0),
+                2,
+                should_skip_update_fn=optax.skip_not_finite,
             ).gradient_transformation(),
         ):
             jaxmp.apply_gradients(tx, params, tx.init(params), params)

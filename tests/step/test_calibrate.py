@@ -201,6 +201,21 @@ def test_in_shard_map_all_devices_get_the_same():
 
 
 @pytest.mark.costly
+def test_in_pmap_all_devices_get_those_of_one():
+    """Also in eager pmap, with the axis named or found."""
+    tx, params, opt_state = make()
+    alone = jax.jit(lambda p, o, x: jaxmp.fp8.calibrate(loss_fn, p, x, tx=tx, opt_state=o))(params, opt_state, X)
+    batch = X.reshape(4, -1, SIDE)
+    for axis_name in ("auto", "data"):
+        run = functools.partial(jaxmp.fp8.calibrate, loss_fn, tx=tx, axis_name=axis_name)
+        mapped = jax.pmap(lambda p, x, o, run=run: run(p, x, opt_state=o), axis_name="data", in_axes=(None, 0, None))
+        found, histories = mapped(params, batch, opt_state)
+        for i in range(4):
+            assert_bitwise(scales(jax.tree.map(lambda x, i=i: x[i], found)), scales(alone[0]))
+        check(jax.tree.map(lambda x: x[0], found), jax.tree.map(lambda x: x[0], histories))
+
+
+@pytest.mark.costly
 def test_a_train_state():
     tx, _, _ = make()
     state = jaxmp.linen.TrainState.create(apply_fn=MODEL.apply, params=params32(), tx=tx, policy="fp8")

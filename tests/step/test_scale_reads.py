@@ -202,17 +202,6 @@ def inner_jit(tx):
     return step
 
 
-def many_steps_of_one(tx):
-    tx = optax.MultiSteps(tx, 2).gradient_transformation()
-
-    def step(params, state, x):
-        state = tx.init(params)
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
-        return jaxmp.apply_gradients(tx, grads, state, params)
-
-    return step
-
-
 def averaged(tx):
     def step(params, state, x):
         run = jax.pmap(lambda x: right(tx)(params, state, x), axis_name="data")
@@ -221,7 +210,7 @@ def averaged(tx):
     return step
 
 
-@pytest.mark.parametrize("make", [right, two_steps, branches, inner_jit, many_steps_of_one, averaged])
+@pytest.mark.parametrize("make", [right, two_steps, branches, inner_jit, averaged])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_state_that_scaled_the_gradients(make, jitted):
     tx = mixed()

@@ -1,6 +1,8 @@
 """Several optimizers under one loss scale: torch.amp's rule, in the worked example of two heads on one trunk."""
 
+import contextlib
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
+from jaxmp._src.base import ambient
 
 POLICY = jaxmp.get_policy("fp16")
 PARAMS32 = {
@@ -190,3 +193,55 @@ def test_extra_arguments_reach_each_optimizer():
         tx, jnp.array([64.0]), tx.init(params), params, SHARED.init(), value=jnp.float32(0.25)
     )
     assert_close(params, jnp.array([0.75]))
+
+
+@contextlib.contextmanager
+def as_if_nothing_was_read():
+    with ambient.having(scale_reads=ambient.ScaleReads()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def a_step(params, state, scale_state, x, scaled=True, old=None):
+    def loss_fn(params):
+        return jnp.mean((x @ params.astype(x.dtype)).astype(jnp.float32) ** 2)
+
+    if scaled:
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=scale_state if old is None else old)
+    else:
+        grads = jax.grad(loss_fn)(params)
+    params, state, scale_state = SHARED.apply_gradients(TX, grads, state, params, scale_state)
+    return params, state, SHARED.update(scale_state)
+
+
+def test_gradients_that_were_not_scaled_by_the_shared_scale_are_named():
+    params, tx_state = POLICY.cast_to_param(jnp.asarray(PARAMS32["trunk"])), TX.init(jnp.asarray(PARAMS32["trunk"]))
+
+    def twice(params, state, scale_state, x, **options):
+        params, state, new = a_step(params, state, scale_state, x)
+        return a_step(params, state, new, x, **options)
+
+    def stale(params, state, scale_state, x):
+        return twice(params, state, scale_state, x, old=scale_state)
+
+    arguments = params, tx_state, SHARED.init(), X
+    with as_if_nothing_was_read():
+        jax.make_jaxpr(twice)(*arguments)
+    with as_if_nothing_was_read(), pytest.raises(jaxmp.UnreadLossScale, match="nobody read"):
+        jax.make_jaxpr(lambda *args: a_step(*args, scaled=False))(*arguments)
+    with as_if_nothing_was_read(), pytest.raises(jaxmp.UnreadLossScale, match="an older or newer one"):
+        jax.make_jaxpr(stale)(*arguments)
+    with as_if_nothing_was_read(), pytest.raises(jaxmp.UnreadLossScale, match="older or newer|same gradients twice"):
+        jax.make_jaxpr(lambda *args: twice(*args, old=tx_state))(*arguments)
+
+
+def test_a_loss_that_was_not_told_the_policy_of_float32_params_is_named():
+    params, x = jnp.asarray(PARAMS32["trunk"]), np.ones((4, 2), np.float32)
+
+    def loss_fn(params):
+        return jnp.mean((x @ params) ** 2)
+
+    with pytest.warns(UserWarning, match=r"a shared loss scale is for them\), but no matmul.*policy=\.\.\."):
+        jax.make_jaxpr(lambda p: jaxmp.value_and_grad(loss_fn)(p, opt_state=SHARED.init()))(params)
+    for policy in ("16-mixed", "fp32"):
+        jax.make_jaxpr(lambda p, n=policy: jaxmp.value_and_grad(loss_fn, policy=n)(p, opt_state=SHARED.init()))(params)

@@ -43,7 +43,7 @@ def model_params() -> dict[str, Any]:
 def matmul(layer: dict[str, Any], x: Any, recipe: Any = RECIPE) -> Any:
     """x w in fp8; its leaves may have other names than those of RECIPE."""
     scales = Scales(layer[LHS], layer[RHS], layer[GRAD]) if LHS in layer else None
-    return jaxmp.fp8.dot_general(x, layer["w"], MATMUL, recipe=recipe, scales=scales)
+    return jaxmp.fp8.dot_general(x, layer["w"], (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe, scales=scales)
 
 
 def model_loss(params: dict[str, Any], batch: dict[str, Any]) -> Any:

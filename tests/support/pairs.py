@@ -70,13 +70,8 @@ class Case(NamedTuple):
 
 def why_not(case: Case) -> str | None:
     """The rule of the documentation that excludes a case; None: it must work."""
-    fp8 = "fp8" in case.policy
     if case.optimizer in ("split16", "split8") and case.policy != "bf16":
         return "remainder_bits: the params are bfloat16"
-    if fp8 and case.layers == "vmap":
-        return "fp8: the side of a GEMM that vmap hides is 1"
-    if fp8 and case.framework == "nnx" and case.layers == "scan":
-        return "to_fp8: layers made by nnx.vmap"
     return None
 
 

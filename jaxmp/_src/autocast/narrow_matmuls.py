@@ -1,6 +1,6 @@
 """Matmuls of a rewritten function that run narrower than autocast's dtype: found here, chosen and multiplied elsewhere.
 
-A matmul is one by its weight: an operand that the function does not compute, as an input, moved and cast or not.
+A matmul is one by its weight: an operand that is an input, or made of inputs alone (`weights`).
 Autocast shows the operations with weights of a function, in the order in which they run, to the chooser of its lists.
 That names a product for a matmul, or the reason why it has none. A place (the number of the equation, of the function
 in that equation, of the equation in that function, ...) carries the choice to the planner, which makes it a step.
@@ -9,15 +9,17 @@ What a derivative inside the function multiplies stays in autocast's dtype, and 
 its own, which knows its dtypes: a product brings its derivative, and is differentiated from outside.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._src.autocast import regions
-from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast import regions, weights
+from jaxmp._src.autocast.cast_lists import EACH_ITS_OWN, FLOATS, CastLists
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
+from jaxmp._src.autocast.weights import Origin
 from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs, module_paths
 
@@ -81,46 +83,99 @@ def plan(planner: Planner, function: tuple[Any, Any], inputs: tuple[Value, ...],
     found = planner.plan(function, inputs, lists)
     if lists.chooser is None:
         return found
-    operations = list(_operations(found, (), "", "", in_loop=False))
+    search = _Search()
+    search.walk(found, (), "", "", in_loop=False)
+    operations = search.operations
     choices = zip(operations, lists.chooser.choose(operations), strict=True)
     narrow = frozenset((operation.place, choice) for operation, choice in choices if choice is not None)
     return planner.plan(function, inputs, lists._replace(narrow=narrow)) if narrow else found
 
 
-def _operations(plan: Plan, at: Place, stack: str, path: str, *, in_loop: bool) -> Iterator[Operation]:
-    known = dict(zip(plan.jaxpr.invars, plan.inputs, strict=True))
-    for i, step in enumerate(plan.steps):
+class _Search:
+    """The operations of a plan, in their order."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self._inputs = itertools.count()
+
+    def walk(
+        self,
+        plan: Plan,
+        at: Place,
+        stack: str,
+        path: str,
+        *,
+        in_loop: bool,
+        given: Sequence[Origin | None] | None = None,
+    ) -> list[Origin | None]:
+        """Finds the operations of a function; returns the origins of its results, given those of its inputs."""
+        known: dict[Any, Origin | None] = {v: self._input() for v in plan.jaxpr.constvars}
+        for i, (v, value) in enumerate(zip(plan.jaxpr.invars, plan.inputs, strict=True)):
+            known[v] = None if value.computed else self._input() if given is None else given[i]
+        for i, step in enumerate(plan.steps):
+            eqn = step.eqn
+            operands = [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
+            full = module_paths.join(stack, str(eqn.source_info.name_stack))
+            here = module_paths.join(path, regions.scope_of(eqn))
+            found = _operation(step, operands)
+            if found is not None:
+                weight, is_layer, why_not = found
+                why_not = why_not or _why_not_at(full)
+                chosen = None if weight is None else operands[weight]
+                for part in () if chosen is None else chosen.made_of:
+                    made = self.operations[part]
+                    self.operations[part] = made._replace(weight=None, why_not="it makes a part of a weight")
+                self.operations.append(Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not))
+            inner: list[list[Origin | None]] = []
+            if eqn.primitive.name not in jaxprs.WITH_OWN_DERIVATIVE:
+                for k, function in enumerate(step.inner):
+                    loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
+                    passed = operands if len(operands) == len(function.inputs) else None
+                    inner.append(self.walk(function, (*at, i, k), full, here, in_loop=loops, given=passed))
+            known |= dict(zip(eqn.outvars, self._results(step, operands, inner), strict=True))
+        return [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in plan.jaxpr.outvars]
+
+    def _results(
+        self, step: Step, operands: list[Origin | None], inner: list[list[Origin | None]]
+    ) -> Sequence[Origin | None]:
         eqn = step.eqn
-        computed = [not isinstance(v, core.Literal) and v in known and known[v].computed for v in eqn.invars]
-        known |= dict(zip(eqn.outvars, step.results, strict=True))
-        full = module_paths.join(stack, str(eqn.source_info.name_stack))
-        here = module_paths.join(path, regions.scope_of(eqn))
-        found = _operation(step, computed)
-        if found is not None:
-            weight, is_layer, why_not = found
-            yield Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not or _why_not_at(full))
-        if eqn.primitive.name not in jaxprs.WITH_OWN_DERIVATIVE:
-            for k, inner in enumerate(step.inner):
-                loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
-                yield from _operations(inner, (*at, i, k), full, here, in_loop=loops)
+        if eqn.primitive.name in jaxprs.CALLS and inner:
+            return inner[0]
+        if step.inner or jaxprs.functions_of(eqn):
+            return [None if value.computed else self._input() for value in step.results]
+        if eqn.primitive.name == "dot_general":
+            return [weights.of_matmul(operands, len(self.operations) - 1)]
+        if eqn.primitive.name in EACH_ITS_OWN and len(operands) == len(eqn.outvars):
+            return operands
+        return [weights.of_result(eqn, operands)] * len(eqn.outvars)
+
+    def _input(self) -> Origin:
+        return Origin(frozenset([next(self._inputs)]))
 
 
-def _operation(step: Step, computed: list[bool]) -> tuple[int | None, bool, str | None] | None:
+def _operation(step: Step, operands: list[Origin | None]) -> tuple[int | None, bool, str | None] | None:
     """(weight, is_layer, why_not) of an operation with weights or a matmul; None for others."""
     eqn, name = step.eqn, step.eqn.primitive.name
     if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _casts_below_16_bits(eqn)):
         return None, True, "it is a layer with a rule of its own"
     if name == "gather":  # an embedding
         is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
-        return (0, False, "it is no matmul") if is_table and not computed[0] else None
+        table = operands[0]
+        return (0, False, "it is no matmul") if is_table and table is not None and table.is_weight else None
     if name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return None
-    weight = 1 if not computed[1] else 0 if not computed[0] else None  # of two inputs the second: x @ w
+    weight = weights.number_of_weight(operands)
     if name != "dot_general":
-        return weight, False, f"it is a {name}"
+        return weight, False, _OTHER_PRODUCTS.get(name, f"it is a {name}")
     if step.how != "bind" or step.group != "allow":
         return weight, False, "it does not run in 16 bits"
     return weight, False, "the function computes both operands" if weight is None else None
+
+
+_OF_EXPERTS = "it is a ragged_dot: call jaxmp.fp8.ragged_dot"
+_OTHER_PRODUCTS = dict.fromkeys(jaxprs.RAGGED_MATMULS, _OF_EXPERTS) | {
+    "conv_general_dilated": "it is a convolution: fp8 runs those of one pixel, in flax's layers"
+}
 
 
 def _casts_below_16_bits(eqn: Any) -> bool:

@@ -41,11 +41,15 @@ class Notes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: which trees of params were gathered from their parts.
+      casts: which layer first cast an array to fp8, and how, by the ids of what it was given (`fp8.shared_scales`).
+      converted: what a layer converted an array from, by the id of the result.
     """
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
+    casts: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
+    converted: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -85,6 +89,8 @@ class Ambient:
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
       checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
+      checked_runs: what `check_progress` has named, by the structure of a state: the number of steps, and the causes.
+        The same object everywhere.
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
     """
@@ -99,6 +105,7 @@ class Ambient:
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
     checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
+    checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 

@@ -16,11 +16,40 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state
+from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state, reload_masters
 from jaxmp._src.step.calibrate import calibrate
 
 
-class TrainState(train_state.TrainState):
+class _Replaced:
+    """Gives a TrainState and its subclasses `replace`, which flax writes into each of them anew."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        setattr(cls, "replace", _replace)  # noqa: B010, as pyright knows the replace of flax
+
+
+def _replace(self: Any, **updates: Any) -> Any:
+    """As flax's. Masters follow `params=` that come without their `opt_state=`.
+
+    A step computes 16-bit params from their masters, so new params alone would be undone by the next step. Where a
+    param changed, its master is made from it; elsewhere it keeps all its bits. So one can train on from loaded weights,
+    clip weights between two steps, and evaluate an average: only the state that this returns has other masters. (It
+    holds new masters, four bytes per parameter, as long as it lives. Where memory is short, evaluate by
+    `state.apply_fn({"params": average}, ...)`.) Loaded params in float32 keep their full precision in two calls:
+    `state.replace(params=loaded)`, and then `.replace(params=policy.cast_to_param(loaded))`.
+
+    Args:
+      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are.
+
+    Returns:
+      The new state.
+    """
+    if "params" in updates and "opt_state" not in updates:
+        updates["opt_state"] = reload_masters.follow(self.opt_state, updates["params"], self.params)
+    return dataclasses.replace(self, **updates)
+
+
+class TrainState(_Replaced, train_state.TrainState):
     """flax's TrainState for a `mixed_precision` optimizer.
 
     It carries its policy: `jaxmp.value_and_grad(loss_fn)(state.params, ..., opt_state=state.opt_state)` runs the loss

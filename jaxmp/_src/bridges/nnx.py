@@ -24,6 +24,7 @@ from jaxmp._src.step import (
     mixed_precision,
     policy as policy_lib,
     read_state,
+    reload_masters,
     value_and_grad as grads_lib,
 )
 from jaxmp._src.step.calibrate import calibrate
@@ -32,6 +33,7 @@ from jaxmp._src.step.calibrate import calibrate
 def value_and_grad(
     fun: Callable[..., Any],
     *,
+    argnums: int | nnx.DiffState = 0,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     policy: str | jmp.Policy | None = None,
@@ -47,6 +49,7 @@ def value_and_grad(
 
     Args:
       fun: the loss; its first argument is the module.
+      argnums: 0, the module; or `nnx.DiffState(0, filter)`, as in flax, which is `wrt=filter`.
       wrt: filter of the variables to differentiate with respect to; the same as for `nnx.Optimizer`. The scales of fp8
         layers (`Fp8Scale`) always belong to them, also with `wrt=nnx.LoRAParam`.
       has_aux: whether `fun` returns `(loss, aux)`.
@@ -60,6 +63,9 @@ def value_and_grad(
       A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)`, where `opt_state` may be the optimizer
       itself, giving `(loss, grads)` or `((loss, aux), grads)`, with grads an `nnx.State` for
       `optimizer.update(model, grads)`.
+
+    Raises:
+      ValueError, TypeError: as `jaxmp.value_and_grad`; and for `argnums` that name another argument than the module.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -76,7 +82,7 @@ def value_and_grad(
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
     seen: set[Any] = set()
-    chosen = wrt
+    chosen = _filter_of(argnums, wrt)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
@@ -84,10 +90,11 @@ def value_and_grad(
         graphdef, params, rest = nnx.split(model, wrt, ...)
         batches, whole = microbatches.split_arguments((model, *args), (0,), accumulate_argnums, k)
 
-        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
+        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree, others: Any = whole | kwargs) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)
-            positional = whole | batch
-            out = fun(merged, *(positional[i] for i in range(1, len(args) + 1)), **kwargs)
+            given = others | batch
+            positional = (given[i] for i in range(1, len(args) + 1))
+            out = fun(merged, *positional, **{name: given[name] for name in kwargs})
             loss, aux = grads_lib.loss_and_aux(out, has_aux)
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
@@ -95,9 +102,10 @@ def value_and_grad(
             batch_arguments.check_once(
                 seen,
                 (graphdef, params, rest, args, kwargs),
-                lambda batch, rest: loss_fn(params, rest, batch)[0],
+                lambda batch, rest, others: loss_fn(params, rest, batch, others)[0],
                 {i: (model, *args)[i] for i in batches},
                 rest,
+                whole | kwargs,
                 k,
                 named=accumulate_argnums is not None,
             )
@@ -178,6 +186,32 @@ class Optimizer(nnx.Optimizer):
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
 
+    def reload_master_params(self, model: nnx.Module) -> None:
+        """Makes the masters from the params of `model`, in place, after you changed these (`nnx.update`, a restore).
+
+        Without it, the next `update` would write the old masters back. Moments and counts stay. For flax's
+        `nnx.Optimizer`: `optimizer.opt_state = jaxmp.reload_master_params(optimizer.opt_state, nnx.state(model, wrt))`.
+
+        Args:
+          model: the module; its params in float32 (masters then have full precision) or as the policy casts them. With
+            the `policy=` of this optimizer it is cast afterwards.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxmp, optax
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), policy="bf16")
+          >>> nnx.update(model, {"kernel": jnp.full((3, 2), 0.3)})  # loaded weights
+          >>> optimizer.reload_master_params(model)
+          >>> optimizer.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param)))
+          >>> model.kernel[0, 0]
+          Array(0.300781, dtype=bfloat16)
+        """
+        pure = nnx.as_pure
+        opt_state = reload_masters.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        if self.policy is not None:
+            cast_to_param(model, self.policy, wrt=self.wrt)
+
     def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
 
@@ -216,6 +250,21 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
       'float16'
     """
     nnx.update(model, policy_lib.get_policy(policy).cast_to_param(nnx.state(model, wrt)))
+
+
+def _filter_of(argnums: Any, wrt: Any) -> Any:
+    """The filter of the variables to differentiate with respect to, from the two ways to say it."""
+    if isinstance(wrt, nnx.DiffState):
+        raise TypeError("wrt is a filter; got an nnx.DiffState. Pass its filter, or argnums=nnx.DiffState(0, filter).")
+    argnum = argnums.argnum if isinstance(argnums, nnx.DiffState) else argnums
+    if argnum != 0:
+        raise ValueError(
+            f"jaxmp.nnx.value_and_grad differentiates with respect to the module, the first argument; got "
+            f"argnums={argnums!r}. For several modules, pass one that holds them: nnx.Dict(a=a, b=b)."
+        )
+    if isinstance(argnums, nnx.DiffState) and wrt is not nnx.Param:
+        raise ValueError("the filter is said once; got argnums=nnx.DiffState(...) and wrt=. Leave one of them out.")
+    return argnums.filter if isinstance(argnums, nnx.DiffState) else wrt
 
 
 def _with_scales(model: nnx.Module, wrt: Any) -> Any:

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state, state_arrays, state_tuples, write_masters
+from jaxmp._src.step import leaf_paths, state_arrays
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 
@@ -76,68 +76,11 @@ def convert(
     policy = get_policy(policy)
     like = params if like is None else like
     saved = job_leaves.Saved(
-        job_leaves.plain_leaves(params), job_leaves.essential_leaves(opt_state), "the state to convert"
+        leaf_paths.plain_leaves(params), leaf_paths.essential_leaves(opt_state), "the state to convert"
     )
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
     new_params, new_state = assemble(saved, to, jax.tree.map(placement.beside, cast, like))
     return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
-
-
-def reload_master_params(opt_state: Any, params: PyTree) -> Any:
-    """Makes the masters again from the model's params, after only the params were loaded; the rest of the state stays.
-
-    Megatron-LM's `reload_model_params`. Without it, the next step would overwrite the loaded params with the old
-    masters.
-
-    Args:
-      opt_state: state of `mixed_precision` or `keep_master_params`.
-      params: the loaded params, in float32 (the masters then have full precision) or in the policy's dtypes.
-
-    Returns:
-      `opt_state` with new masters, each in its own buffer.
-
-    Raises:
-      ValueError: a param that is missing or of another shape, named by path; no masters in `opt_state`.
-
-    Example:
-      >>> import jaxmp
-      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
-      >>> opt_state = tx.init({"w": jnp.zeros(1)})
-      >>> loaded = {"w": jnp.ones(1, jnp.bfloat16)}
-      >>> jaxmp.get_master_params(reload_master_params(opt_state, loaded), loaded)
-      {'w': Array([1.], dtype=float32)}
-
-    References:
-      Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
-    """
-    if not read_state.find(opt_state, state_tuples.MasterState):
-        raise ValueError(
-            "opt_state must keep masters; got a state without a MasterState. Make it with jaxmp.mixed_precision or "
-            "jaxmp.keep_master_params."
-        )
-    full = job_leaves.full_params(job_leaves.Saved(job_leaves.plain_leaves(params), {}, "params"))
-
-    def reload(path: str, master: Array) -> Array:
-        path, kind = job_leaves.param_of(path)
-        if path not in full:
-            raise ValueError(
-                f"each master is made from its param; {path} is not in the params. {job_leaves.first_paths(full)}"
-            )
-        if full[path].shape != master.shape:
-            raise ValueError(
-                f"params must have the shapes of the masters; got {full[path].shape} at {path}, expected "
-                f"{master.shape}."
-            )
-        new = full[path]
-        return new if kind is None else write_masters.remainder_of(new, master.dtype)
-
-    def visit(node: Any) -> Any:
-        if not isinstance(node, state_tuples.MasterState):
-            return node
-        return node._replace(master_params=tree_paths.map_with_path(reload, node.master_params))
-
-    reloaded = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, state_tuples.MasterState))
-    return state_arrays.own_buffers(reloaded, foreign=(opt_state, params))
 
 
 def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:
@@ -153,15 +96,15 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
     """Params with the structure, dtypes and shardings of `like`, and the state of `tx` for them, made from `saved`."""
     structure = check(saved, tx, like)
     in_full, new_params = assemble_params(saved, like)
-    parts = job_leaves.special_parts(list(job_leaves.essential_leaves(structure)))
+    parts = job_leaves.special_parts(list(leaf_paths.essential_leaves(structure)))
     fresh = _fresh(tx, in_full, {path for path, part in parts.items() if part != "master"})
     scales = _loss_scales(saved, fresh, [path for path, part in parts.items() if part == "scale"])
-    groups = fp8_history.amax_leaves(saved, job_leaves.plain_leaves(new_params), fresh)
-    full = job_leaves.plain_leaves(in_full)
+    groups = fp8_history.amax_leaves(saved, leaf_paths.plain_leaves(new_params), fresh)
+    full = leaf_paths.plain_leaves(in_full)
     split: dict[str, Any] = {}
 
     def leaf(path: str, x: Any) -> Any:
-        path = job_leaves.essential(path)
+        path = leaf_paths.essential(path)
         part = parts.get(path)
         if part == "scale":
             return scales[path]
@@ -172,7 +115,7 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
             return jnp.asarray(saved.state[path], x.dtype) if keep else fresh[path]
         if part != "master":
             return _as_dtype(saved.state[path], x)
-        param, kind = job_leaves.param_of(f"/{path}".partition("/master_params/")[2])
+        param, kind = leaf_paths.param_of(f"/{path}".partition("/master_params/")[2])
         if kind is None:
             return full[param]
         if path in saved.state:
@@ -182,7 +125,7 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
 
     shardings = placement.Shardings(like)
     new_state = shardings.place(tree_paths.map_with_path(leaf, structure))
-    new_params = tree_paths.map_with_path(lambda path, x: split.get(job_leaves.plain(path), x), new_params)
+    new_params = tree_paths.map_with_path(lambda path, x: split.get(leaf_paths.plain(path), x), new_params)
     return shardings.place(new_params), new_state
 
 
@@ -192,7 +135,7 @@ def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTr
     full = job_leaves.full_params(saved)
 
     def whole(path: str, x: Any) -> Any:
-        path = job_leaves.plain(path)
+        path = leaf_paths.plain(path)
         return full[path] if path in full else fp8_history.scale_leaf(path, x, histories)
 
     in_full: Any = tree_paths.map_with_path(whole, like)
@@ -203,7 +146,7 @@ def _fresh(tx: optax.GradientTransformation, params: PyTree, wanted: set[str]) -
     """The `wanted` leaves of `tx.init(params)`; the rest is not computed."""
 
     def init(params: PyTree) -> dict[str, Any]:
-        return {path: x for path, x in job_leaves.essential_leaves(tx.init(params)).items() if path in wanted}
+        return {path: x for path, x in leaf_paths.essential_leaves(tx.init(params)).items() if path in wanted}
 
     with warnings.catch_warnings(action="ignore"):
         return jax.jit(init)(params)
@@ -222,20 +165,20 @@ def _as_dtype(x: Any, like: Any) -> Any:
 def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
     """`full` in the dtypes of `like`; a saved leaf that has its dtype already is taken unchanged."""
     stored = (
-        job_leaves.plain_leaves(stored_kernels.store(full))
+        leaf_paths.plain_leaves(stored_kernels.store(full))
         if any(map(stored_kernels.is_stored, jax.tree.leaves(like)))
         else {}
     )
-    kept = {path for path, x in job_leaves.plain_leaves(like).items() if path in saved and saved[path].dtype == x.dtype}
+    kept = {path for path, x in leaf_paths.plain_leaves(like).items() if path in saved and saved[path].dtype == x.dtype}
     recast = {
-        path for path, x in job_leaves.plain_leaves(like).items() if stored_kernels.is_stored(x) and path not in kept
+        path for path, x in leaf_paths.plain_leaves(like).items() if stored_kernels.is_stored(x) and path not in kept
     }
     leaves_of_recast = {
-        leaf for kernel, leaf in stored_kernels.pairs(job_leaves.plain_leaves(like)).items() if kernel in recast
+        leaf for kernel, leaf in stored_kernels.pairs(leaf_paths.plain_leaves(like)).items() if kernel in recast
     }
 
     def cast(path: str, x: Any, wanted: Any) -> Any:
-        path = job_leaves.plain(path)
+        path = leaf_paths.plain(path)
         if path in recast | leaves_of_recast:
             return stored[path]
         return jnp.asarray(saved[path]) if path in kept else casting.cast_float(x, wanted.dtype, saturate=True)

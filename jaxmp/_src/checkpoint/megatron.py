@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import foreign_loss_scales, job_leaves
+from jaxmp._src.checkpoint import foreign_loss_scales
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state, state_arrays, state_tuples, write_masters
+from jaxmp._src.step import leaf_paths, read_state, state_arrays, state_tuples, write_masters
 
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 Groups = Sequence[Sequence[str]]
@@ -54,10 +54,10 @@ def export_megatron(
       (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
     """
     order = _order(groups, params)
-    masters = job_leaves.plain_leaves(read_state.get_master_params(opt_state, params))
+    masters = leaf_paths.plain_leaves(read_state.get_master_params(opt_state, params))
     with_master = _with_master(opt_state)
     per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
-    for path, x in job_leaves.essential_leaves(opt_state).items():
+    for path, x in leaf_paths.essential_leaves(opt_state).items():
         found = _moment_of(path, order)
         if found is not None:
             per_param[order.index(found[1])][found[0]] = np.asarray(x, np.float32)
@@ -112,7 +112,7 @@ def import_megatron(
     optimizer = _entry(state_dict, "optimizer", "optimizer_state_dict", warn=True)
     masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", warn=False), groups, opt_state)
     per_param = _per_param(optimizer, groups, order)
-    leaves = job_leaves.plain_leaves(params)
+    leaves = leaf_paths.plain_leaves(params)
     for path, master in masters.items():
         _check_shape(master, leaves[path], f"the master of {path}")
     new_scale = _scale(state_dict, opt_state)
@@ -121,7 +121,7 @@ def import_megatron(
         raise ValueError(f"all params must have the same step; Megatron's state has {sorted(steps) or 'none'}.")
 
     new: dict[str, Any] = {}
-    for path, x in job_leaves.essential_leaves(opt_state).items():
+    for path, x in leaf_paths.essential_leaves(opt_state).items():
         if path.rpartition("/")[2] == "count":
             new[path] = jnp.full(x.shape, next(iter(steps)), x.dtype)
         if (found := _moment_of(path, order)) is None:
@@ -136,10 +136,10 @@ def import_megatron(
         new[path] = jnp.asarray(per_param[param][name], x.dtype)
 
     def visit(path: str, x: Any) -> Any:
-        path = job_leaves.essential(path)
+        path = leaf_paths.essential(path)
         _, found, rest = f"/{path}".partition("/master_params/")
         if found:
-            param, kind = job_leaves.param_of(rest)
+            param, kind = leaf_paths.param_of(rest)
             if param in masters:
                 master = jnp.asarray(masters[param], jnp.float32)
                 return master if kind is None else write_masters.remainder_of(master, x.dtype)
@@ -149,30 +149,30 @@ def import_megatron(
     new_state = new_state if new_scale is None else foreign_loss_scales.set_loss_scale(new_state, new_scale)
 
     def rounded(path: str, x: Any) -> Any:
-        master = masters.get(job_leaves.plain(path))
+        master = masters.get(leaf_paths.plain(path))
         return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
 
     return tree_paths.map_with_path(rounded, params), state_arrays.own_buffers(new_state, foreign=(opt_state, params))
 
 
 def _order(groups: Groups, params: PyTree) -> list[str]:
-    order, leaves = [path for group in groups for path in group], job_leaves.plain_leaves(params)
+    order, leaves = [path for group in groups for path in group], leaf_paths.plain_leaves(params)
     for i, path in enumerate(order):
         if path not in leaves or path in order[:i]:
             why = "is given twice" if path in order[:i] else "is not a param"
             raise ValueError(
-                f"groups must name each param once, by path; {path} {why}. {job_leaves.first_paths(leaves)}"
+                f"groups must name each param once, by path; {path} {why}. {leaf_paths.first_paths(leaves)}"
             )
     return order
 
 
 def _with_master(opt_state: Any) -> set[str]:
-    paths = [f"/{path}".partition("/master_params/") for path in job_leaves.essential_leaves(opt_state)]
-    return {job_leaves.param_of(rest)[0] for _, found, rest in paths if found}
+    paths = [f"/{path}".partition("/master_params/") for path in leaf_paths.essential_leaves(opt_state)]
+    return {leaf_paths.param_of(rest)[0] for _, found, rest in paths if found}
 
 
 def _counts(opt_state: Any) -> list[Any]:
-    return [x for path, x in job_leaves.essential_leaves(opt_state).items() if path.rpartition("/")[2] == "count"]
+    return [x for path, x in leaf_paths.essential_leaves(opt_state).items() if path.rpartition("/")[2] == "count"]
 
 
 def _moment_of(path: str, order: list[str]) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import job_leaves
+from jaxmp._src.step import leaf_paths
 
 
 def chosen_sharding(x: Any) -> Any:
@@ -31,7 +31,7 @@ class Shardings:
     # leaves are found by their shortened paths.
 
     def __init__(self, like: PyTree) -> None:
-        leaves = job_leaves.plain_leaves(like)
+        leaves = leaf_paths.plain_leaves(like)
         self._by_path = {path: (tuple(x.shape), chosen_sharding(x)) for path, x in leaves.items()}
         known = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.NamedSharding)]
         empty = jax.sharding.PartitionSpec()
@@ -42,8 +42,8 @@ class Shardings:
 
     def of(self, path: str, shape: tuple[int, ...]) -> Any:
         """The sharding of the leaf at `path` of params or of a state; None: leave it where it is."""
-        parts = job_leaves.essential(path).split("/")
-        if parts[-1] in job_leaves.REMAINDERS:
+        parts = leaf_paths.essential(path).split("/")
+        if parts[-1] in leaf_paths.REMAINDERS:
             parts.pop()
         for start in range(len(parts)):
             found = self._by_path.get("/".join(parts[start:]))

@@ -23,9 +23,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import job_leaves, placement
+from jaxmp._src.checkpoint import placement
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
+from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.read_state import get_master_params, masters_of
 
 Layout = Literal["flax", "torch"]
@@ -96,8 +97,8 @@ def save_safetensors(
             raise ValueError(f"each tensor needs its own name; got {name!r} for {path} and for another leaf.")
         tensors[name] = _on_host(x, path)
 
-    given = job_leaves.plain_leaves(params)
-    full = job_leaves.plain_leaves(_in_full(params, opt_state))
+    given = leaf_paths.plain_leaves(params)
+    full = leaf_paths.plain_leaves(_in_full(params, opt_state))
     layers = stored_kernels.pairs(full)
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, full, of="param")
     for at, x in full.items():
@@ -162,7 +163,7 @@ def load_safetensors(
     what = ", ".join(map(str, paths))
 
     def take(path: str, x: Any) -> Any:
-        path = job_leaves.plain(path)
+        path = leaf_paths.plain(path)
         if scale_leaves.is_scale(path):
             return x if not isinstance(x, jax.ShapeDtypeStruct) else _start(path, x)
         name = _name(path, layout)

@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, orbax, placement
 from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 
@@ -128,7 +129,7 @@ def save(
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
-    about["fp8_scales"] = [path for path in job_leaves.plain_leaves(params) if scale_leaves.is_scale(path)]
+    about["fp8_scales"] = [path for path in leaf_paths.plain_leaves(params) if scale_leaves.is_scale(path)]
     items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
@@ -267,29 +268,29 @@ def restore(
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
     else:
         params, opt_state = convert_lib.assemble(saved, tx, params)
-    found = {name: _fill(like, job_leaves.plain_leaves(parts[name])) for name, like in wanted.items()}
+    found = {name: _fill(like, leaf_paths.plain_leaves(parts[name])) for name, like in wanted.items()}
     return Restored(step, params, opt_state, found)
 
 
 def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
     """The saved leaves, with the fp8 scales in the order of their histories: as recorded, else as in `like`."""
-    leaves = job_leaves.plain_leaves(parts["params"])
+    leaves = leaf_paths.plain_leaves(parts["params"])
     scales = [
-        path for path in (order or job_leaves.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
+        path for path in (order or leaf_paths.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
-    return job_leaves.Saved(leaves, job_leaves.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
+    return job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
 
 
 def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
     if name not in parts:
         raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
-    there = job_leaves.plain_leaves(parts[name])
-    for path, x in job_leaves.plain_leaves(like).items():
+    there = leaf_paths.plain_leaves(parts[name])
+    for path, x in leaf_paths.plain_leaves(like).items():
         at = name if path == "<root>" else f"{name}/{path}"
         if path not in there:
             raise ValueError(
-                f"the checkpoint must have every leaf of extra=; {at} is missing. {job_leaves.first_paths(there)}"
+                f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
             )
         shape, dtype = there[path].shape, there[path].dtype
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its bits
@@ -305,7 +306,7 @@ def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """The tree `like` with the saved leaves; PRNG keys are made from their saved bits."""
 
     def take(path: str, x: Any) -> Any:
-        found = leaves[job_leaves.plain(path)]
+        found = leaves[leaf_paths.plain(path)]
         raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
         return jax.random.wrap_key_data(found) if raw else found
 

@@ -42,7 +42,7 @@ from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import blocks as blocks_lib, gemms, nvfp4, padding, remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
 
 Recipe = blocks_lib.BlockScaling | RowwiseScaling | MXFP8 | NVFP4
@@ -111,7 +111,7 @@ def _dot_general(
     gemm = _Gemm(recipe, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype))
     lhs = _three_axes(lhs, lhs_batch, lhs_free, lhs_contract)  # [B, M, K]
     rhs = _three_axes(rhs, rhs_batch, rhs_contract, rhs_free)  # [B, K, N]
-    return _dot(gemm, lhs, rhs, seed).reshape(shape)
+    return in_reverse(_dot)(gemm, lhs, rhs, seed).reshape(shape)
 
 
 def _three_axes(x: Array, *groups: Sequence[int]) -> Array:

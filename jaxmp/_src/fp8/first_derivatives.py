@@ -1,11 +1,21 @@
-"""Second derivatives of fp8 matmuls are refused: a cast to fp8 is a staircase, whose derivative is zero.
+"""Second derivatives of fp8 matmuls, and forward mode, are refused: a cast to fp8 is a staircase, of derivative zero.
 
 The first derivative has a rule of its own (three GEMMs in fp8), which looks through the casts. A derivative of that
 rule would meet the casts themselves, and come out as exact zeros. So the tensors that a rule casts go through `once`.
+The rule is for reverse mode only; `in_reverse` says so where jax.jvp or jax.jacfwd meet it.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array
+
+_WITHOUT_FP8 = (
+    "Compute that term without fp8: put `with jaxmp.fp8.autocast(enabled=False)` around the model's call in it; the "
+    "layers then run in their inputs' dtype."
+)
 
 
 @jax.custom_jvp
@@ -20,6 +30,23 @@ def _refuse(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array
     raise NotImplementedError(
         "fp8 matmuls have first derivatives by reverse mode, and no second ones: casts to fp8 have a derivative of "
         "zero. Got a derivative of a gradient (a gradient penalty, a Hessian or its product with a vector) through an "
-        "fp8 layer. Compute that term without fp8: put `with jaxmp.fp8.autocast(enabled=False)` around the model's "
-        "call in it; the layers then run in their inputs' dtype."
+        f"fp8 layer. {_WITHOUT_FP8}"
     )
+
+
+def in_reverse(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The `jax.custom_vjp` function `rule` with an error of fp8's own where forward mode meets it."""
+
+    @functools.wraps(rule)
+    def call(*args: Any) -> Any:
+        try:
+            return rule(*args)
+        except TypeError as e:
+            if "forward-mode" not in str(e):
+                raise
+            raise NotImplementedError(
+                "fp8 matmuls are differentiated by reverse mode (jax.grad, jax.vjp, jax.jacrev) only; got forward mode "
+                f"(jax.jvp, jax.jacfwd) through an fp8 layer. Use reverse mode. {_WITHOUT_FP8}"
+            ) from e
+
+    return call

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 from jaxmp._src.numerics import quantize as quantize_lib
@@ -106,13 +106,15 @@ def gated_mlp(
     axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
     leaves = [leaf for part in scales for leaf in part]
     by_own_amax = matmul.by_own_amax(leaves, layer)
+    if not by_own_amax:  # x is cast with the scale of gate
+        leaves[0] = shared_scales.leaf_for(scales.gate.lhs, (recipe, None), x)
 
     def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
         scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))
         into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
         both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
         zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
-        return padding.crop(_mlp(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
+        return padding.crop(in_reverse(_mlp)(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
 
     def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         if not any(batched[1:]):  # a batch of x is more rows

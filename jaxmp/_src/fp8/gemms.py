@@ -46,6 +46,7 @@ class Gemm(NamedTuple):
     activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
+    bias_dtype: Any = None  # of a bias whose gradient is the sum of that of the result; None without one
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
 
     @property
@@ -150,6 +151,9 @@ def _matmul(
     def in_fp8(a: Quantized, b: Quantized) -> Array:
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
         numbers = ((x_axes, y_axes), batch)
+        # Without this, XLA makes one GEMM of those that read one tensor (q, k and v), and copies their other operands
+        # beside each other, and their results apart.
+        x, y = lax.optimization_barrier((x, y))
         return dot(x, y, dimension_numbers=numbers, precision=algorithm(fast=fast), preferred_element_type=written)
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32

@@ -10,8 +10,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import block_matmul, matmul, ragged_matmul, scale_leaves
+from jaxmp._src.fp8 import (
+    block_matmul,
+    gated_mlp as gated_mlp_lib,
+    matmul,
+    ragged_matmul,
+    scale_leaves,
+    shared_scales,
+    stored_kernels,
+)
 from jaxmp._src.fp8.blocks import BlockRecipe
+from jaxmp._src.fp8.gated_mlp import GatedScales
 from jaxmp._src.fp8.nvfp4 import NVFP4
 from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
 
@@ -74,6 +83,7 @@ def dot_general(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
     *,
+    bias: Array | None = None,
     layer: str | None = None,
     key: Array | None = None,
 ) -> Float[Array, "..."]:
@@ -88,12 +98,14 @@ def dot_general(
             scales=scales,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
+            bias=bias,
             layer=layer,
             key=key,
         )
     matmul.note_use()
     dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
-    return matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
+    out = matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
+    return out if bias is None else matmul.plus(out, bias)
 
 
 def ragged_dot(
@@ -112,6 +124,33 @@ def ragged_dot(
         return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
     matmul.note_use()
     return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, dtype, scales)
+
+
+def gated_mlp(
+    recipe: Any,
+    leaves: Sequence[Sequence[Array]],
+    x: Float[Array, "... K"],
+    kernels: Sequence[Array],
+    dtype: Any,
+    *,
+    layer: str | None = None,
+    key: Array | None = None,
+) -> Float[Array, "... N"]:
+    """The gated MLP of a layer whose parts are gate, up and down: in fp8 if fp8 is on, else as three products.
+
+    `dtype` is that of x and the result; None: that of x and the kernels, and under autocast its dtype.
+    """
+    known = [jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel for kernel in kernels]
+    x = jnp.asarray(x, dtype or matmul.traced_for(jnp.result_type(x, *known)))  # autocast: of what lies between
+    if is_enabled():
+        scales = GatedScales(*(matmul.Scales(*part) for part in leaves)) if leaves[0] else None
+        return gated_mlp_lib.gated_mlp(x, *kernels, recipe=recipe, scales=scales, layer=layer, key=key)
+
+    def dot(x: Array, kernel: Array, name: str) -> Array:
+        own = leaves[GatedScales._fields.index(name)]
+        return dot_general(recipe, own, x, kernel, gated_mlp_lib.last_by_first(x))
+
+    return gated_mlp_lib.of_layers(dot, x, kernels)
 
 
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:
@@ -137,6 +176,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
     dtype = dtype or jnp.result_type(inputs, kernel)
     cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
+    shared_scales.note_converted(inputs, cast[0])
     return [cast[0], kernel, *cast[1:]]
 
 

@@ -8,9 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8 import gated_mlp, layers, linen_layers, matmul, recipes, stored_kernels
-from jaxmp._src.fp8.gated_mlp import GatedScales
-from jaxmp._src.fp8.matmul import Scales
+from jaxmp._src.fp8 import layers, linen_layers, recipes
 
 
 class GatedMLP(nn.Module):
@@ -55,21 +53,9 @@ class GatedMLP(nn.Module):
         down = layer(name="down")(self.hidden, self.features or width)
         kernels = [kernel for kernel, _ in (gate, up, down)]
         leaves = [scales for _, scales in (gate, up, down)]
-        known = [jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel for kernel in kernels]
-        dtype = self.dtype or matmul.traced_for(jnp.result_type(x, *known))  # under autocast, of what lies between
-        x = jnp.asarray(x, dtype)
-        if layers.is_enabled() and not self.is_initializing():  # init often has a batch of one
-            scales = GatedScales(*(Scales(*part) for part in leaves)) if leaves[0] else None
-            path = "/".join(self.path)
-            key = linen_layers.rounding_key(self)
-            return gated_mlp.gated_mlp(x, *kernels, recipe=self.recipe, scales=scales, layer=path, key=key)
-
-        def dot(x: Array, kernel: Array, name: str) -> Array:
-            own = leaves[("gate", "up", "down").index(name)]
-            with layers.switched(False):
-                return layers.dot_general(self.recipe, own, x, kernel, gated_mlp.last_by_first(x))
-
-        return gated_mlp.of_layers(dot, x, kernels)
+        path, key = "/".join(self.path), linen_layers.rounding_key(self)
+        with layers.switched(layers.is_enabled() and not self.is_initializing()):  # init often has a batch of one
+            return layers.gated_mlp(self.recipe, leaves, x, kernels, self.dtype, layer=path, key=key)
 
 
 class _Layer(nn.Module):

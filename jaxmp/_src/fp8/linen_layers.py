@@ -49,10 +49,11 @@ class Fp8DotGeneral(nn.Module):
         precision: Any = None,
         preferred_element_type: Any = None,
         out_sharding: Any = None,
+        bias: Float[Array, "..."] | None = None,
     ) -> Float[Array, "..."]:
-        """As `jax.lax.dot_general`; `precision` is not used."""
+        """As `jax.lax.dot_general`; `precision` is not used. For `bias` see `jaxmp.fp8.dot_general`."""
         del precision
-        return _product(self, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding)
+        return _product(self, lhs, rhs, dimension_numbers, preferred_element_type, out_sharding, bias)
 
 
 class Fp8ConvGeneralDilated(nn.Module):
@@ -158,13 +159,17 @@ class Fp8Einsum(nn.Einsum):
         return y if bias is None else y + jnp.reshape(bias, broadcast)
 
 
-def _product(module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any) -> Array:
+def _product(
+    module: nn.Module, lhs: Any, rhs: Any, numbers: Any, dtype: Any, out_sharding: Any, bias: Array | None = None
+) -> Array:
     """The product with the scale leaves of `module`, which lies in the layer."""
     recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
     leaves, key = leaves_of(module), rounding_key(module)
     with layers.switched(layers.is_enabled() and not module.is_initializing()):
         layer = "/".join(module.path[:-1])
-        return layers.dot_general(recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, layer=layer, key=key)
+        return layers.dot_general(
+            recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, bias=bias, layer=layer, key=key
+        )
 
 
 def rounding_key(module: Any) -> Array | None:
@@ -342,8 +347,19 @@ def _in_fp8(base: Any, module: Any, recipe: Any) -> Callable[..., Array]:
     if base is nn.Conv:
         cls, field = Fp8ConvGeneralDilated, "conv_general_dilated_cls"
     promote = layers.promotion(module.promote_dtype, _FLAX_PROMOTES)
-    clone = module.clone(parent=module.scope, promote_dtype=promote, **{field: functools.partial(cls, recipe=recipe)})
-    return functools.partial(base.__call__, clone)  # of a subclass, too
+    fields = {"promote_dtype": promote, field: functools.partial(cls, recipe=recipe)}
+    bias = _bias_of(base, module)
+    if bias is not None:  # the product adds it
+        fields |= {"use_bias": False, field: lambda: functools.partial(cls(recipe=recipe), bias=bias)}
+    return functools.partial(base.__call__, module.clone(parent=module.scope, **fields))  # of a subclass, too
+
+
+def _bias_of(base: Any, module: Any) -> Array | None:
+    """The bias of a layer whose product adds it; None for a layer without one, or that adds it itself."""
+    adds_itself = base is nn.Conv or module.promote_dtype is not _FLAX_PROMOTES or getattr(module, "batch_dims", ())
+    if module.is_initializing() or not module.use_bias or adds_itself:
+        return None
+    return nn.meta.unbox(module.get_variable("params", "bias"))
 
 
 def _as(cls: Any, module: Any, **fields: Any) -> Any:

@@ -28,9 +28,19 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_matmul, gemms, operands, padding, recipes, remat, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import (
+    block_matmul,
+    gemms,
+    operands,
+    padding,
+    recipes,
+    remat,
+    scale_leaves,
+    shared_scales,
+    stored_kernels,
+)
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
@@ -82,6 +92,7 @@ def dot_general(
     preferred_element_type: Any = None,
     out_sharding: Any = None,
     activation: str | None = None,
+    bias: Float[Array, "..."] | None = None,
     layer: str | None = None,
     key: Array | None = None,
 ) -> Float[Array, "..."]:
@@ -101,6 +112,8 @@ def dot_general(
       activation: "gelu", "gelu_exact" or "silu" (`pallas_kernels.activation`): lhs goes through it first. With
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
+      bias: added to the product; of the shape of the axes of rhs that are not summed over. With `DelayedScaling` its
+        gradient is summed in float32, in the pass that casts the gradient of the result.
       layer: a name for warnings.
       key: a key of `jax.random` for the stochastic rounding of gradients; only `NVFP4` needs one.
 
@@ -110,7 +123,7 @@ def dot_general(
 
     Raises:
       ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
-        gradient by `NVFP4()` without a key.
+        bias of another shape; a gradient by `NVFP4()` without a key.
 
     Warns:
       FallbackWarning: no axis is contracted (an outer product); the product then runs in the result's dtype.
@@ -127,6 +140,8 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()
+    if bias is not None:
+        _check_bias(bias, rhs, (rhs_contract, rhs_batch))
     reason = why_not_fp8(dimension_numbers)
     if activation is not None:
         check_activation(activation)
@@ -134,15 +149,42 @@ def dot_general(
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
         warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
-        return plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
+        out = plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
+        return out if bias is None else plus(out, bias)
     check_scales(recipe, scales)
+    own_amax = by_own_amax(scales or (), layer)
+    if scales is not None and not own_amax:
+        scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, activation), lhs))
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    own_amax = by_own_amax(scales or (), layer)
     product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, own_amax)
     seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
-    return product.call(lhs, rhs, *(scales or seeds))
+    if bias is None:
+        return product.call(lhs, rhs, *(scales or seeds))
+    if scales is None or lhs_batch or not bias.ndim or _on_explicit_axes(lhs, rhs, bias):  # jax sums
+        return plus(product.call(lhs, rhs, *(scales or seeds)), bias)
+    bias = compat.as_varying(bias, axes)
+    return plus(product.call(lhs, rhs, *scales, bias), lax.stop_gradient(bias))
+
+
+def plus(out: Array, bias: Array) -> Array:
+    """`out` with a bias of its last axes, in the dtype of `out`."""
+    return out + jnp.reshape(bias, (1,) * (out.ndim - bias.ndim) + bias.shape).astype(out.dtype)
+
+
+def _check_bias(bias: Array, rhs: Array, taken: Any) -> None:
+    contract, batch = taken
+    free = tuple(rhs.shape[i] for i in range(rhs.ndim) if i not in (*contract, *batch))
+    if bias.shape != free:
+        raise ValueError(
+            f"a bias has the shape of the axes of rhs that are not summed over, {free}; got {bias.shape}, with an rhs "
+            f"of shape {rhs.shape}. Reshape it, or add it to the result."
+        )
+
+
+def _on_explicit_axes(*arrays: Array) -> bool:
+    return any(shardings.is_explicit(x) for x in arrays)
 
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
@@ -155,7 +197,10 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 
 
 class _Product(NamedTuple):
-    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any)."""
+    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any, a bias, if any).
+
+    The bias is not added; but its gradient is what it would be.
+    """
 
     recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
@@ -238,7 +283,11 @@ class _Product(NamedTuple):
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
         )
-        return _delayed_dot(gemm, lhs, rhs, *more) if more else _current_dot(gemm, self.recipe, lhs, rhs)
+        if len(more) == 4:
+            return in_reverse(_delayed_dot)(gemm._replace(bias_dtype=more[3].dtype), lhs, rhs, *more)
+        if more:
+            return in_reverse(_delayed_dot)(gemm, lhs, rhs, *more, None)
+        return in_reverse(_current_dot)(gemm, self.recipe, lhs, rhs)
 
 
 def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
@@ -294,8 +343,10 @@ def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array) -> Array:
-    del grad_leaf
+def _delayed_dot(
+    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array, bias: Array | None
+) -> Array:
+    del grad_leaf, bias
     lhs_q, _ = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
     )
@@ -304,8 +355,9 @@ def _delayed_dot(gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: 
 
 
 def _delayed_forward(
-    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array
+    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array, bias: Array | None
 ) -> tuple[Array, Any]:
+    del bias
     lhs, rhs = once(lhs), once(rhs)
     lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
     lhs_q, lhs_amax = operands.quantize(
@@ -323,18 +375,22 @@ def _delayed_forward(
     return out, (remat.packed(gemms.kept(gemm, lhs_q, rhs_q)), lhs_amax, rhs_amax, grad_leaf, before)
 
 
-def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Array, ...]:
+def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Any, ...]:
     quantized, lhs_amax, rhs_amax, grad_leaf, before = residuals
     lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(grad)
     rows, _ = _rows(gemm, lhs_q, rhs_q)
     zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows, zeros=zeros)
+    summed = None if gemm.bias_dtype is None else lhs_q.ndim - len(gemm.contract[0])
+    grad_q, grad_amax, sums = operands.quantize_and_sum(
+        gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows, zeros=zeros, summed=summed
+    )
+    d_bias = None if sums is None else sums.astype(gemm.bias_dtype)
     d_lhs, d_rhs = gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
     if gemm.activation is not None:
         with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
             d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
-    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax
+    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax, d_bias
 
 
 _delayed_dot.defvjp(_delayed_forward, _delayed_backward)

@@ -5,7 +5,8 @@ Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA ca
 same. The kernel always writes both forms, so it serves only the forward pass of a differentiated function: without a
 gradient no GEMM reads the transposed form.
 
-With an activation f, f(x) in float32 is cast, and never written to memory.
+With an activation f, f(x) in float32 is cast, and never written to memory. The gradient of a bias is the sum of a
+tensor that is cast, over its rows: the same kernel takes it.
 """
 
 import functools
@@ -52,21 +53,44 @@ def quantize(
     With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that. `zeros` are
     added to `x` (each activation of 0 is 0); then no kernel runs, which would read `x` from memory once more.
     """
-    x = padding.pad(x, zeros)
+    quantized, amax, _ = quantize_and_sum(gemm, x, leaf, dtype, rows=rows, activation=activation, zeros=zeros)
+    return quantized, amax
+
+
+def quantize_and_sum(
+    gemm: Gemm,
+    x: Array,
+    leaf: Array,
+    dtype: Any,
+    *,
+    rows: int | None = None,
+    activation: str | None = None,
+    zeros: Zeros = (),
+    summed: int | None = None,
+) -> tuple[Quantized, Array, Array | None]:
+    """`quantize`, and the float32 sums of `x` over its first `summed` axes; None without `summed`."""
+    padded = padding.pad(x, zeros)
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=gemm.holds_log2)
+        in_kernel = summed is not None and summed == rows
+        sums = None
         if gemm.by_own_amax or zeros or rows is None or _why_not_transposed(x, rows, activation):
-            y = activated(x, activation)
+            y = activated(padded, activation)
             observed = quantize_lib.observe(y, scale)
             if gemm.by_own_amax:
                 scale, inv_scale = scales_of(observed, dtype, holds_log2=gemm.holds_log2)
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
+            in_kernel = False
         else:
-            values, transposed, observed = _both_ways(jnp.dtype(dtype), rows, activation)(x, scale)
+            found = _both_ways(jnp.dtype(dtype), rows, activation, in_kernel)(padded, scale)
+            values, transposed, observed = found[:3]
+            sums = found[3] if in_kernel else None
+        if summed is not None and not in_kernel:
+            sums = reference.sums_over_rows(x, summed)
         values, transposed, observed = remat.named((values, transposed, observed))
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))
-        return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype)
+        return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype), sums
 
 
 def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
@@ -93,21 +117,23 @@ def _why_not_transposed(x: Array, rows: int, activation: str | None) -> str | No
     return backend.why_no_kernels() or passes.why_not(_plan(jnp.float8_e4m3fn, rows, activation), (x,))
 
 
-def _plan(dtype: Any, rows: int, activation: str | None) -> passes.Pass:
+def _plan(dtype: Any, rows: int, activation: str | None, sums: bool = False) -> passes.Pass:
     compute = None if activation is None else activations.ACTIVATIONS[activation][0]
     name = "cast_transpose_amax" if compute is None else f"{compute.__name__}_cast_transpose_amax"
-    return passes.Pass(name, compute, 1, 1, jnp.dtype(dtype), None, rows, activations.UNMET.get(activation or ""))
+    unmet = activations.UNMET.get(activation or "")
+    return passes.Pass(name, compute, 1, 1, jnp.dtype(dtype), None, rows, unmet, sums)
 
 
 @functools.lru_cache(maxsize=256)
-def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array, Array], Any]:
-    """(x, scale) -> (q, q transposed, amax), by the kernel if it can."""
-    plan = _plan(dtype, rows, activation)
+def _both_ways(dtype: Any, rows: int, activation: str | None, sums: bool) -> Callable[[Array, Array], Any]:
+    """(x, scale) -> (q, q transposed, amax, perhaps the sums over rows), by the kernel if it can."""
+    plan = _plan(dtype, rows, activation, sums)
 
     def by_xla(x: Array, scale: Array) -> list[Array]:
         y = activated(x, activation)
         q = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype))
-        return [q, reference.transpose(q, rows), quantize_lib.observe(y, scale)]
+        found = [q, reference.transpose(q, rows), quantize_lib.observe(y, scale)]
+        return [*found, reference.sums_over_rows(y, rows)] if sums else found
 
     @jax.custom_batching.custom_vmap
     def both(x: Array, scale: Array) -> list[Array]:
@@ -116,9 +142,9 @@ def _both_ways(dtype: Any, rows: int, activation: str | None) -> Callable[[Array
     @both.def_vmap
     def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, scale: Array) -> Any:
         in_axes = [0 if batched else None for batched in in_batched]
-        q, transposed, _ = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
+        q, transposed, _, *more = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
         # One amax for all members that share a scale.
         observed, by_member = quantize_lib.observe_batch(axis_size, in_batched, activated(x, activation), scale)
-        return [q, transposed, observed], [True, True, by_member]
+        return [q, transposed, observed, *more], [True, True, by_member, *[True] * len(more)]
 
     return both

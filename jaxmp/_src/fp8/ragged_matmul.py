@@ -23,8 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import compat, hardware
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, stored_kernels
-from jaxmp._src.fp8.first_derivatives import once
+from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, shared_scales, stored_kernels
+from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 
@@ -75,6 +75,9 @@ def ragged_dot(
         raise ValueError(f"ragged_dot takes DelayedScaling() or CurrentScaling(); got {recipe!r}")
     matmul.check_scales(recipe, scales)
     matmul.note_use()
+    own_amax = matmul.by_own_amax(scales or (), None)
+    if scales is not None and not own_amax:  # rows that belong to no expert do not count
+        scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, "rows"), lhs, group_sizes))
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs) | compat.varying_axes(group_sizes))
     lhs, rhs, group_sizes = (compat.as_varying(x, axes) for x in (lhs, rhs, group_sizes))
     zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
@@ -91,9 +94,9 @@ def ragged_dot(
         out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
         lhs_zeros=zeros[0],
         rhs_zeros=zeros[1],
-        by_own_amax=matmul.by_own_amax(scales or (), None),
+        by_own_amax=own_amax,
     )
-    return _ragged_dot(gemm, recipe, lhs, rhs, group_sizes, scales)
+    return in_reverse(_ragged_dot)(gemm, recipe, lhs, rhs, group_sizes, scales)
 
 
 def plain_ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, dtype: Any, scales: Scales | None) -> Array:

@@ -5,6 +5,10 @@ long as the batch would be cut too, and the loss would be wrong without a word. 
 does: rows of a batch go together, so a loss cannot be traced with twice as many rows of one of its arguments only, or
 of one array in it. If it can, this argument or array may be cut or not, and the caller must say which.
 
+For the same reason an array that is passed on whole (a keyword argument, one that is not named) and has as many rows as
+the batch must not be labels: with microbatches of one row they would be broadcast, and the loss would be wrong. It is
+refused if the loss can be traced with twice as many rows of it and of the batch, but not of the batch alone.
+
 The same trace shows whether a `uint32[2]` is a PRNG key, and whether random numbers are drawn from a key that every
 microbatch has (a dropout key that the loss closes over): each microbatch would have the same mask.
 """
@@ -41,14 +45,21 @@ def check_once(seen: set[Any], given: PyTree, *args: Any, **kwargs: Any) -> None
 
 
 def check(
-    loss_fn: Callable[[dict[int, PyTree], PyTree], Any], batch: dict[int, PyTree], carry: PyTree, k: int, *, named: bool
+    loss_fn: Callable[[dict[int, PyTree], PyTree, dict[Any, PyTree]], Any],
+    batch: dict[int, PyTree],
+    carry: PyTree,
+    whole: dict[Any, PyTree],
+    k: int,
+    *,
+    named: bool,
 ) -> None:
     """Raises for arguments that may hold the batch or not, and warns of a key that all microbatches share.
 
     Args:
-      loss_fn: the loss as a function of the arguments to cut, by position, and of `carry`; it closes over all others.
-      batch: these arguments, whole.
+      loss_fn: the loss as a function of `batch`, `carry` and `whole`; it closes over all others.
+      batch: the arguments to cut, by position, not cut yet.
       carry: what is passed from microbatch to microbatch.
+      whole: the arguments that every microbatch gets whole, by position or name.
       k: the number of microbatches.
       named: whether the caller named them.
 
@@ -58,7 +69,8 @@ def check(
     Warns:
       UserWarning: a key that all microbatches share.
     """
-    program = _traced(loss_fn, batch, carry)
+    of_batch = lambda batch, carry: loss_fn(batch, carry, whole)  # noqa: E731
+    program = _traced(of_batch, batch, carry)
     if program is None:  # the loss raises the same error when it is traced in earnest
         return
     jaxpr, _ = jaxprs.open_jaxpr(program)
@@ -70,7 +82,8 @@ def check(
                 f"key. Pass it in an argument that accumulate_argnums= does not name; those are passed on whole."
             )
     if not named:
-        _check_rows_go_together(loss_fn, batch, carry, k, jaxpr)
+        _check_rows_go_together(of_batch, batch, carry, k, jaxpr)
+    _check_whole_are_no_rows(loss_fn, batch, carry, whole, k)
     rows = {v.aval.shape[0] for v in inputs.values() if v.aval.shape and not _is_key_type(v.aval)}
     consts = {v: _From(from_input=True, varies=False) for v in jaxpr.constvars}
     drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=True) for v in jaxpr.invars})
@@ -114,6 +127,31 @@ def _check_rows_go_together(loss_fn: Any, batch: dict[int, PyTree], carry: PyTre
                 f"accumulate={k} must know which arrays hold the batch; got argument {i}/{path}, of shape {shape}, "
                 f"which the loss takes cut and whole. To cut it too, name the batch: accumulate_argnums={tuple(batch)}."
                 f" To pass it on whole to every microbatch, pass it in an argument of its own, not named there."
+            )
+
+
+def _check_whole_are_no_rows(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree, whole: dict, k: int) -> None:
+    """Raises if an argument that is passed on whole has rows that go with those of the batch."""
+    rows = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if _is_rows(x)}
+
+    def twice(x: Any) -> Any:
+        return jnp.concatenate([x, x]) if _is_rows(x) and jnp.shape(x)[0] in rows else x
+
+    found = [name for name, tree in whole.items() if any(twice(x) is not x for x in jax.tree.leaves(tree))]
+    larger = jax.tree.map(twice, batch)
+    if not found or _traced(lambda batch, carry: loss_fn(batch, carry, whole), larger, carry) is not None:
+        return
+    for name in found:
+        others = whole | {name: jax.tree.map(twice, whole[name])}
+        if _traced(lambda batch, carry, others=others: loss_fn(batch, carry, others), larger, carry) is not None:
+            raise ValueError(
+                f"accumulate={k} cuts the batch, and all its parts must be cut with it; got argument {name!r}, of as "
+                f"many rows as the batch, which is passed on whole. "
+                + (
+                    "Pass it by position."
+                    if isinstance(name, str)
+                    else f"Name it too: accumulate_argnums={(*batch, name)}."
+                )
             )
 
 

@@ -73,8 +73,10 @@ def calibrate(
       history.
 
     Raises:
-      ValueError: `opt_state` holds no amax histories (the recipe has no state, or the params hold no scales), or holds
-        them inside `optax.MultiSteps`; outside of `jax.jit`, an amax that is not finite.
+      TypeError: `opt_state` is no state of an optimizer.
+      ValueError: an optimizer's state as the params; `opt_state` holds no amax histories (the recipe has no state, or
+        the params hold no scales), or holds them inside `optax.MultiSteps`; outside of `jax.jit`, an amax that is not
+        finite.
 
     Example:
       >>> import flax.linen as nn, jaxmp
@@ -87,7 +89,9 @@ def calibrate(
       >>> float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"])
       0.0
     """
-    _check_has_histories(opt_state)
+    single = isinstance(argnums, int)
+    params = args[argnums] if single else tuple(args[i] for i in argnums)
+    _check_has_histories(opt_state, params)
     gradients = value_and_grad(
         fun,
         argnums,
@@ -167,7 +171,13 @@ def _is_scaling(x: Any) -> bool:
     return isinstance(x, state_tuples.LossScaleState) and not isinstance(x, state_tuples.NoLossScaleState)
 
 
-def _check_has_histories(opt_state: Any) -> None:
+def _check_has_histories(opt_state: Any, params: PyTree) -> None:
+    if read_state.find(params, state_tuples.UnscaleState):
+        raise ValueError(
+            "calibrate takes (loss_fn, params, *batch, tx=tx, opt_state=opt_state); got an optimizer's state as the "
+            "params. Pass the params there, and the state as opt_state=."
+        )
+    read_state.check_is_state(opt_state, "calibrate")
     if not read_state.find(opt_state, state_tuples.Fp8State):
         raise ValueError(
             "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "

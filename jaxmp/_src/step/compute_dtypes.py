@@ -74,7 +74,7 @@ def check(
       params: what it was differentiated with respect to.
       policy: the policy in force, or None.
       scales: whether there is a loss scale, or it is not known.
-      of_low: whether the optimizer was made with a policy of wide params that computes in 16 bits.
+      of_low: whether the optimizer's policy has wide params and computes in 16 bits, or its loss scale is shared.
       is_off: whether autocast is switched off around the loss, so that float32 is what the user wants.
       fp8_matmuls: how many were noted while the loss was traced.
     """
@@ -130,7 +130,8 @@ def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
         )
     if not param_dtypes:
         return (
-            f"the policy of the optimizer computes in 16 bits, but {nothing}, as the loss was not told. {_SAY_WHICH}. "
+            f"the policy of the optimizer computes in 16 bits (or a shared loss scale is for them), but {nothing}, as "
+            f"the loss was not told. {_SAY_WHICH}. "
             f'If you want float32, say so: policy="fp32" in value_and_grad, or in mixed_precision.'
         )
     return (

@@ -102,8 +102,6 @@ class Chooser:
             )
 
     def _choose(self, operation: Operation, end: str | None) -> Fp8Product | str | None:
-        if operation.eqn.primitive.name != "dot_general":
-            return None
         if operation.why_not is not None:
             return operation.why_not
         assert operation.weight is not None

@@ -27,7 +27,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import extra_arguments, in_place, kept_elements, state_arrays, write_masters
+from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_arrays, write_masters
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state_tuples import MasterState
@@ -239,7 +239,8 @@ def _check_dtypes(inner: Any, policy: Policy, params: PyTree, masters: PyTree) -
     units, treedef = tree_paths.boxed_leaves(params)
     suspects = []
     dtype_of = _param_dtypes(policy, params)
-    for i, ((path, unit), master) in enumerate(zip(units, treedef.flatten_up_to(masters), strict=True)):
+    by_unit = read_state.masters_by_unit(treedef, masters, params)
+    for i, ((path, unit), master) in enumerate(zip(units, by_unit, strict=True)):
         expected = dtype_of(path)
         for x in jax.tree.leaves(unit):
             if not isinstance(master, optax.MaskedNode) and x.dtype != expected:

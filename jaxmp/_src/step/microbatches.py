@@ -31,7 +31,14 @@ def split_arguments(
         )
     if k == 1:
         return {}, whole
-    return split_microbatches({i: whole.pop(i) for i in chosen}, k), whole
+    batch = {i: whole.pop(i) for i in chosen}
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            f"accumulate={k} cuts the batch into microbatches, and the batch must be among the positional arguments "
+            f"(keyword arguments are passed on whole); got no array there. Pass the batch by position: "
+            f"value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
+        )
+    return split_microbatches(batch, k), whole
 
 
 def split_microbatches(tree: PyTree, k: int) -> PyTree:

@@ -141,8 +141,9 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain; `tx` moves only some of the fp8 scales; grads and
-        params are swapped.
+      ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
+        `tx` moves only some of the fp8 scales; grads and params are swapped; params have other leaves than those that
+        `tx.init` got.
       TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
@@ -165,6 +166,7 @@ def apply_gradients(
             "returned. Swap the two."
         )
     read_state.check_wrappers(opt_state)
+    read_state.masters_of(opt_state, params)  # raises for params of another tree
     fp8_scales.check_moves_all(opt_state, params)
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):

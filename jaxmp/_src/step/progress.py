@@ -4,10 +4,12 @@ import math
 import warnings
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from flax import nnx
 
+from jaxmp._src.base import ambient
 from jaxmp._src.step import read_state
 
 _MANY = 0.1  # the share of skipped steps that is named,
@@ -42,8 +44,8 @@ def check_progress(
     """Raises for a run that skips every step; warns of other signs that it does not train.
 
     Call it on the host every n steps: a compiled step cannot raise, so the step counts and this function checks the
-    counts. It waits for the step to end. The text of a warning is the same each time, so that Python's default filter
-    shows each cause once.
+    counts. It waits for the step to end. Each cause is named once in a run, under every filter of warnings. (A run is
+    known by the structure of its state, and by a count of steps that does not fall.)
 
     Args:
       opt_state: state after an update; a state replicated by pmap works too.
@@ -55,6 +57,7 @@ def check_progress(
         taken tells. An optimizer without a count (`optax.sgd`) needs the number for the warning about skips.
 
     Raises:
+      TypeError: `opt_state` is no state of an optimizer.
       TrainingStuck: see above. Nothing is lost: params, masters and moments are those before the first skip.
 
     Warns:
@@ -65,6 +68,7 @@ def check_progress(
       >>> import jax.numpy as jnp, jaxmp, optax
       >>> check_progress(jaxmp.unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
+    read_state.check_is_state(opt_state, "check_progress")
     metrics = {name: np.max(np.asarray(x)) for name, x in read_state.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
     if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
@@ -77,45 +81,58 @@ def check_progress(
             f"a run must not skip {max_consecutive_skips} steps in a row; it skipped {int(skips)}, with the loss scale "
             f"at {metrics['loss_scale']}. {_WHAT_TO_DO}"
         )
+    steps = _steps(metrics, opt_state, step)
+    found = {}
     if pinned > 0:
-        _warn(
+        found["floor"] = (
             f"the loss scale is pinned at its floor, {metrics['loss_scale']}: overflows could not lower it "
             f"(pinned_overflows of get_metrics counts them). {_WHAT_TO_DO}"
         )
     if metrics["loss_scale"] >= ceiling and not metrics["skipped"]:
-        _warn(
+        found["ceiling"] = (
             f"the loss scale is at its ceiling of {ceiling:g}, and no gradient overflows: gradients are 0, or so small "
             f"that no scale helps, or they were not scaled. Compute them by jaxmp.value_and_grad, see that the loss "
             f"depends on the params, and look at the gradients with jaxmp.monitor.step_stats."
         )
-    if _skips_often(metrics, opt_state, step):
-        _warn(
+    if (step is not None or steps > metrics["skipped_steps"]) and _skips_often(metrics, steps):
+        found["skips"] = (
             f"more than {100 * _MANY:g}% of the steps are skipped (skipped_steps of get_metrics counts them). "
             f"{_WHAT_TO_DO}"
         )
-    if metrics.get("kept_elements", 0) > 0:
-        _warn(
+    if metrics["kept_elements"] > 0:
+        found["kept"] = (
             "the optimizer makes values that are not finite, of finite gradients: these elements keep their old value "
             "and do not train (kept_elements of get_metrics counts them). A gradient is huge: clip it; or the "
             "optimizer divides by 0: try jaxmp.check_optimizer(tx, params)."
         )
+    for message in _not_named_yet(opt_state, steps, found):
+        warnings.warn(message, stacklevel=2)
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:
+    """The messages of causes that no check of this run has named; a run with fewer steps is another one."""
+    runs, run = ambient.now().checked_runs, jax.tree.structure(nnx.as_pure(opt_state))
+    before, named = runs.get(run, (0.0, frozenset()))
+    named = named if steps >= before else frozenset()
+    runs[run] = steps, named | set(found)
+    return [message for cause, message in found.items() if cause not in named]
 
 
-def _skips_often(metrics: dict[str, Any], opt_state: Any, step: int | None) -> bool:
+def _steps(metrics: dict[str, Any], opt_state: Any, step: int | None) -> float:
+    """How many steps there were, as far as it is known."""
+    if step is not None:
+        return step
+    found = optax.tree_utils.tree_get_all_with_path(nnx.as_pure(opt_state), "count")
+    taken = max((int(np.max(np.asarray(x))) for _, x in found if np.size(x)), default=0)
+    return taken + float(np.nan_to_num(metrics["skipped_steps"]))
+
+
+def _skips_often(metrics: dict[str, Any], steps: float) -> bool:
     skipped = metrics["skipped_steps"]
     if not skipped > 0:  # NaN: nothing is counted
         return False
-    total = step
-    if total is None:
-        found = optax.tree_utils.tree_get_all_with_path(nnx.as_pure(opt_state), "count")
-        taken = max((int(np.max(np.asarray(x))) for _, x in found if np.size(x)), default=0)
-        total = taken + skipped if taken else 0
     since = metrics["growth_count"]  # good steps since the last overflow; 0 for a static scale, NaN without one
-    return total >= _STEPS and skipped >= _MANY * total and (math.isnan(since) or since < _RECENT)
+    return steps >= _STEPS and skipped >= _MANY * steps and (math.isnan(since) or since < _RECENT)
 
 
 _WHAT_TO_DO = (

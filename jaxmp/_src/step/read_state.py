@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import scale_reads
+from jaxmp._src.step import leaf_paths, scale_reads
 from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
     Fp8State,
@@ -27,6 +27,8 @@ from jaxmp._src.step.state_tuples import (
     LowUnscaleState,
     MasterState,
     NoLossScaleState,
+    SharedLossScaleState,
+    StaticLossScaleState,
     UnscaleState,
     ZeroCountState,
 )
@@ -39,7 +41,7 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     if isinstance(scaler, dynamic.DynamicLossScale):
         return LossScaleState(loss_scale, scaler.growth_count, scaler.hysteresis_left)
     if isinstance(scaler, static.StaticLossScale | static.NoOpLossScale):
-        kind = NoLossScaleState if isinstance(scaler, static.NoOpLossScale) else LossScaleState
+        kind = NoLossScaleState if isinstance(scaler, static.NoOpLossScale) else StaticLossScaleState
         return kind(loss_scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
 
@@ -76,6 +78,23 @@ def find(opt_state: Any, kind: type) -> list[Any]:
     return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
+def check_is_state(opt_state: Any, reader: str) -> None:
+    """Raises a TypeError for what cannot be the state of an optimizer: params, a `tx`, a model, a number.
+
+    Every state holds a NamedTuple (optax's convention). `()` stands for no optimizer.
+    """
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(f"{reader} reads the state of an optimizer; got the optimizer. Pass tx.init(params).")
+    is_namedtuple = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+    is_empty = isinstance(opt_state, tuple) and not opt_state
+    if not is_empty and not any(map(is_namedtuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=is_namedtuple))):
+        raise TypeError(
+            f"{reader} reads the state of an optimizer, as tx.init(params) and apply_gradients return it, or a "
+            f"TrainState or nnx.Optimizer that holds one; got {type(opt_state).__name__} without any. Were arguments "
+            f"swapped (the order is opt_state, params), or was it restored as plain dicts (restore it with a template)?"
+        )
+
+
 def has_loss_scale(opt_state: Any) -> bool:
     """Whether there is a loss scale in `opt_state`."""
     return bool(_scalings(opt_state))
@@ -101,7 +120,7 @@ def check_not_nested(inner_state: Any) -> None:
 
 
 def check_wrappers(opt_state: Any) -> None:
-    """Raises a ValueError for `optax.apply_if_finite` around `mixed_precision`, and for state behind it in a chain."""
+    """Raises a ValueError for `apply_if_finite` or `MultiSteps` around `mixed_precision`, and for state behind it."""
     chains = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_chain) if _is_chain(x)]
     for states in chains:
         wrapped = next(i for i, state in enumerate(states) if find(state, UnscaleState))
@@ -120,6 +139,21 @@ def check_wrappers(opt_state: Any) -> None:
             "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
             "inside, around the optimizer."
         )
+    for steps in find(opt_state, optax.MultiStepsState):
+        scales = [x for state in find(steps, UnscaleState) for x in _scalings(state) if may_scale(x)]
+        keeps_nan = not jax.tree.leaves(steps.skip_state)
+        if scales and (keeps_nan or not all(isinstance(x, StaticLossScaleState) for x in scales)):
+            raise ValueError(
+                "mixed_precision must unscale the gradients of each microbatch before they are added, and see each "
+                "overflow; got optax.MultiSteps around it, which adds scaled 16-bit gradients, and "
+                + (
+                    "keeps an inf or NaN in its sum for all later steps"
+                    if keeps_nan
+                    else "keeps an overflow from the dynamic loss scale, which would never fall"
+                )
+                + ". Put it inside: jaxmp.mixed_precision(optax.MultiSteps(inner, k), policy), or use "
+                "jaxmp.value_and_grad(accumulate=k)."
+            )
 
 
 def _is_chain(x: Any) -> bool:
@@ -134,8 +168,8 @@ def note_replaced(state: UnscaleState) -> None:
 
 
 def computes_low(opt_state: Any) -> bool:
-    """Whether `opt_state` belongs to an optimizer whose policy has wide params and computes in 16 bits."""
-    return bool(find(opt_state, LowUnscaleState))
+    """Whether `opt_state` is of a policy with wide params that computes in 16 bits, or is a shared loss scale."""
+    return bool(find(opt_state, LowUnscaleState) or find(opt_state, SharedLossScaleState))
 
 
 def with_policy(opt_state: Any, policy: Any) -> Any:
@@ -169,9 +203,11 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
 
     Returns:
-      float32[]; 1.0 if there is no loss scale.
+      float32[]; 1.0 for an optimizer without a loss scale, and for `()`. (A test or a program that scales by hand calls
+      `get_loss_scale(())` once, so that no update warns of a scale that nobody read.)
 
     Raises:
+      TypeError: `opt_state` is no state of an optimizer (params, a `tx`).
       ValueError: `opt_state` holds several loss scales, as with two `mixed_precision` in one `optax.multi_transform`.
 
     Example:
@@ -187,6 +223,7 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
 def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
+    check_is_state(opt_state, "get_loss_scale")
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
@@ -207,6 +244,10 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
     Returns:
       The tree of `params`, float leaves in float32.
 
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer.
+      ValueError: an optimizer's state as `params`; params of another tree; a split master without its bfloat16 param.
+
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
@@ -224,6 +265,7 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 
     if find(params, UnscaleState) or find(params, MasterState):
         raise ValueError("get_master_params takes (opt_state, params); got an opt_state as params. Swap the two.")
+    check_is_state(opt_state, "get_master_params")
     return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=tree_paths.is_box)
 
 
@@ -241,10 +283,38 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     found: list[Any] = [None] * len(units)
     for state in find(opt_state, MasterState):
-        for i, master in enumerate(treedef.flatten_up_to(state.master_params)):
+        for i, master in enumerate(masters_by_unit(treedef, state.master_params, params)):
             if not isinstance(master, optax.MaskedNode):
                 found[i] = master
     return jax.tree.unflatten(treedef, found)
+
+
+def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
+    """The masters of a `MasterState`, one for each leaf or box of `params`, whose structure is `treedef`.
+
+    Raises:
+      ValueError: the params have other leaves than those that `tx.init` got.
+    """
+    try:
+        return treedef.flatten_up_to(masters)
+    except ValueError as e:
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+        known, given = (
+            {
+                leaf_paths.param_of(tree_paths.path_str(path))[0]: None
+                for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+            }
+            for tree in (masters, params)
+        )
+        new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
+        if not new and not gone:
+            raise
+        raise ValueError(
+            f"params must have the leaves that tx.init got; {(new or gone)[0]} is "
+            + ("in the params only" if new else "in the optimizer's state only")
+            + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
+            'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
+        ) from e
 
 
 def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:
@@ -270,7 +340,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
     """What the last step did: a flat dict of scalars, with the same keys for every chain; NaN where not computed.
 
     Args:
-      opt_state: state after `update`, of any optimizer.
+      opt_state: state after `update`, of any optimizer; `()` for none.
 
     Returns:
       loss_scale: the scale that the *next* step will use; 1.0 where there is none.
@@ -290,6 +360,9 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
       fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer (params, a `tx`, a GradScaler).
+
     Example:
       >>> metrics = get_metrics(optax.sgd(0.1).init(jnp.ones(2)))
       >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
@@ -300,6 +373,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
             "get_metrics reads the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
             "scaler.found_inf() between step and update, scaler.state_dict()."
         )
+    check_is_state(opt_state, "get_metrics")
     nan = jnp.full((), jnp.nan, jnp.float32)
     unscale = next(iter(find(opt_state, UnscaleState)), None)
     scale = next(iter(_scalings(opt_state)), None)
@@ -344,6 +418,7 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
     if hasattr(opt_state, "found_inf"):  # a GradScaler, between step and update
         return opt_state.found_inf()
+    check_is_state(opt_state, "keep_if_skipped(opt_state, new, old)")
     states = find(opt_state, UnscaleState)
     return states[0].skipped if states else jnp.zeros((), bool)
 
@@ -363,6 +438,7 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
+      TypeError: `opt_state` is no state of an optimizer, as with arguments in another order.
       ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
 
     Example:
@@ -373,8 +449,8 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
       {'ema': Array([1.], dtype=float32)}
     """
-    _check_shapes(new, old)
     skipped = was_skipped(opt_state)
+    _check_shapes(new, old)
     if ambient.now().replaced_flags.get(id(skipped)) is skipped:
         raise ValueError(
             "whether a step was skipped stands in the opt_state that its update returned; got the opt_state that the "

@@ -14,8 +14,8 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.loss_scale import dynamic, protocol
-from jaxmp._src.step import mixed_precision, read_state, state_arrays, state_tuples
+from jaxmp._src.loss_scale import dynamic, protocol, static
+from jaxmp._src.step import mixed_precision, read_state, scale_reads, state_arrays, state_tuples
 
 
 class SharedLossScale(NamedTuple):
@@ -36,6 +36,8 @@ class SharedLossScale(NamedTuple):
 def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto") -> SharedLossScale:
     """One loss scale for several optimizers; each of them decides about its own skip.
 
+    The state of the scale knows no policy: pass `policy=` to `value_and_grad`.
+
     Args:
       loss_scale: `"auto"` for `DynamicLossScale()`, or as for `mixed_precision`.
       axis_name: axes over which devices agree; as for `mixed_precision`.
@@ -45,6 +47,9 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     Raises:
       TypeError: no loss scale.
+
+    Warns:
+      UnreadLossScale: as `jaxmp.apply_gradients`, while a step is traced: gradients that were not scaled by this scale.
 
     Example:
       >>> import jaxmp
@@ -67,6 +72,8 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         else protocol.as_loss_scale(loss_scale)
     )
 
+    is_dynamic = not isinstance(template, static.StaticLossScale)
+
     def init() -> state_tuples.SharedLossScaleState:
         fresh = state_tuples.SharedLossScaleState(read_state.scaling_state(template), jnp.ones((), bool))
         return state_arrays.own_buffers(fresh, foreign=template)
@@ -84,6 +91,8 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
                 "each optimizer under a shared loss scale must unscale its gradients; got one without "
                 "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
+        if is_dynamic:
+            scale_reads.check(grads, scale_state.scaling.loss_scale, stacklevel=3)
         finite = collectives.all_finite(grads, axis_name)
         params, opt_state = mixed_precision.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
@@ -92,8 +101,9 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     def update(scale_state: state_tuples.SharedLossScaleState) -> state_tuples.SharedLossScaleState:
         scaler = read_state.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
-        return state_tuples.SharedLossScaleState(
-            read_state.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite)
-        )
+        scaling = read_state.scaling_state(scaler)
+        if is_dynamic:
+            scale_reads.note_made(scaling.loss_scale, before=scale_state.scaling.loss_scale)
+        return state_tuples.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
 
     return SharedLossScale(init, apply_gradients, update)

@@ -44,6 +44,10 @@ class NoLossScaleState(LossScaleState):
     """A `LossScaleState` of a chain without a loss scale: its type says so while a step is traced."""
 
 
+class StaticLossScaleState(LossScaleState):
+    """A `LossScaleState` of a scale that never changes: its type says so while a step is traced."""
+
+
 class CustomLossScaleState(NamedTuple):
     """The changing part of a user's own loss-scale object.
 

@@ -90,8 +90,9 @@ def value_and_grad(
 
     Raises:
       TypeError: a param is not a float array (named by path); the loss is not a float scalar.
-      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis; an axis name is not
-        bound; the policy is not known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
+      ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis, or finds no batch among
+        the positional arguments, or a part of it that is passed on whole; an axis name is not bound; the policy is not
+        known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
@@ -124,9 +125,9 @@ def value_and_grad(
         carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
-        def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
-            positional = dict(zip(diff_argnums, diff, strict=True)) | whole | batch | carry
-            out = fun(*(positional[i] for i in range(len(args))), **kwargs)
+        def loss_fn(diff: Any, carry: Any, batch: Any, others: Any = whole | kwargs) -> Any:
+            given = dict(zip(diff_argnums, diff, strict=True)) | others | batch | carry
+            out = fun(*(given[i] for i in range(len(args))), **{name: given[name] for name in kwargs})
             loss, aux = loss_and_aux(out, has_aux)
             return loss, *carried_arguments.take(aux, carry)
 
@@ -135,9 +136,10 @@ def value_and_grad(
             batch_arguments.check_once(
                 seen,
                 (args, kwargs),
-                lambda batch, carry: loss_fn(diff, carry, batch)[0],
+                lambda batch, carry, others: loss_fn(diff, carry, batch, others)[0],
                 {i: args[i] for i in batches},
                 carry,
+                whole | kwargs,
                 k,
                 named=accumulate_argnums is not None,
             )

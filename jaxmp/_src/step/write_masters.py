@@ -166,10 +166,15 @@ def boxed_remainder(master: Float[Array, "..."], dtype: Any) -> Remainder16 | Re
 
 
 def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
-    """Raises a ValueError if the state holds another kind of masters than the transform was made for."""
+    """Raises a ValueError for masters of another kind than the transform was made for, or of another shape."""
     units, treedef = tree_paths.boxed_leaves(params)
-    for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True):
-        for x in jax.tree.leaves(master):
+    for (path, unit), master in zip(units, treedef.flatten_up_to(masters), strict=True):
+        for param, x in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):
+            if jnp.shape(param) != x.shape:
+                raise ValueError(
+                    f"params must have the shapes of their masters; got {jnp.shape(param)} at {path}, and its master "
+                    f"has {x.shape}. Pass the params that tx.init got, or make a new state for these by tx.init."
+                )
             if is_remainder(x) and x.dtype != dtype:
                 made = None if dtype is None else 8 * jnp.dtype(dtype).itemsize
                 raise ValueError(

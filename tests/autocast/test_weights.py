@@ -1,0 +1,126 @@
+"""Which operand of a matmul is a weight: inputs, and what a function makes of inputs alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from matmul_dtypes import matmuls
+
+RECIPE = jaxmp.fp8.CurrentScaling()
+FORWARD = "float8_e4m3fn"
+SIDE = 32
+KEYS = jax.random.split(jax.random.key(0), 8)
+W, M, B, C = (jax.random.normal(KEYS[i], (SIDE, SIDE)) / 6 for i in range(4))
+A1, B1 = jax.random.normal(KEYS[4], (SIDE, 16)) / 6, jax.random.normal(KEYS[5], (16, SIDE)) / 6
+X = jax.random.normal(KEYS[6], (48, SIDE))
+G = jnp.ones(SIDE)
+
+
+def in_fp8(fn):
+    return jaxmp.autocast(fn, "fp8", recipe=RECIPE)
+
+
+def inner(weight):
+    """A function whose second of three matmuls is by what `weight` makes of its params."""
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["first"])
+        h = jnp.tanh(h @ weight(params))
+        return jnp.mean((h @ params["last"]) ** 2)
+
+    return loss
+
+
+WEIGHTS = {
+    "mask": lambda p: p["w"] * (p["m"] > 0),
+    "where": lambda p: jnp.where(p["m"] > 0, p["w"], 0.0),
+    "sum": lambda p: p["w"] + p["m"],
+    "scaled": lambda p: 0.5 * p["w"].T,
+    "tanh": lambda p: jnp.tanh(p["w"]),
+    "weight norm": lambda p: p["w"] * (p["g"] / jnp.linalg.norm(p["w"], axis=0))[None],
+    "standardized": lambda p: p["w"] - jnp.mean(p["w"], axis=0, keepdims=True),
+    "LoRA": lambda p: p["w"] + p["a"] @ p["b"],
+    "LoRA, scaled": lambda p: lax.stop_gradient(p["w"]) + 2.0 * (p["a"] @ p["b"]),
+    "LoRA of a transposed": lambda p: (p["w"] + (p["a"] @ p["b"]).T).T,
+    "two LoRAs": lambda p: (p["w"] + p["a"] @ p["b"]) + p["a2"] @ p["b2"],
+    "in jit": lambda p: jax.jit(lambda w, a, b: w + a @ b)(p["w"], p["a"], p["b"]),
+    "dropped": lambda p: p["w"] * jax.random.bernoulli(p["key"], 0.5, (SIDE, SIDE)),
+    "stack": lambda p: (p["stack"] * 2.0)[1],
+}
+PARAMS = {"first": C, "last": B, "w": W, "m": M, "g": G, "a": A1, "b": B1, "a2": -A1, "b2": B1[::-1]}
+PARAMS |= {"key": jax.random.key(7), "stack": jnp.stack([W, M])}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_that_are_made_inside(name):
+    """The matmul by it runs in fp8, the products that make it do not; its gradient is that of its parts."""
+    loss = inner(WEIGHTS[name])
+    found = matmuls(in_fp8(loss), PARAMS, X)
+    assert found[FORWARD] == 1
+    assert found.get("bfloat16", 0) == 2 + {"two LoRAs": 2}.get(name, 1 if "LoRA" in name or name == "in jit" else 0)
+    floats = {k: v for k, v in PARAMS.items() if k != "key"}
+    got, expected = (
+        jax.jit(jax.grad(lambda p, f=f: f({**p, "key": PARAMS["key"]}, X)))(floats) for f in (in_fp8(loss), loss)
+    )
+    for key, value in expected.items():
+        assert np.linalg.norm(got[key] - value) <= 0.2 * np.linalg.norm(value)
+
+
+COMPUTED = {
+    "scores": lambda p, h: (h @ p["w"]).T,
+    "a mask of data": lambda p, h: p["w"] * (h[:SIDE] > 0),
+    "a residual": lambda p, h: (h + h @ p["w"]).T,
+    "a bias": lambda p, h: (jnp.tanh(h) @ p["w"] + p["g"][None]).T,
+    "a product of inputs": lambda p, h: p["a"] @ p["b"],
+    "positions": lambda p, h: (h @ p["w"] + jnp.tile(p["g"][None], (48, 1))).T,
+    "a loop over data": lambda p, h: lax.scan(lambda c, _: (jnp.tanh(c @ p["m"]), None), h, None, length=2)[0].T,
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_is_no_weight(name):
+    """Products with data inside stay in 16 bits, and the rows say why."""
+
+    def loss(params, x):
+        h = jnp.tanh(x @ params["first"])
+        return jnp.mean((h @ COMPUTED[name](params, h)) ** 2)
+
+    options = {"dtype": "fp8", "recipe": RECIPE, "filter": lambda path, eqn: True}
+    rows = jaxmp.explain_autocast(loss, PARAMS, X, **options).rows
+    assert "allow, not fp8: the function computes both operands" in {row.group for row in rows}
+
+
+def test_rows_say_why_other_products_are_left():
+    def loss(params, x):
+        h = jnp.tanh(x @ params["first"]) @ (params["w"] + params["a"] @ params["b"])
+        h = lax.ragged_dot(h, params["stack"], jnp.array([20, 28]))
+        image, kernel = h[:16].reshape(1, 4, 4, SIDE), params["w"][None, None]
+        image = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.mean(image) + jnp.mean(h @ params["last"])
+
+    rows = jaxmp.explain_autocast(loss, PARAMS, X, dtype="fp8", recipe=RECIPE).rows
+    groups = {row.group for row in rows}
+    for why in (
+        "it makes a part of a weight",
+        "call jaxmp.fp8.ragged_dot",
+        "it is a convolution",
+        "the last operation",
+    ):
+        assert any(why in group for group in groups), (why, groups)
+
+
+def test_lora_in_a_scan_trains_all_its_parts():
+    """A stack of layers with adapters: in fp8, and the gradients of A and B are those of float32."""
+    stack = {name: jnp.stack([PARAMS[name]] * 3) for name in ("w", "a", "b")}
+
+    def loss(stack, x):
+        body = lambda h, p: (jnp.tanh(h @ (p["w"] + p["a"] @ p["b"])), None)  # noqa: E731
+        return jnp.mean(lax.scan(jax.checkpoint(body), x, stack)[0] ** 2)
+
+    assert matmuls(in_fp8(loss), stack, X)[FORWARD] == 1
+    got, expected = (jax.jit(jax.grad(f))(stack, X) for f in (in_fp8(loss), loss))
+    for name, value in expected.items():
+        assert np.linalg.norm(got[name] - value) <= 0.2 * np.linalg.norm(value)

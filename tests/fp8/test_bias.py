@@ -1,0 +1,177 @@
+"""The bias of an fp8 layer: its gradient is summed in float32 in the pass that casts the gradient of the result."""
+
+import functools
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.base import tree_paths
+from jaxmp._src.fp8 import linen_layers
+from jaxmp.fp8 import CurrentScaling, DelayedScaling, Scales
+
+RNG = np.random.default_rng(0)
+RECIPE = DelayedScaling(amax_history_len=2)
+MATMUL = (((1,), (0,)), ((), ()))
+X, W = (jnp.asarray(RNG.normal(size=shape).astype(np.float32)) for shape in ((64, 32), (32, 48)))
+G = RNG.normal(size=(64, 48)).astype(np.float32)
+BIAS = jnp.asarray(RNG.normal(size=48).astype(np.float32))
+TX = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
+
+
+def everywhere(path, layer):
+    return True
+
+
+def scales():
+    return Scales(*[jnp.zeros(())] * 3)
+
+
+def product(x, w, bias, recipe=RECIPE):
+    leaves = scales() if recipe == RECIPE else None
+    return jaxmp.fp8.dot_general(x, w, MATMUL, recipe=recipe, scales=leaves, bias=bias)
+
+
+def assert_sums(got, grad):
+    """Within float32's rounding of the exact sums over all but the last axis."""
+    grad = np.asarray(grad, np.float64).reshape(-1, np.size(got))
+    bound = len(grad) * np.finfo(np.float32).eps * np.abs(grad).sum(axis=0)
+    assert np.all(np.abs(np.asarray(got, np.float64).ravel() - grad.sum(axis=0)) <= bound)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_value_and_gradient(recipe, dtype):
+    """The product with the bias added in the dtype of the result, and a gradient in the bias's own dtype."""
+    x, g = X.astype(dtype), jnp.asarray(G, dtype)
+    y, backward = jax.vjp(lambda bias: product(x, W, bias, recipe), BIAS)
+    np.testing.assert_array_equal(y, product(x, W, None, recipe) + BIAS[None].astype(dtype))
+    (d_bias,) = backward(g)
+    assert d_bias.dtype == jnp.float32
+    if recipe == RECIPE:  # else jax sums, in the dtype of the result
+        assert_sums(d_bias, g)
+
+
+@pytest.mark.parametrize(
+    "case", ["rows not of 16", "vector", "outer", "two free axes", "no free axis", "batch", "vmap", "vmap of all"]
+)
+def test_every_form(case):
+    """Whatever the shapes, the gradient of the bias is the sum of that of the result."""
+    x, w, bias, numbers = X, W, BIAS, MATMUL
+    run = functools.partial(jaxmp.fp8.dot_general, dimension_numbers=MATMUL, recipe=RECIPE, scales=scales())
+    if case == "rows not of 16":
+        x = X[:23]
+    elif case == "vector":
+        x, numbers = X[0], (((0,), (0,)), ((), ()))
+    elif case == "outer":
+        x, w, numbers = X[0], W[0], (((), ()), ((), ()))
+    elif case == "two free axes":
+        w, bias = W.reshape(32, 6, 8), BIAS.reshape(6, 8)
+    elif case == "no free axis":
+        w, bias = W[:, 0], BIAS[0]
+    elif case == "batch":
+        x, w, numbers = X.reshape(2, 32, 32), jnp.stack([W, W]), (((2,), (1,)), ((0,), (0,)))
+    elif case == "vmap":
+        x = X.reshape(4, 16, 32)
+    elif case == "vmap of all":
+        x, w, bias = X.reshape(4, 16, 32), jnp.stack([W] * 4), jnp.stack([BIAS] * 4)
+
+    def f(x, w, bias):
+        call = functools.partial(run, dimension_numbers=numbers)
+        one = lambda x, w, bias: call(x, w, bias=bias)  # noqa: E731
+        if case == "vmap":
+            return jax.vmap(one, (0, None, None))(x, w, bias)
+        return jax.vmap(one)(x, w, bias) if case == "vmap of all" else one(x, w, bias)
+
+    def loss(bias):
+        return jnp.sum(f(x, w, bias) * g)
+
+    with warnings.catch_warnings():
+        if case == "outer":
+            warnings.simplefilter("ignore", jaxmp.fp8.FallbackWarning)
+        g = jnp.asarray(np.random.default_rng(1).normal(size=jax.eval_shape(f, x, w, bias).shape).astype(np.float32))
+        got = jax.jit(jax.grad(loss))(bias)
+    if case == "vmap of all":
+        for one, part in zip(got, g, strict=True):
+            assert_sums(one, part)
+    else:
+        assert_sums(got, g)
+
+
+def test_a_bias_of_another_shape():
+    with pytest.raises(ValueError, match=r"shape of the axes of rhs that are not summed over, \(48,\); got \(1, 48\)"):
+        product(X, W, BIAS[None])
+
+
+class Layers(nn.Module):
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        bias = nn.initializers.normal()
+        x = nn.DenseGeneral((4, 8), dtype=self.dtype, bias_init=bias)(x)
+        x = nn.DenseGeneral(32, axis=(-2, -1), dtype=self.dtype, bias_init=bias)(nn.relu(x))
+        return nn.Dense(48, dtype=self.dtype, bias_init=bias)(nn.relu(x))
+
+
+WAYS = {"plain": Layers, "remat": nn.remat(Layers), "keeps": nn.remat(Layers, policy=jaxmp.fp8.save_quantized)}
+
+
+def step_of(model, policy):
+    def loss_fn(params, x, g):
+        with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+            y = model.apply({"params": params}, x)
+        return jnp.sum(y.astype(jnp.float32) * g), y
+
+    grad_fn = jaxmp.value_and_grad(loss_fn, has_aux=True, policy=policy)
+    return lambda params, opt_state, x, g: grad_fn(params, x, g, opt_state=opt_state)
+
+
+def biases(grads):
+    return {path: np.asarray(x) for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["fp32", "fp8"])
+def test_linen(way, policy, monkeypatch):
+    """Layers of linen: params as before, the value to the bit, and gradients that are summed by the product."""
+    model = WAYS[way](jnp.bfloat16 if policy == "fp32" else None)
+    with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+        params = model.init(jax.random.key(0), X)["params"]
+    step, opt_state = step_of(model, policy), TX.init(params)
+    (_, y), grads = jax.jit(step)(params, opt_state, X, G)
+    assert_sums(biases(grads)["Dense_0/bias"], G.astype(jnp.bfloat16))
+    monkeypatch.setattr(linen_layers, "_bias_of", lambda base, module: None)
+    (_, plain), others = jax.jit(step_of(model, policy))(params, opt_state, X, G)
+    np.testing.assert_array_equal(y, plain)
+    assert jax.tree.structure(grads) == jax.tree.structure(others)
+    for path, got in biases(grads).items():
+        np.testing.assert_allclose(got, biases(others)[path], rtol=2**-5, atol=0.2)  # jax sums in bfloat16
+
+
+def test_shard_map():
+    """Each device sums its own rows; the mean over devices is that of one device."""
+    model, mesh = Layers(), jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+        params = model.init(jax.random.key(0), X)["params"]
+    step, opt_state = step_of(model, "fp32"), TX.init(params)
+
+    def spread(params, opt_state, x, g):
+        _, grads = step(params, opt_state, x, g)
+        return jax.lax.psum(biases_of(grads), "data")
+
+    def biases_of(grads):
+        return {path: x for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
+
+    specs = P(), P(), P("data"), P("data")
+    got = jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=specs, out_specs=P()))(params, opt_state, X, G)
+    _, alone = jax.jit(step)(params, opt_state, X, G)
+    for path, expected in biases(alone).items():
+        np.testing.assert_allclose(got[path], expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,92 @@
+"""What reads a state says so when it gets something else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from helpers import assert_bitwise
+
+PARAMS = {"w": jnp.ones((3, 2))}
+TX = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+READERS = {
+    "get_loss_scale": jaxmp.get_loss_scale,
+    "get_metrics": jaxmp.get_metrics,
+    "check_progress": jaxmp.check_progress,
+    "get_master_params": lambda state: jaxmp.get_master_params(state, PARAMS),
+    "keep_if_skipped": lambda state: jaxmp.keep_if_skipped(state, {"a": jnp.ones(2)}, {"a": jnp.zeros(2)}),
+}
+NO_STATES = {
+    "params": PARAMS,
+    "none": None,
+    "number": 1.0,
+    "module": nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+    "dicts": {"scaling": {"loss_scale": jnp.ones(())}},  # as restored without a template
+    "loss_scale": jaxmp.DynamicLossScale(),
+}
+
+
+@pytest.mark.parametrize("given", NO_STATES)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_state_is_refused(reader, given):
+    with pytest.raises(TypeError, match=rf"{reader}.* reads the state of an optimizer.*; got \w+ without any.*swapped"):
+        READERS[reader](NO_STATES[given])
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_optimizer_in_place_of_its_state_is_refused(reader):
+    with pytest.raises(TypeError, match=rf"{reader}.*; got the optimizer. Pass tx.init\(params\)"):
+        READERS[reader](TX)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_states_of_all_kinds_are_read(reader):
+    module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    train_state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX, policy="bf16")
+    plain = [
+        tx.init(PARAMS)
+        for tx in (optax.sgd(0.1), optax.adam(0.1), optax.chain(TX), optax.multi_transform({"x": TX}, "x"))
+    ]
+    for state in (*plain, (), train_state, train_state.opt_state):
+        READERS[reader](state)
+    if reader != "get_master_params":
+        READERS[reader](nnx.Optimizer(module, TX, wrt=nnx.Param))
+
+
+def test_a_test_that_scales_by_hand_reads_the_scale_of_nothing():
+    assert_bitwise(jaxmp.get_loss_scale(()), np.float32(1))
+
+
+def test_keep_if_skipped_names_its_order():
+    new, old = {"a": jnp.ones(2)}, {"a": jnp.zeros(2)}
+    with pytest.raises(TypeError, match=r"keep_if_skipped\(opt_state, new, old\) reads .*; got dict without any"):
+        jaxmp.keep_if_skipped(new, old, TX.init(PARAMS))
+
+
+@pytest.mark.parametrize("step", ["apply_gradients", "update"])
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_leaves_that_came_after_the_optimizer_are_named(policy, step):
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=None if policy == "fp32" else 2.0)
+    state, params = tx.init(PARAMS), jaxmp.get_policy(policy).cast_to_param(PARAMS)
+
+    def run(params):
+        grads = jax.tree.map(jnp.ones_like, params)
+        return tx.update(grads, state, params) if step == "update" else jaxmp.apply_gradients(tx, grads, state, params)
+
+    with pytest.raises(ValueError, match="adapter/b is in the params only. Make the optimizer last"):
+        run({"w": params["w"], "adapter": {"b": params["w"]}})
+    with pytest.raises(ValueError, match="the leaves that tx.init got; w is in the optimizer's state only"):
+        run({})
+
+
+def test_calibrate_with_params_and_state_swapped():
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
+    params = PARAMS | {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"calibrate takes \(loss_fn, params, \*batch.*; got an optimizer's state as"):
+        jaxmp.fp8.calibrate(lambda p: 0.0, state, tx=tx, opt_state=params)
+    with pytest.raises(TypeError, match="calibrate reads the state of an optimizer"):
+        jaxmp.fp8.calibrate(lambda p: 0.0, params, tx=tx, opt_state=params)

@@ -1,0 +1,163 @@
+"""Params that were replaced by hand: their masters follow, and the next step goes on from them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from helpers import assert_bitwise
+
+F32 = np.float32
+RNG = np.random.default_rng(5)
+START = {"a": F32(RNG.normal(size=(3, 4))), "norm": F32(RNG.normal(size=4))}
+OTHER = {"a": F32(RNG.normal(size=(3, 4))), "norm": F32(RNG.normal(size=4))}
+KINDS = {"fp16": {}, "bf16": {}, "split16": {"remainder_bits": 16}, "split8": {"remainder_bits": 8}}
+
+
+class State(jaxmp.linen.TrainState):
+    """A subclass, for which flax writes `replace` anew."""
+
+    extra: Any = None
+
+
+def start(kind, rate=0.25, cls=State):
+    policy = jaxmp.get_policy("fp16" if kind == "fp16" else "bf16", keep_fp32=("norm",))
+    tx = jaxmp.mixed_precision(optax.sgd(rate), policy, loss_scale=None if kind != "fp16" else 4.0, **KINDS[kind])
+    return cls.create(apply_fn=None, params=START, tx=tx, policy=policy), policy
+
+
+def stepped(state, grad):
+    scale = jaxmp.get_loss_scale(state.opt_state)
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, grad * scale, p.dtype), state.params)
+    return state.apply_gradients(grads=grads)
+
+
+def masters(state):
+    return jaxmp.get_master_params(state.opt_state, state.params)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_train_state_trains_on_from_replaced_params(kind, traced):
+    state, policy = start(kind)
+    loaded = policy.cast_to_param(OTHER)
+
+    def replaced(state):
+        return state.replace(params=loaded)
+
+    new = (jax.jit(replaced) if traced else replaced)(state)
+    assert_bitwise(masters(new), jax.tree.map(lambda x: np.asarray(x).astype(F32), loaded))
+    # a step of 0.25 * 1.0 from the loaded weights
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(F32) - F32(0.25), loaded)
+    assert_bitwise(masters(stepped(new, 1.0)), expected)
+    assert_bitwise(masters(state), START if kind != "split8" else masters(start(kind)[0]))  # the old state is as it was
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_not_changed_keeps_its_master(kind):
+    state, _ = start(kind)
+    state = stepped(state, 2.0**-11)
+    before = masters(state)
+    halved = state.params["a"].at[0].multiply(0.5)
+    new = state.replace(params=state.params | {"a": halved})
+    expected = np.array(before["a"])
+    expected[0] = np.asarray(halved[0]).astype(F32)
+    assert_bitwise(masters(new), before | {"a": expected})
+    same = state.replace(params=jax.tree.map(lambda x: x, state.params), extra=1)
+    assert all(a is b for a, b in zip(jax.tree.leaves(same.opt_state), jax.tree.leaves(state.opt_state), strict=True))
+    assert same.extra == 1
+
+
+@pytest.mark.parametrize("kind", ["bf16", "split16"])
+def test_weights_that_are_clipped_between_steps_still_move_by_less_than_their_rounding(kind):
+    """The rule of a projected optimizer: 64 steps of 2^-13 each, of weights near 1."""
+    state, _ = start(kind, rate=1.0)
+
+    def step(state, _):
+        state = stepped(state, 2.0**-13)
+        return state.replace(params=jax.tree.map(lambda p: jnp.clip(p, -1, 1), state.params)), None
+
+    state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=64))(state)
+    a, norm = START["a"].copy(), START["norm"].copy()
+    for _ in range(64):
+        a, norm = a - F32(2.0**-13), np.clip(norm - F32(2.0**-13), -1, 1)
+        a = np.where(np.abs(a) > 1 + 2.0**-8, np.sign(a).astype(F32), a)
+    got = masters(state)
+    inside = np.abs(START["a"]) < 0.9
+    assert inside.sum() > 3
+    assert_bitwise(np.asarray(got["a"])[inside], a[inside])
+    assert_bitwise(got["norm"], norm)
+    assert np.max(np.abs(np.asarray(state.params["a"], F32))) <= 1
+
+
+def test_loaded_float32_params_keep_their_precision_when_they_are_cast_afterwards():
+    for kind in ("fp16", "bf16"):
+        state, policy = start(kind)
+        loaded = state.replace(params=OTHER)
+        with pytest.raises(ValueError, match="must have the dtypes of the policy; got float32 at a"):
+            stepped(loaded, 1.0)
+        loaded = loaded.replace(params=policy.cast_to_param(OTHER))
+        assert_bitwise(masters(loaded), OTHER)
+        stepped(loaded, 1.0)
+
+
+def test_params_with_their_state_and_other_trees_are_taken_as_they_are():
+    state, policy = start("bf16")
+    loaded = policy.cast_to_param(OTHER)
+    both = state.replace(params=loaded, opt_state=state.opt_state)
+    assert_bitwise(masters(both)["a"], START["a"])
+    mesh = jax.make_mesh((1,), ("x",))
+    for other in (None, {"other": jnp.ones(2)}, jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params)):
+        assert state.replace(params=other).opt_state.guarded is state.opt_state.guarded
+    shapes = jax.eval_shape(lambda: start("bf16")[0])
+    assert shapes.replace(params=shapes.params).params == shapes.params
+    wide, _ = start("bf16", cls=jaxmp.linen.TrainState)
+    reshaped = wide.replace(params=jax.tree.map(lambda x: x[..., :1], wide.params))
+    with pytest.raises(ValueError, match=r"shapes of their masters; got \(3, 1\) at a, .*\(3, 4\)"):
+        stepped(reshaped, 1.0)
+
+
+def test_masters_stay_where_they_are():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    cut, whole = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
+    state, policy = start("bf16")
+    params = jax.device_put(state.params, whole)
+    placed = jax.tree.map(lambda x: jax.device_put(x, cut if x.ndim == 2 else whole), state.opt_state)
+    state = state.replace(params=params, opt_state=placed)
+    loaded = jax.device_put(policy.cast_to_param(OTHER), whole)
+    for opt_state in (state.replace(params=loaded).opt_state, jaxmp.reload_master_params(placed, loaded)):
+        assert optax.tree.get(opt_state, "master_params")["a"].sharding == cut
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "flax"])
+def test_an_nnx_optimizer_reloads_its_masters(ours):
+    def made(seed):
+        return nnx.Linear(3, 4, rngs=nnx.Rngs(seed))
+
+    model, policy = made(0), jaxmp.get_policy("bf16")
+    tx = jaxmp.mixed_precision(optax.sgd(0.25), policy)
+    optimizer: Any = (jaxmp.nnx.Optimizer if ours else nnx.Optimizer)(model, tx, wrt=nnx.Param)
+    jaxmp.nnx.cast_to_param(model, policy)
+    loaded = nnx.state(made(1), nnx.Param)  # float32
+    nnx.update(model, loaded)
+    if ours:
+        optimizer.reload_master_params(model)
+    else:
+        optimizer.opt_state = jaxmp.reload_master_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+    jaxmp.nnx.cast_to_param(model, policy)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+
+    step(model, optimizer)
+    expected = np.asarray(loaded["kernel"][...]) - F32(0.25)
+    assert_bitwise(model.kernel[...], jnp.asarray(expected).astype(jnp.bfloat16))
+    state = nnx.as_pure(optimizer.opt_state)
+    assert_bitwise(optax.tree.get(state, "master_params")["kernel"], expected)
