@@ -103,7 +103,7 @@ def losses_of_16_bits() -> list[str]:
         "## Loss of 16 bits",
         "",
         "Five seeds of 1500 steps of the same model on four simulated devices, which an earlier version of "
-        "examples/parity.py made; gaps ± their deviation over seeds. Three steps of each float16 run overflow by force.",
+        "examples/parity.py made; gaps ± their deviation over seeds. Three float16 steps overflow by force.",
         "",
         "| policy | loss | against | gap | skipped steps |",
         "|---|---|---|---|---|",

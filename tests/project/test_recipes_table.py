@@ -43,5 +43,5 @@ def test_what_the_formats_command_says_was_measured(guide):
     )
     assert (guide.decibels, guide.with_outliers) == (round(normal), round(outliers))
     parity = recipes.losses().get("fp8" if guide.recipe == "DelayedScaling" else guide.recipe, {})
-    measured = [parity.get(name) for name in ("mean_gap_percent", "standard_error_percent")]
-    assert [guide.loss, guide.error] == [None if None in measured else round(value, 2) for value in measured]
+    shown = "" if guide.loss is None else f"{guide.loss:+.2f} ± {guide.error:.2f}"
+    assert shown == recipes.gap(parity)
