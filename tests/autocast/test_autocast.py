@@ -368,14 +368,22 @@ def test_rules_of_custom_derivatives_are_kept() -> None:
     assert_close(np.float32(tangent), np.broadcast_to(3 * w.sum(0), X.shape), rtol=1e-2, atol=1e-2)
 
 
-def test_a_weight_is_cast_before_the_loop() -> None:
-    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=4)[0]
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+def test_the_gradient_of_a_weight_that_a_loop_reads_is_summed_in_float32(dtype: Any) -> None:
+    """Each of 5000 steps adds one: in 16 bits the sum stops at 256 or 2048."""
 
-    (scan,) = [e for e in jax.make_jaxpr(jaxmp.autocast(fn))(X, W).jaxpr.eqns if e.primitive.name == "scan"]
-    assert [v.aval.dtype.name for v in scan.invars] == ["float16", "float16"]
-    body = scan.params["jaxpr"]
-    assert not [e for e in body.eqns if e.primitive.name == "convert_element_type"]
+    def fn(w: jax.Array) -> jax.Array:
+        return lax.scan(lambda total, x: (total + jnp.sum(x @ w), None), 0.0, jnp.ones((5000, 1, 4)))[0]
+
+    assert_bitwise(jax.jit(jax.grad(jaxmp.autocast(fn, dtype)))(W[:4]), np.full((4, 8), 5000, np.float32))
+
+
+def test_what_a_loop_keeps_of_a_weight_is_not_stacked() -> None:
+    def fn(w: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), X, None, length=77)[0])
+
+    text = str(jax.make_jaxpr(jax.grad(jaxmp.autocast(fn)))(W))
+    assert "[77,4,8]" in text and "[77,8,8]" not in text
 
 
 def test_loops_carry_what_their_body_gives() -> None:

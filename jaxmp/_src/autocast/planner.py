@@ -8,7 +8,8 @@ its neighbours (`value_uses`) may change the group, and the group decides on the
     widest       to the widest among the operands that *vote*
     None         back to what the operation was traced with
 
-As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. But a constant that
+As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. Among scalar arrays alone
+all vote (the logit of one class does not take a float32 logsumexp to 16 bits), except constants. But a constant that
 `dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32. If the operation only picks values, a constant
 that is too large saturates (`where(mask, x, -1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into
 a buffer runs in the dtype of the buffer.
@@ -256,10 +257,9 @@ class Planner:
 
     def _scan(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
-        low = _low_inputs(uses[0], lists, len(operands))
+        # What every iteration reads is cast inside: the gradient of a weight is then summed in float32.
         given = [
-            (_cast_early(v, dtype if i < n_consts else None))._replace(votes=inner.aval.ndim > 0)
-            for i, (v, dtype, inner) in enumerate(zip(operands, low, functions[0][0].invars, strict=True))
+            v._replace(votes=inner.aval.ndim > 0) for v, inner in zip(operands, functions[0][0].invars, strict=True)
         ]
         consts, scanned = given[:n_consts], given[n_consts + n_carry :]
         carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
@@ -350,7 +350,9 @@ def _widest(eqn: Any, operands: list[Value]) -> Any:
     if not floats:
         return None
     moves = eqn.primitive.name in cast_lists.MOVES
-    voting = [v for v in floats if v.votes and not (moves and v.const is not None)] or floats
+    is_scalar = all(getattr(v.aval, "ndim", 0) == 0 for v in eqn.invars)
+    given = [v for v in floats if not ((moves or is_scalar) and v.const is not None)]
+    voting = (given if is_scalar else [v for v in given if v.votes]) or floats
     dtype = np.dtype(jnp.result_type(*(v.dtype for v in voting)))
     if not moves:
         return dtype if _all_hold(dtype, floats) else FLOAT32

@@ -129,9 +129,6 @@ def _uses_of_operands(eqn: Any, functions: Any, inner: tuple[Uses, ...]) -> list
     """How each operand of an equation with functions inside is used there."""
     if eqn.primitive.name in jaxprs.CALLS:
         return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))
-    if eqn.primitive.name == "scan":  # what every iteration reads
-        consts = jaxprs.scan_counts(eqn)[0]
-        return [(v, i < consts and inner[0].low_inputs[i], False) for i, v in enumerate(eqn.invars)]
     return [(v, False, False) for v in eqn.invars]
 
 

@@ -25,14 +25,14 @@ from jaxmp._src.base import ambient, compat
 def leaf_for(leaf: Float[Array, ""], alike: Hashable, *arrays: Array) -> Float[Array, ""]:
     """The leaf whose scale casts what a layer computes from `arrays`: that of the first layer in this loss, or `leaf`.
 
-    `alike` says how the layer makes its tensor and its scale; layers share only if it is equal, and their leaves are
-    of one type. The amax of the returned leaf is also that of `leaf`.
+    `alike` says how the layer makes its tensor and its scale; layers share only if it is equal, and their arrays and
+    leaves are of one type. The amax of the returned leaf is also that of `leaf`.
     """
     if not ambient.is_in_loss():
         return leaf
     casts = ambient.now().notes.casts
     sources = tuple(_source(x) for x in arrays)
-    how = (alike, jax.typeof(leaf), compat.trace_state())
+    how = (alike, [x.dtype for x in arrays], jax.typeof(leaf), compat.trace_state())
     key = tuple(id(x) for x in sources)
     for known, first, its_how in casts.get(key, ()):
         shared = first()

@@ -308,7 +308,10 @@ def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
         )
         new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
         if not new and not gone:
-            raise
+            raise ValueError(
+                f"params must have the containers that tx.init got; got the same leaves in others (a FrozenDict for a "
+                f"dict, boxes for arrays): {e}. Put them back: flax.core.unfreeze(params), nnx.as_pure(params)."
+            ) from e
         raise ValueError(
             f"params must have the leaves that tx.init got; {(new or gone)[0]} is "
             + ("in the params only" if new else "in the optimizer's state only")

@@ -99,7 +99,7 @@ def follow(opt_state: Any, params: PyTree, before: PyTree) -> Any:
         if path in stored:
             rounded = stored_kernels.cast(full_before(path), new[stored[path]])
         else:
-            rounded = casting.cast_float(full_before(path), new[path].dtype, saturate=True)
+            rounded = casting.cast_float(full_before(path), jnp.asarray(new[path]).dtype, saturate=True)
         made = _as_master(full(path), master)
         kept = jnp.where(rounded == new[path], host_memory.to_device(jnp.asarray(master)), host_memory.to_device(made))
         return _placed(kept, master)
