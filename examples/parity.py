@@ -10,7 +10,7 @@ the batches) trains every policy on the same batches, and the gap of a policy to
 
 The baseline of 16 bits is fp32. The baseline of fp8 is bf16, because fp8 runs everything except its matmuls in bf16. A
 held-out loss is the mean of five, each 20 steps after the one before, up to the last step; all are computed in 16 bits.
-"evaluated in fp8" is what the loss of the same trained params changes when it is computed in the recipe instead.
+"in fp8" is what the loss of the same trained params changes when it is computed in the recipe instead.
 "fp8 FLOPs" are those of matmuls that run in the recipe, where attention's scores and sums count among all.
 
 A run takes about half a minute of one core, and of four bits ten times as long. The runs are made in two processes, and
@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from rich import progress
+from rich import box, progress
 from rich.console import Console
 from rich.table import Table
 
@@ -256,27 +256,28 @@ def _gap(prefix: str, gaps: np.ndarray, base: np.ndarray) -> dict[str, Any]:
 
 
 def table(summary: dict[str, dict[str, Any]]) -> Table:
-    """The summary for a reader."""
-    out = Table(title="held-out loss, nats per byte; gaps and their standard errors in percent of the baseline's")
-    for name in ("policy", "seeds", "mean", "against", "gap", "std. error", "fp8 FLOPs", "evaluated in fp8", "skips"):
-        out.add_column(name, justify="left" if name in ("policy", "against") else "right", no_wrap=name == "policy")
+    """The summary for a reader, in 80 columns."""
+    title = "held-out loss; gaps to fp32, of fp8 to bf16, ± their standard errors, in percent"
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title)
+    for name in ("policy", "seeds", "loss", "gap", "fp8 FLOPs", "in fp8", "skips"):
+        out.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for name, row in summary.items():
+        error = row.get("standard_error_percent")
+        share = row["fp8_flops_percent"]
         out.add_row(
             name,
             str(row["seeds"]),
             f"{row['mean']:.4f}",
-            "" if name == row["baseline"] else row["baseline"],
-            _signed(row.get("mean_gap_percent")),
-            _signed(row.get("standard_error_percent"), sign=""),
-            f"{row['fp8_flops_percent']:.0f} %" if row["fp8_flops_percent"] else "",
-            _signed(row.get("in_fp8_mean_gap_percent")),
+            _percent(row.get("mean_gap_percent")) + (f" ± {error:.2f}" if error is not None else ""),
+            f"{share:.0f} %" if share else "",
+            _percent(row.get("in_fp8_mean_gap_percent")),
             str(row["skipped_steps"]),
         )
     return out
 
 
-def _signed(value: float | None, sign: str = "+") -> str:
-    return "" if value is None else f"{value:{sign}.2f}"
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
 
 
 def config_of(cfg: Config) -> dict[str, Any]:
