@@ -550,6 +550,7 @@ class NnxNet(nnx.Module):
         return self.out(self.drop(y)), y
 
 
+@pytest.mark.costly
 def test_nnx_modules_as_arguments() -> None:
     model, twin = nnx.jit(lambda: (NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))))()
 

@@ -54,6 +54,7 @@ PARAMS = {"first": C, "last": B, "w": W, "m": M, "g": G, "a": A1, "b": B1, "a2":
 PARAMS |= {"key": jax.random.key(7), "stack": jnp.stack([W, M])}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_that_are_made_inside(name):
     """The matmul by it runs in fp8, the products that make it do not; its gradient is that of its parts."""

@@ -137,6 +137,7 @@ def biases(grads):
     return {path: np.asarray(x) for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["fp32", "fp8"])
@@ -156,6 +157,7 @@ def test_linen(way, policy, monkeypatch):
         np.testing.assert_allclose(got, biases(others)[path], rtol=2**-5, atol=0.2)  # jax sums in bfloat16
 
 
+@pytest.mark.costly
 def test_shard_map():
     """Each device sums its own rows; the mean over devices is that of one device."""
     model, mesh = Layers(), jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

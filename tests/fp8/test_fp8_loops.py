@@ -321,6 +321,7 @@ def test_a_run_without_fp8_goes_on_with_it():
 # What it costs
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])
 def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
     """A donated buffer that cannot be used is a warning, which is an error here."""
@@ -346,6 +347,7 @@ def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
         assert jax.tree.map(jax.typeof, state) == types
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_all_reduces_of_a_whole_step(how):

@@ -58,6 +58,7 @@ def trained(tx, params, steps=4):
     return params
 
 
+@pytest.mark.costly
 def test_labels_inside_of_mixed_precision_move_all_scales():
     params = init()
     new = trained(jaxmp.mixed_precision(optimizers(optax.sgd(0.1), params), "fp8", recipe=RECIPE), params)
@@ -76,6 +77,7 @@ def test_labels_outside_are_refused(way):
         trained(tx, params, 1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("way", "policy"), [("closed over", "fp8"), ("an argument", "fp16")])
 def test_layers_whose_scales_are_not_differentiated_cast_each_tensor_with_its_own_scale(way, policy):
     params = init()

@@ -128,6 +128,7 @@ def inputs_of(params):
     return [np.asarray(x) for path, x in found.items() if is_scale(path) and "lhs" in path]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_array_is_cast_once(name, unshared):
@@ -146,6 +147,7 @@ def test_an_array_is_cast_once(name, unshared):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), got, trained(apart, params))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("devices", [1, 4])
 def test_in_shard_map(devices):
     """One cast on each device, and amaxes of all devices: the scales are those of one device."""
@@ -159,6 +161,7 @@ def test_in_shard_map(devices):
     np.testing.assert_array_equal(inputs_of(alone), inputs_of(spread))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["fp8", "fp32"])
 def test_attention_of_flax(policy):
     """linen's and nnx's own attention: one cast for q, k and v, and one for `out`; by autocast and without."""
@@ -198,6 +201,7 @@ class Mixed(nn.Module):
         return gated + (gate * up).reshape(x.shape)
 
 
+@pytest.mark.costly
 def test_experts_gated_mlp_and_other_arrays():
     """Experts share the rows, a gated MLP the input of a plain layer; sin(x) keeps a scale of its own."""
     params = init(Mixed())

@@ -251,6 +251,7 @@ def test_the_activation_is_not_in_memory_on_a_gpu():
     assert text.count("@mosaic_gpu") == (3 if HAS_KERNELS else 0)
 
 
+@pytest.mark.costly
 def test_vmap_of_it():
     x, w = jnp.asarray(np.stack([small(F32), 2 * small(F32, 1)])), jnp.asarray(matrix(F32, (128, 64), 1))
     y, backward = jax.vjp(lambda s: jax.vmap(lambda x: product(x, w, s, "gelu"))(x), SCALES)

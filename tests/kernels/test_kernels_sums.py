@@ -23,6 +23,7 @@ def run(x, backend="auto", *, compute=None, wide=None, rows=1):
     return passes.run(plan, [x], [jnp.float32(2.0)], backend)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])

@@ -101,6 +101,7 @@ def test_dividing_is_not_multiplying_by_the_reciprocal():
     assert not np.array_equal(other, scaled.astype(F32) / F32(1000.0))
 
 
+@pytest.mark.costly
 def test_an_inf_under_a_static_scale_is_skipped():
     """mmcv does not look under a static scale, and holds NaN for ever after; here all devices stay as they were."""
     step, params, opt_state = start_mmcv(512.0)

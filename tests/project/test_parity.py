@@ -85,6 +85,7 @@ def test_an_interrupted_call_goes_on_with_what_is_missing(call, tmp_path):
     assert more == [("bf16", 4)]
 
 
+@pytest.mark.costly
 def test_another_config_is_refused_until_it_starts_anew(call):
     call()
     jobs, said = call(steps=200)
@@ -136,6 +137,7 @@ def test_the_layers_that_a_choice_names_stay_in_16_bits():
     assert "Fp8DotGeneral_0" not in params["logits"]
 
 
+@pytest.mark.costly
 def test_a_run_trains_in_fp8_and_is_evaluated_in_both(monkeypatch):
     monkeypatch.setattr(train, "topics", dict(list(train.topics.items())[:20]))
     cfg = dataclasses.replace(train.Config(), width=32, heads=2, layers=1, seq_len=32, steps=100)

@@ -99,6 +99,7 @@ def test_a_gradient_that_was_flipped_once_is_transient(tmp_path):
     assert "the step was skipped, and 3 replays are finite, with equal bits" in str(found)
 
 
+@pytest.mark.costly
 def test_a_layer_that_overflows_is_deterministic_and_named(tmp_path):
     x = jnp.ones((2, 4), HALF)
     params = jax.jit(Model().init)(jax.random.key(0), x)["params"]

@@ -240,6 +240,7 @@ def test_nnx():
     assert len(moved) == 3 * DEPTH and all(moved)
 
 
+@pytest.mark.costly
 def test_what_cannot_be_calibrated_is_refused():
     tx, params, opt_state = make()
     with pytest.raises(ValueError, match="opt_state holds none.*need no calibration"):

@@ -123,6 +123,7 @@ def test_gradients_of_another_program():
         tx.update(PARAMS, state, PARAMS)
     with fresh_process():
         shared = jaxmp.shared_loss_scale()
+        jaxmp.get_loss_scale(shared.init())
         trace(lambda g, s, p, h: shared.apply_gradients(tx, g, s, p, h), grads, state, PARAMS, shared.init())
     with fresh_process():  # a plain number is known without reading
         static = mixed(loss_scale=4.0)
