@@ -250,3 +250,20 @@ def test_what_cannot_be_calibrated_is_refused():
         jaxmp.fp8.calibrate(loss_fn, params, X, tx=many, opt_state=many.init(params))
     with pytest.raises(ValueError, match=r"finite; got an amax of (inf|nan) at Dense_0/.*lhs"):
         jaxmp.fp8.calibrate(loss_fn, params, np.full_like(X, np.inf), tx=tx, opt_state=opt_state)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_train_state_runs_the_loss_under_its_policy(jit):
+    """As the README writes it: no `policy=` in the call, and a model without a dtype."""
+    model = nn.Sequential([nn.Dense(SIDE) for _ in range(3)])
+    with jaxmp.autocast("fp8"):
+        params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
+    state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="fp8")
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    run = lambda state: state.calibrate(loss, X)  # noqa: E731
+    metrics = (jax.jit(run) if jit else run)(state).metrics
+    assert float(metrics["fp8/unused"]) == float(metrics["fp8/lost_gradients"]) == 0

@@ -34,9 +34,9 @@ def _replace(self: Any, **updates: Any) -> Any:
     A step computes 16-bit params from their masters, so new params alone would be undone by the next step. Where a
     param changed, its master is made from it; elsewhere it keeps all its bits. So one can train on from loaded weights,
     clip weights between two steps, and evaluate an average: only the state that this returns has other masters. (It
-    holds new masters, four bytes per parameter, as long as it lives. Where memory is short, evaluate by
-    `state.apply_fn({"params": average}, ...)`.) Loaded params in float32 keep their full precision in two calls:
-    `state.replace(params=loaded)`, and then `.replace(params=policy.cast_to_param(loaded))`.
+    holds new masters, four bytes per parameter, as long as it lives. Where memory is short, or to evaluate in float32,
+    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast by the state's policy, as in `create`;
+    their masters have the full precision.
 
     Args:
       **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are.
@@ -46,6 +46,8 @@ def _replace(self: Any, **updates: Any) -> Any:
     """
     if "params" in updates and "opt_state" not in updates:
         updates["opt_state"] = reload_masters.follow(self.opt_state, updates["params"], self.params)
+        if self.policy is not None and updates["opt_state"] is not self.opt_state:
+            updates["params"] = self.policy.cast_to_param(updates["params"])
     return dataclasses.replace(self, **updates)
 
 

@@ -103,8 +103,11 @@ def calibrate(
         axis_name=axis_name,
     )
 
+    carried = read_state.policy_of(opt_state)  # by a TrainState; no part of the pytree that jit takes
+
     def one_pass(opt_state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         """(amaxes, params, opt_state) after a step of the scales."""
+        opt_state = opt_state if carried is None else read_state.with_policy(opt_state, carried)
 
         def amaxes_at(opt_state: Any) -> PyTree:
             with layers.calibrating():
