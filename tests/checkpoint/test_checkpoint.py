@@ -87,6 +87,24 @@ def test_onto_another_mesh_and_back(steps, tmp_path):
         assert_bitwise(checkpoint.restore(manager, TX, params=abstract(trained()[0]))[1:3], trained())
 
 
+def test_moments_in_8_bits_lie_as_their_param(tmp_path):
+    """Codes and their scales; scales that the devices do not divide are whole."""
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
+    params = {"a": jnp.ones((16, 256)), "b": jnp.ones((32, 256))}
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    shardings = {"a": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P(None, "x"))}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=tx.init(params))
+        manager.wait_until_finished()
+        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+        restored = checkpoint.restore(manager, tx, params=like)
+    expected = jax.tree.leaves(jaxmp.sharding_of(tx, params, shardings))
+    for x, sharding in zip(jax.tree.leaves(restored.opt_state), expected, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    shapes = [x.addressable_shards[0].data.shape for x in optax.tree.get(restored.opt_state, "nu")["a"]]
+    assert shapes == [(4, 256), (4, 1)]
+
+
 def test_into_another_policy_as_convert_does_it(steps):
     params, opt_state = checkpoint.restore(steps, FP32, params=PARAMS)[1:3]
     assert_bitwise((params, opt_state), checkpoint.convert(trained()[1], trained()[0], to=FP32, policy="fp32"))

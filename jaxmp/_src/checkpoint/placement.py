@@ -6,7 +6,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import shardings
 from jaxmp._src.step import leaf_paths
+from pallas_kernels import moments
 
 
 def chosen_sharding(x: Any) -> Any:
@@ -49,7 +51,18 @@ class Shardings:
             found = self._by_path.get("/".join(parts[start:]))
             if found is not None and found[0] == tuple(shape):
                 return self.replicated if found[1] is None else found[1]
+            if parts[-1] in moments.Quantized._fields:
+                found = self._by_path.get("/".join(parts[start:-1]))
+                if found is not None and found[0][:-1] == tuple(shape[:-1]):
+                    return self._of_part_of_moment(parts[-1], shape, found[1])
         return self.replicated
+
+    def _of_part_of_moment(self, field: str, shape: tuple[int, ...], sharding: Any) -> Any:
+        """The sharding of the codes or the scales of a moment in 8 bits, from that of its param."""
+        if field == "codes" or not isinstance(sharding, jax.sharding.NamedSharding):
+            return self.replicated if sharding is None else sharding
+        spec = shardings.spec_of_scales(tuple(shape), sharding)
+        return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     def place(self, tree: PyTree) -> PyTree:
         """`tree` (params or a state) with each leaf moved to its sharding."""
