@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
@@ -34,7 +35,7 @@ class Shardings:
 
     def __init__(self, like: PyTree) -> None:
         leaves = leaf_paths.plain_leaves(like)
-        self._by_path = {path: (tuple(x.shape), chosen_sharding(x)) for path, x in leaves.items()}
+        self._by_path = {path: (np.shape(x), chosen_sharding(x)) for path, x in leaves.items()}
         known = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.NamedSharding)]
         empty = jax.sharding.PartitionSpec()
         self.replicated = jax.sharding.NamedSharding(known[0].mesh, empty) if known else None
