@@ -21,7 +21,7 @@ def mixed(dimension, position):
     return (x ^ (x >> 31)) | 1
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 100), (0, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 1), (2, 3, 100), (0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float64"])
 def test_the_sum_is_the_one_in_the_docstring(shape, dtype):
     x = np.asarray(RNG.normal(size=shape) * 9, dtype)
@@ -50,6 +50,16 @@ def test_it_does_not_matter_where_a_leaf_lies(axis_type):
     specs = [P(), P("a"), P("a", "b"), P(("a", "b")), P(None, "b"), P(None, None, "a")]
     found = [leaf_sums.of_tree({"x": jax.device_put(x, NamedSharding(mesh, spec))}) for spec in specs]
     assert all(one == found[0] for one in [*found, leaf_sums.of_tree({"x": np.asarray(x)})])
+
+
+def test_padding_does_not_count():
+    """Nor does where it is cut: the part of the last device is padding alone, that of the one before it in part."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x = RNG.normal(size=(6, 13)).astype(np.float16)
+    padded = jnp.asarray(np.pad(x, ((0, 0), (0, 3)), constant_values=7.0))
+    for spec in (P(), P(None, "a")):
+        found = leaf_sums.of_tree({"x": jax.device_put(padded, NamedSharding(mesh, spec))}, lambda path, shape: (6, 13))
+        assert found == leaf_sums.of_tree({"x": x})
 
 
 def test_any_element_that_changes_changes_it():

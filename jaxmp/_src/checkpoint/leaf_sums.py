@@ -11,7 +11,7 @@ changes the sum; any other damage does but for one chance in about 2^48.
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,10 +28,14 @@ _BLOCK = 2**16  # elements that are summed at a time
 _NARROW = 64  # rows with fewer elements are not summed one by one
 
 
-def of_tree(tree: PyTree) -> dict[str, str]:
-    """{path: checksum} of the leaves: arrays of jax or NumPy, keys, numbers. All processes of a job call it."""
+def of_tree(tree: PyTree, whole: Callable[[str, tuple[int, ...]], tuple[int, ...]] | None = None) -> dict[str, str]:
+    """{path: checksum} of the leaves: arrays of jax or NumPy, keys, numbers. All processes of a job call it.
+
+    `whole(path, shape)` is the shape of a leaf without padding: what lies outside does not count.
+    """
     leaves = {path: _checked(path, x) for path, x in tree_paths.leaves_by_path(tree).items()}
-    jobs = [(leaf_paths.plain(path), shape, part) for path, x in leaves.items() for shape, part in _parts_here(x)]
+    shapes = {path: x.shape if whole is None else whole(path, x.shape) for path, x in leaves.items()}
+    jobs = [(leaf_paths.plain(path), shapes[path], part) for path, x in leaves.items() for part in _parts_here(x)]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda job: sum_of_part(*job[2], shape=job[1]), jobs)
     totals = {leaf_paths.plain(path): 0 for path in leaves}
@@ -39,7 +43,7 @@ def of_tree(tree: PyTree) -> dict[str, str]:
         totals[path] += value
     totals = _over_processes(totals)
     for path, x in leaves.items():
-        totals[leaf_paths.plain(path)] += _kind(x)
+        totals[leaf_paths.plain(path)] += _kind(x.dtype, shapes[path])
     return {path: f"{value % 2**64:016x}" for path, value in totals.items()}
 
 
@@ -49,8 +53,9 @@ def differing(found: Mapping[str, str], recorded: Mapping[str, str]) -> list[str
 
 
 def sum_of_part(x: Any, starts: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The sum over the part `x` of an array of `shape`; `starts` is where the part begins in each dimension."""
-    bits = _bits(np.asarray(x() if callable(x) else x))
+    """The sum over the part `x` of an array; `starts` is where it begins in each dimension, `shape` where all ends."""
+    x = np.asarray(x() if callable(x) else x)
+    bits = _bits(x[tuple(slice(max(end - start, 0)) for start, end in zip(starts, shape, strict=True))])
     return _sum(bits, (*starts, 0) if bits.ndim > len(shape) else starts, 0) % 2**64
 
 
@@ -72,7 +77,7 @@ def _sum(bits: np.ndarray, starts: tuple[int, ...], dimension: int) -> int:
         if width > _BLOCK:
             total += int(first[0]) * _sum(block[0], starts[1:], dimension + 1)
         elif width < _NARROW:
-            factors = first if width == 1 else np.multiply.outer(first, of_row).reshape(-1)
+            factors = first if bits.ndim == 1 else np.multiply.outer(first, of_row).reshape(-1)
             total += int(np.einsum("i,i->", block.reshape(-1), factors))
         else:
             total += int(np.einsum("i,i->", np.einsum("ij,j->i", block.reshape(len(block), width), of_row), first))
@@ -96,9 +101,9 @@ def _bits(x: np.ndarray) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
-def _kind(x: Any) -> int:
+def _kind(dtype: Any, shape: tuple[int, ...]) -> int:
     """A number for dtype and shape."""
-    return zlib.crc32(f"{x.dtype.name}{tuple(x.shape)}".encode()) * 0x9E3779B97F4A7C15
+    return zlib.crc32(f"{dtype.name}{tuple(shape)}".encode()) * 0x9E3779B97F4A7C15
 
 
 def _checked(path: str, x: Any) -> Any:
@@ -112,16 +117,16 @@ def _checked(path: str, x: Any) -> Any:
     return np.asarray(x)
 
 
-def _parts_here(x: Any) -> list[tuple[tuple[int, ...], tuple[Any, tuple[int, ...]]]]:
-    """[(shape of the whole, (part, where it begins))] of the parts of a leaf that this process has to sum."""
+def _parts_here(x: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """[(part, where it begins)] of the parts of a leaf that this process has to sum."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         if jax.process_index():  # each process has it; the first one counts it
             return []
     if not isinstance(x, jax.Array):
-        return [(x.shape, (x, (0,) * x.ndim))]
+        return [(x, (0,) * x.ndim)]
     shards = [s for s in x.addressable_shards if s.replica_id == 0]
     # `s.data` is a new array each time: its copy on the host goes when the sum is taken.
-    return [(x.shape, (lambda s=s: np.asarray(s.data), tuple(part.start or 0 for part in s.index))) for s in shards]
+    return [(lambda s=s: np.asarray(s.data), tuple(part.start or 0 for part in s.index)) for s in shards]
 
 
 def _over_processes(totals: dict[str, int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import leaf_sums, placement
+from jaxmp._src.checkpoint import leaf_sums, padding, placement
 from jaxmp._src.step import leaf_paths
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
@@ -195,14 +195,15 @@ class Leaf(NamedTuple):
 
 def leaves(folder: pathlib.Path) -> Iterator[Leaf]:
     """The leaves of a saved step, read one at a time. Raises a ValueError if there is nothing to read."""
-    recorded = record(folder / ABOUT).get(CHECKSUMS)
+    about = record(folder / ABOUT)
+    recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
     state = tree_in(folder)
     tree = described(state)
     found = tree_paths.leaves_by_path(tree)
     for path, x in found.items():
         dtype = jnp.dtype(x.dtype)
         key = leaf_paths.plain(path)
-        whole = _checksum(state, tree, path) == recorded.get(key) if recorded is not None else None
+        whole = _checksum(state, tree, path, padded) == recorded.get(key) if recorded is not None else None
         yield Leaf(key, tuple(x.shape), dtype.name, math.prod(x.shape) * dtype.itemsize, whole)
     known = {leaf_paths.plain(path) for path in found}
     for path in recorded or {}:
@@ -218,7 +219,7 @@ def is_whole(folder: pathlib.Path) -> bool:
         return False
 
 
-def _checksum(state: pathlib.Path, tree: Any, path: str) -> str | None:
+def _checksum(state: pathlib.Path, tree: Any, path: str, padded: padding.Padding) -> str | None:
     """The checksum of a leaf on disk; None if it cannot be read."""
     ocp = package()
     only = tree_paths.map_with_path(lambda at, _: 0 if at == path else ocp.PLACEHOLDER, tree)
@@ -227,7 +228,7 @@ def _checksum(state: pathlib.Path, tree: Any, path: str) -> str | None:
         with ocp.PyTreeCheckpointer() as reader:
             found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
         x = tree_paths.leaves_by_path(found)[path]
-        return next(iter(leaf_sums.of_tree({"x": x}).values()))
+        return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
     except Exception:  # whatever Orbax says of a damaged file
         return None
 
@@ -252,9 +253,11 @@ def read(
     params: PyTree,
     extra: Mapping[str, PyTree],
     checksums: Mapping[str, str] | None,
+    new: padding.Padding,
 ) -> Any:
-    """The saved tree in its saved structure and dtypes, each leaf with the sharding that the job wants.
+    """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
 
+    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `new` says what is padding then.
     What jax would shorten (64 bits, without x64) is an array of NumPy, and a number is a number of Python.
     """
     shardings = placement.Shardings(params)
@@ -272,10 +275,10 @@ def read(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or shardings.replicated or default)
 
     try:
-        found = reader.restore(folder, tree_paths.map_with_path(target, tree))
+        found = reader.restore(folder, tree_paths.map_with_path(target, tree), strict=False)
     except Exception as e:
         raise _unreadable(folder, e) from e
-    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found), checksums)):
+    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, new.whole), checksums)):
         raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
     return found if placed else jax.tree.map(_uncommitted, found)

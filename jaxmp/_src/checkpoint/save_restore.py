@@ -18,7 +18,8 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, leaf_sums, orbax, placement, writer
+from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, leaf_sums, orbax, padding, placement, writer
+from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
@@ -92,6 +93,7 @@ def save(
     loss_scale: Any = None,
     recipe: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    layout: param_layout.Layout | None = None,
     force: bool = False,
 ) -> bool:
     """Saves a step. With a manager of `manager()` it returns after it copied the arrays, and writes in the background.
@@ -104,6 +106,8 @@ def save(
       extra: other trees of arrays and numbers by name, such as `{"batch_stats": ..., "key": ..., "epoch": 3}`.
       policy, loss_scale, recipe: those of the optimizer, for the record; see `read_metadata`.
       metadata: more for the record: text, numbers, bools, None, lists and dicts of these.
+      layout: the layout that `params` and `opt_state` are padded with (`jaxmp.fsdp.pad`), for the record: so a restore
+        on another number of devices knows what is padding.
       force: save the step even if the manager's interval would skip it.
 
     Returns:
@@ -138,8 +142,10 @@ def save(
     about["fp8_scales"] = [path for path in leaf_paths.plain_leaves(params) if scale_leaves.is_scale(path)]
     if not force and not manager.should_save(step):
         return False
+    padded = padding.of_layout(layout, params, "layout=")
+    about["layout"] = padded.as_json()
     orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
-    about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree)})
+    about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
     items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
@@ -213,6 +219,7 @@ def restore(
     params: PyTree,
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
+    layout: param_layout.Layout | None = None,
 ) -> Restored:
     """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
@@ -230,6 +237,8 @@ def restore(
       extra: other trees to restore, by name: trees like the saved ones. Numbers of Python and arrays of NumPy come back
         as such, with all of their bits.
       step: which step; default: the newest complete one.
+      layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
+        layout, for another number of devices, or with none.
 
     Returns:
       A `Restored`.
@@ -259,8 +268,9 @@ def restore(
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
     wanted = dict(extra or {})
+    old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
     with ocp.StandardCheckpointer() as reader:
-        tree = orbax.described(folder)
+        tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
         parts = orbax.parts(tree, folder)
         saved = _saved_of(parts, params, order)
         if tx is None:
@@ -274,7 +284,7 @@ def restore(
             convert_lib.check(saved, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums), folder)
+        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
     saved = _saved_of(parts, params, order)
     opt_state = None
     if tx is None:
