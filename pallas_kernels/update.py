@@ -234,7 +234,8 @@ def multi_tensor_update(
 
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
         if write_order.pays((leaves, scalars, taken)):
-            return _in_order(*_of(leaves, scalars), n_sums, taken)
+            f, whole, scalars = _of(leaves, scalars)
+            return _in_order(f, whole, scalars, n_sums, taken)
         return multi_tensor.reference(*_of(leaves, scalars), n_sums=n_sums, when=taken)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
@@ -354,7 +355,7 @@ def _in_order(
 ) -> multi_tensor.Result:
     """The same as `multi_tensor.reference`, flags before weights before moments: see `write_order`."""
 
-    def with_flags(values: multi_tensor.Values) -> tuple[list[Array], list[Array]]:
+    def with_flags(values: multi_tensor.Values) -> Any:
         results, sums = f(values)
         held, saturated = sums[0] != 0, sums[1] != 0 if len(sums) == 2 else None
         return [*results, *write_order.in_bytes([held], [saturated])], sums

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int8, PyTree
 
 from pallas_kernels import backend
@@ -28,7 +29,7 @@ Flags = list[Int8[Array, "..."]]
 
 def pays(tree: PyTree) -> bool:
     """Whether a step is traced on a machine whose default device is a CPU. (Without a trace, nothing is donated.)"""
-    return jax.default_backend() == "cpu" and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return jax.default_backend() == "cpu" and any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def behind(tree: PyTree) -> PyTree:

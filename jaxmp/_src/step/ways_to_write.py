@@ -183,7 +183,8 @@ def _in_order(
 
     `only_writes`: params are written from their masters, and nobody reads the updates of these.
     """
-    updates, new = _selected(*update(grads, state, params), state, held, taken)
+    updates, new = update(grads, state, params)
+    updates, new = _selected(updates, new, state, held, taken)
     weights = (_without_masters(updates, state) if only_writes else updates), _masters(new)
     (own, masters), others = write_order.behind((weights, _with_masters(state, None)))
     state = _with_masters(others, _masters(state))
