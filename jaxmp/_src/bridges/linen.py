@@ -35,19 +35,25 @@ def _replace(self: Any, **updates: Any) -> Any:
     param changed, its master is made from it; elsewhere it keeps all its bits. So one can train on from loaded weights,
     clip weights between two steps, and evaluate an average: only the state that this returns has other masters. (It
     holds new masters, four bytes per parameter, as long as it lives. Where memory is short, or to evaluate in float32,
-    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast by the state's policy, as in `create`;
-    their masters have the full precision.
+    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast as the old ones are; their masters have
+    the full precision. A state that got an average and then its old params back has lost the bits of its masters below
+    the rounding of the params: keep the state from before instead.
 
     Args:
-      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are.
+      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are, and so is a tree
+        without arrays, such as one of shardings.
 
     Returns:
       The new state.
+
+    Raises:
+      ValueError: `params` that do not fit those of this state: another tree, another shape, no floats (named by path).
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["opt_state"] = reload_masters.follow(self.opt_state, updates["params"], self.params)
-        if self.policy is not None and updates["opt_state"] is not self.opt_state:
-            updates["params"] = self.policy.cast_to_param(updates["params"])
+        cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
+        updates["params"], updates["opt_state"] = reload_masters.follow(
+            self.opt_state, updates["params"], self.params, cast
+        )
     return dataclasses.replace(self, **updates)
 
 
