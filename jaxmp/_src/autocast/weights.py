@@ -5,8 +5,8 @@ scaled by a computed number (W / sigma); or an input plus the product of two oth
 else is computed from data. A function does not say which of its inputs are data, so the input of its first layer looks
 like a weight too; whoever asks takes the operand that was changed least.
 
-For the same reason a product of two inputs may be weights (A B) or a first layer (x W). It is taken for weights where it
-is multiplied with a computed value that depends on neither of the two: h (A B).
+For the same reason a product of two inputs may be weights (A B) or a first layer (x W). It is taken for weights where
+it is multiplied with a computed value that depends on neither of the two: h (A B).
 """
 
 from collections.abc import Sequence
