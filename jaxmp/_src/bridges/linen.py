@@ -16,7 +16,14 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state, reload_masters
+from jaxmp._src.step import (
+    argument_kinds,
+    extra_arguments,
+    mixed_precision,
+    policy as policy_lib,
+    read_state,
+    reload_masters,
+)
 from jaxmp._src.step.calibrate import calibrate
 
 
@@ -108,12 +115,20 @@ class TrainState(_Replaced, train_state.TrainState):
           **kwargs: fields of subclasses, such as `batch_stats`.
 
         Raises:
-          ValueError: `policy` with a `tx` that keeps no masters.
+          TypeError: arguments in the place of others.
+          ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy of the params.
         """
+        argument_kinds.check(
+            "TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)",
+            params=("params", params),
+            tx=("optimizer", tx),
+            policy=("policy", policy),
+        )
         opt_state = tx.init(params)
         if policy is not None:
             mixed_precision.check_trains_casts(opt_state)
             policy = policy_lib.get_policy(policy)
+            read_state.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
         step = jax.numpy.zeros((), jax.numpy.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, policy=policy, **kwargs)
