@@ -278,17 +278,17 @@ def check_precision(name: str) -> None:
 
 def _what_else(x: Any) -> str:
     """What was given in place of a policy, and what to write."""
-    if type(x) is int and x in (16, 32):
-        return f"int. Use {'16-mixed' if x == 16 else 'fp32'!r}"
-    if argument_kinds.kind_of(x) == "optimizer":
+    kind = argument_kinds.kind_of(x)
+    if kind == "optimizer":
         return "an optimizer. The order is mixed_precision(inner, policy)"
-    if argument_kinds.kind_of(x) == "dtype":
+    if kind == "dtype":
         name = jnp.dtype(x).name
         names = {"float32": ("fp32",), "float16": ("fp16", "16-mixed"), "bfloat16": ("bf16", "bf16-mixed")}
         names |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), ("fp8",))
         found = " or ".join(map(repr, names.get(name, ())))
         return f"the dtype {name}" + (f". Use {found}" + " (float32 params)" * ("-" in found) if found else "")
-    return type(x).__name__
+    hint = {16: ". Use '16-mixed'", 32: ". Use 'fp32'"}.get(x, "") if isinstance(x, int) else ""
+    return type(x).__name__ + hint
 
 
 def _close_to(name: str, others: Sequence[str] = ()) -> str:
