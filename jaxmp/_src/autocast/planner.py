@@ -273,7 +273,7 @@ class Planner:
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
-        # A 16-bit input that every iteration reads enters in float32, and the body casts it back: a sum in float32, too.
+        # A 16-bit input that every iteration reads enters in float32, and the body casts it back: so does its gradient.
         read = [FLOAT32 if _is_low_input(v) else v.dtype for v in consts]
         return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
 
