@@ -218,7 +218,8 @@ class Planner:
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
         casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
-        if not any(p.changed for p in inner):
+        sums = eqn.primitive.name == "scan" and any(map(_is_low_input, operands[: jaxprs.scan_counts(eqn)[0]]))
+        if not sums and not any(p.changed for p in inner):
             step = written(eqn, lists, group or "written")
             origins = [v._replace(computed=result.computed) for v, result in zip(step.results, results, strict=True)]
             return step._replace(results=tuple(origins), inner=tuple(inner))
@@ -272,7 +273,9 @@ class Planner:
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
-        return [v.dtype for v in (*consts, *carry, *scanned)], [plan], results
+        # A 16-bit input that every iteration reads enters in float32, and the body casts it back: so does its gradient.
+        read = [FLOAT32 if _is_low_input(v) else v.dtype for v in consts]
+        return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
@@ -294,11 +297,16 @@ def _of_repeats(step: Step, operands: list[Value]) -> Step:
     is_low = step.results and step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
     if step.how not in ("bind", "written") or not is_low:
         return step
-    repeats = any(
-        is_repeated(step.eqn, i) and not v.computed and v.const is None and v.dtype in FLOATS
-        for i, v in enumerate(operands)
-    )
+    repeats = any(is_repeated(step.eqn, i) and _is_input(v) for i, v in enumerate(operands))
     return step._replace(how="repeat") if repeats else step
+
+
+def _is_input(v: Value) -> bool:
+    return v.dtype in FLOATS and not v.computed and v.const is None
+
+
+def _is_low_input(v: Value) -> bool:
+    return _is_input(v) and v.dtype != FLOAT32
 
 
 def is_repeated(eqn: Any, i: int) -> bool:
