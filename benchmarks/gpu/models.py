@@ -145,7 +145,7 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
         try:
             return build(flash=True)
         except Exception as e:
-            bench.leave_out(f"flash attention, width {width}, {policy_name}", e)
+            bench.left_out(f"flash attention, width {width}, {policy_name}", f"{type(e).__name__}: {e}")
     return build(flash=False)
 
 
