@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from benchmarks.lib import trees
 from pallas_kernels import moments, update
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -81,8 +80,8 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
         found[name] = (functools.partial(f, backend=backend), tree)
     for name, kind in UPDATES.items():
         found[f"multi_tensor_update, {name}"] = (
-            functools.partial(_updated, RULES[kind[0]], backend=backend),
-            functools.partial(_weights, kind, [(n // 256 or 1, 256) for n in sizes]),
+            functools.partial(updated, RULES[kind[0]], backend=backend),
+            functools.partial(weights, kind, [(n // 256 or 1, 256) for n in sizes]),
         )
     return found
 
@@ -110,21 +109,21 @@ def _activation_grad(g: jax.Array, x: jax.Array, *, activation: str, backend: st
     return f(g, x, jnp.float32(4.0), E5M2, activation=activation, backend=backend)
 
 
-def _weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:
+def weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:
     rule, param_dtype, master, state = kind
     made = []
-    for i, x in enumerate(jax.tree.leaves([trees.leaf(*shape) for shape in shapes])):
-        w = normal(x.shape, seed * 8 + i, "float32")
-        held = tuple(moments.zeros(x.shape, state, signed=signed) for signed in RULES[rule].signed)
+    for i, shape in enumerate(shapes):
+        w = normal(shape, seed * 8 + i, "float32")
+        held = tuple(moments.zeros(shape, state, signed=signed) for signed in RULES[rule].signed)
         if master.startswith("int"):
             param, kept = moments.split(w, jnp.dtype(master))
         else:
             param, kept = (w.astype(param_dtype), w) if master else (None, w)
-        made.append((normal(x.shape, seed * 8 + i + 4, param_dtype), param, kept, held))
+        made.append((normal(shape, seed * 8 + i + 4, param_dtype), param, kept, held))
     return [made]
 
 
-def _updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: int = 3) -> Any:
+def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: int = 3) -> Any:
     """(param, master, moments) of each weight after a step, and the counts."""
     one = jnp.float32(1.0)
     moved, counts = update.multi_tensor_update(

@@ -230,7 +230,7 @@ def _example_step(size: dict[str, int], batch: tuple[int, int], *, policy_name: 
         from benchmarks.lib.examples import train
     except ModuleNotFoundError as e:
         raise LeftOut(f"examples/train.py needs {e.name}") from e
-    policy, recipe = train.precision_of(policy_name)
+    policy, recipe, _ = train.precision_of(policy_name)
     model = train.Transformer(**size, dtype=policy.compute_dtype)
     tokens = jax.random.randint(jax.random.key(0), batch, 0, 256).astype(jnp.uint8)
 

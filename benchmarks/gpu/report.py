@@ -69,7 +69,7 @@ def all_targets() -> list[Target]:
     what = "training step of stacked layers"
     found.append(Target("offload", what, ("host", "hidden"), None, 0.5, "of the copies hidden", True))
     for name in ("AdamW, float16 with masters", "AdamW, bfloat16 split, int8 moments"):
-        what = f"multi_tensor_update {name}, GPT-2 small"
+        what = f"multi_tensor_update {name}, 16 leaves"
         by = ("not taken", "us")
         found.append(Target("skipped", what, ("taken", "us"), by, 5.0, "times faster when not taken"))
     for what in ("gradient_norm, float16", "multi_tensor_update AdamW"):

@@ -182,17 +182,17 @@ def run_sections(
     order = sorted(sections, key=lambda name: records[name].state() not in ("", NO_TIME))
     for name in order:
         if records[name].state() == PASSED:
-            print(f"{name:18}kept: it passed before", flush=True)
+            print(f"{name:20}kept: it passed before", flush=True)
             continue
         left = ends - time.monotonic()
         if left < min(5.0, sections[name].limit):
-            print(f"{name:18}not started: the time for the whole run was over", flush=True)
+            print(f"{name:20}not started: the time for the whole run was over", flush=True)
             continue
         records[name].forget_what_is_to_run_again()
         records[name].save()
         record = runner.run(name, sections[name], folder, header, ends)
         counts = ", ".join(f"{n} {state}" for state, n in record.counts().items())
-        print(f"{name:18}{record.state() or 'nothing ran':10}{record.data['seconds']:7.1f} s   {counts}", flush=True)
+        print(f"{name:20}{record.state() or 'nothing ran':10}{record.data['seconds']:7.1f} s   {counts}", flush=True)
         for row in record.rows:
             if "us" in row:
                 print(f"    {row['what']}, {row['variant']}: {row['us']:.1f} us", flush=True)

@@ -364,10 +364,10 @@ def test_fp8_pays_from_the_width_behind_which_it_always_does(fp8_us, width):
 
 def test_every_target_is_of_a_row_that_a_section_makes():
     """By name: a target of a row that no section makes would always be missed."""
-    from benchmarks.gpu import kernels, launches, offload, optimizer
+    from benchmarks.gpu import kernels, launches, offload, optimizer, soundness
 
     updates = {f"multi_tensor_update AdamW, {kind}" for kind in kernels.KINDS}
-    skipped = {f"multi_tensor_update {name}, {kernels.TREE}" for name in launches.UPDATES}
+    skipped = {soundness.SKIPPED.format(name) for name in launches.UPDATES}
     asked = {target.what for target in report.all_targets()}
     assert {what for what in asked if what.startswith("multi_tensor_update AdamW, float3")} <= updates | skipped
     assert {target.what for target in report.all_targets() if target.section == "skipped"} <= skipped
@@ -390,6 +390,21 @@ def test_the_copy_is_timed_in_a_process_of_its_own(tmp_path):
     assert [row["variant"] for row in record.rows] == ["memcpy", "kernel"]
     for found in record.rows:
         assert 0 < found["low_us"] <= found["us"] <= found["high_us"] and found["bytes_per_s"] > 0
+
+
+def test_the_example_is_built_as_the_example_builds_it(monkeypatch):
+    """Its functions are the example's own, and change with it: traced, not compiled."""
+    import jax
+
+    from benchmarks.gpu import models
+
+    def traced(policy, recipe, model, loss_fn, example, batch, **kwargs):
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0), example)["params"])
+        return policy.compute_dtype, recipe, jax.eval_shape(loss_fn, params, batch).shape, kwargs["tokens"]
+
+    monkeypatch.setattr(models, "train_step", traced)
+    size = {"width": 32, "layers": 1, "heads": 2}
+    assert models._example_step(size, (1, 17), policy_name="bf16") == (jax.numpy.bfloat16, None, (), 16)
 
 
 @pytest.mark.campaign
