@@ -57,9 +57,9 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"table"`:
-        takes rows of a 16-bit input, whose gradient is summed in float32; `"call"`: it has functions inside, with a
-        plan each.
+      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
+        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"call"`: it has
+        functions inside, with a plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
@@ -149,7 +149,7 @@ class Planner:
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
             step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)
-            step = _of_table(step, operands)._replace(narrow=narrow.get(i))
+            step = _of_repeats(step, operands)._replace(narrow=narrow.get(i))
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -289,11 +289,26 @@ def _with_origin(step: Step, operands: list[Value]) -> Step:
     return step._replace(results=(step.results[0]._replace(computed=operands[0].computed),))
 
 
-def _of_table(step: Step, operands: list[Value]) -> Step:
-    """A gather from an input in 16 bits, such as an embedding."""
-    is_table = step.eqn.primitive.name == "gather" and not operands[0].computed
-    is_low = step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32 if is_table else False
-    return step._replace(how="table") if is_low and step.how in ("bind", "written") else step
+def _of_repeats(step: Step, operands: list[Value]) -> Step:
+    """An operation that uses elements of a 16-bit input several times: an embedding's rows, a bias, a scale."""
+    is_low = step.results and step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
+    if step.how not in ("bind", "written") or not is_low:
+        return step
+    repeats = any(
+        is_repeated(step.eqn, i) and not v.computed and v.const is None and v.dtype in FLOATS
+        for i, v in enumerate(operands)
+    )
+    return step._replace(how="repeat") if repeats else step
+
+
+def is_repeated(eqn: Any, i: int) -> bool:
+    """Whether an equation may use elements of operand `i` several times."""
+    name = eqn.primitive.name
+    if name == "gather":
+        return i == 0
+    if name not in ("broadcast_in_dim", "add", "sub", "mul") or isinstance(eqn.invars[i], core.Literal):
+        return False
+    return eqn.invars[i].aval.size < eqn.outvars[0].aval.size
 
 
 def _literal(literal: Any) -> Value:
@@ -306,7 +321,7 @@ def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
     return (
-        step.how in ("call", "table")
+        step.how in ("call", "repeat")
         or callable(step.narrow)
         or any(
             cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)

@@ -1,4 +1,8 @@
-"""Rows of a 16-bit table: the gradient of a row that is used often is summed in float32."""
+"""16-bit params whose elements are used often, rows of a table and biases: their gradients are summed in float32.
+
+The plain sum of 16-bit numbers ends at 256 in bfloat16, because 256 + 1 is 256 there. XLA for CPU makes that sum for
+inputs of three axes; the transpose of a gather adds in the dtype of the table on every device.
+"""
 
 import functools
 
@@ -103,3 +107,99 @@ def test_rows_and_their_tangents_are_as_they_were():
     for got, x in zip(found, expected, strict=True):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_array_equal(got.astype(jnp.float32), x.astype(jnp.float32))
+
+
+# ---- biases and factors: (rows, positions, width) plus or times (width,)
+
+INPUTS = np.ones((25, 120, WIDTH), np.float32)
+
+
+def wide(bias, x):
+    return bias.reshape((1,) * (x.ndim - 1) + bias.shape)
+
+
+def dense(bias, x):
+    return nn.Dense(WIDTH).apply({"params": {"kernel": jnp.eye(WIDTH), "bias": bias}}, x)
+
+
+def dense_nnx(bias, x):
+    layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    layer.bias[...] = bias
+    return layer(x)
+
+
+def dense_of_16_bits(bias, x):
+    layer = nn.Dense(WIDTH, dtype=jnp.bfloat16)
+    return layer.apply({"params": {"kernel": jnp.eye(WIDTH), "bias": bias}}, x)
+
+
+def by_hand(bias, x):
+    return x @ jnp.eye(WIDTH) + wide(bias, x)
+
+
+def subtracted(bias, x):
+    return x @ jnp.eye(WIDTH) - wide(bias, x)
+
+
+def repeated_by_hand(bias, x):
+    return x @ jnp.eye(WIDTH) + jnp.broadcast_to(bias, x.shape)
+
+
+def factor(bias, x):
+    return (x @ jnp.eye(WIDTH)) * wide(bias, x)
+
+
+def of_each_example(bias, x):
+    return jax.vmap(jax.vmap(by_hand, (None, 0)), (None, 0))(bias, x)
+
+
+def rematerialized(bias, x):
+    return jax.checkpoint(by_hand)(bias, x)
+
+
+def layers_in_a_loop(bias, x):
+    return jax.lax.scan(lambda x, bias: (by_hand(bias, x), None), x, jnp.stack([bias, bias]))[0] / 2
+
+
+def chosen(bias, x):
+    return jax.lax.cond(x[0, 0, 0] > 0, by_hand, subtracted, bias, x)
+
+
+LAYERS = (
+    dense, dense_nnx, dense_of_16_bits, by_hand, subtracted, repeated_by_hand, factor, of_each_example, rematerialized,
+    layers_in_a_loop, chosen,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_a_bias_gets_the_whole_sum(layer, policy):
+    policy = jaxmp.get_policy(policy)
+    opt_state = state(policy)
+    loss_fn = lambda bias, x: jnp.sum(layer(bias, x).astype(jnp.float32))  # noqa: E731
+    compute = jaxmp.value_and_grad(loss_fn, policy=policy)
+    bias = jnp.ones(WIDTH, policy.param_dtype)
+    found = jax.jit(compute)(bias, INPUTS, opt_state=opt_state)[1]
+    assert found.dtype == policy.param_dtype
+    expected = np.full(WIDTH, (-1 if layer is subtracted else 1) * np.prod(INPUTS.shape[:-1]))
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8)
+
+
+@pytest.mark.parametrize("axis_types", ["Auto", "Explicit"])
+def test_a_bias_on_a_mesh(axis_types):
+    mesh = jax.make_mesh((regimes.DEVICES,), (regimes.AXIS,), axis_types=(jax.sharding.AxisType[axis_types],))
+    x = INPUTS[: len(INPUTS) // regimes.DEVICES * regimes.DEVICES]
+    with jax.set_mesh(mesh):
+        parts = jax.device_put(x, jax.NamedSharding(mesh, jax.P(regimes.AXIS)))
+        bias = jax.device_put(jnp.ones(WIDTH, jnp.bfloat16), jax.NamedSharding(mesh, jax.P()))
+        loss_fn = lambda bias, x: jnp.sum(by_hand(bias, x).astype(jnp.float32))  # noqa: E731
+        found = jax.jit(jaxmp.value_and_grad(loss_fn, policy="bf16"))(bias, parts, opt_state=state("bf16"))[1]
+    np.testing.assert_allclose(found.astype(jnp.float32), np.prod(x.shape[:-1]), rtol=2**-8)
+
+
+def test_second_derivatives_of_a_factor():
+    loss_fn = jaxmp.autocast(
+        lambda s, x: jnp.sum(((x @ jnp.eye(WIDTH)) * s[None, None]).astype(jnp.float32) ** 2), jnp.bfloat16
+    )
+    found = jax.jit(jax.hessian(loss_fn))(jnp.ones(WIDTH), INPUTS)
+    np.testing.assert_allclose(found, 2 * np.prod(INPUTS.shape[:-1]) * np.eye(WIDTH), rtol=2**-8)
