@@ -69,10 +69,13 @@ def check_params(saved: Saved, like: PyTree) -> None:
                 f"{saved.what} must be of this model; {path} is in the model and not in {saved.what}. "
                 f"{leaf_paths.first_paths(saved.params)}"
             )
-        if tuple(saved.params[path].shape) != tuple(x.shape):
+        there, here = tuple(saved.params[path].shape), tuple(x.shape)
+        if there != here:
+            differ = sum(a != b for a, b in zip(there, here, strict=True)) if len(there) == len(here) else 0
+            hint = " If one of them is padded (jaxmp.fsdp.pad), pass its layout= to save, or to restore."
             raise ValueError(
-                f"{saved.what} must be of this model; {path} has shape {tuple(saved.params[path].shape)} in "
-                f"{saved.what} and {tuple(x.shape)} in the model."
+                f"{saved.what} must be of this model; {path} has shape {there} in {saved.what} and {here} in the model."
+                f"{hint if differ == 1 else ''}"
             )
     for path in saved.params:
         if path not in wanted and not scale_leaves.is_scale(path):

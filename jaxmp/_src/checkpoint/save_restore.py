@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, orbax, placement
+from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, leaf_sums, orbax, padding, placement, writer
+from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
@@ -72,9 +74,10 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
       None
     """
     ocp = orbax.package()
-    chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps, **options}
+    chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
+    chosen |= {"temporary_path_class": writer.durable_path()} | options
     handlers = {orbax.STATE: ocp.StandardCheckpointHandler(), orbax.ABOUT: ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(
+    return writer.manager_class()(
         pathlib.Path(directory).absolute(), options=ocp.CheckpointManagerOptions(**chosen), item_handlers=handlers
     )
 
@@ -90,6 +93,7 @@ def save(
     loss_scale: Any = None,
     recipe: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    layout: param_layout.Layout | None = None,
     force: bool = False,
 ) -> bool:
     """Saves a step. With a manager of `manager()` it returns after it copied the arrays, and writes in the background.
@@ -99,17 +103,21 @@ def save(
       step: the number of the step, larger than all saved steps.
       params: the model's params. Remove the replicas of pmap before (`flax.jax_utils.unreplicate`).
       opt_state: state of the optimizer.
-      extra: other trees of arrays by name, such as `{"batch_stats": ..., "key": ...}`.
+      extra: other trees of arrays and numbers by name, such as `{"batch_stats": ..., "key": ..., "epoch": 3}`.
       policy, loss_scale, recipe: those of the optimizer, for the record; see `read_metadata`.
-      metadata: more for the record: any values that JSON can store.
+      metadata: more for the record: text, numbers, bools, None, lists and dicts of these.
+      layout: the layout that `params` and `opt_state` are padded with (`jaxmp.fsdp.pad`), for the record: so a restore
+        on another number of devices knows what is padding.
       force: save the step even if the manager's interval would skip it.
 
     Returns:
       True if the step is saved; False if the manager's interval skips it.
 
     Raises:
-      ValueError: a name in `extra` that is already used; a step that is not newer than all saved steps. To continue
-        from an earlier step, delete the later ones first, with `manager.delete(step)`.
+      ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
+        cannot hold, by path; another process that saves into this directory; a step that is not newer than all saved
+        steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
+        are raised before anything is written.
 
     Example:
       >>> import jaxmp, tempfile
@@ -126,10 +134,18 @@ def save(
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
     orbax.check_newer(manager, step)
+    if hasattr(manager, "hold"):
+        manager.hold()
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
     about["fp8_scales"] = [path for path in leaf_paths.plain_leaves(params) if scale_leaves.is_scale(path)]
+    if not force and not manager.should_save(step):
+        return False
+    padded = padding.of_layout(layout, params, "layout=")
+    about["layout"] = padded.as_json()
+    orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
+    about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
     items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
@@ -193,7 +209,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = orbax.find(source, step)
-    return orbax.record(folder / orbax.ABOUT)
+    return {name: x for name, x in orbax.record(folder / orbax.ABOUT).items() if name != orbax.CHECKSUMS}
 
 
 def restore(
@@ -203,6 +219,7 @@ def restore(
     params: PyTree,
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
+    layout: param_layout.Layout | None = None,
 ) -> Restored:
     """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
@@ -217,15 +234,19 @@ def restore(
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
         default device.
-      extra: other trees to restore, by name: trees like the saved ones.
+      extra: other trees to restore, by name: trees like the saved ones. Numbers of Python and arrays of NumPy come back
+        as such, with all of their bits.
       step: which step; default: the newest complete one.
+      layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
+        layout, for another number of devices, or with none.
 
     Returns:
       A `Restored`.
 
     Raises:
       ValueError: no checkpoint, or files of another format; incomplete or missing files; a leaf that is missing, left
-        over, of another shape or in another format, named by path. All leaves are compared before any array is read.
+        over, of another shape or in another format, named by path (all leaves are compared before any array is read); a
+        leaf that is not what was saved, by its checksum: this error names the newest step that is whole.
 
     Warns:
       UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again.
@@ -242,12 +263,14 @@ def restore(
       {'w': Array([1.001], dtype=float32)}
     """
     step, folder = orbax.find(source, step)
-    order = read_metadata(folder).get("fp8_scales")
+    about = orbax.record(folder / orbax.ABOUT)
+    order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
     wanted = dict(extra or {})
+    old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
     with ocp.StandardCheckpointer() as reader:
-        tree = orbax.described(folder)
+        tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
         parts = orbax.parts(tree, folder)
         saved = _saved_of(parts, params, order)
         if tx is None:
@@ -261,7 +284,7 @@ def restore(
             convert_lib.check(saved, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted), folder)
+        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
     saved = _saved_of(parts, params, order)
     opt_state = None
     if tx is None:
@@ -292,10 +315,17 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
             )
-        shape, dtype = there[path].shape, there[path].dtype
+        shape, dtype = tuple(there[path].shape), jnp.dtype(there[path].dtype)
+        if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
+            if shape or np.result_type(type(x)).kind != dtype.kind:
+                raise ValueError(
+                    f"the trees of extra= must have the saved numbers; {at} is {dtype}{list(shape)}, expected a number "
+                    f"of Python ({type(x).__name__})."
+                )
+            continue
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its bits
             continue
-        if tuple(shape) != tuple(x.shape) or dtype != x.dtype:
+        if shape != tuple(x.shape) or dtype != x.dtype:
             raise ValueError(
                 f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
                 f"{x.dtype}{list(x.shape)}."
@@ -303,10 +333,16 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
 
 
 def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    """The tree `like` with the saved leaves; PRNG keys are made from their saved bits."""
+    """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
 
     def take(path: str, x: Any) -> Any:
         found = leaves[leaf_paths.plain(path)]
+        if isinstance(x, np.ndarray | np.generic):
+            return np.asarray(found)[()] if isinstance(x, np.generic) else np.asarray(found)
+        if not hasattr(x, "dtype"):
+            return np.asarray(found).item()
+        if not isinstance(found, jax.Array):
+            return found
         raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
         return jax.random.wrap_key_data(found) if raw else found
 

@@ -65,9 +65,8 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     moments.codec_of(state_dtype, signed=True)
     inner = optax.with_extra_args_support(inner)
 
-    def store(x: Any, signed: bool, number: int, count: Array) -> Any:
+    def store(x: Any, like: Any, signed: bool, number: int, count: Array) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)
-        like = moments.like(x.shape, state_dtype, signed=signed)
         return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
 
     def init_fn(params: PyTree) -> CompressedState:
@@ -79,7 +78,11 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             )
 
         count = jnp.zeros((), jnp.int32)
-        stored = map_moments(lambda x, signed, number: store(x, signed, number, count), state)
+
+        def first(x: Any, signed: bool, number: int) -> Any:
+            return store(x, moments.like(jnp.shape(x), state_dtype, signed=signed), signed, number, count)
+
+        stored = map_moments(first, state)
         return CompressedState(count, tree_paths.with_boxes_inside(stored))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
@@ -95,9 +98,14 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             old_updates = jax.tree.map(lambda _: jnp.nan, updates)
         updates, new = held.keep((updates, new), (old_updates, full))
 
+        # In the form that the moment has, not in the one that its shape would get at `init`: in shard_map a device sees
+        # its part of a moment, which may be too small to start in 8 bits.
+        forms: dict[tuple[bool, int], Any] = {}
+        map_moments(lambda x, signed, number: forms.setdefault((signed, number), x), state.compressed)
         with jax.named_scope("jaxmp.compress_moments"):
             return updates, CompressedState(
-                count, map_moments(lambda x, signed, number: store(x, signed, number, count), new)
+                count,
+                map_moments(lambda x, signed, number: store(x, forms[signed, number], signed, number, count), new),
             )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
