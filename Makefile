@@ -14,7 +14,7 @@
 #   make pairs      100 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
-#   make gpu        tests and times on the GPU of this machine, under 8 minutes
+#   make gpu        tests and times on the GPU of this machine, under 8 minutes: PYTHON has to have jax for CUDA
 #   make clean      remove environments and everything else that make made
 #
 # Variables, as in `make test PYTHON=python3.11 VENV=.venv-other`:
@@ -31,7 +31,6 @@
 PYTHON ?=
 VENV ?= .venv
 VENV_H100 ?= .venv-h100
-VENV_GPU ?= .venv-gpu
 CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
@@ -130,15 +129,11 @@ $(VENV_H100)/.jaxmp-$(KEY)/h100: | $(VENV_H100)/.jaxmp-$(KEY)/made
 	  jax==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc qwix
 	@touch $@
 
-# To compare with torch, install it first: $(VENV_GPU)/bin/pip install torch
-gpu: $(VENV_GPU)/.jaxmp-$(KEY)/gpu
-	$(VENV_GPU)/bin/python -m benchmarks gpu $(ARGS)
-
-$(VENV_GPU)/.jaxmp-$(KEY)/gpu: | $(VENV_GPU)/.jaxmp-$(KEY)/made
-	@echo 'Installing jaxmp and jax for CUDA into $(VENV_GPU): minutes, once.'
-	$(VENV_GPU)/bin/python $(PIP_INSTALL) -e '.[examples]' 'jax[cuda13]==0.11.2' pytest hypothesis
-	@touch $@
+# Nothing is installed: PYTHON is the interpreter that has jax for CUDA (0.11.2 or later), flax and optax. What else it
+# lacks comes from a folder of wheels that benchmarks/gpu/pack.sh makes: ARGS='--wheels FOLDER'.
+gpu:
+	'$(or $(PYTHON),python3)' -m benchmarks gpu $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest .venv-h100 .venv-gpu build dist examples/out .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-h100 build dist examples/out .pytest_cache .ruff_cache .hypothesis
 	find . -path "./.venv*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

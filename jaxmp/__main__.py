@@ -81,7 +81,7 @@ def _print_backends() -> int:
 
 
 def _print_formats() -> int:
-    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), sep="\n")
+    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), "", *recipe_guide.NOTES, sep="\n")
     return 0
 
 

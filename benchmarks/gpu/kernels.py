@@ -25,10 +25,6 @@ def copy(bench: Bench) -> None:
 
 def casts(bench: Bench) -> None:
     """cast_transpose_amax: reads x once, writes it in fp8 in both orders, and finds the amax."""
-    cast: Any = getattr(pallas_kernels, "cast_transpose_amax", None)
-    if cast is None:
-        bench.leave_out("cast_transpose_amax", "pallas_kernels has no such function")
-        return
     for side in (128,) if bench.tiny else (4096, 8192):
         for dtype in (jnp.float32, jnp.bfloat16):
 
@@ -37,7 +33,9 @@ def casts(bench: Bench) -> None:
                 xs = list(jax.random.normal(jax.random.key(0), (copies, side, side), dtype))
 
                 def run(xs: list[jax.Array], scale: jax.Array) -> Any:
-                    return [cast(x, scale, jnp.float8_e4m3fn, backend=backend) for x in xs]
+                    return [
+                        pallas_kernels.cast_transpose_amax(x, scale, jnp.float8_e4m3fn, backend=backend) for x in xs
+                    ]
 
                 call = functools.partial(jax.jit(run), xs, jnp.float32(4.0))
                 return Variant(call, copies=copies, work={"bytes": side * side * (jnp.dtype(dtype).itemsize + 2.0)})
@@ -69,6 +67,28 @@ def tree(bench: Bench) -> None:
         in_torch = {"torch": lambda: torch_adamw(shapes)} if kind == "float32" else {}
         variant = functools.partial(adamw, shapes, kind, size * nbytes)
         _both(bench, f"multi_tensor_update AdamW, {kind}", variant, in_torch)
+
+
+def leaves(bench: Bench) -> None:
+    """37 equal leaves beside one leaf of as many bytes: what the switch between leaves costs."""
+    n, count = (2**8, 3) if bench.tiny else (2**21, 37)
+    trees_of = {f"{count} leaves": [trees.leaf(n)] * count, "one leaf": [trees.leaf(count * n)]}
+    scale = jnp.float32(1.0)
+    for name in ("gradient_norm", "unscale_and_check"):
+        nbytes = float(count) * n * (2 if name == "gradient_norm" else 6)
+
+        def variant(shapes: Any, name: str = name, nbytes: float = nbytes) -> Variant:
+            f = jax.jit(functools.partial(getattr(pallas_kernels, name), backend=bench.kernels))
+            return Variant(functools.partial(f, _random(shapes, jnp.float16), scale), work={"bytes": nbytes})
+
+        build = {which: functools.partial(variant, shapes) for which, shapes in trees_of.items()}
+        bench.compare(f"{name}, float16, {count} leaves and one", build)
+    kind, nbytes = next(iter(KINDS.items()))
+    build = {
+        which: functools.partial(adamw, shapes, kind, float(count * n * nbytes), bench.kernels)
+        for which, shapes in trees_of.items()
+    }
+    bench.compare(f"multi_tensor_update AdamW, {count} leaves and one", build)
 
 
 # Bytes that a step of AdamW reads and writes for one param: gradient; the parts of the weight; two moments

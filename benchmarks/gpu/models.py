@@ -145,7 +145,7 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
         try:
             return build(flash=True)
         except Exception as e:
-            bench.leave_out(f"flash attention, width {width}, {policy_name}", e)
+            bench.left_out(f"flash attention, width {width}, {policy_name}", f"{type(e).__name__}: {e}")
     return build(flash=False)
 
 
@@ -230,7 +230,7 @@ def _example_step(size: dict[str, int], batch: tuple[int, int], *, policy_name: 
         from benchmarks.lib.examples import train
     except ModuleNotFoundError as e:
         raise LeftOut(f"examples/train.py needs {e.name}") from e
-    policy, recipe = train.precision_of(policy_name)
+    policy, recipe, _ = train.precision_of(policy_name)
     model = train.Transformer(**size, dtype=policy.compute_dtype)
     tokens = jax.random.randint(jax.random.key(0), batch, 0, 256).astype(jnp.uint8)
 

@@ -56,13 +56,15 @@ def test_equals_the_function_cast_by_hand() -> None:
 
 
 def test_gradients_equal_those_of_the_function_cast_by_hand() -> None:
-    def loss(fn: Any, params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(fn(params, x) ** 2)
+    """That of the bias differs: tests/autocast/test_repeated_params.py."""
 
-    auto = jax.grad(functools.partial(loss, jaxmp.autocast(mlp)), (0, 1))
-    by_hand = jax.grad(functools.partial(loss, mlp_by_hand), (0, 1))
-    assert set(jax.tree.leaves(dtypes(jax.eval_shape(auto, PARAMS, X)))) == {"float32"}  # as the params are
-    assert_same_operations(auto, by_hand, PARAMS, X)
+    def loss(fn: Any, w: Any, b: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(fn({"w": w, "b": b}, x) ** 2)
+
+    auto, by_hand = (functools.partial(loss, fn) for fn in (jaxmp.autocast(mlp), mlp_by_hand))
+    found = jax.eval_shape(jax.grad(auto, (0, 1, 2)), W, B, X)
+    assert set(jax.tree.leaves(dtypes(found))) == {"float32"}  # as the params are
+    assert_same_operations(jax.grad(auto, (0, 2)), jax.grad(by_hand, (0, 2)), W, B, X)
 
 
 def count(text: str, op: str) -> int:
@@ -71,7 +73,7 @@ def count(text: str, op: str) -> int:
 
 def test_no_more_casts_than_by_hand_and_each_weight_once() -> None:
     def text(fn: Any) -> str:
-        return jax.jit(jax.value_and_grad(lambda p: fn(p, X).sum())).lower(PARAMS).as_text()
+        return jax.jit(jax.value_and_grad(lambda w: fn({"w": w, "b": B}, X).sum())).lower(W).as_text()
 
     auto, by_hand = text(jaxmp.autocast(mlp)), text(mlp_by_hand)
     assert count(auto, "dot_general") == count(by_hand, "dot_general")

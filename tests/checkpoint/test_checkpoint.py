@@ -39,7 +39,7 @@ def trained(tx=TX, policy=POLICY):
     """(params, opt_state) after a step."""
     params, opt_state = jax.jit(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))()
     jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
-    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
+    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, p), s, p))(params, opt_state)
 
 
 EXTRA = {"batch_stats": {"mean": jnp.arange(3.0)}, "key": jax.random.key(7), "step": jnp.int32(5)}

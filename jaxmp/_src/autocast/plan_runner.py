@@ -5,6 +5,7 @@ calls are ordinary JAX: they can be differentiated, batched, compiled and rewrit
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.extend import core
 
 from jaxmp._src.autocast import regions, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
+from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, is_repeated
 from jaxmp._src.programs import jaxprs
 
 
@@ -72,8 +73,8 @@ class PlanRunner:
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
             return jaxprs.run_as_traced(eqn, operands)
-        if step.how == "table":
-            return [_rows_of_table(eqn, *operands)]
+        if step.how == "repeat":
+            return [_repeated(eqn, operands)]
         if callable(step.narrow):
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if eqn.primitive.name in _SCATTERS:
@@ -107,22 +108,28 @@ def _params(step: Step) -> dict[str, Any]:
     return params
 
 
-def _rows_of_table(eqn: Any, table: Any, indices: Any) -> Any:
-    """A gather from 16 bits. Its gradient adds up all uses of a row, in float32: in bfloat16, 256 + 1 is 256."""
+def _repeated(eqn: Any, operands: list[Any]) -> Any:
+    """An operation that repeats a 16-bit operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256."""
 
-    def gather(table: Any, indices: Any) -> Any:
-        return eqn.primitive.bind(table, indices, **eqn.params)
+    def of_operand(i: int, operands: Any) -> Any:
+        return lambda x: eqn.primitive.bind(*operands[:i], x, *operands[i + 1 :], **eqn.params)
 
-    rows = jax.custom_jvp(gather)
+    def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
+        dtype = operands[i].dtype
+        if is_repeated(eqn, i):
+            operands = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
+            tangent = lax.convert_element_type(tangent, jnp.float32)
+        _, out = jax.jvp(of_operand(i, operands), (operands[i],), (tangent,))
+        return lax.convert_element_type(out, dtype)
 
-    @rows.defjvp
+    run = jax.custom_jvp(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
-        table, indices = primals
-        wide, tangent = (lax.convert_element_type(x, jnp.float32) for x in (table, tangents[0]))
-        _, out = jax.jvp(lambda table: gather(table, indices), (wide,), (tangent,))
-        return gather(table, indices), lax.convert_element_type(out, table.dtype)
+        moved = [i for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero)]
+        return run(*primals), functools.reduce(lax.add, [tangent_of(i, primals, tangents[i]) for i in moved])
 
-    return rows(table, indices)
+    return run(*operands)
 
 
 _SCATTERS = {

@@ -57,9 +57,9 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"table"`:
-        takes rows of a 16-bit input, whose gradient is summed in float32; `"call"`: it has functions inside, with a
-        plan each.
+      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
+        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"call"`: it has
+        functions inside, with a plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
@@ -149,7 +149,7 @@ class Planner:
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
             step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)
-            step = _of_table(step, operands)._replace(narrow=narrow.get(i))
+            step = _of_repeats(step, operands)._replace(narrow=narrow.get(i))
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
@@ -218,7 +218,8 @@ class Planner:
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
         casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
-        if not any(p.changed for p in inner):
+        sums = eqn.primitive.name == "scan" and any(map(_is_low_input, operands[: jaxprs.scan_counts(eqn)[0]]))
+        if not sums and not any(p.changed for p in inner):
             step = written(eqn, lists, group or "written")
             origins = [v._replace(computed=result.computed) for v, result in zip(step.results, results, strict=True)]
             return step._replace(results=tuple(origins), inner=tuple(inner))
@@ -272,7 +273,9 @@ class Planner:
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
-        return [v.dtype for v in (*consts, *carry, *scanned)], [plan], results
+        # A 16-bit input that every iteration reads enters in float32, and the body casts it back: so does its gradient.
+        read = [FLOAT32 if _is_low_input(v) else v.dtype for v in consts]
+        return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
@@ -289,11 +292,31 @@ def _with_origin(step: Step, operands: list[Value]) -> Step:
     return step._replace(results=(step.results[0]._replace(computed=operands[0].computed),))
 
 
-def _of_table(step: Step, operands: list[Value]) -> Step:
-    """A gather from an input in 16 bits, such as an embedding."""
-    is_table = step.eqn.primitive.name == "gather" and not operands[0].computed
-    is_low = step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32 if is_table else False
-    return step._replace(how="table") if is_low and step.how in ("bind", "written") else step
+def _of_repeats(step: Step, operands: list[Value]) -> Step:
+    """An operation that uses elements of a 16-bit input several times: an embedding's rows, a bias, a scale."""
+    is_low = step.results and step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
+    if step.how not in ("bind", "written") or not is_low:
+        return step
+    repeats = any(is_repeated(step.eqn, i) and _is_input(v) for i, v in enumerate(operands))
+    return step._replace(how="repeat") if repeats else step
+
+
+def _is_input(v: Value) -> bool:
+    return v.dtype in FLOATS and not v.computed and v.const is None
+
+
+def _is_low_input(v: Value) -> bool:
+    return _is_input(v) and v.dtype != FLOAT32
+
+
+def is_repeated(eqn: Any, i: int) -> bool:
+    """Whether an equation may use elements of operand `i` several times."""
+    name = eqn.primitive.name
+    if name == "gather":
+        return i == 0
+    if name not in ("broadcast_in_dim", "add", "sub", "mul") or isinstance(eqn.invars[i], core.Literal):
+        return False
+    return eqn.invars[i].aval.size < eqn.outvars[0].aval.size
 
 
 def _literal(literal: Any) -> Value:
@@ -306,7 +329,7 @@ def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
     return (
-        step.how in ("call", "table")
+        step.how in ("call", "repeat")
         or callable(step.narrow)
         or any(
             cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)

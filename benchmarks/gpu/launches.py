@@ -1,0 +1,153 @@
+"""One launch of each kernel, for what is asked of all of them: the same bits again, in a loop, under compute-sanitizer.
+
+python -m benchmarks.gpu.launches [NAME ...] [--tiny]        launches them once, and says which
+
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from pallas_kernels import moments, update
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+LEAVES = (5, 129, 2048, 8192 + 3)  # tails, whole blocks, and both
+RULES = {"AdamW": update.AdamW(), "Lion": update.Lion(), "Momentum": update.Momentum()}
+# Rule, dtype of the param, of the master, of the moments
+UPDATES = {
+    "AdamW, float32": ("AdamW", "float32", "", "float32"),
+    "AdamW, float16 with masters": ("AdamW", "float16", "float32", "float32"),
+    "AdamW, bfloat16 split": ("AdamW", "bfloat16", "int16", "bfloat16"),
+    "AdamW, bfloat16 split, int8 moments": ("AdamW", "bfloat16", "int8", "int8"),
+    "Lion, float16 with masters": ("Lion", "float16", "float32", "float32"),
+    "Momentum, bfloat16 with masters": ("Momentum", "bfloat16", "float32", "float32"),
+}
+
+
+def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tuple[Callable[..., Any], Any]]:
+    """For each kernel a function, and a function that makes its arguments from a seed.
+
+    Args:
+      backend: of the kernels.
+      side: of matrices, a multiple of 128.
+      blocks: leaves have so many times the sizes of `LEAVES`.
+    """
+    matrix = functools.partial(normal, (side, side // 2 if side > 128 else side))
+    found: dict[str, tuple[Callable[..., Any], Any]] = {}
+
+    def add(name: str, f: Callable[..., Any], dtypes: str) -> None:
+        found[name] = (
+            functools.partial(f, backend=backend),
+            lambda seed: [matrix(seed * 8 + i, dtype) for i, dtype in enumerate(dtypes.split())],
+        )
+
+    one = jnp.float32(1.0)
+    for dtype in ("float32", "bfloat16"):
+        add(f"cast_transpose_amax, {dtype}", lambda x, backend: _cast(x, backend), dtype)
+    for activation in ("gelu", "silu"):
+        forward = functools.partial(_activation, activation=activation)
+        add(f"activation_cast_transpose_amax, {activation}", forward, "bfloat16")
+        backward = functools.partial(_activation_grad, activation=activation)
+        add(f"activation_grad_cast_transpose_amax, {activation}", backward, "bfloat16 bfloat16")
+    gated = pallas_kernels.silu_gated_cast_transpose_amax
+    add(
+        "silu_gated_cast_transpose_amax",
+        lambda a, b, backend: gated(a, b, one, E4M3, backend=backend),
+        "bfloat16 bfloat16",
+    )
+    gated_grad = pallas_kernels.silu_gated_grad_cast_transpose_amax
+    add(
+        "silu_gated_grad_cast_transpose_amax",
+        lambda g, a, b, backend: gated_grad(g, a, b, (one, one), E5M2, backend=backend),
+        "bfloat16 bfloat16 bfloat16",
+    )
+    sizes = [n * blocks for n in LEAVES]
+
+    def tree(seed: int, dtype: str = "float16") -> Any:
+        return [[normal((n,), seed * 8 + i, dtype) for i, n in enumerate(sizes)]]
+
+    over_tree = {
+        "unscale_and_check": functools.partial(pallas_kernels.unscale_and_check, inv_scale=one * 0.5),
+        "gradient_norm": functools.partial(pallas_kernels.gradient_norm, inv_scale=one * 0.5),
+        "cast_tree": functools.partial(pallas_kernels.cast_tree, dtype=jnp.bfloat16),
+    }
+    for name, f in over_tree.items():
+        found[name] = (functools.partial(f, backend=backend), tree)
+    for name, kind in UPDATES.items():
+        found[f"multi_tensor_update, {name}"] = (
+            functools.partial(updated, RULES[kind[0]], backend=backend),
+            functools.partial(weights, kind, [(n // 256 or 1, 256) for n in sizes]),
+        )
+    return found
+
+
+def names() -> list[str]:
+    """The names of all launches."""
+    return list(launches("xla"))
+
+
+def normal(shape: tuple[int, ...], seed: int, dtype: str) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def _cast(x: jax.Array, backend: str) -> Any:
+    return pallas_kernels.cast_transpose_amax(x, jnp.float32(4.0), E4M3, backend=backend)
+
+
+def _activation(x: jax.Array, *, activation: str, backend: str) -> Any:
+    f = pallas_kernels.activation_cast_transpose_amax
+    return f(x, jnp.float32(4.0), E4M3, activation=activation, backend=backend)
+
+
+def _activation_grad(g: jax.Array, x: jax.Array, *, activation: str, backend: str) -> Any:
+    f = pallas_kernels.activation_grad_cast_transpose_amax
+    return f(g, x, jnp.float32(4.0), E5M2, activation=activation, backend=backend)
+
+
+def weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:
+    rule, param_dtype, master, state = kind
+    made = []
+    for i, shape in enumerate(shapes):
+        w = normal(shape, seed * 8 + i, "float32")
+        held = tuple(moments.zeros(shape, state, signed=signed) for signed in RULES[rule].signed)
+        if master.startswith("int"):
+            param, kept = moments.split(w, jnp.dtype(master))
+        else:
+            param, kept = (w.astype(param_dtype), w) if master else (None, w)
+        made.append((normal(shape, seed * 8 + i + 4, param_dtype), param, kept, held))
+    return [made]
+
+
+def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: int = 3) -> Any:
+    """(param, master, moments) of each weight after a step, and the counts."""
+    one = jnp.float32(1.0)
+    moved, counts = update.multi_tensor_update(
+        [update.Weight(*w) for w in weights],
+        rule,
+        factor=one * 0.5,
+        learning_rate=one * 1e-3,
+        step=jnp.int32(step),
+        scalars=(one * 0.1, one * 0.001) if isinstance(rule, update.AdamW) else (),
+        taken=jnp.asarray(taken),
+        backend=backend,
+    )
+    return [(w.param, w.master, w.moments) for w in moved], counts
+
+
+def main(arguments: list[str]) -> None:
+    """Launches each kernel once."""
+    backend = "interpret" if "--tiny" in arguments else "mosaic"
+    asked = [argument for argument in arguments if argument != "--tiny"]
+    for name, (f, make) in launches(backend).items():
+        if not asked or name in asked:
+            print(f"launch: {name}", flush=True)
+            jax.block_until_ready(jax.jit(f)(*make(0)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

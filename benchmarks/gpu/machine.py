@@ -1,0 +1,42 @@
+"""The first process of the GPU run: what this machine has. Without it nothing else can be measured."""
+
+import importlib.util
+import shutil
+import subprocess
+from typing import Any
+
+from benchmarks.lib.timing import Bench
+from benchmarks.lib.versions import GPU, versions
+
+NEEDED = ("jax", "flax", "optax", "jmp", "jaxtyping", "pytest")
+USED = ("torch", "tyro", "rich", "matplotlib")  # without them some rows are left out
+
+
+def machine(bench: Bench) -> None:
+    """The device, the versions, and the packages that are missing."""
+    missing = [name for name in (*NEEDED, *USED) if importlib.util.find_spec(name) is None]
+    row: dict[str, Any] = {"what": "machine", "device": "", "platform": "", "versions": versions((), optional=GPU)}
+    row |= {"missing": missing, "driver": _driver(), "compute_sanitizer": shutil.which("compute-sanitizer") is not None}
+
+    def found() -> dict[str, Any]:
+        import jax
+
+        device = jax.devices()[0]
+        about = {"device": device.device_kind, "platform": device.platform, "devices": jax.device_count()}
+        capability = getattr(device, "compute_capability", None)
+        return about if capability is None else about | {"compute_capability": capability}
+
+    if "jax" in missing:
+        raise ModuleNotFoundError("No module named 'jax'", name="jax")
+    bench.check("device", found)
+    for seen in bench.record.rows:
+        seen |= row | seen
+
+
+def _driver() -> str:
+    """What nvidia-smi says of the GPUs; "" without it."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,89 @@
+"""Sections for tests of the GPU run's driver: they use no jax, and crash, hang and miss packages as told."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+FOLDER = Path(os.environ.get("GPU_SECTIONS_FOLDER", "/nonexistent"))
+
+
+def machine(bench):
+    bench.check(
+        "device", lambda: {"device": "a fake GPU", "platform": "gpu", "versions": {"python": "3"}, "missing": []}
+    )
+
+
+def no_jax(bench):
+    raise ModuleNotFoundError("No module named 'jax'", name="jax")
+
+
+def only_a_cpu(bench):
+    bench.check("device", lambda: {"device": "cpu", "platform": "cpu", "versions": {}, "missing": []})
+
+
+def lost_gpu(bench):
+    bench.check("device", lambda: 1 / 0)
+
+
+def sound(bench):
+    """Two items, and a line in a file for every run of it."""
+    with (FOLDER / "sound").open("a") as file:
+        file.write("run\n")
+    bench.check("first", lambda: {"us": 2.0, "variant": "mosaic"})
+    bench.check("second", lambda: None)
+
+
+def around(bench, what):
+    """An item before, one after."""
+    bench.check("before", lambda: None)
+    bench.check("in it", what)
+    bench.check("after", lambda: None)
+
+
+def crashes(bench):
+    around(bench, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+
+
+def crashes_once(bench):
+    """Crashes until the file "mended" is there."""
+    around(bench, lambda: None if (FOLDER / "mended").exists() else os.kill(os.getpid(), signal.SIGSEGV))
+
+
+def hangs(bench):
+    around(bench, lambda: time.sleep(1000))
+
+
+def waits_to_be_killed(bench):
+    def wait():
+        (FOLDER / "pid").write_text(str(os.getpid()))
+        time.sleep(1000)
+
+    around(bench, wait)
+
+
+def fails(bench):
+    around(bench, lambda: 1 / 0)
+
+
+def loses_its_device(bench):
+    from benchmarks.lib.timing import DeviceLost
+
+    def lose():
+        bench.record.end("in it", "failed", "CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise DeviceLost
+
+    bench.check("before", lambda: None)
+    if "in it" not in bench.record.items:
+        lose()
+    bench.check("after", lambda: None)
+
+
+def needs_a_package(bench):
+    import a_package_that_wheels_bring
+
+    bench.check("has it", lambda: {"value": a_package_that_wheels_bring.VALUE})
+
+
+def runs_nothing(bench):
+    del bench
