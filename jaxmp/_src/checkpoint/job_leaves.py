@@ -107,14 +107,15 @@ def special_parts(paths: list[str]) -> dict[str, str]:
     return {path: part for path, part in parts.items() if path in known}
 
 
-def _inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a state that are the inner optimizer's."""
     special = special_parts(list(leaves))
     return {path: x for path, x in leaves.items() if path not in special}
 
 
 def check_state(saved: Saved, structure: Any) -> None:
     """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `structure`."""
-    given, wanted = (_inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
+    given, wanted = (inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
     rule = f"{saved.what} must have the same inner optimizer, at the same place in the chain, and the same params"
     for path, x in wanted.items():
         if path not in given:

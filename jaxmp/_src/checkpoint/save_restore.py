@@ -18,21 +18,39 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, leaf_sums, orbax, padding, placement, writer
+from jaxmp._src.checkpoint import (
+    convert as convert_lib,
+    job_leaves,
+    leaf_sums,
+    orbax,
+    padding,
+    partial as partial_lib,
+    placement,
+    writer,
+)
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 
-class Restored(NamedTuple):
-    """What `restore` returns.
+class _Restored(NamedTuple):
+    step: int | None
+    params: PyTree
+    opt_state: Any
+    extra: dict[str, Any]
+
+
+class Restored(_Restored):
+    """What `restore` returns: the tuple `(step, params, opt_state, extra)`, and a report.
 
     Attributes:
       step: the saved step; None if a single tree was restored from its path.
       params: the model's params.
       opt_state: the optimizer's state; None if no `tx` was given.
       extra: the other requested trees, by name.
+      report: with `partial=`, the paths of leaves that are `fresh` and `left_over`, and the states that have `moved` in
+        the chain.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax
@@ -45,10 +63,7 @@ class Restored(NamedTuple):
       (7, [1.0, 1.0], None)
     """
 
-    step: int | None
-    params: PyTree
-    opt_state: Any
-    extra: dict[str, Any]
+    report: partial_lib.Report = partial_lib.Report()
 
 
 def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps: int = 1, **options: Any) -> Any:
@@ -220,6 +235,7 @@ def restore(
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
     layout: param_layout.Layout | None = None,
+    partial: str | Sequence[str] = (),
 ) -> Restored:
     """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
@@ -239,6 +255,10 @@ def restore(
       step: which step; default: the newest complete one.
       layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
         layout, for another number of devices, or with none.
+      partial: path patterns of leaves that may be missing from the checkpoint, left over in it, or of another shape:
+        `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given; a missing leaf of
+        the state is as from `tx.init`. All others must be there. With patterns, states that stand elsewhere in the
+        chain of the optimizer are found by the names of their leaves. `Restored.report` lists all of it.
 
     Returns:
       A `Restored`.
@@ -249,7 +269,8 @@ def restore(
         leaf that is not what was saved, by its checksum: this error names the newest step that is whole.
 
     Warns:
-      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again.
+      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again; a pattern
+        of `partial` that fits no leaf.
 
     Example:
       >>> import jaxmp, tempfile
@@ -267,32 +288,61 @@ def restore(
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    wanted = dict(extra or {})
+    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
     old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
     with ocp.StandardCheckpointer() as reader:
         tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
         parts = orbax.parts(tree, folder)
         saved = _saved_of(parts, params, order)
+        if tx is not None and "opt_state" not in parts:
+            raise ValueError(
+                f"a job continues from params and opt_state; the checkpoint at {folder} has only "
+                f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
+            )
+        if patterns:
+            state = leaf_paths.essential_leaves(() if tx is None else convert_lib.structure_of(tx, params))
+            of_extra = [_at(name, path) for name, like in wanted.items() for path in leaf_paths.plain_leaves(like)]
+            paths = dict.fromkeys([*saved.params, *saved.state, *leaf_paths.plain_leaves(params), *state, *of_extra])
+            tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
+        completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
         if tx is None:
-            job_leaves.check_params(saved, params)
+            job_leaves.check_params(completed, params)
         else:
-            if "opt_state" not in parts:
-                raise ValueError(
-                    f"a job continues from params and opt_state; the checkpoint at {folder} has only "
-                    f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
-                )
-            convert_lib.check(saved, tx, params)
+            convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
-            _check_extra(name, like, parts)
+            _check_extra(name, like, parts, patterns)
         parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
-    saved = _saved_of(parts, params, order)
+    saved, report = _completed(_saved_of(parts, params, order), tx, params, patterns)
     opt_state = None
     if tx is None:
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
     else:
         params, opt_state = convert_lib.assemble(saved, tx, params)
-    found = {name: _fill(like, leaf_paths.plain_leaves(parts[name])) for name, like in wanted.items()}
-    return Restored(step, params, opt_state, found)
+    found = {name: _fill(like, leaf_paths.plain_leaves(parts.get(name, {}))) for name, like in wanted.items()}
+    fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
+    restored = Restored(step, params, opt_state, found)
+    restored.report = report._replace(fresh=(*report.fresh, *fresh))
+    return restored
+
+
+def _completed(
+    saved: job_leaves.Saved, tx: Any, like: PyTree, patterns: Sequence[str], *, are_shapes: bool = False
+) -> tuple[job_leaves.Saved, partial_lib.Report]:
+    """`saved` with the leaves that may be missing, and without those that may be left over."""
+    if not patterns:
+        return saved, partial_lib.Report()
+    saved, fresh, left = partial_lib.complete_params(saved, like, patterns)
+    if tx is None:
+        return saved, partial_lib.Report(tuple(fresh), tuple(left))
+    structure = convert_lib.structure_of(tx, like)
+
+    def fresh_state(paths: set[str]) -> Mapping[str, Any]:
+        if are_shapes:
+            return {path: x for path, x in leaf_paths.essential_leaves(structure).items() if path in paths}
+        return convert_lib.fresh_leaves(tx, convert_lib.assemble_params(saved, like)[0], paths)
+
+    saved, of_state = partial_lib.complete_state(saved, structure, patterns, fresh_state)
+    return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
 def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
@@ -305,12 +355,29 @@ def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | Non
     return job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
 
 
-def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
-    if name not in parts:
+def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+    """The leaves of a tree of `extra` that the checkpoint has not, by path."""
+    there = leaf_paths.plain_leaves(parts.get(name, {}))
+    return [_at(name, path) for path in leaf_paths.plain_leaves(like) if path not in there]
+
+
+def _at(name: str, path: str) -> str:
+    return name if path == "<root>" else f"{name}/{path}"
+
+
+def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Sequence[str]) -> None:
+    if name not in parts and not all(tree_paths.matches(at, patterns) for at in _missing(name, like, parts)):
         raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
-    there = leaf_paths.plain_leaves(parts[name])
+    there = leaf_paths.plain_leaves(parts.get(name, {}))
     for path, x in leaf_paths.plain_leaves(like).items():
-        at = name if path == "<root>" else f"{name}/{path}"
+        at = _at(name, path)
+        if path not in there and tree_paths.matches(at, patterns):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"a leaf that starts fresh needs a value; {at} is not in the checkpoint, and extra= has only its "
+                    f"shape. Pass an array or a number for it."
+                )
+            continue
         if path not in there:
             raise ValueError(
                 f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
@@ -336,7 +403,9 @@ def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
 
     def take(path: str, x: Any) -> Any:
-        found = leaves[leaf_paths.plain(path)]
+        found = leaves.get(leaf_paths.plain(path))
+        if found is None:  # it may be missing
+            return x
         if isinstance(x, np.ndarray | np.generic):
             return np.asarray(found)[()] if isinstance(x, np.generic) else np.asarray(found)
         if not hasattr(x, "dtype"):
