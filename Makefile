@@ -10,6 +10,7 @@
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
 #   make autocast   500 public functions of JAX under autocast and every transformation, beside float32
+#   make corruption 1,000 damages of a saved checkpoint, none of which may be restored in silence
 #   make pairs      100 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
@@ -39,11 +40,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs campaign faults oracle autocast pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs campaign faults corruption oracle autocast pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,18p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,19p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -99,6 +100,9 @@ autocast: $(STAMP)/dev
 oracle: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
 	  $(VENV)/bin/python tests/support/step_campaign.py --json benchmarks/results/oracle.json $(ARGS)
+
+corruption: $(STAMP)/dev
+	JAX_PLATFORMS=cpu $(VENV)/bin/python tests/support/corruption.py --json benchmarks/results/corruption.json $(ARGS)
 
 pairs: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \

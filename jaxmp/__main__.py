@@ -5,6 +5,8 @@ python -m jaxmp doctor       versions, devices, and which backend runs each oper
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers; fp8 and fp4 recipes as measured
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
+python -m jaxmp checkpoint runs/a        the steps, leaves, dtypes and sizes of a checkpoint, and whether each is what
+                                         was saved: exits with 0 if all is whole, 1 if not, 2 if there is none
 python -m jaxmp replay captures module:loss_fn     runs a step of jaxmp.monitor.capture again, alone: exits with 0 if
                                          the fault does not come back, 1 if it does, 2 if the step cannot run
 """
@@ -23,6 +25,7 @@ import jax
 
 import jaxmp
 from jaxmp._src.base import named_functions, tables
+from jaxmp._src.checkpoint import inspection
 from jaxmp._src.fp8 import backends, recipe_guide
 from jaxmp._src.memory import plan
 from jaxmp._src.numerics import formats
@@ -49,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="1e9",
         help="a number of parameters (1e9), or module:function that returns a jaxmp.memory.Plan, or a dict of them",
     )
+    command = commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is what was saved")
+    command.add_argument("directory", help="a directory of steps, or the folder of one step")
+    command.add_argument("--step", type=int, help="the step to look at (default: all, with the leaves of the newest)")
+    command.set_defaults(command=command)
     command = commands.add_parser("replay", help="a captured step again: was it the numbers, or the machine?")
     command.add_argument("capture", help="the folder of a capture, or of several, of which the last is taken")
     help_loss = "the loss function, as module:function or file.py:function; default: as the capture names it"
@@ -59,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if "what" in parsed:
         parsed.run = functools.partial(_print_plans, parsed.what)
+    if "directory" in parsed:
+        parsed.run = functools.partial(_print_checkpoint, parsed)
     if "capture" in parsed:
         parsed.run = functools.partial(_print_replay, command, parsed)
     return parsed.run()
@@ -72,7 +81,7 @@ def _print_backends() -> int:
 
 
 def _print_formats() -> int:
-    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), sep="\n")
+    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), "", *recipe_guide.NOTES, sep="\n")
     return 0
 
 
@@ -117,6 +126,15 @@ def _print_replay(command: argparse.ArgumentParser, parsed: argparse.Namespace) 
         command.error(str(e))
     print(found)
     return 0 if found.clean else 1
+
+
+def _print_checkpoint(parsed: argparse.Namespace) -> int:
+    try:
+        text, whole = inspection.report(parsed.directory, parsed.step)
+    except ValueError as e:
+        parsed.command.error(str(e))
+    print(text)
+    return 0 if whole else 1
 
 
 def _versions() -> list[str]:

@@ -7,10 +7,13 @@ record of the policy, the loss scale and the versions. This module adds what Orb
 -   `restore` converts a checkpoint from other dtypes, other masters, with or without fp8 (see `convert`).
 -   `restore` compares the checkpoint with the model and the optimizer before it reads an array, and names the first
     leaf that does not fit. All-or-nothing restore: a job continues with all of its state, or raises.
+-   The record holds a checksum of each leaf, which does not depend on the devices. `restore` verifies them, as does
+    `python -m jaxmp checkpoint DIRECTORY`.
 
 Saving is atomic and, by default, runs in the background: Orbax writes into a folder with another name and renames the
-folder when it is complete. If a process dies during a save, the newest checkpoint is the last complete one. `save`
-copies the arrays before it returns, so the next step may donate them.
+folder when it is complete and on the disk. If a process dies during a save, the newest checkpoint is the last complete
+one. One process at a time saves into a directory. `save` copies the arrays before it returns, so the next step may
+donate them.
 """
 
 from jaxmp._src.checkpoint.convert import convert as convert

@@ -13,8 +13,8 @@ so fp8 works in any loop, and never meets clipping, weight decay, Adam or the lo
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
 `dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
 `save_quantized` (what remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
-`calibrate` (scales from one batch, before the first step) -> `get_scales`, `resize_history` (looking at them, and
-restoring). `backends` says what serves all this on the machine.
+`calibrate` (scales from one batch, before the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at
+them, and restoring). `backends` says what serves all this on the machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
@@ -40,7 +40,7 @@ from jaxmp._src.fp8.recipes import (
     DelayedScaling as DelayedScaling,
 )
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
-from jaxmp._src.fp8.scale_leaves import is_scale as is_scale
+from jaxmp._src.fp8.scale_leaves import is_scale as is_scale, with_scales as with_scales
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._src.step.calibrate import calibrate as calibrate

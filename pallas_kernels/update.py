@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor, reference
+from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor, reference, write_order
 from pallas_kernels.moments import Quantized
 
 
@@ -233,6 +233,9 @@ def multi_tensor_update(
         )
 
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
+        if write_order.pays((leaves, scalars, taken)):
+            f, whole, scalars = _of(leaves, scalars)
+            return _in_order(f, whole, scalars, n_sums, taken)
         return multi_tensor.reference(*_of(leaves, scalars), n_sums=n_sums, when=taken)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
@@ -318,7 +321,10 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     made = rule.moments(g, tuple(old))
     u = rule.direction(g, tuple(old), made, tuple(own))
     made = (weight - learning_rate * (u + decay * weight), *made)
-    held = functools.reduce(jnp.logical_or, map(_breaks, made, (weight, *old)))
+    if len(values.reads) == 2:  # found before
+        held = (values.reads[1] & 1) != 0
+    else:
+        held = functools.reduce(jnp.logical_or, map(_breaks, made, (weight, *old)))
     moved, *new = (jnp.where(held, before, x) for x, before in zip(made, (weight, *old), strict=True))
     one, zero = jnp.ones_like(weight), jnp.zeros_like(weight)
     sums = [jnp.where(held, one, zero)]
@@ -342,6 +348,40 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     if kind.param_dtype == "float16":
         sums.append(jnp.where(jnp.abs(weight) > float(jnp.finfo(jnp.float16).max), one, zero))
     return results, sums
+
+
+def _in_order(
+    f: multi_tensor.Function, leaves: list[multi_tensor.Leaf], scalars: Any, n_sums: int, taken: Bool[Array, ""]
+) -> multi_tensor.Result:
+    """The same as `multi_tensor.reference`, flags before weights before moments: see `write_order`."""
+
+    def with_flags(values: multi_tensor.Values) -> Any:
+        results, sums = f(values)
+        held, saturated = sums[0] != 0, sums[1] != 0 if len(sums) == 2 else None
+        return [*results, *write_order.in_bytes([held], [saturated])], sums
+
+    asked = [leaf._replace(outs=(jnp.int8,)) for leaf in leaves]
+    flags = [new[-1] for new in multi_tensor.reference(with_flags, asked, scalars).leaves]
+    flags, old = write_order.behind((flags, [(leaf.states, leaf.writes) for leaf in leaves]))
+    leaves = [
+        leaf._replace(reads=(*leaf.reads, x), states=states, writes=writes)
+        for leaf, x, (states, writes) in zip(leaves, flags, old, strict=True)
+    ]
+    weights = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
+    n_weights = [2 if leaf.kind.is_split else 1 for leaf in leaves]
+    written = [(new[:n], new[len(leaf.states) :]) for leaf, new, n in zip(leaves, weights, n_weights, strict=True)]
+    written, moments = write_order.behind(
+        (written, [leaf.states[n:] for leaf, n in zip(leaves, n_weights, strict=True)])
+    )
+    leaves = [
+        leaf._replace(states=(*leaf.states[:n], *old)) for leaf, n, old in zip(leaves, n_weights, moments, strict=True)
+    ]
+    rest = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
+    together = [
+        (*weight, *new[n : len(leaf.states)], *params)
+        for leaf, n, (weight, params), new in zip(leaves, n_weights, written, rest, strict=True)
+    ]
+    return multi_tensor.Result(together, write_order.count(flags)[:n_sums])
 
 
 def _breaks(new: Array, old: Array) -> Array:

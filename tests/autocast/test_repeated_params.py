@@ -203,3 +203,70 @@ def test_second_derivatives_of_a_factor():
     )
     found = jax.jit(jax.hessian(loss_fn))(jnp.ones(WIDTH), INPUTS)
     np.testing.assert_allclose(found, 2 * np.prod(INPUTS.shape[:-1]) * np.eye(WIDTH), rtol=2**-8)
+
+
+# ---- weights that every iteration of a loop reads
+
+TURNS = 3000
+
+
+def recurrent(w, x):
+    """A weight, a bias and a factor of each of many turns, in the dtype that autocast gives them."""
+    turn = lambda h, x: (jnp.zeros_like(h), (x @ w["w"] + wide(w["b"], x)) * w["s"])  # noqa: E731
+    return jax.lax.scan(turn, jnp.zeros(WIDTH, x.dtype), x)[1]
+
+
+def in_16_bits(w, x):
+    """The same with nothing for autocast to change."""
+    return recurrent(w, x.astype(w["w"].dtype))
+
+
+def under_remat_in_a_loop(w, x):
+    return jax.lax.scan(
+        lambda _, x: (None, jax.checkpoint(lambda w: x @ w["w"] * w["s"] + wide(w["b"], x))(w)), None, x
+    )[1]
+
+
+def in_two_loops(w, x):
+    parts = x.reshape(10, -1, 1, WIDTH)
+    return jax.lax.scan(lambda _, x: (None, recurrent(w, x)), None, parts)[1]
+
+
+def of_a_slice(w, x):
+    w = jax.tree.map(lambda p: jnp.stack([p, p])[1], w)
+    return recurrent(w, x)
+
+
+LOOPS = (recurrent, in_16_bits, under_remat_in_a_loop, in_two_loops, of_a_slice)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_weight_of_a_loop_gets_the_whole_sum(loop, policy):
+    policy = jaxmp.get_policy(policy)
+    loss_fn = lambda w, x: jnp.sum(loop(w, x).astype(jnp.float32))  # noqa: E731
+    compute = jaxmp.value_and_grad(loss_fn, policy=policy)
+    w = {"w": jnp.eye(WIDTH), "b": jnp.zeros(WIDTH), "s": jnp.ones(())}
+    x = np.ones((TURNS, 1, WIDTH), np.float32)
+    found = jax.jit(compute)(policy.cast_to_param(w), x, opt_state=state(policy))[1]
+    expected = {"w": np.full((WIDTH, WIDTH), TURNS), "b": np.full(WIDTH, TURNS), "s": np.float32(TURNS * WIDTH)}
+    for name, value in expected.items():
+        assert found[name].dtype == policy.param_dtype
+        np.testing.assert_allclose(found[name].astype(jnp.float32), value, rtol=2**-8, err_msg=name)
+
+
+def test_a_loop_over_16_bit_weights_computes_what_it_did():
+    """Values and second derivatives; inside, products are of 16-bit numbers and nothing else is wider."""
+    w = {"w": jnp.asarray(TABLE.T @ TABLE, jnp.bfloat16), "b": jnp.ones(WIDTH, jnp.bfloat16), "s": jnp.bfloat16(0.5)}
+    x = np.ones((3, 1, WIDTH), jnp.bfloat16)
+    fn = jaxmp.autocast(recurrent, jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(fn)(w, x), jax.jit(recurrent)(w, x))
+    tangents = jax.tree.map(jnp.ones_like, w)
+    loss_fn = lambda w, fn: jnp.sum(fn(w, x).astype(jnp.float32) ** 2)  # noqa: E731
+    found, expected = (
+        jax.jit(lambda w, t, fn=fn: jax.jvp(jax.grad(lambda w: loss_fn(w, fn)), (w,), (t,))[1])(w, tangents)
+        for fn in (fn, recurrent)
+    )
+    for name, value in expected.items():
+        got, value = (np.asarray(y).astype(np.float32) for y in (found[name], value))
+        np.testing.assert_allclose(got, value, rtol=2**-4, atol=2**-5 * np.abs(value).max())

@@ -19,7 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import ROOT, assert_bitwise, compiled_quickly
-from jaxmp import checkpoint
+from jaxmp import __main__ as command, checkpoint
+from jaxmp._src.checkpoint import writer
 
 pytestmark = pytest.mark.xdist_group("checkpoint")
 
@@ -38,7 +39,7 @@ def trained(tx=TX, policy=POLICY):
     """(params, opt_state) after a step."""
     params, opt_state = jax.jit(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))()
     jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
-    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
+    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, p), s, p))(params, opt_state)
 
 
 EXTRA = {"batch_stats": {"mean": jnp.arange(3.0)}, "key": jax.random.key(7), "step": jnp.int32(5)}
@@ -85,6 +86,24 @@ def test_onto_another_mesh_and_back(steps, tmp_path):
         checkpoint.save(manager, 0, params=params, opt_state=opt_state)
         manager.wait_until_finished()
         assert_bitwise(checkpoint.restore(manager, TX, params=abstract(trained()[0]))[1:3], trained())
+
+
+def test_moments_in_8_bits_lie_as_their_param(tmp_path):
+    """Codes and their scales; scales that the devices do not divide are whole."""
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
+    params = {"a": jnp.ones((16, 256)), "b": jnp.ones((32, 256))}
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    shardings = {"a": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P(None, "x"))}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=tx.init(params))
+        manager.wait_until_finished()
+        like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
+        restored = checkpoint.restore(manager, tx, params=like)
+    expected = jax.tree.leaves(jaxmp.sharding_of(tx, params, shardings))
+    for x, sharding in zip(jax.tree.leaves(restored.opt_state), expected, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    shapes = [x.addressable_shards[0].data.shape for x in optax.tree.get(restored.opt_state, "nu")["a"]]
+    assert shapes == [(4, 256), (4, 1)]
 
 
 def test_into_another_policy_as_convert_does_it(steps):
@@ -180,6 +199,14 @@ def test_another_model_is_named_by_its_first_leaf(steps):
         checkpoint.restore(steps, TX, params=trained()[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
 
 
+def test_a_model_without_leaves_is_said_to_have_none(tmp_path):
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params={}, opt_state=())
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="w is in the model and not in the checkpoint. There are no leaves."):
+            checkpoint.restore(manager, None, params={"w": jnp.ones(2)})
+
+
 def test_nothing_there(tmp_path, steps):
     with pytest.raises(ValueError, match="must be a folder that Orbax wrote; there is no folder at .*nowhere"):
         checkpoint.restore(tmp_path / "nowhere", TX, params=PARAMS)
@@ -200,6 +227,127 @@ def test_files_of_something_else(tmp_path):
         checkpoint.restore(tmp_path / "other", TX, params=PARAMS)
     with pytest.raises(ValueError, match="has only params. .* pass tx=None and call tx.init"):
         checkpoint.restore(tmp_path / "model", TX, params=PARAMS)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("cases", [8, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_no_damage_is_restored_in_silence(cases, tmp_path):
+    """Flipped bits, files cut off, zeros, deleted files: an error, or what was saved."""
+    script = ROOT / "tests" / "support" / "corruption.py"  # in a process of its own: Orbax's threads are loud
+    command = [sys.executable, str(script), "--cases", str(cases), "--json", str(tmp_path / "out")]
+    ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    record = json.loads((tmp_path / "out").read_text())
+    assert record["silently_wrong"] == 0 and record["other_errors"] == []
+    assert sum(record["outcomes"].values()) == cases
+    assert sum(n for what, n in record["outcomes"].items() if "an error" in what) >= cases // 2
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_named_by_its_leaf_and_by_the_command(tmp_path, capsys):
+    params = {"w": noise(), "b": jnp.ones(3)}
+    with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
+        for step in (1, 2, 3):
+            checkpoint.save(manager, step, params=params, opt_state=(), policy="bf16")
+        manager.wait_until_finished()
+        for step in (2, 3):
+            file = max((tmp_path / str(step) / "state").rglob("*"), key=lambda x: x.stat().st_size)
+            flip(file, file.stat().st_size // 2)
+        told = r"the files in .*/3/state are damaged.* for 1 of the leaves .params/w.. Other steps there: 1, 2 "
+        with pytest.raises(ValueError, match=told + r"\(step=\); the newest whole one is 1"):
+            checkpoint.restore(manager, None, params=params)
+    assert command.main(["checkpoint", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"\n1 +2 +0.3 +params=bfloat16,.* whole\n", printed)
+    assert re.search(r"\n3 +2 +0.3 +.* DAMAGED: 1 of 2 leaves \(params/w\)", printed)
+    assert re.search(r"params/b +float32 +\[3\] +12 +whole\nparams/w +float32 +\[256, 256\] +262144 +DAMAGED", printed)
+    assert command.main(["checkpoint", str(tmp_path), "--step", "1"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["checkpoint", str(tmp_path), "--step", "7"])
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def noise():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
+
+
+def test_a_full_disk_is_an_error_and_the_step_before_stays(tmp_path):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    params = {"w": noise()}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 1, params=params, opt_state=())
+        manager.wait_until_finished()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))  # no file can be larger: writes fail as on a full disk
+        try:
+            with pytest.raises(ValueError, match="Failed writing"):
+                checkpoint.save(manager, 2, params=params, opt_state=())
+                manager.wait_until_finished()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert manager.all_steps() == [1]
+        assert checkpoint.restore(manager, None, params=params).step == 1
+        checkpoint.save(manager, 3, params=params, opt_state=())
+        manager.wait_until_finished()
+        assert checkpoint.restore(manager, None, params=params).step == 3
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=str(tmp_path / "file")):
+        checkpoint.manager(tmp_path / "file" / "run")
+
+
+def test_one_process_at_a_time_saves_into_a_directory(tmp_path):
+    """The second one is told, and the first goes on; when the first closes, or ends, the directory is free."""
+    params = {"w": jnp.ones(3)}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 1, params=params, opt_state=())
+        manager.wait_until_finished()
+        assert holds(tmp_path) == "refused"
+        with checkpoint.manager(tmp_path, read_only=True) as reader:
+            assert checkpoint.restore(reader, None, params=params).step == 1
+        with pytest.MonkeyPatch.context() as patch:  # another process has the lock of this one's next manager
+            patch.setattr(writer.fcntl, "lockf", refuse)
+            with checkpoint.manager(tmp_path) as other, pytest.raises(ValueError, match="has another writer .process"):
+                checkpoint.save(other, 2, params=params, opt_state=())
+    assert holds(tmp_path) == "free"
+
+
+def refuse(*_):
+    raise BlockingIOError
+
+
+def holds(directory):
+    """Asks, from a process of its own, whether the lock of a directory can be had."""
+    code = (
+        "import fcntl, sys\n"
+        "try: fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except BlockingIOError: print('refused')\n"
+        "else: print('free')"
+    )
+    command = [sys.executable, "-c", code, str(directory / writer._LOCK)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch):
+    """Each file that stands in the step was brought to the disk, while the folder had another name."""
+    synced = []
+    monkeypatch.setattr(writer, "sync", lambda path: synced.append(path))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 4, params={"w": jnp.ones(3)}, opt_state=())
+        manager.wait_until_finished()
+    *before, last = synced
+    assert last == tmp_path and all(path.parts[len(tmp_path.parts)] == "4.orbax-checkpoint-tmp" for path in before)
+    known = {path.relative_to(tmp_path / "4.orbax-checkpoint-tmp") for path in before}
+    step = tmp_path / "4"
+    there = {path.relative_to(step) for path in step.rglob("*") if path.is_file()}
+    assert there - known == {pathlib.Path("commit_success.txt")}  # of no content
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing"])
@@ -265,6 +413,50 @@ def test_modules_of_nnx_go_on(tmp_path):
     for before, after in ((model, other), (optimizer.opt_state, fresh.opt_state)):
         pure = [nnx.as_pure(nnx.state(x)) if isinstance(x, nnx.Module) else nnx.as_pure(x) for x in (before, after)]
         assert_bitwise(pure[1], pure[0])
+
+
+NUMBERS = {
+    "step": 3,
+    "rate": 0.1,
+    "done": True,
+    "seen": np.int64(2**40),
+    "at": np.arange(3) + 2**40,
+    "z": np.float64(0.1),
+}
+
+
+def test_numbers_come_back_as_they_were_saved(tmp_path):
+    """Python's as Python's, NumPy's as NumPy's in 64 bits, whether or not jax has 64 bits."""
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params={"w": jnp.ones(2)}, opt_state=(), extra={"data": NUMBERS, "step": 7})
+        manager.wait_until_finished()
+        found = checkpoint.restore(manager, None, params={"w": jnp.ones(2)}, extra={"data": NUMBERS, "step": 0}).extra
+        assert found["step"] == 7 and type(found["step"]) is int
+        assert {name: type(x) for name, x in found["data"].items()} == {name: type(x) for name, x in NUMBERS.items()}
+        assert all(np.array_equal(found["data"][name], x) for name, x in NUMBERS.items())
+        assert checkpoint.restore(manager, None, params={"w": jnp.ones(2)}).extra == {}
+        with pytest.raises(ValueError, match=r"saved numbers; step is int64\[\], expected a number of Python .float"):
+            checkpoint.restore(manager, None, params={"w": jnp.ones(2)}, extra={"step": 0.0})
+        with pytest.raises(ValueError, match=r"data/rate is float64\[\], expected a number of Python .int"):
+            checkpoint.restore(manager, None, params={"w": jnp.ones(2)}, extra={"data": NUMBERS | {"rate": 1}})
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"a": {"b": [1, np.ones(2)]}}, "values that JSON can hold.*got ndarray at metadata/a/b/1"),
+        ({"a": np.float32(1)}, "got float32 at metadata/a.*float"),
+        ({"a": {1: 2}}, r"JSON turns others into text; got 1 \(int\) at metadata/a. Write '1'"),
+    ],
+    ids=["array", "scalar", "name"],
+)
+def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(metadata, told, tmp_path):
+    with checkpoint.manager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=told):
+            checkpoint.save(manager, 0, params={"w": jnp.ones(2)}, opt_state=(), metadata=metadata)
+        with pytest.raises(ValueError, match="arrays and numbers; got str at name"):
+            checkpoint.save(manager, 0, params={"w": jnp.ones(2)}, opt_state=(), extra={"name": "a"})
+    assert [x.name for x in tmp_path.iterdir()] in ([], [writer._LOCK])
 
 
 def test_names_that_are_taken(steps):

@@ -370,9 +370,9 @@ def test_masters_are_reloaded_in_full_from_float32():
 
 def test_reloading_what_does_not_fit_is_an_error():
     _, opt_state = job("bf16")
-    with pytest.raises(ValueError, match="made from its param; b/w is not in the params. There are a/w"):
+    with pytest.raises(ValueError, match="b/w is missing. There are a/w"):
         reload_master_params(opt_state, {"a": PLAIN["a"], "ln": PLAIN["ln"]})
-    with pytest.raises(ValueError, match=r"shapes of the masters; got \(3,\) at a/w, expected \(16, 16\)"):
+    with pytest.raises(ValueError, match=r"shapes of the old ones; got \(3,\) at a/w, expected \(16, 16\)"):
         reload_master_params(opt_state, PLAIN | {"a": {"w": jnp.ones(3)}})
     with pytest.raises(ValueError, match="got a state without a MasterState"):
         reload_master_params(optax.sgd(0.1).init(PLAIN), PLAIN)

@@ -89,6 +89,15 @@ def test_state_is_padded_and_trimmed_as_its_params(bits):
         fsdp.trim(job, LAYOUT)
 
 
+def test_padding_comes_off_on_explicit_axes():
+    """What `jax.make_mesh` makes by default."""
+    layout = fsdp.layout_of(PARAMS, jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Explicit,)), min_size=20)
+    placed = jax.device_put(fsdp.pad(PARAMS, layout), layout.shardings)
+    trim = functools.partial(fsdp.trim, layout=layout)
+    for trimmed in (trim(placed), jax.jit(trim)(placed)):
+        assert_bitwise(jax.tree.map(np.asarray, trimmed), jax.tree.map(np.asarray, PARAMS))
+
+
 @pytest.mark.costly
 def test_moments_in_8_bits_are_not_padded():
     tx = jaxmp.compress_moments(optax.adam(1e-2), jnp.int8)

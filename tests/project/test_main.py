@@ -219,7 +219,10 @@ def test_formats_are_those_of_their_documents():
 
 def test_formats_are_printed(capsys):
     assert command.main(["formats"]) == 0
-    lines, guides = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
+    lines, guides, notes = (part.splitlines() for part in capsys.readouterr().out.split("\n\n"))
     assert len(lines) == 1 + len(FORMATS)
     assert lines[4].split() == ["fp16", "16", "5", "10", "65504", "6.1035e-05", "5.9605e-08", "0.00097656", "3.140625"]
     assert [line.split()[0] for line in guides] == ["recipe", *(guide.recipe for guide in recipe_guide.GUIDES)]
+    assert [line.partition(":")[0] for line in notes] == ["SQNR", "loss gap"] and all(
+        name in guides[0] for name in ("SQNR [dB]", "loss gap [%]")
+    )

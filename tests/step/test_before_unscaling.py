@@ -121,7 +121,7 @@ def test_it_is_silent_without_a_scale_and_inside():
                 should_skip_update_fn=optax.skip_not_finite,
             ).gradient_transformation(),
         ):
-            jaxmp.apply_gradients(tx, params, tx.init(params), params)
+            jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)
 
 
 def test_train_states_and_nnx_say_it_too():
@@ -133,7 +133,7 @@ def test_train_states_and_nnx_say_it_too():
     tx = chained(optax.clip(1.0))
     optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="fp16")
     with pytest.warns(UserWarning, match=LOOKS):
-        optimizer.update(model, nnx.state(model, nnx.Param))
+        optimizer.update(model, jax.tree.map(jnp.copy, nnx.state(model, nnx.Param)))
 
 
 def test_over_devices():

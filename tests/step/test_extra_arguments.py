@@ -46,7 +46,7 @@ def test_an_argument_of_the_users_reaches_it():
         return jax.tree.map(jnp.ones_like, params)
 
     tx = jaxmp.mixed_precision(sam(opaque_mode=True), "fp32")
-    params, _ = jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
+    params, _ = jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), PARAMS, grad_fn=grad_fn)
     np.testing.assert_allclose(params["w"], PARAMS["w"] - 0.1, rtol=1e-6)
 
 
@@ -58,7 +58,7 @@ def test_its_own_error_is_not_hidden():
     inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     tx = jaxmp.mixed_precision(inner, "fp32")
     with pytest.raises(TypeError, match="needed"):
-        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS)
+        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), PARAMS)
 
 
 class State(jaxmp.linen.TrainState):
@@ -72,9 +72,9 @@ def new_state(tx):
 @pytest.mark.parametrize("tx", [jaxmp.mixed_precision(optax.adam(0.1), "fp32"), optax.adam(0.1)], ids=["", "plain"])
 def test_a_misspelt_argument_is_refused(tx):
     with pytest.raises(TypeError, match=r"got batch_stat=, .* no field of this state. Did you mean batch_stats=\?"):
-        new_state(tx).apply_gradients(grads=PARAMS, batch_stat=jnp.ones(2))
+        new_state(tx).apply_gradients(grads=jax.tree.map(jnp.copy, PARAMS), batch_stat=jnp.ones(2))
     with pytest.raises(TypeError, match="got los_scale=, which no transform of tx takes. Did you mean loss"):
-        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, los_scale=1.0)
+        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), PARAMS, los_scale=1.0)
     assert set(dataclasses.asdict(new_state(tx))) >= {"batch_stats"}
 
 
@@ -98,8 +98,8 @@ def test_arguments_that_are_taken_or_customary():
     ]
     for inner, extra in cases:
         tx = jaxmp.mixed_precision(inner, "fp32")
-        jaxmp.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, **extra)
-        new_state(tx).apply_gradients(grads=PARAMS, batch_stats=jnp.ones(2), **extra)
+        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), PARAMS, **extra)
+        new_state(tx).apply_gradients(grads=jax.tree.map(jnp.copy, PARAMS), batch_stats=jnp.ones(2), **extra)
 
 
 # --- what follows in a chain ------------------------------------------------------------------------------------------

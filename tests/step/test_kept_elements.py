@@ -229,7 +229,7 @@ def test_params_of_the_names_of_fields_and_of_one_another():
     """A state's leaf belongs to the param whose whole path ends its own."""
     tx = jaxmp.mixed_precision(optax.adam(RATE), "fp32")
     params = {"mu": {"w": jnp.ones(3)}, "w": jnp.ones(3), "x": {"mu": {"w": jnp.ones(3)}}}
-    _, state = jaxmp.apply_gradients(tx, params, tx.init(params), params)
+    _, state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)
     g = {"mu": {"w": jnp.ones(3)}, "w": jnp.array([1.0, 1e20, 1.0]), "x": {"mu": {"w": jnp.ones(3)}}}
     _, after = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(g, state, params)
     assert float(after.kept_elements) == 1.0

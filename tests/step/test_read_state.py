@@ -86,7 +86,7 @@ def test_calibrate_with_params_and_state_swapped():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
     params = PARAMS | {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"calibrate takes \(loss_fn, params, \*batch.*; got an optimizer's state as"):
+    with pytest.raises(TypeError, match=r"calibrate\(loss_fn, params, \*batch.*; got an optimizer's state as params"):
         jaxmp.fp8.calibrate(lambda p: 0.0, state, tx=tx, opt_state=params)
     with pytest.raises(TypeError, match="calibrate reads the state of an optimizer"):
         jaxmp.fp8.calibrate(lambda p: 0.0, params, tx=tx, opt_state=params)

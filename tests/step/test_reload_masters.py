@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
@@ -105,20 +105,67 @@ def test_loaded_float32_params_are_cast_and_their_masters_keep_the_full_precisio
         stepped(loaded, 1.0)
 
 
-def test_params_with_their_state_and_other_trees_are_taken_as_they_are():
+def test_params_with_their_state_and_trees_without_arrays_are_taken_as_they_are():
     state, policy = start("bf16")
     loaded = policy.cast_to_param(OTHER)
     both = state.replace(params=loaded, opt_state=state.opt_state)
     assert_bitwise(masters(both)["a"], START["a"])
     mesh = jax.make_mesh((1,), ("x",))
-    for other in (None, {"other": jnp.ones(2)}, jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params)):
+    for other in (NamedSharding(mesh, P()), jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params)):
         assert state.replace(params=other).opt_state.guarded is state.opt_state.guarded
     shapes = jax.eval_shape(lambda: start("bf16")[0])
     assert shapes.replace(params=shapes.params).params == shapes.params
-    wide, _ = start("bf16", cls=jaxmp.linen.TrainState)
-    reshaped = wide.replace(params=jax.tree.map(lambda x: x[..., :1], wide.params))
-    with pytest.raises(ValueError, match=r"shapes of their masters; got \(3, 1\) at a, .*\(3, 4\)"):
-        stepped(reshaped, 1.0)
+    assert state.replace(params=None, opt_state=()).replace(params=loaded).params is loaded
+
+
+@pytest.mark.parametrize("policy", ["16-mixed", "bf16"])
+@pytest.mark.parametrize(
+    ("junk", "said"),
+    {
+        "None": (None, "a is missing"),
+        "a part": ({"a": OTHER["a"]}, "norm is missing. There are a"),
+        "more": (OTHER | {"other": F32(OTHER["a"])}, "other is none of theirs"),
+        "another shape": (OTHER | {"a": OTHER["a"][:, :1]}, r"got \(3, 1\) at a, expected \(3, 4\)"),
+        "a number": (OTHER | {"norm": 1.0}, "got float at norm"),
+        "int32": (OTHER | {"norm": np.arange(4, dtype=np.int32)}, "got int32 at norm"),
+        "float64": (OTHER | {"a": OTHER["a"].astype(np.float64)}, "got float64 at a"),
+    }.values(),
+    ids=["None", "a part", "more", "another shape", "a number", "int32", "float64"],
+)
+def test_what_is_no_such_params_is_refused(policy, junk, said):
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    state = State.create(apply_fn=None, params=START, tx=tx, policy=policy)
+    with pytest.raises(ValueError, match=said):
+        state.replace(params=junk)
+    if policy == "bf16" or "at" not in said:  # masters alone know shapes and dtypes
+        with pytest.raises(ValueError, match=said):
+            jaxmp.reload_master_params(state.opt_state, junk)
+
+
+def test_a_state_without_a_policy_keeps_the_dtypes_of_its_params():
+    policy = jaxmp.get_policy("bf16")
+    tx = jaxmp.mixed_precision(optax.sgd(0.25), policy)
+    state = State.create(apply_fn=None, params=policy.cast_to_param(START), tx=tx)
+    loaded = state.replace(params=OTHER)
+    assert_bitwise(loaded.params, policy.cast_to_param(OTHER))
+    assert_bitwise(masters(loaded), OTHER)
+
+
+def test_weights_without_fp8_scales_get_those_of_the_state():
+    with jaxmp.autocast("fp8"):
+        model = nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(16)])
+        params = jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"]
+    state = jaxmp.linen.TrainState.create(
+        apply_fn=model.apply, params=params, tx=jaxmp.mixed_precision(optax.sgd(0.1), "fp8"), policy="fp8"
+    )
+    plain = jax.tree.map(jnp.zeros_like, jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"])
+    for refused in (lambda: state.replace(params=plain), lambda: jaxmp.reload_master_params(state.opt_state, plain)):
+        with pytest.raises(ValueError, match=r"log2_scale is missing.*jaxmp\.fp8\.with_scales"):
+            refused()
+    new = state.replace(params=jaxmp.fp8.with_scales(plain, state.params)).params
+    assert jax.tree.structure(new) == jax.tree.structure(params) and not np.any(new["layers_1"]["kernel"])
+    with pytest.raises(ValueError, match="layers_2/bias is in fresh only"):
+        jaxmp.fp8.with_scales(plain | {"layers_2": {"kernel": plain["layers_2"]["kernel"]}}, state.params)
 
 
 def test_masters_stay_where_they_are():

@@ -275,5 +275,5 @@ def test_gradients_in_the_place_of_params_are_refused():
         return jaxmp.apply_gradients(tx, params, opt_state, grads)
 
     for run in (step, jax.jit(step)):
-        with pytest.raises(ValueError, match="Swap the two"):
+        with pytest.raises(TypeError, match="got the gradients of value_and_grad as params"):
             run(params, tx.init(params))

@@ -619,7 +619,7 @@ def test_a_state_that_is_none_of_its_own_is_named():
     params = {"w": jnp.ones(2, jnp.float16)}
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
     with pytest.raises(TypeError, match="needs the state that its own init made; got dict. The order is"):
-        jaxmp.apply_gradients(tx, params, params, tx.init(params))
+        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), params, params)
 
 
 # Wrappers that keep what the step needs
@@ -631,12 +631,15 @@ def test_apply_if_finite_around_it_is_refused(policy):
     params = jaxmp.get_policy(policy).cast_to_param({"w": jnp.ones((2, 2))})
     state = tx.init({"w": jnp.ones((2, 2))})
     run = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]).astype(jnp.float32))
-    for fn in (lambda s: run(params, opt_state=s), lambda s: jaxmp.apply_gradients(tx, params, s, params)):
+    for fn in (
+        lambda s: run(params, opt_state=s),
+        lambda s: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), s, params),
+    ):
         for traced in (fn, jax.jit(fn)):
             with pytest.raises(ValueError, match=r"must reach mixed_precision.*Leave apply_if_finite out"):
                 traced(state)
     inside = jaxmp.mixed_precision(optax.apply_if_finite(optax.sgd(0.1), 5), policy)
-    jaxmp.apply_gradients(inside, params, inside.init(params), params)
+    jaxmp.apply_gradients(inside, jax.tree.map(jnp.copy, params), inside.init(params), params)
 
 
 def test_one_inside_another_is_refused_at_init():
@@ -678,7 +681,7 @@ def test_a_state_behind_mixed_precision_is_refused():
     params = {"w": jnp.ones(3, jnp.float16)}
     behind = optax.chain(jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), jaxmp.ema_params(0.5, debias=False))
     with pytest.raises(ValueError, match="State behind it in a chain"):
-        jaxmp.apply_gradients(behind, params, behind.init(params), params)
+        jaxmp.apply_gradients(behind, jax.tree.map(jnp.copy, params), behind.init(params), params)
     read_state.check_wrappers((jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(params),) * 2)  # of two networks
 
 

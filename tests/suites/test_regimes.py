@@ -160,5 +160,5 @@ def test_axis_name_none_would_let_devices_diverge_and_is_an_error(spread):
     ):
         step(params, params)
     # where there are no such axes it is what it says
-    new = jax.jit(lambda p: jaxmp.apply_gradients(tx, p, tx.init(p), p)[0])(params)
+    new = jax.jit(lambda p: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, p), tx.init(p), p)[0])(params)
     assert_close(new, np.full((DEVICES, 2), 0.75, np.float16))

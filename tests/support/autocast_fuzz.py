@@ -199,26 +199,36 @@ def main() -> int:
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th, from the I-th"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--json", type=Path, help="where results go; a file of an interrupted run is continued")
     arguments = parser.parse_args()
     index, parts = arguments.part
-    rows, failed = [], []
-    for name in NAMES[index::parts]:
+    command = f"python tests/support/autocast_fuzz.py --seed {arguments.seed}"
+    names = NAMES[index::parts]
+    rows = [row for row in campaigns.rows_before(arguments.json, command) if not row["wrong"]]
+    ran = {row["function"] for row in rows}
+    for name in names:
+        if name in ran:
+            continue
         start = time.perf_counter()
-        compared = dict.fromkeys(DTYPES, 0)
+        compared, wrong = dict.fromkeys(DTYPES, 0), []
         for dtype in DTYPES:
             try:
                 compared[dtype] = check(name, DTYPES[dtype], seed=arguments.seed)
             except AssertionError as e:
-                failed.append(str(e))
+                wrong.append(str(e))
             except Exception as e:
-                failed.append(f"{name}, {dtype}: {type(e).__name__}: {e}")
+                wrong.append(f"{name}, {dtype}: {type(e).__name__}: {e}")
         jax.clear_caches()
-        rows.append({"function": name, "compared": compared})
-        print(f"{name}: {compared}, {time.perf_counter() - start:.1f} s", flush=True)
-    command = f"python tests/support/autocast_fuzz.py --seed {arguments.seed}"
-    counted = {"functions": len(rows), "compared": sum(sum(row["compared"].values()) for row in rows)}
-    return campaigns.finish(arguments.json, command, counted, ("wrong", failed), rows)
+        rows = sorted([*rows, {"function": name, "compared": compared, "wrong": wrong}], key=lambda r: r["function"])
+        counted = {
+            "functions": len(rows),
+            "functions_not_run": len(names) - len(rows),
+            "compared": sum(sum(row["compared"].values()) for row in rows),
+        }
+        failed = [message for row in rows for message in row["wrong"]]
+        campaigns.write(arguments.json, command, counted, ("wrong", failed), rows)
+        print(f"{name}: {compared}, {time.perf_counter() - start:.1f} s", *wrong, sep="\n  ", flush=True)
+    return 1 if any(row["wrong"] for row in rows) else 0
 
 
 if __name__ == "__main__":

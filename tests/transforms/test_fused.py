@@ -387,7 +387,7 @@ def test_in_linen_and_nnx():
     tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5), "bf16", remainder_bits=16)
     model = Net()
     optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16")
-    optimizer.update(model, nnx.state(model, nnx.Param))
+    optimizer.update(model, jax.tree.map(jnp.copy, nnx.state(model, nnx.Param)))
     assert model.w[...].dtype == jnp.bfloat16 and model.w[...].tolist() == [0.5, 0.5]
     state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, policy="bf16")
     state = state.apply_gradients(grads={"w": jnp.ones(2, jnp.bfloat16)})
@@ -451,7 +451,7 @@ def test_masters_of_another_kind_are_refused(other):
     steps = [functools.partial(jaxmp.apply_gradients, tx)] + [tx.update] * (other is None)
     for step in steps:
         with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
-            step(params, made, params)
+            step(jax.tree.map(jnp.copy, params), made, params)
     with pytest.raises(ValueError, match="bfloat16 param of the same step; got a param of float32"):
         jaxmp.get_master_params(made, params32)
 
@@ -500,7 +500,7 @@ def test_mosaic_says_why_it_cannot_serve():
     tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5, backend="mosaic"), "bf16")
     params = jnp.ones(2, jnp.bfloat16)
     with pytest.raises(ValueError, match='backend="mosaic" cannot run here: '):
-        jaxmp.apply_gradients(tx, params, tx.init(params), params)
+        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)
 
 
 def test_an_empty_tree_and_empty_leaves():

@@ -106,12 +106,15 @@ class _Search:
         path: str,
         *,
         in_loop: bool,
-        given: Sequence[Origin | None] | None = None,
-    ) -> list[Origin | None]:
+        given: Sequence[Origin] | None = None,
+    ) -> list[Origin]:
         """Finds the operations of a function; returns the origins of its results, given those of its inputs."""
-        known: dict[Any, Origin | None] = {v: self._input() for v in plan.jaxpr.constvars}
+        known: dict[Any, Origin] = {v: self._input() for v in plan.jaxpr.constvars}
         for i, (v, value) in enumerate(zip(plan.jaxpr.invars, plan.inputs, strict=True)):
-            known[v] = None if value.computed else self._input() if given is None else given[i]
+            if given is not None:
+                known[v] = given[i]
+            else:
+                known[v] = Origin(frozenset([weights.UNKNOWN]), computed=True) if value.computed else self._input()
         for i, step in enumerate(plan.steps):
             eqn = step.eqn
             operands = [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
@@ -121,39 +124,62 @@ class _Search:
             if found is not None:
                 weight, is_layer, why_not = found
                 why_not = why_not or _why_not_at(full)
-                chosen = None if weight is None else operands[weight]
-                for part in () if chosen is None else chosen.made_of:
+                chosen = () if weight is None else operands[weight].made_of | operands[weight].products
+                for part in chosen:
                     made = self.operations[part]
                     self.operations[part] = made._replace(weight=None, why_not="it makes a part of a weight")
                 self.operations.append(Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not))
-            inner: list[list[Origin | None]] = []
+            count = len(self.operations)
+            inner: list[list[Origin]] = []
             if eqn.primitive.name not in jaxprs.WITH_OWN_DERIVATIVE:
                 for k, function in enumerate(step.inner):
                     loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
-                    passed = operands if len(operands) == len(function.inputs) else None
+                    passed = _passed(eqn, operands, function)
                     inner.append(self.walk(function, (*at, i, k), full, here, in_loop=loops, given=passed))
-            known |= dict(zip(eqn.outvars, self._results(step, operands, inner), strict=True))
+            results = self._results(step, operands, inner, has_matmuls=len(self.operations) > count)
+            known |= dict(zip(eqn.outvars, results, strict=True))
         return [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in plan.jaxpr.outvars]
 
     def _results(
-        self, step: Step, operands: list[Origin | None], inner: list[list[Origin | None]]
-    ) -> Sequence[Origin | None]:
-        eqn = step.eqn
-        if eqn.primitive.name in jaxprs.CALLS and inner:
+        self, step: Step, operands: list[Origin], inner: list[list[Origin]], *, has_matmuls: bool
+    ) -> Sequence[Origin]:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        if inner and (name in jaxprs.CALLS or name == "shard_map"):
             return inner[0]
-        if step.inner or jaxprs.functions_of(eqn):
-            return [None if value.computed else self._input() for value in step.results]
-        if eqn.primitive.name == "dot_general":
-            return [weights.of_matmul(operands, len(self.operations) - 1)]
-        if eqn.primitive.name in EACH_ITS_OWN and len(operands) == len(eqn.outvars):
+        if name == "dot_general":
+            return [weights.of_matmul(eqn, operands, len(self.operations) - 1)]
+        if name in EACH_ITS_OWN and len(operands) == len(eqn.outvars):
             return operands
+        if has_matmuls or any(map(_has_matmuls, jaxprs.functions_of(eqn))):
+            return [weights.computed(operands)] * len(eqn.outvars)
         return [weights.of_result(eqn, operands)] * len(eqn.outvars)
 
     def _input(self) -> Origin:
         return Origin(frozenset([next(self._inputs)]))
 
 
-def _operation(step: Step, operands: list[Origin | None]) -> tuple[int | None, bool, str | None] | None:
+def _passed(eqn: Any, operands: list[Origin], function: Plan) -> list[Origin] | None:
+    """The origins of the inputs of a function in an equation; None if they are not known from its operands."""
+    if eqn.primitive.name == "while":
+        return None
+    passed = operands[-len(function.inputs) :] if function.inputs else []
+    if eqn.primitive.name == "scan":
+        consts, carry = jaxprs.scan_counts(eqn)
+        for i in range(consts, consts + carry):
+            if function.inputs[i].computed:
+                passed[i] = weights.computed([passed[i]])
+    return passed
+
+
+def _has_matmuls(function: tuple[Any, Any]) -> bool:
+    """Whether there is a matmul or a convolution in a function, at any depth."""
+    return any(
+        eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS or any(map(_has_matmuls, jaxprs.functions_of(eqn)))
+        for eqn in function[0].eqns
+    )
+
+
+def _operation(step: Step, operands: list[Origin]) -> tuple[int | None, bool, str | None] | None:
     """(weight, is_layer, why_not) of an operation with weights or a matmul; None for others."""
     eqn, name = step.eqn, step.eqn.primitive.name
     if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _casts_below_16_bits(eqn)):
@@ -161,7 +187,7 @@ def _operation(step: Step, operands: list[Origin | None]) -> tuple[int | None, b
     if name == "gather":  # an embedding
         is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
         table = operands[0]
-        return (0, False, "it is no matmul") if is_table and table is not None and table.is_weight else None
+        return (0, False, "it is no matmul") if is_table and table.is_weight else None
     if name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return None
     weight = weights.number_of_weight(operands)

@@ -178,7 +178,13 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
             return out
         return jax.tree.map(lambda x: x.astype(output_dtype) if is_float_array(x) else x, out)
 
+    vars(wrapped)["is_autocast"] = lists.dtype is not None
     return wrapped
+
+
+def is_autocast(fn: Any) -> bool:
+    """Whether `fn` is a function that `autocast` made, perhaps jitted since."""
+    return getattr(fn, "is_autocast", False) is True
 
 
 def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:

@@ -1,82 +1,126 @@
 """Which values of a function are weights: its inputs, and what it makes of inputs alone.
 
-A weight is an input, moved or cast (W^T); elementwise work and reductions of inputs (W * mask, W / |W|); or an input
-plus the product of two others (W + A B, as LoRA adds). Everything else is computed from data. A function does not say
-which of its inputs are data, so the input of its first layer looks like a weight too; whoever asks takes the operand
-that was changed least.
+A weight is an input, moved or cast (W^T); what any work but a matmul makes of inputs (W * mask, W / |W|, qr(W)), also
+scaled by a computed number (W / sigma); or an input plus the product of two others (W + A B, as LoRA adds). Everything
+else is computed from data. A function does not say which of its inputs are data, so the input of its first layer looks
+like a weight too; whoever asks takes the operand that was changed least.
+
+For the same reason a product of two inputs may be weights (A B) or a first layer (x W). It is taken for weights where
+it is multiplied with a computed value that depends on neither of the two: h (A B).
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxmp._src.autocast.cast_lists import FLOATS, MOVES
+from jaxmp._src.autocast.cast_lists import MOVES
 from jaxmp._src.programs import jaxprs
+
+UNKNOWN = -1  # in place of the inputs of a value in a loop, of which only the loop knows how it is made
 
 
 class Origin(NamedTuple):
-    """How a value comes from the inputs of a function alone.
+    """How a value comes from the inputs of a function.
 
     Attributes:
-      inputs: their numbers; none of a constant.
+      inputs: the numbers of those on which it depends; none of a constant.
+      computed: whether it is computed from data.
       moved: whether it is an input as it was given, moved and cast or not.
-      product: the number of the matmul of two inputs that it is, scaled and moved or not; None if it is none.
+      products: the numbers of the matmuls whose product it is, of inputs alone, scaled and moved or not.
       repeated: whether it is an input whose elements were repeated, as those of a bias.
       made_of: the numbers of the matmuls whose products were added to it.
+      of_matrices: whether these products are of matrices, or of stacks of them.
     """
 
     inputs: frozenset[int]
+    computed: bool = False
     moved: bool = True
-    product: int | None = None
+    products: frozenset[int] = frozenset()
     repeated: bool = False
     made_of: frozenset[int] = frozenset()
+    of_matrices: bool = True
 
     @property
     def is_weight(self) -> bool:
-        """Whether it may be the weight of a matmul."""
-        return bool(self.inputs) and self.product is None
+        """Whether it may be the weight of a matmul, whatever the other operand is."""
+        return bool(self.inputs) and not self.computed and not self.products
 
 
 CONSTANT = Origin(frozenset())
 
-
-def number_of_weight(operands: Sequence[Origin | None]) -> int | None:
-    """Which of the first two operands of a matmul is the weight: the one less changed, or the second (x @ w)."""
-    found = [(not o.moved, -i) for i, o in enumerate(operands[:2]) if o is not None and o.is_weight]
-    return -min(found)[1] if found else None
-
-
-def of_matmul(operands: Sequence[Origin | None], number: int) -> Origin | None:
-    """The origin of the result of matmul `number`: a product of two inputs may be added to a weight."""
-    lhs, rhs = operands
-    if lhs is None or rhs is None or not (lhs.is_weight and rhs.is_weight):
-        return None
-    return Origin(lhs.inputs | rhs.inputs, moved=False, product=number)
+# What a product is after these, with constants, is still that product.
+_KEEPS_PRODUCT = (
+    jaxprs.REARRANGES
+    | jaxprs.HANDS_ON
+    | frozenset("convert_element_type broadcast_in_dim slice dynamic_slice mul div neg stop_gradient".split())
+)
 
 
-def of_result(eqn: Any, operands: Sequence[Origin | None]) -> Origin | None:
-    """The origin of what an equation without functions inside makes; None of what is computed from data."""
-    known = [o for o in operands if o is not None]
-    if len(known) < len(operands):
-        return None
+def computed(operands: Sequence[Origin]) -> Origin:
+    """The origin of what is computed from operands of which one may be data."""
+    return Origin(_inputs_of(operands), computed=True)
+
+
+def number_of_weight(operands: Sequence[Origin]) -> int | None:
+    """Which of the first two operands of a matmul is the weight; None of two computed values.
+
+    It is the one less changed, or the second (x @ w); or a product of two inputs, neither of which the other knows.
+    """
+    found = [(not o.moved, -i) for i, o in enumerate(operands[:2]) if o.is_weight]
+    if found:
+        return -min(found)[1]
+    for i, (weight, data) in enumerate(zip(operands[:2], operands[1::-1], strict=True)):
+        apart = UNKNOWN not in data.inputs and not data.inputs & weight.inputs
+        if weight.products and weight.of_matrices and data.computed and apart:
+            return i
+    return None
+
+
+def of_matmul(eqn: Any, operands: Sequence[Origin], number: int) -> Origin:
+    """The origin of the result of matmul `number`: a product of two inputs may be weights, or be added to a weight."""
+    if any(o.computed for o in operands) or not all(o.is_weight or o.products for o in operands):
+        return computed(operands)
+    products = frozenset([number]).union(*(o.products | o.made_of for o in operands))
+    of_matrices = _is_of_matrices(eqn) and all(o.of_matrices for o in operands)
+    return Origin(_inputs_of(operands), moved=False, products=products, of_matrices=of_matrices)
+
+
+def of_result(eqn: Any, operands: Sequence[Origin]) -> Origin:
+    """The origin of what an equation without matmuls makes."""
     name = eqn.primitive.name
-    moves = name in MOVES or name == "convert_element_type"
-    works = name in jaxprs.ELEMENTWISE or moves
-    products = {o.product for o in known} - {None}
+    if name in ("mul", "div") and (scaled := _without_numbers(eqn, operands)):
+        operands = scaled
+    if any(o.computed for o in operands) or name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+        return computed(operands)
     of_inputs = Origin(
-        frozenset().union(*(o.inputs for o in known)),
-        moved=moves and all(o.moved for o in known),
-        repeated=any(o.repeated for o in known) or _repeats(eqn),
-        made_of=frozenset().union(*(o.made_of for o in known)),
+        _inputs_of(operands),
+        moved=(name in MOVES or name == "convert_element_type") and all(o.moved for o in operands),
+        repeated=any(o.repeated for o in operands) or _repeats(eqn),
+        made_of=frozenset().union(*(o.made_of for o in operands)),
     )
+    products = [o for o in operands if o.products]
+    others = [o for o in operands if o.inputs and not o.products]
     if not products:
-        without_floats = not any(getattr(v.aval, "dtype", None) in FLOATS for v in eqn.invars)
-        return of_inputs if works or without_floats or name.startswith("reduce_") else None
-    if len(products) > 1 or not works:
-        return None
-    product = products.pop()
-    if not any(o.inputs for o in known if o.product is None):  # scaled by constants, or moved
-        return of_inputs._replace(moved=False, product=product)
-    return of_inputs._replace(made_of=of_inputs.made_of | {product}) if _is_sum_with_weight(eqn, known) else None
+        return of_inputs
+    if len(products) == 1 and not others and name in _KEEPS_PRODUCT:
+        return products[0]._replace(inputs=of_inputs.inputs)
+    if len(products) == 1 and _is_sum_with_weight(eqn, operands):
+        return of_inputs._replace(made_of=of_inputs.made_of | products[0].products)
+    return computed(operands)
+
+
+def _inputs_of(operands: Sequence[Origin]) -> frozenset[int]:
+    return frozenset().union(*(o.inputs for o in operands))
+
+
+def _without_numbers(eqn: Any, operands: Sequence[Origin]) -> list[Origin]:
+    """The operands that are arrays: what is scaled by a number is what it was."""
+    return [o for v, o in zip(eqn.invars, operands, strict=True) if v.aval.shape]
+
+
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether a `dot_general` multiplies matrices, or stacks of them: data often has more axes."""
+    (lhs, rhs), (batch, _) = eqn.params["dimension_numbers"]
+    return len(lhs) == len(rhs) == 1 and all(v.aval.ndim == len(batch) + 2 for v in eqn.invars[:2])
 
 
 def _repeats(eqn: Any) -> bool:
@@ -87,5 +131,5 @@ def _is_sum_with_weight(eqn: Any, operands: Sequence[Origin]) -> bool:
     """Whether an equation adds a product to a matrix that is made of other inputs."""
     if eqn.primitive.name not in ("add", "sub", "add_any") or len({v.aval.shape for v in eqn.invars}) > 1:
         return False
-    part, weight = operands if operands[1].product is None else operands[::-1]
+    part, weight = operands if operands[0].products else operands[::-1]
     return weight.is_weight and not weight.repeated and not part.inputs & weight.inputs

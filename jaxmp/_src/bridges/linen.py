@@ -16,7 +16,14 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.step import extra_arguments, mixed_precision, policy as policy_lib, read_state, reload_masters
+from jaxmp._src.step import (
+    argument_kinds,
+    extra_arguments,
+    mixed_precision,
+    policy as policy_lib,
+    read_state,
+    reload_masters,
+)
 from jaxmp._src.step.calibrate import calibrate
 
 
@@ -35,19 +42,25 @@ def _replace(self: Any, **updates: Any) -> Any:
     param changed, its master is made from it; elsewhere it keeps all its bits. So one can train on from loaded weights,
     clip weights between two steps, and evaluate an average: only the state that this returns has other masters. (It
     holds new masters, four bytes per parameter, as long as it lives. Where memory is short, or to evaluate in float32,
-    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast by the state's policy, as in `create`;
-    their masters have the full precision.
+    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast as the old ones are; their masters have
+    the full precision. A state that got an average and then its old params back has lost the bits of its masters below
+    the rounding of the params: keep the state from before instead.
 
     Args:
-      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are.
+      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are, and so is a tree
+        without arrays, such as one of shardings.
 
     Returns:
       The new state.
+
+    Raises:
+      ValueError: `params` that do not fit those of this state: another tree, another shape, no floats (named by path).
     """
     if "params" in updates and "opt_state" not in updates:
-        updates["opt_state"] = reload_masters.follow(self.opt_state, updates["params"], self.params)
-        if self.policy is not None and updates["opt_state"] is not self.opt_state:
-            updates["params"] = self.policy.cast_to_param(updates["params"])
+        cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
+        updates["params"], updates["opt_state"] = reload_masters.follow(
+            self.opt_state, updates["params"], self.params, cast
+        )
     return dataclasses.replace(self, **updates)
 
 
@@ -102,12 +115,20 @@ class TrainState(_Replaced, train_state.TrainState):
           **kwargs: fields of subclasses, such as `batch_stats`.
 
         Raises:
-          ValueError: `policy` with a `tx` that keeps no masters.
+          TypeError: arguments in the place of others.
+          ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy of the params.
         """
+        argument_kinds.check(
+            "TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)",
+            params=("params", params),
+            tx=("optimizer", tx),
+            policy=("policy", policy),
+        )
         opt_state = tx.init(params)
         if policy is not None:
             mixed_precision.check_trains_casts(opt_state)
             policy = policy_lib.get_policy(policy)
+            read_state.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
         step = jax.numpy.zeros((), jax.numpy.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, policy=policy, **kwargs)

@@ -86,6 +86,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
+        grads_lib.check_order((model, *args), (), opt_state, "value_and_grad(loss_fn)(model, *batch, opt_state=...)")
         wrt = _with_scales(model, chosen)
         graphdef, params, rest = nnx.split(model, wrt, ...)
         batches, whole = microbatches.split_arguments((model, *args), (0,), accumulate_argnums, k)

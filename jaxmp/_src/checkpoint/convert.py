@@ -86,10 +86,15 @@ def convert(
 def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:
     """The structure of `tx.init` for params like these; a ValueError if `saved` does not fit."""
     job_leaves.check_params(saved, like)
-    with warnings.catch_warnings(action="ignore"):
-        structure = jax.eval_shape(tx.init, jax.tree.map(_in_float32, like))
+    structure = structure_of(tx, like)
     job_leaves.check_state(saved, structure)
     return structure
+
+
+def structure_of(tx: optax.GradientTransformation, like: PyTree) -> Any:
+    """The structure of `tx.init` for params like these, in float32."""
+    with warnings.catch_warnings(action="ignore"):
+        return jax.eval_shape(tx.init, jax.tree.map(_in_float32, like))
 
 
 def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> tuple[PyTree, Any]:
@@ -97,7 +102,7 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
     structure = check(saved, tx, like)
     in_full, new_params = assemble_params(saved, like)
     parts = job_leaves.special_parts(list(leaf_paths.essential_leaves(structure)))
-    fresh = _fresh(tx, in_full, {path for path, part in parts.items() if part != "master"})
+    fresh = fresh_leaves(tx, in_full, {path for path, part in parts.items() if part != "master"})
     scales = _loss_scales(saved, fresh, [path for path, part in parts.items() if part == "scale"])
     groups = fp8_history.amax_leaves(saved, leaf_paths.plain_leaves(new_params), fresh)
     full = leaf_paths.plain_leaves(in_full)
@@ -142,7 +147,7 @@ def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTr
     return in_full, _cast(saved.params, in_full, like)
 
 
-def _fresh(tx: optax.GradientTransformation, params: PyTree, wanted: set[str]) -> dict[str, Any]:
+def fresh_leaves(tx: optax.GradientTransformation, params: PyTree, wanted: set[str]) -> dict[str, Any]:
     """The `wanted` leaves of `tx.init(params)`; the rest is not computed."""
 
     def init(params: PyTree) -> dict[str, Any]:

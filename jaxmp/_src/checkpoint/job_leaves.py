@@ -69,10 +69,13 @@ def check_params(saved: Saved, like: PyTree) -> None:
                 f"{saved.what} must be of this model; {path} is in the model and not in {saved.what}. "
                 f"{leaf_paths.first_paths(saved.params)}"
             )
-        if tuple(saved.params[path].shape) != tuple(x.shape):
+        there, here = tuple(saved.params[path].shape), tuple(x.shape)
+        if there != here:
+            differ = sum(a != b for a, b in zip(there, here, strict=True)) if len(there) == len(here) else 0
+            hint = " If one of them is padded (jaxmp.fsdp.pad), pass its layout= to save, or to restore."
             raise ValueError(
-                f"{saved.what} must be of this model; {path} has shape {tuple(saved.params[path].shape)} in "
-                f"{saved.what} and {tuple(x.shape)} in the model."
+                f"{saved.what} must be of this model; {path} has shape {there} in {saved.what} and {here} in the model."
+                f"{hint if differ == 1 else ''}"
             )
     for path in saved.params:
         if path not in wanted and not scale_leaves.is_scale(path):
@@ -104,14 +107,15 @@ def special_parts(paths: list[str]) -> dict[str, str]:
     return {path: part for path, part in parts.items() if path in known}
 
 
-def _inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a state that are the inner optimizer's."""
     special = special_parts(list(leaves))
     return {path: x for path, x in leaves.items() if path not in special}
 
 
 def check_state(saved: Saved, structure: Any) -> None:
     """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `structure`."""
-    given, wanted = (_inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
+    given, wanted = (inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
     rule = f"{saved.what} must have the same inner optimizer, at the same place in the chain, and the same params"
     for path, x in wanted.items():
         if path not in given:

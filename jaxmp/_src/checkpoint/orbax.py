@@ -4,9 +4,12 @@ Orbax describes a saved tree as nested dicts and lists with a shape and a dtype 
 tree in this form. So a checkpoint can be compared with a job before any array is read.
 """
 
+import hashlib
+import json
+import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +17,12 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import placement
+from jaxmp._src.checkpoint import leaf_sums, padding, placement
+from jaxmp._src.step import leaf_paths
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
+CHECKSUMS = "checksums"  # in the record: {path: checksum} of the leaves
+_DIGEST = "record_checksum"
 
 
 def package() -> Any:
@@ -81,9 +87,18 @@ def described(folder: pathlib.Path) -> Any:
     return tree
 
 
+def write_record(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a step with its own checksum; a ValueError names what JSON cannot hold."""
+    _check_json("", about)
+    plain: dict[str, Any] = json.loads(json.dumps(about))
+    return plain | {_DIGEST: _digest(plain)}
+
+
 def record(folder: pathlib.Path) -> dict[str, Any]:
-    """The saved JSON record; {} if there is none."""
+    """The saved JSON record; {} if the step was saved without one."""
     if not folder.exists():
+        if _lists_record(folder.parent):
+            raise _unreadable(folder, "the record is missing")
         return {}
     ocp = package()
     try:
@@ -93,7 +108,41 @@ def record(folder: pathlib.Path) -> dict[str, Any]:
         raise _unreadable(folder, e) from e
     if not isinstance(found, dict):
         raise _unreadable(folder, f"the record is a {type(found).__name__}, not a dict")
+    digest = found.pop(_DIGEST, None)
+    if digest != _digest(found) and (digest is not None or CHECKSUMS in found):
+        raise _unreadable(folder, "the record is not as it was written")
     return found
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _lists_record(folder: pathlib.Path) -> bool:
+    """Whether Orbax's description of a step says that it was saved with a record."""
+    try:
+        return f'"{ABOUT}"' in (folder / "_CHECKPOINT_METADATA").read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _check_json(path: str, x: Any) -> None:
+    if isinstance(x, Mapping):
+        for name, value in x.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"names in a record must be text, because JSON turns others into text; got {name!r} "
+                    f"({type(name).__name__}) at {path or 'the top'}. Write {str(name)!r}."
+                )
+            _check_json(f"{path}/{name}".lstrip("/"), value)
+    elif isinstance(x, list | tuple):
+        for i, value in enumerate(x):
+            _check_json(f"{path}/{i}", value)
+    elif not isinstance(x, str | bool | int | float | None) or isinstance(x, np.generic):
+        raise ValueError(
+            f"a record must have values that JSON can hold: text, numbers, bools, None, lists and dicts of these; got "
+            f"{type(x).__name__} at {path}. Put arrays into extra=, or convert the value (float(x), x.tolist())."
+        )
 
 
 def _epath(folder: pathlib.Path) -> Any:
@@ -101,14 +150,87 @@ def _epath(folder: pathlib.Path) -> Any:
 
 
 def _unreadable(folder: pathlib.Path, why: Any) -> ValueError:
-    is_item = folder.name in (STATE, ABOUT)
-    steps = [x.name for x in folder.parent.parent.iterdir() if x.name.isdigit()] if is_item else []
-    others = [name for name in steps if name != folder.parent.name]
-    also = f" Other steps there: {', '.join(sorted(others, key=int))} (step=)." if others else ""
     return ValueError(
         f"a checkpoint must be complete and written by Orbax; {folder} cannot be read: it is damaged, incomplete, or "
-        f"no checkpoint.{also} ({str(why).splitlines()[0][:300] if str(why) else type(why).__name__})"
+        f"no checkpoint.{_others(folder)} ({_first_line(why)})"
     )
+
+
+def _changed(folder: pathlib.Path, paths: Sequence[str]) -> ValueError:
+    first = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return ValueError(
+        f"a checkpoint must be read as it was saved; the files in {folder} are damaged: the checksum in the record is "
+        f"another one for {len(paths)} of the leaves ({first}).{_others(folder)}"
+    )
+
+
+def _first_line(why: Any) -> str:
+    return str(why).splitlines()[0][:300] if str(why) else type(why).__name__
+
+
+def _others(folder: pathlib.Path) -> str:
+    """Which other steps there are beside the item of a damaged step, and the newest of them that is whole."""
+    if folder.name not in (STATE, ABOUT):
+        return ""
+    beside = [x for x in folder.parent.parent.iterdir() if x.name.isdigit() and x != folder.parent]
+    if not beside:
+        return " There are no other steps."
+    beside.sort(key=lambda x: int(x.name))
+    named = f" Other steps there: {', '.join(x.name for x in beside)} (step=)"
+    if jax.process_count() > 1:  # the others may have read their part, and do not look
+        return f"{named}; `python -m jaxmp checkpoint {folder.parent.parent}` says which are whole."
+    whole = next((x for x in reversed(beside) if is_whole(x)), None)
+    return f"{named}; " + (f"the newest whole one is {whole.name}." if whole else "none of them is whole.")
+
+
+class Leaf(NamedTuple):
+    """A leaf of a saved tree: what Orbax says of it, and whether it is what was saved (None: no checksum)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    whole: bool | None
+
+
+def leaves(folder: pathlib.Path) -> Iterator[Leaf]:
+    """The leaves of a saved step, read one at a time. Raises a ValueError if there is nothing to read."""
+    about = record(folder / ABOUT)
+    recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
+    state = tree_in(folder)
+    tree = described(state)
+    found = tree_paths.leaves_by_path(tree)
+    for path, x in found.items():
+        dtype = jnp.dtype(x.dtype)
+        key = leaf_paths.plain(path)
+        whole = _checksum(state, tree, path, padded) == recorded.get(key) if recorded is not None else None
+        yield Leaf(key, tuple(x.shape), dtype.name, math.prod(x.shape) * dtype.itemsize, whole)
+    known = {leaf_paths.plain(path) for path in found}
+    for path in recorded or {}:
+        if path not in known:
+            yield Leaf(path, (), "missing", 0, False)
+
+
+def is_whole(folder: pathlib.Path) -> bool:
+    """Whether all leaves of a step can be read, and are what was saved as far as the record says."""
+    try:
+        return all(leaf.whole is not False for leaf in leaves(folder))
+    except ValueError:
+        return False
+
+
+def _checksum(state: pathlib.Path, tree: Any, path: str, padded: padding.Padding) -> str | None:
+    """The checksum of a leaf on disk; None if it cannot be read."""
+    ocp = package()
+    only = tree_paths.map_with_path(lambda at, _: 0 if at == path else ocp.PLACEHOLDER, tree)
+    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    try:
+        with ocp.PyTreeCheckpointer() as reader:
+            found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
+        x = tree_paths.leaves_by_path(found)[path]
+        return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
+    except Exception:  # whatever Orbax says of a damaged file
+        return None
 
 
 def parts(tree: Any, folder: pathlib.Path) -> dict[str, Any]:
@@ -124,27 +246,48 @@ def parts(tree: Any, folder: pathlib.Path) -> dict[str, Any]:
     )
 
 
-def read(reader: Any, folder: pathlib.Path, tree: Any, params: PyTree, extra: Mapping[str, PyTree]) -> Any:
-    """The saved tree in its saved structure and dtypes, each leaf with the sharding that the job wants."""
+def read(
+    reader: Any,
+    folder: pathlib.Path,
+    tree: Any,
+    params: PyTree,
+    extra: Mapping[str, PyTree],
+    checksums: Mapping[str, str] | None,
+    new: padding.Padding,
+) -> Any:
+    """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
+
+    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `new` says what is padding then.
+    What jax would shorten (64 bits, without x64) is an array of NumPy, and a number is a number of Python.
+    """
     shardings = placement.Shardings(params)
     others = {name: placement.Shardings(like) for name, like in extra.items()}
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    numbers = package().metadata.ScalarMetadata
 
     def target(path: str, x: Any) -> Any:
+        if isinstance(x, numbers):
+            return jnp.dtype(x.dtype).type(0).item()
+        if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+            return np.empty(x.shape, x.dtype)
         head, _, rest = path.partition("/")
         sharding = others[head].of(rest or "<root>", x.shape) if head in others else shardings.of(path, x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or shardings.replicated or default)
 
     try:
-        found = reader.restore(folder, tree_paths.map_with_path(target, tree))
+        found = reader.restore(folder, tree_paths.map_with_path(target, tree), strict=False)
     except Exception as e:
         raise _unreadable(folder, e) from e
+    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, new.whole), checksums)):
+        raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
     return found if placed else jax.tree.map(_uncommitted, found)
 
 
 def _uncommitted(x: Any) -> Any:
     """`x` as an uncommitted array on the default device."""
+    if not isinstance(x, jax.Array):
+        return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.array(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return jnp.array(np.asarray(x))

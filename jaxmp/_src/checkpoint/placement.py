@@ -3,10 +3,13 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import shardings
 from jaxmp._src.step import leaf_paths
+from pallas_kernels import moments
 
 
 def chosen_sharding(x: Any) -> Any:
@@ -32,7 +35,7 @@ class Shardings:
 
     def __init__(self, like: PyTree) -> None:
         leaves = leaf_paths.plain_leaves(like)
-        self._by_path = {path: (tuple(x.shape), chosen_sharding(x)) for path, x in leaves.items()}
+        self._by_path = {path: (np.shape(x), chosen_sharding(x)) for path, x in leaves.items()}
         known = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.NamedSharding)]
         empty = jax.sharding.PartitionSpec()
         self.replicated = jax.sharding.NamedSharding(known[0].mesh, empty) if known else None
@@ -49,7 +52,18 @@ class Shardings:
             found = self._by_path.get("/".join(parts[start:]))
             if found is not None and found[0] == tuple(shape):
                 return self.replicated if found[1] is None else found[1]
+            if parts[-1] in moments.Quantized._fields:
+                found = self._by_path.get("/".join(parts[start:-1]))
+                if found is not None and found[0][:-1] == tuple(shape[:-1]):
+                    return self._of_part_of_moment(parts[-1], shape, found[1])
         return self.replicated
+
+    def _of_part_of_moment(self, field: str, shape: tuple[int, ...], sharding: Any) -> Any:
+        """The sharding of the codes or the scales of a moment in 8 bits, from that of its param."""
+        if field == "codes" or not isinstance(sharding, jax.sharding.NamedSharding):
+            return self.replicated if sharding is None else sharding
+        spec = shardings.spec_of_scales(tuple(shape), sharding)
+        return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
     def place(self, tree: PyTree) -> PyTree:
         """`tree` (params or a state) with each leaf moved to its sharding."""

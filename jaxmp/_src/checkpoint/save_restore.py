@@ -13,24 +13,44 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import convert as convert_lib, job_leaves, orbax, placement
+from jaxmp._src.checkpoint import (
+    convert as convert_lib,
+    job_leaves,
+    leaf_sums,
+    orbax,
+    padding,
+    partial as partial_lib,
+    placement,
+    writer,
+)
+from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 
-class Restored(NamedTuple):
-    """What `restore` returns.
+class _Restored(NamedTuple):
+    step: int | None
+    params: PyTree
+    opt_state: Any
+    extra: dict[str, Any]
+
+
+class Restored(_Restored):
+    """What `restore` returns: the tuple `(step, params, opt_state, extra)`, and a report.
 
     Attributes:
       step: the saved step; None if a single tree was restored from its path.
       params: the model's params.
       opt_state: the optimizer's state; None if no `tx` was given.
       extra: the other requested trees, by name.
+      report: with `partial=`, the paths of leaves that are `fresh` and `left_over`, and the states that have `moved` in
+        the chain.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax
@@ -43,10 +63,7 @@ class Restored(NamedTuple):
       (7, [1.0, 1.0], None)
     """
 
-    step: int | None
-    params: PyTree
-    opt_state: Any
-    extra: dict[str, Any]
+    report: partial_lib.Report = partial_lib.Report()
 
 
 def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps: int = 1, **options: Any) -> Any:
@@ -72,9 +89,10 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
       None
     """
     ocp = orbax.package()
-    chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps, **options}
+    chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
+    chosen |= {"temporary_path_class": writer.durable_path()} | options
     handlers = {orbax.STATE: ocp.StandardCheckpointHandler(), orbax.ABOUT: ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(
+    return writer.manager_class()(
         pathlib.Path(directory).absolute(), options=ocp.CheckpointManagerOptions(**chosen), item_handlers=handlers
     )
 
@@ -90,6 +108,7 @@ def save(
     loss_scale: Any = None,
     recipe: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    layout: param_layout.Layout | None = None,
     force: bool = False,
 ) -> bool:
     """Saves a step. With a manager of `manager()` it returns after it copied the arrays, and writes in the background.
@@ -99,17 +118,21 @@ def save(
       step: the number of the step, larger than all saved steps.
       params: the model's params. Remove the replicas of pmap before (`flax.jax_utils.unreplicate`).
       opt_state: state of the optimizer.
-      extra: other trees of arrays by name, such as `{"batch_stats": ..., "key": ...}`.
+      extra: other trees of arrays and numbers by name, such as `{"batch_stats": ..., "key": ..., "epoch": 3}`.
       policy, loss_scale, recipe: those of the optimizer, for the record; see `read_metadata`.
-      metadata: more for the record: any values that JSON can store.
+      metadata: more for the record: text, numbers, bools, None, lists and dicts of these.
+      layout: the layout that `params` and `opt_state` are padded with (`jaxmp.fsdp.pad`), for the record: so a restore
+        on another number of devices knows what is padding.
       force: save the step even if the manager's interval would skip it.
 
     Returns:
       True if the step is saved; False if the manager's interval skips it.
 
     Raises:
-      ValueError: a name in `extra` that is already used; a step that is not newer than all saved steps. To continue
-        from an earlier step, delete the later ones first, with `manager.delete(step)`.
+      ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
+        cannot hold, by path; another process that saves into this directory; a step that is not newer than all saved
+        steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
+        are raised before anything is written.
 
     Example:
       >>> import jaxmp, tempfile
@@ -126,10 +149,18 @@ def save(
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
     orbax.check_newer(manager, step)
+    if hasattr(manager, "hold"):
+        manager.hold()
     tree = {"params": params, "opt_state": opt_state, **(extra or {})}
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
     about["fp8_scales"] = [path for path in leaf_paths.plain_leaves(params) if scale_leaves.is_scale(path)]
+    if not force and not manager.should_save(step):
+        return False
+    padded = padding.of_layout(layout, params, "layout=")
+    about["layout"] = padded.as_json()
+    orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
+    about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
     items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
@@ -193,7 +224,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = orbax.find(source, step)
-    return orbax.record(folder / orbax.ABOUT)
+    return {name: x for name, x in orbax.record(folder / orbax.ABOUT).items() if name != orbax.CHECKSUMS}
 
 
 def restore(
@@ -203,6 +234,8 @@ def restore(
     params: PyTree,
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
+    layout: param_layout.Layout | None = None,
+    partial: str | Sequence[str] = (),
 ) -> Restored:
     """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
@@ -217,18 +250,27 @@ def restore(
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
         default device.
-      extra: other trees to restore, by name: trees like the saved ones.
+      extra: other trees to restore, by name: trees like the saved ones. Numbers of Python and arrays of NumPy come back
+        as such, with all of their bits.
       step: which step; default: the newest complete one.
+      layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
+        layout, for another number of devices, or with none.
+      partial: path patterns of leaves that may be missing from the checkpoint, left over in it, or of another shape:
+        `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given; a missing leaf of
+        the state is as from `tx.init`. All others must be there. With patterns, states that stand elsewhere in the
+        chain of the optimizer are found by the names of their leaves. `Restored.report` lists all of it.
 
     Returns:
       A `Restored`.
 
     Raises:
       ValueError: no checkpoint, or files of another format; incomplete or missing files; a leaf that is missing, left
-        over, of another shape or in another format, named by path. All leaves are compared before any array is read.
+        over, of another shape or in another format, named by path (all leaves are compared before any array is read); a
+        leaf that is not what was saved, by its checksum: this error names the newest step that is whole.
 
     Warns:
-      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again.
+      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again; a pattern
+        of `partial` that fits no leaf.
 
     Example:
       >>> import jaxmp, tempfile
@@ -242,34 +284,65 @@ def restore(
       {'w': Array([1.001], dtype=float32)}
     """
     step, folder = orbax.find(source, step)
-    order = read_metadata(folder).get("fp8_scales")
+    about = orbax.record(folder / orbax.ABOUT)
+    order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    wanted = dict(extra or {})
+    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
+    old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
     with ocp.StandardCheckpointer() as reader:
-        tree = orbax.described(folder)
+        tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
         parts = orbax.parts(tree, folder)
         saved = _saved_of(parts, params, order)
+        if tx is not None and "opt_state" not in parts:
+            raise ValueError(
+                f"a job continues from params and opt_state; the checkpoint at {folder} has only "
+                f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
+            )
+        if patterns:
+            state = leaf_paths.essential_leaves(() if tx is None else convert_lib.structure_of(tx, params))
+            of_extra = [_at(name, path) for name, like in wanted.items() for path in leaf_paths.plain_leaves(like)]
+            paths = dict.fromkeys([*saved.params, *saved.state, *leaf_paths.plain_leaves(params), *state, *of_extra])
+            tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
+        completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
         if tx is None:
-            job_leaves.check_params(saved, params)
+            job_leaves.check_params(completed, params)
         else:
-            if "opt_state" not in parts:
-                raise ValueError(
-                    f"a job continues from params and opt_state; the checkpoint at {folder} has only "
-                    f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
-                )
-            convert_lib.check(saved, tx, params)
+            convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
-            _check_extra(name, like, parts)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted), folder)
-    saved = _saved_of(parts, params, order)
+            _check_extra(name, like, parts, patterns)
+        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
+    saved, report = _completed(_saved_of(parts, params, order), tx, params, patterns)
     opt_state = None
     if tx is None:
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
     else:
         params, opt_state = convert_lib.assemble(saved, tx, params)
-    found = {name: _fill(like, leaf_paths.plain_leaves(parts[name])) for name, like in wanted.items()}
-    return Restored(step, params, opt_state, found)
+    found = {name: _fill(like, leaf_paths.plain_leaves(parts.get(name, {}))) for name, like in wanted.items()}
+    fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
+    restored = Restored(step, params, opt_state, found)
+    restored.report = report._replace(fresh=(*report.fresh, *fresh))
+    return restored
+
+
+def _completed(
+    saved: job_leaves.Saved, tx: Any, like: PyTree, patterns: Sequence[str], *, are_shapes: bool = False
+) -> tuple[job_leaves.Saved, partial_lib.Report]:
+    """`saved` with the leaves that may be missing, and without those that may be left over."""
+    if not patterns:
+        return saved, partial_lib.Report()
+    saved, fresh, left = partial_lib.complete_params(saved, like, patterns)
+    if tx is None:
+        return saved, partial_lib.Report(tuple(fresh), tuple(left))
+    structure = convert_lib.structure_of(tx, like)
+
+    def fresh_state(paths: set[str]) -> Mapping[str, Any]:
+        if are_shapes:
+            return {path: x for path, x in leaf_paths.essential_leaves(structure).items() if path in paths}
+        return convert_lib.fresh_leaves(tx, convert_lib.assemble_params(saved, like)[0], paths)
+
+    saved, of_state = partial_lib.complete_state(saved, structure, patterns, fresh_state)
+    return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
 def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
@@ -282,20 +355,44 @@ def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | Non
     return job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
 
 
-def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
-    if name not in parts:
+def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+    """The leaves of a tree of `extra` that the checkpoint has not, by path."""
+    there = leaf_paths.plain_leaves(parts.get(name, {}))
+    return [_at(name, path) for path in leaf_paths.plain_leaves(like) if path not in there]
+
+
+def _at(name: str, path: str) -> str:
+    return name if path == "<root>" else f"{name}/{path}"
+
+
+def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Sequence[str]) -> None:
+    if name not in parts and not all(tree_paths.matches(at, patterns) for at in _missing(name, like, parts)):
         raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
-    there = leaf_paths.plain_leaves(parts[name])
+    there = leaf_paths.plain_leaves(parts.get(name, {}))
     for path, x in leaf_paths.plain_leaves(like).items():
-        at = name if path == "<root>" else f"{name}/{path}"
+        at = _at(name, path)
+        if path not in there and tree_paths.matches(at, patterns):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"a leaf that starts fresh needs a value; {at} is not in the checkpoint, and extra= has only its "
+                    f"shape. Pass an array or a number for it."
+                )
+            continue
         if path not in there:
             raise ValueError(
                 f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
             )
-        shape, dtype = there[path].shape, there[path].dtype
+        shape, dtype = tuple(there[path].shape), jnp.dtype(there[path].dtype)
+        if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
+            if shape or np.result_type(type(x)).kind != dtype.kind:
+                raise ValueError(
+                    f"the trees of extra= must have the saved numbers; {at} is {dtype}{list(shape)}, expected a number "
+                    f"of Python ({type(x).__name__})."
+                )
+            continue
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its bits
             continue
-        if tuple(shape) != tuple(x.shape) or dtype != x.dtype:
+        if shape != tuple(x.shape) or dtype != x.dtype:
             raise ValueError(
                 f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
                 f"{x.dtype}{list(x.shape)}."
@@ -303,10 +400,18 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any]) -> None:
 
 
 def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    """The tree `like` with the saved leaves; PRNG keys are made from their saved bits."""
+    """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
 
     def take(path: str, x: Any) -> Any:
-        found = leaves[leaf_paths.plain(path)]
+        found = leaves.get(leaf_paths.plain(path))
+        if found is None:  # it may be missing
+            return x
+        if isinstance(x, np.ndarray | np.generic):
+            return np.asarray(found)[()] if isinstance(x, np.generic) else np.asarray(found)
+        if not hasattr(x, "dtype"):
+            return np.asarray(found).item()
+        if not isinstance(found, jax.Array):
+            return found
         raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
         return jax.random.wrap_key_data(found) if raw else found
 

@@ -17,6 +17,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
+from pallas_kernels import moments
 
 
 def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyTree) -> PyTree:
@@ -24,15 +25,16 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
 
         opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
 
-    A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). A leaf of the
-    same rank and another shape (codes and scales of 8-bit moments) is cut along the dimensions that the number of
-    devices divides. A leaf of another rank (Adafactor's rows and columns) is replicated.
+    A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). The scales of
+    8-bit moments are cut as their codes are, so each device has the scales of its codes. A leaf of another shape, such
+    as Adafactor's rows and columns, is replicated.
 
     Args:
       tx: any optax transform.
       params: the params, arrays or `jax.ShapeDtypeStruct`s, as `tx.init` takes them.
-      shardings: tree of `NamedSharding`s like the params, or a prefix of it, for `jax.jit` and `jax.device_put`. Or of
-        `PartitionSpec`s, for the specs of `jax.shard_map`; then a leaf of another shape than its param is replicated.
+      shardings: tree of `NamedSharding`s like the params, or a prefix of it, for `jax.jit` and `jax.device_put`. There
+        scales that the number of devices does not divide are whole on each device. Or a tree of `PartitionSpec`s, for
+        the specs of `jax.shard_map`, which refuses such scales by their path.
 
     Returns:
       The tree of `tx.init(params)` with a sharding (or spec) in place of each array.
@@ -60,13 +62,20 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     def place(path: Any, x: Any) -> Any:
         name = owner_of(keystr(path), owners)
         shape, sharding = (None, None) if name is None else owners[name]
-        spec = PartitionSpec() if shape is None else _spec_for(x.shape, shape, sharding)
-        if mesh is None:
-            return spec
-        kind = {} if sharding is None or sharding.memory_kind is None else {"memory_kind": sharding.memory_kind}
-        return NamedSharding(mesh if sharding is None else sharding.mesh, spec, **kind)
 
-    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, params))
+        def placed(spec: PartitionSpec) -> Any:
+            if mesh is None:
+                return spec
+            kind = {} if sharding is None or sharding.memory_kind is None else {"memory_kind": sharding.memory_kind}
+            return NamedSharding(mesh if sharding is None else sharding.mesh, spec, **kind)
+
+        if moments.is_quantized(x):
+            scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
+            return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
+        return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
+
+    state = jax.eval_shape(tx.init, params)
+    return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
 
 
 def owner_of(path: str, params: Iterable[str]) -> str | None:
@@ -120,7 +129,7 @@ def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
 
 
 def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
-    spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+    spec = _spec_of(sharding)
     if len(spec) > len(shape):
         raise ValueError(
             f"shardings must match the params; got {spec} for shape {shape} at {path}, which has fewer dimensions"
@@ -136,12 +145,15 @@ def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
                 )
 
 
-def _spec_for(shape: tuple[int, ...], param_shape: tuple[int, ...], sharding: Any) -> PartitionSpec:
-    spec = sharding if isinstance(sharding, PartitionSpec) else sharding.spec
-    if shape == param_shape:
+def _spec_of(sharding: Any) -> PartitionSpec:
+    return sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+
+
+def spec_of_scales(shape: tuple[int, ...], sharding: Any) -> PartitionSpec:
+    """The spec of the scales of 8-bit moments: that of the codes, less the dimensions that a known mesh cannot cut."""
+    spec = _spec_of(sharding)
+    if isinstance(sharding, PartitionSpec):
         return spec
-    if len(shape) != len(param_shape) or isinstance(sharding, PartitionSpec):
-        return PartitionSpec()
     devices = devices_per_dim(spec, len(shape), sharding.mesh.shape)
     return PartitionSpec(*(part if n % k == 0 else None for n, part, k in zip(shape, spec, devices, strict=False)))
 

@@ -201,7 +201,7 @@ def trim(tree: PyTree, layout: Layout) -> PyTree:
 
     def cut_off(path: str, x: Any, cut: Cut) -> Any:
         check_length(path, x, cut, cut.padded, "a padded")
-        return trimmed(x, cut)
+        return trimmed(_whole_along(x, cut), cut)
 
     return _map_inside(cut_off, tree, layout)
 
@@ -232,6 +232,16 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
     if not found:
         tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
     return mapped
+
+
+def _whole_along(x: Any, cut: Cut) -> Any:
+    """`x`, gathered along the dimension that is cut if this is part of its type: no such part can be sliced off."""
+    if cut.dim is None or cut.padded == cut.size or not isinstance(x, jax.Array) or not shardings_lib.is_explicit(x):
+        return x
+    sharding = jax.typeof(x).sharding
+    spec = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
+    whole = PartitionSpec(*spec[: cut.dim], None, *spec[cut.dim + 1 :])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
 
 
 def padded(x: Any, cut: Cut) -> Any:

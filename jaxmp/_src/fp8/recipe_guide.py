@@ -41,8 +41,14 @@ GUIDES = (
 
 def rows() -> list[tuple[str, ...]]:
     """The rows of a table of the recipes, with the head first."""
-    head = ("recipe", "a scale for each", "dB", "with outliers", "loss [%]", "take it for")
+    head = ("recipe", "a scale for each", "SQNR [dB]", "with outliers", "loss gap [%]", "take it for")
     return [head, *(_shown(guide) for guide in GUIDES)]
+
+
+NOTES = (
+    "SQNR: of a product, on normal data and where one element in 2000 is 10^5 times as large; 6 dB are one bit.",
+    "loss gap: held-out loss of a small transformer against bfloat16's, ± its standard error; empty: not measured.",
+)
 
 
 def _shown(guide: Guide) -> tuple[str, ...]:

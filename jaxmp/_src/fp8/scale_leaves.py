@@ -107,6 +107,37 @@ def has_scales(tree: PyTree) -> bool:
     return any(is_scale(path) for path, _ in tree_paths.boxed_leaves(tree)[0])
 
 
+def with_scales(params: PyTree, fresh: PyTree) -> PyTree:
+    """Weights that were made without fp8, with the fp8 scales of a tree that has them.
+
+    Args:
+      params: the weights; scales that are among them stay.
+      fresh: the params of the same model with scales: a new initialization in `jaxmp.autocast("fp8")`, or the params
+        that `params` will replace.
+
+    Returns:
+      The tree of `fresh`, with the leaves of `params` where they have them.
+
+    Raises:
+      ValueError: a weight that only one of the two trees has, named by path.
+
+    Example:
+      >>> fresh = {"w": jnp.zeros(1), "dot": {"fp8_rhs_e4m3_log2_scale": jnp.float32(3.0)}}
+      >>> with_scales({"w": jnp.ones(1)}, fresh)
+      {'dot': {'fp8_rhs_e4m3_log2_scale': Array(3., dtype=float32)}, 'w': Array([1.], dtype=float32)}
+    """
+    given = tree_paths.leaves_by_path(params)
+    wanted = tree_paths.leaves_by_path(fresh)
+    one_sided = [path for path in wanted if path not in given and not is_scale(path)]
+    one_sided += [path for path in given if path not in wanted]
+    if one_sided:
+        where = "fresh" if one_sided[0] in wanted else "params"
+        raise ValueError(
+            f"with_scales(params, fresh): both must hold the weights of one model; {one_sided[0]} is in {where} only."
+        )
+    return tree_paths.map_with_path(lambda path, x: given.get(path, x), fresh)
+
+
 def format_of(path: str) -> tuple[bool, Any, bool]:
     """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`."""
     found = _NAME.fullmatch(path)

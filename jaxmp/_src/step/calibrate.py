@@ -26,7 +26,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
 from jaxmp._src.programs import array_functions
-from jaxmp._src.step import mixed_precision, read_state, state_tuples
+from jaxmp._src.step import argument_kinds, mixed_precision, read_state, state_tuples
 from jaxmp._src.step.value_and_grad import value_and_grad
 
 _BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
@@ -73,8 +73,8 @@ def calibrate(
       history.
 
     Raises:
-      TypeError: `opt_state` is no state of an optimizer.
-      ValueError: an optimizer's state as the params; `opt_state` holds no amax histories (the recipe has no state, or
+      TypeError: `opt_state` is no state of an optimizer; arguments in another order.
+      ValueError: `opt_state` holds no amax histories (the recipe has no state, or
         the params hold no scales), or holds them inside `optax.MultiSteps`; outside of `jax.jit`, an amax that is not
         finite.
 
@@ -91,6 +91,13 @@ def calibrate(
     """
     single = isinstance(argnums, int)
     params = args[argnums] if single else tuple(args[i] for i in argnums)
+    argument_kinds.check(
+        "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state)",
+        loss_fn=("function", fun),
+        params=("params", params),
+        tx=("optimizer", tx),
+        opt_state=("state", opt_state),
+    )
     _check_has_histories(opt_state, params)
     gradients = value_and_grad(
         fun,
@@ -175,17 +182,17 @@ def _is_scaling(x: Any) -> bool:
 
 
 def _check_has_histories(opt_state: Any, params: PyTree) -> None:
-    if read_state.find(params, state_tuples.UnscaleState):
-        raise ValueError(
-            "calibrate takes (loss_fn, params, *batch, tx=tx, opt_state=opt_state); got an optimizer's state as the "
-            "params. Pass the params there, and the state as opt_state=."
-        )
     read_state.check_is_state(opt_state, "calibrate")
     if not read_state.find(opt_state, state_tuples.Fp8State):
         raise ValueError(
             "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
             "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
             "recipe=recipe) and params that hold scales."
+        )
+    if not scale_leaves.has_scales(params):
+        raise ValueError(
+            "calibrate moves the fp8 scales among the params; got an argument without any as the params. The order is "
+            "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state), and argnums= says where the params stand."
         )
     if any(
         read_state.find(steps, state_tuples.Fp8State) for steps in read_state.find(opt_state, optax.MultiStepsState)

@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.step import state_arrays
+from pallas_kernels import write_order
 
 _Path = tuple[Any, ...]
 _NOTHING = -0.0  # the old value of an update
@@ -86,6 +87,17 @@ class Held:
             flags = jnp.zeros_like(mask) if other is None else other
             both += jnp.sum(lax.complex(mask.astype(jnp.float32), flags.astype(jnp.float32)))
         return jnp.real(both), jnp.imag(both)
+
+    def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", write_order.Flags, PyTree]:
+        """(self, bytes to count, rest): on a CPU they are behind a barrier, and a byte holds both flags of an element.
+
+        Args:
+          others: as in `count_beside`.
+          rest: any pytree of arrays.
+        """
+        flags = write_order.in_bytes(self._masks, others)
+        flags, whole, rest = write_order.behind((flags, self._whole, rest))
+        return Held(self._paths, write_order.first_of(flags), whole), flags, rest
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
         return _owner(self._paths, [mask.shape for mask in self._masks], path, x)

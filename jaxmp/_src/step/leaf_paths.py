@@ -52,4 +52,6 @@ def param_of(path: str) -> tuple[str, str | None]:
 
 def first_paths(leaves: Mapping[str, Any]) -> str:
     """The first paths of `leaves` as a sentence, for the end of an error."""
+    if not leaves:
+        return "There are no leaves."
     return f"There are {', '.join(list(leaves)[:4])}{', ...' if len(leaves) > 4 else ''}."

@@ -59,9 +59,15 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
       The same structure with arrays [k, n/k, ...], keys [k] and scalars [k].
 
     Raises:
-      ValueError: k does not divide a leading axis, or leading axes differ: named by path.
+      ValueError: k does not divide a leading axis, or leading axes differ, or a list of numbers: named by path.
     """
     sizes: dict[str, int] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_numbers):
+        if _is_list_of_numbers(x):
+            raise ValueError(
+                f"accumulate={k} cuts arrays; got a list of {len(x)} Python numbers at argument "
+                f"{tree_paths.path_str(path)}, a tree of scalars. Make it an array: jnp.asarray(batch)."
+            )
 
     def split(path: str, x: Any) -> Any:
         if is_key(x):
@@ -86,6 +92,10 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
             f"{other}. {_HOW_TO_NAME_THE_BATCH}"
         )
     return out
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    return isinstance(x, list) and len(x) > 1 and all(isinstance(y, bool | int | float) for y in x)
 
 
 def _cut(x: Array, k: int) -> Array:

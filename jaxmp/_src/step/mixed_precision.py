@@ -21,13 +21,13 @@ from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
+    argument_kinds,
     before_unscaling,
     extra_arguments,
     fp8_scales,
     in_place,
     master_params,
     read_state,
-    scale_reads,
     state_arrays,
     state_tuples,
     unscale,
@@ -142,9 +142,9 @@ def apply_gradients(
 
     Raises:
       ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
-        `tx` moves only some of the fp8 scales; grads and params are swapped; params have other leaves than those that
+        `tx` moves only some of the fp8 scales; the params as gradients; params have other leaves than those that
         `tx.init` got.
-      TypeError: an extra argument that no transform of `tx` takes (a misspelt one).
+      TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
       UserWarning: a transform before `mixed_precision` in a chain that looks at the size of the scaled gradients (a
@@ -159,12 +159,14 @@ def apply_gradients(
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
+    argument_kinds.check(
+        "apply_gradients(tx, grads, opt_state, params)",
+        tx=("optimizer", tx),
+        grads=("tree", grads),
+        opt_state=("state", opt_state),
+        params=("params", params),
+    )
     extra_arguments.check(tx, extra_args)
-    if scale_reads.holds_gradients(params):
-        raise ValueError(
-            "apply_gradients takes (tx, grads, opt_state, params); got as params the gradients that value_and_grad "
-            "returned. Swap the two."
-        )
     read_state.check_wrappers(opt_state)
     read_state.masters_of(opt_state, params)  # raises for params of another tree
     fp8_scales.check_moves_all(opt_state, params)

@@ -32,6 +32,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import recipes, scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting, formats
+from jaxmp._src.step import argument_kinds
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
@@ -248,8 +249,7 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
             ) from e
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, keep_fp32)
-    hint = {16: ". Use '16-mixed'", 32: ". Use 'fp32'"}.get(policy, "") if isinstance(policy, int) else ""
-    raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {type(policy).__name__}{hint}")
+    raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {_what_else(policy)}.")
 
 
 def is_policy(x: Any) -> bool:
@@ -274,6 +274,21 @@ def check_precision(name: str) -> None:
             f"autocast takes a dtype ({', '.join(map(repr, dtypes))}) or a policy "
             f"({', '.join(map(repr, (*_PRESETS, *_ALIASES)))}, or a jmp string); got {name!r}{_close_to(name, dtypes)}"
         ) from None
+
+
+def _what_else(x: Any) -> str:
+    """What was given in place of a policy, and what to write."""
+    kind = argument_kinds.kind_of(x)
+    if kind == "optimizer":
+        return "an optimizer. The order is mixed_precision(inner, policy)"
+    if kind == "dtype":
+        name = jnp.dtype(x).name
+        names = {"float32": ("fp32",), "float16": ("fp16", "16-mixed"), "bfloat16": ("bf16", "bf16-mixed")}
+        names |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), ("fp8",))
+        found = " or ".join(map(repr, names.get(name, ())))
+        return f"the dtype {name}" + (f". Use {found}" + " (float32 params)" * ("-" in found) if found else "")
+    hint = {16: ". Use '16-mixed'", 32: ". Use 'fp32'"}.get(x, "") if isinstance(x, int) else ""
+    return type(x).__name__ + hint
 
 
 def _close_to(name: str, others: Sequence[str] = ()) -> str:

@@ -35,7 +35,7 @@ import numpy as np
 from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import layers, linen_layers
-from jaxmp._src.step import fp8_products
+from jaxmp._src.step import argument_kinds, fp8_products
 from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,7 +57,7 @@ class PolicyRegion:
     def __call__(self, fn: F) -> F:
         run: Any = self._lists(fn)
 
-        @functools.wraps(fn)
+        @functools.wraps(run)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with _fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter):
                 return run(*args, **kwargs)
@@ -193,6 +193,7 @@ def autocast(
       torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
     """
     _check_no_torch_options(torch_options)
+    argument_kinds.check("autocast(fn, dtype)", dtype=("precision", dtype))
     if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
@@ -243,13 +244,25 @@ def explain_autocast(
       An `Explanation`, which prints as a table.
 
     Raises:
-      ValueError: as `autocast`.
+      ValueError: as `autocast`; a function that is one of autocast already.
+      TypeError: `fn` is no function.
 
     Example:
       >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
     """
+    if not callable(fn):
+        raise TypeError(
+            f"explain_autocast takes a function and its arguments, explain_autocast(fn, *args), and calls it; got "
+            f"{type(fn).__name__}: a result?"
+        )
+    if rewrite.is_autocast(fn):
+        raise ValueError(
+            "explain_autocast takes the function as it is written, and says what autocast would do with it; got one of "
+            "autocast. Give the function from before, and the arguments of autocast: explain_autocast(fn, *args, "
+            "dtype=...)."
+        )
     dtype, chooser = _with_recipe(dtype, recipe, filter)
     policy = get_policy(dtype) if is_policy(dtype) else None
     lists = cast_lists.make_lists(dtype if policy is None else _dtype_of(policy), allow, force_fp32, widest, modules)

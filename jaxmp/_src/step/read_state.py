@@ -196,6 +196,26 @@ def policy_of(opt_state: Any) -> Any:
     return next((vars(x)["policy"] for x in found if isinstance(x, UnscaleState) and hasattr(x, "policy")), None)
 
 
+def made_for(state: UnscaleState, policy: Any) -> UnscaleState:
+    """`state` with the policy that its optimizer was made with, for `check_policy`; an attribute, as above."""
+    vars(state)["made_for"] = policy
+    return state
+
+
+def check_policy(opt_state: Any, policy: Any) -> None:
+    """Raises a ValueError if the params of `policy` are not those of the optimizer that just made `opt_state`."""
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, UnscaleState))
+    for own in (getattr(state, "made_for", None) for state in states):
+        names = ("param_dtype", "keep_fp32", "fp8_weights")
+        other = next((name for name in names if own and getattr(own, name) != getattr(policy, name)), None)
+        if other is not None:
+            raise ValueError(
+                f"policy= must be the policy that tx was made with, which casts the same params to the same dtypes; "
+                f"got {other}={getattr(policy, other)!s} in policy and {getattr(own, other)!s} in that of tx. Make one "
+                f"policy = jaxmp.get_policy(...), and pass it to mixed_precision and here."
+            )
+
+
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
     """The scale for the next loss.
 

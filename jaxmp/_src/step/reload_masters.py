@@ -7,6 +7,8 @@ them.
 
     m' = m           where the param before, in the dtype of the new one, equals the new one
     m' = f32(new)    elsewhere
+
+Both first look whether the new params fit: the leaves, shapes and kinds of numbers of those that `tx.init` got.
 """
 
 from collections.abc import Callable
@@ -15,12 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
-from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, read_state, state_arrays, state_tuples, write_masters
 
@@ -39,7 +42,8 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
       `opt_state` with new masters, each in its own buffer, in the memory and with the sharding of the old one.
 
     Raises:
-      ValueError: a param that is missing or of another shape, named by path; no masters in `opt_state`.
+      ValueError: a param that is missing, left over, of another shape or no float of 16 or 32 bits, named by path; no
+        masters in `opt_state`.
 
     Example:
       >>> import jaxmp, optax
@@ -58,38 +62,39 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
             "jaxmp.keep_master_params, and pass (opt_state, params) in this order."
         )
     leaves = leaf_paths.plain_leaves(params)
+    _check_fits(leaves, _expected_by(opt_state), "reload_master_params")
     full = in_float32(leaves)
-
-    def new_master(path: str, master: Array) -> Array:
-        if path not in leaves:
-            raise ValueError(
-                f"each master is made from its param; {path} is not in the params. {leaf_paths.first_paths(leaves)}"
-            )
-        if np.shape(leaves[path]) != master.shape:
-            raise ValueError(
-                f"params must have the shapes of the masters; got {np.shape(leaves[path])} at {path}, expected "
-                f"{master.shape}."
-            )
-        return _as_master(full(path), master)
-
-    return _with_masters(opt_state, new_master, foreign=(opt_state, params))
+    return _with_masters(opt_state, lambda path, master: _as_master(full(path), master), foreign=(opt_state, params))
 
 
-def follow(opt_state: Any, params: PyTree, before: PyTree) -> Any:
-    """`opt_state` for `params` in place of `before`: the masters of elements that changed are made from `params`.
+def follow(
+    opt_state: Any, params: PyTree, before: PyTree, cast_to_param: Callable[[PyTree], PyTree]
+) -> tuple[PyTree, Any]:
+    """`(params, opt_state)` for `params` in place of `before`: masters of elements that changed are made from `params`.
 
-    What is no tree of arrays with the paths and shapes of `before` (a tree of shardings, the params of another model)
-    can only be looked at, not trained with this state: `opt_state` as it is.
+    Args:
+      opt_state: state of any optimizer; one that is not ours is returned as it is, and `params` too.
+      params: the new params, as given; a tree without arrays (of shardings) can only be looked at, and is returned.
+      before: the params that `opt_state` belongs to.
+      cast_to_param: the cast of the policy.
+
+    Returns:
+      The params in the dtypes of those before, and the state that belongs to them.
+
+    Raises:
+      ValueError: params that do not fit those before, named by path.
     """
     masters = [x.master_params for x in read_state.find(opt_state, state_tuples.MasterState)]
-    if not jax.tree.leaves(masters):
-        return opt_state
     new, old = leaf_paths.plain_leaves(params), leaf_paths.plain_leaves(before)
-    if {path: _shape(x) for path, x in new.items()} != {path: _shape(x) for path, x in old.items()}:
-        return opt_state
+    if not masters or not all(map(_is_array, old.values())) or (new and not any(map(_is_number, new.values()))):
+        return params, opt_state
+    _check_fits(new, old, "replace(params=)")
     arrays = [*new.values(), *old.values(), *jax.tree.leaves(masters)]
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays) or all(new[path] is old[path] for path in new):
-        return opt_state
+        return params, opt_state
+    cast = _in_dtypes_of(old, cast_to_param(params))
+    if not jax.tree.leaves(masters):
+        return cast, opt_state
     full, full_before = in_float32(new), in_float32(old)
     stored = stored_kernels.stored_pairs(params)
 
@@ -104,7 +109,80 @@ def follow(opt_state: Any, params: PyTree, before: PyTree) -> Any:
         kept = jnp.where(rounded == new[path], host_memory.to_device(jnp.asarray(master)), host_memory.to_device(made))
         return _placed(kept, master)
 
-    return _with_masters(opt_state, new_master, foreign=params)
+    return cast, _with_masters(opt_state, new_master, foreign=params)
+
+
+def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
+    """`params` in the dtypes that those before have, by path."""
+
+    def cast(path: str, x: Any) -> Any:
+        like = old[leaf_paths.plain(path)]
+        if stored_kernels.is_stored(x) != stored_kernels.is_stored(like):
+            raise ValueError(
+                f"replace(params=): a kernel that is stored in fp8 stays so, and no other becomes one; got {x.dtype} "
+                f"at {path}, where the old one has {like.dtype}. Cast the params by policy.cast_to_param."
+            )
+        return x if stored_kernels.is_stored(x) else casting.cast_float(x, like.dtype, saturate=True)
+
+    return tree_paths.map_with_path(cast, params)
+
+
+def _expected_by(opt_state: Any) -> dict[str, Any]:
+    """What the params of a state look like, by path: float32 masters of their shapes; None where there is no master."""
+    found: dict[str, Any] = {}
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    for state in read_state.find(opt_state, state_tuples.MasterState):
+        for key, x in jax.tree_util.tree_leaves_with_path(state.master_params, is_leaf=is_masked):
+            path = leaf_paths.param_of(tree_paths.path_str(key))[0]
+            found[path] = found.get(path) if is_masked(x) else jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return found
+
+
+def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> None:
+    """Raises a ValueError unless new params have the leaves, shapes and kinds of numbers that are expected, by path.
+
+    A float of 16 or 32 bits takes any such float, which is cast; other numbers must have the very dtype.
+    """
+    missing = [path for path in expected if path not in new]
+    extra = [path for path in new if path not in expected]
+    if missing or extra:
+        path, where = (missing[0], "is missing") if missing else (extra[0], "is none of theirs")
+        if missing and all(map(scale_leaves.is_scale, missing)) and not extra:
+            fix = "Weights without fp8 scales take those that are there: jaxmp.fp8.with_scales(params, old_params)."
+        else:
+            fix = "Give the whole tree, with the containers and names of the old one."
+        raise ValueError(
+            f"{caller}: new params must have the leaves of those that tx.init got; {path} {where}. "
+            f"{leaf_paths.first_paths(new)} {fix}"
+        )
+    for path, like in expected.items():
+        if like is None:
+            continue
+        x = new[path]
+        if not _is_array(x) or np.shape(x) != like.shape:
+            got = np.shape(x) if _is_array(x) else type(x).__name__
+            raise ValueError(
+                f"{caller}: new params must be arrays with the shapes of the old ones; got {got} at {path}, expected "
+                f"{like.shape}."
+            )
+        takes_floats = like.dtype in _FLOATS or stored_kernels.is_stored(like)
+        if x.dtype != like.dtype and not (takes_floats and (x.dtype in _FLOATS or stored_kernels.is_stored(x))):
+            wanted = "float32, or the dtype of the old one" if takes_floats else str(like.dtype)
+            raise ValueError(
+                f"{caller}: a new param must be in {wanted}; got {x.dtype} at {path}. Cast it: "
+                f"x.astype({'jnp.float32' if takes_floats else repr(str(like.dtype))})."
+            )
+
+
+_FLOATS = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _is_number(x: Any) -> bool:
+    return _is_array(x) or isinstance(x, bool | int | float | complex)
 
 
 def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:
@@ -144,7 +222,3 @@ def _placed(x: Array, like: Any) -> Array:
     if isinstance(x, Tracer) or isinstance(like, Tracer | np.ndarray):
         return x if isinstance(like, np.ndarray) else host_memory.as_before(x, like)
     return jax.device_put(x, like.sharding) if like.committed and x.sharding != like.sharding else x
-
-
-def _shape(x: Any) -> Any:
-    return getattr(x, "shape", None)

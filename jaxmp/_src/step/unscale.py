@@ -187,7 +187,7 @@ def unscale_and_skip(
             kept_elements=jnp.zeros((), jnp.float32),
             guarded=jax.tree.map(casting.strongly_typed, guarded_state),
         )
-        return state_arrays.own_buffers(fresh, (params, template))
+        return read_state.made_for(state_arrays.own_buffers(fresh, (params, template)), policy)
 
     def update_fn(
         updates: PyTree,

@@ -37,7 +37,15 @@ from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.gradients import Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import batch_arguments, carried_arguments, compute_dtypes, policy_regions, read_state, scale_reads
+from jaxmp._src.step import (
+    argument_kinds,
+    batch_arguments,
+    carried_arguments,
+    compute_dtypes,
+    policy_regions,
+    read_state,
+    scale_reads,
+)
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -89,7 +97,8 @@ def value_and_grad(
       aux: with `accumulate` > 1, stacked along a new leading axis [k], except for what `carry_argnum` carries.
 
     Raises:
-      TypeError: a param is not a float array (named by path); the loss is not a float scalar.
+      TypeError: a param is not a float array (named by path); the loss is not a float scalar; arguments in another
+        order.
       ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis, or finds no batch among
         the positional arguments, or a part of it that is passed on whole; an axis name is not bound; the policy is not
         known; an argument may hold the batch or not, and `accumulate_argnums` does not say so.
@@ -115,6 +124,11 @@ def value_and_grad(
     k = check_accumulate(accumulate)
     policy = None if policy is None else get_policy(policy)
     single = isinstance(argnums, int)
+    if not single and not (isinstance(argnums, Sequence) and all(isinstance(i, int) for i in argnums)):
+        raise TypeError(
+            f"argnums must be a position or several; got {type(argnums).__name__}. The arguments of the loss come in a "
+            f"second call: value_and_grad(loss_fn)(params, *batch, opt_state=opt_state)."
+        )
     seen: set[Any] = set()
 
     @functools.wraps(fun)
@@ -122,6 +136,7 @@ def value_and_grad(
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
         diff = tuple(args[i] for i in diff_argnums)
+        check_order(args, diff_argnums, opt_state, "value_and_grad(loss_fn)(params, *batch, opt_state=...)")
         carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
@@ -280,6 +295,14 @@ def _microbatches(
 def _zeros_like_float32(x: Array) -> Array:
     zeros = jnp.zeros_like(x, dtype=jnp.float32)  # sharded as x is, where axes are explicit
     return compat.as_varying(zeros, tuple(compat.varying_axes(x)))
+
+
+def check_order(args: Sequence[Any], diff_argnums: Sequence[int], opt_state: Any, call: str) -> None:
+    """Raises a TypeError for an optimizer's state by position, and what else stands in a wrong place of `call`."""
+    given = {f"argument {i}": ("tree" if i in diff_argnums else "not a state", x) for i, x in enumerate(args)}
+    if opt_state is not None:  # a loss may take a state of its own
+        given = {name: found for name, found in given.items() if found[0] == "tree"}
+    argument_kinds.check(call, **given, opt_state=("state or holder", opt_state))
 
 
 def _check_has_loss_scale(opt_state: Any) -> None:

@@ -22,6 +22,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
 from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_tuples
+from pallas_kernels import write_order
 
 
 class Gradients(NamedTuple):
@@ -130,21 +131,78 @@ class PlainUpdate:
             extra_args = extra_args | {"destination": self._destination.closed()}
         if self._as_made and read_state.find(state, state_tuples.MasterState):
             extra_args = extra_args | {"as_made": True}
-        with jax.named_scope("jaxmp.optimizer"):
-            updates, new = extra_arguments.update(self._inner, grads, state, params, extra_args)
+
+        def update(grads: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
+            with jax.named_scope("jaxmp.optimizer"):
+                return extra_arguments.update(self._inner, grads, state, params, extra_args)
+
         if self._as_made:
             nothing = jnp.zeros((), jnp.float32)
-            return Written(updates, new, nothing, nothing)
+            return Written(*update(grads, state, params), nothing, nothing)
+        in_order = write_order.pays((grads, state, params))
+        if in_order:
+            update = jax.jit(update)  # called three times, traced once
+        updates, new = update(grads, state, params)
         with jax.named_scope("jaxmp.keep_or_skip"):
             # The update of a param with a master says no more than the master, and would make XLA read the param.
             own = _without_masters(updates, state)
             weights = _trained(params, state)
             moved = _moved(weights, updates)
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
-            counts = held.count_beside(read_state.saturated_masters(state, params, updates))
+            saturated = read_state.saturated_masters(state, params, updates)
+            if in_order:
+                held, flags, (state, params) = held.behind(saturated, (state, params))
+                only_writes = self._destination is not None
+                updates, new = _in_order(update, grads, state, params, held, taken, only_writes=only_writes)
+                counts = write_order.count(flags)
+            else:
+                updates, new = _selected(updates, new, state, held, taken)
+                counts = held.count_beside(saturated)
             kept, saturated = collectives.as_common(jnp.stack(counts), self._axis_name)
-            updates = held.keep(updates, kept_elements.no_updates(updates), taken=taken)
-            return Written(updates, held.keep(new, state, taken=taken), jnp.where(taken, kept, 0.0), saturated)
+            return Written(updates, new, jnp.where(taken, kept, 0.0), saturated)
+
+
+def _selected(
+    updates: PyTree, new: Any, old: Any, held: kept_elements.Held, taken: Bool[Array, ""]
+) -> tuple[PyTree, Any]:
+    """(updates, state) after a step: for held elements, and where the step is not taken, -0.0 and the old state."""
+    return held.keep(updates, kept_elements.no_updates(updates), taken=taken), held.keep(new, old, taken=taken)
+
+
+def _in_order(
+    update: Any,
+    grads: PyTree,
+    state: Any,
+    params: PyTree,
+    held: kept_elements.Held,
+    taken: Bool[Array, ""],
+    *,
+    only_writes: bool,
+) -> tuple[PyTree, Any]:
+    """The same as `_selected`, weights before moments: see `write_order`.
+
+    `only_writes`: params are written from their masters, and nobody reads the updates of these.
+    """
+    updates, new = update(grads, state, params)
+    updates, new = _selected(updates, new, state, held, taken)
+    weights = (_without_masters(updates, state) if only_writes else updates), _masters(new)
+    (own, masters), others = write_order.behind((weights, _with_masters(state, None)))
+    state = _with_masters(others, _masters(state))
+    new = held.keep(update(grads, state, params)[1], state, taken=taken)
+    updates = jax.tree.map(lambda o, u: u if o is None else o, own, updates, is_leaf=lambda x: x is None)
+    return updates, _with_masters(new, masters)
+
+
+def _masters(state: Any) -> list[PyTree]:
+    return [part.master_params for part in read_state.find(state, state_tuples.MasterState)]
+
+
+def _with_masters(state: Any, masters: list[PyTree] | None) -> Any:
+    """`state` with other masters in it; with None in their place."""
+    left = iter(masters or [])
+    is_part = lambda x: isinstance(x, state_tuples.MasterState)  # noqa: E731
+    put = lambda x: x._replace(master_params=next(left) if masters else None) if is_part(x) else x  # noqa: E731
+    return jax.tree.map(put, state, is_leaf=is_part)
 
 
 def _without_masters(tree: PyTree, state: Any) -> PyTree:

@@ -20,7 +20,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
-from pallas_kernels import moments
+from pallas_kernels import moments, write_order
 
 
 class Remainder16(NamedTuple):
@@ -109,12 +109,24 @@ def by_updates(
 ) -> tuple[list[Pair], Any, list[Float[Array, ""]]]:
     """(pairs, state) after a step of any optax transform, and how many elements of each weight kept their values."""
     treedef = jax.tree.structure(params)
-    weights = [moments.join(p, m) if is_remainder(m) else m for p, m in pairs]
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
-    old_weights = treedef.unflatten(weights)
-    moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
-    new_weights = jax.tree.map(moved, old_weights, moves)
+
+    def update(state: Any, pairs: list[Pair]) -> tuple[PyTree, Any, PyTree]:
+        """(weights, state) after the update, and the weights before it."""
+        old_weights = treedef.unflatten([moments.join(p, m) if is_remainder(m) else m for p, m in pairs])
+        moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
+        return jax.tree.map(moved, old_weights, moves), new_state, old_weights
+
+    in_order = write_order.pays((grads, state, pairs))
+    if in_order:
+        update = jax.jit(update)  # called three times, traced once
+    new_weights, new_state, old_weights = update(state, pairs)
     held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
+    counts = held.counts()
+    if in_order:
+        held, flags, (state, pairs) = held.behind([None] * treedef.num_leaves, (state, pairs))
+        new_weights, new_state, old_weights = update(state, pairs)
+        counts = [write_order.count(flags)[0]]
     new_weights = held.keep(new_weights, old_weights, taken=step.taken)
 
     def after(number: int, pair: Pair, new: Array) -> Pair:
@@ -130,7 +142,10 @@ def by_updates(
         return jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
 
     new = [after(i, *x) for i, x in enumerate(zip(pairs, jax.tree.leaves(new_weights), strict=True))]
-    return new, held.keep(new_state, state, taken=step.taken), held.counts()
+    if in_order:
+        new, state = write_order.behind((new, state))
+        new_state = update(state, pairs)[1]
+    return new, held.keep(new_state, state, taken=step.taken), counts
 
 
 def moved(weight: Array, move: Array) -> Array:

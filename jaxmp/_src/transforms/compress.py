@@ -10,6 +10,7 @@ multiple of 32 stay in float32.
 """
 
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +19,13 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
 _NOT_NEGATIVE = ("nu", "sum_of_squares")
+_LARGE = 2**16  # elements of a param whose float32 moments are worth a warning
 
 
 class CompressedState(NamedTuple):
@@ -52,6 +55,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     Raises:
       ValueError: another `state_dtype`; at `init`, an inner state without such fields.
 
+    Warns:
+      UserWarning: at `init`, params of 65,536 elements or more whose moments stay float32, named by path.
+
     Example:
       >>> tx = compress_moments(optax.adam(1e-3), jnp.int8)
       >>> state = tx.init({"w": jnp.zeros((16, 256))})
@@ -65,9 +71,8 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     moments.codec_of(state_dtype, signed=True)
     inner = optax.with_extra_args_support(inner)
 
-    def store(x: Any, signed: bool, number: int, count: Array) -> Any:
+    def store(x: Any, like: Any, signed: bool, number: int, count: Array) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)
-        like = moments.like(x.shape, state_dtype, signed=signed)
         return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
 
     def init_fn(params: PyTree) -> CompressedState:
@@ -78,8 +83,13 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
                 f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
             )
 
+        _warn_of_wide_moments(params, state_dtype)
         count = jnp.zeros((), jnp.int32)
-        stored = map_moments(lambda x, signed, number: store(x, signed, number, count), state)
+
+        def first(x: Any, signed: bool, number: int) -> Any:
+            return store(x, moments.like(jnp.shape(x), state_dtype, signed=signed), signed, number, count)
+
+        stored = map_moments(first, state)
         return CompressedState(count, tree_paths.with_boxes_inside(stored))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
@@ -95,12 +105,38 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             old_updates = jax.tree.map(lambda _: jnp.nan, updates)
         updates, new = held.keep((updates, new), (old_updates, full))
 
+        # In the form that the moment has, not in the one that its shape would get at `init`: in shard_map a device sees
+        # its part of a moment, which may be too small to start in 8 bits.
+        forms: dict[tuple[bool, int], Any] = {}
+        map_moments(lambda x, signed, number: forms.setdefault((signed, number), x), state.compressed)
         with jax.named_scope("jaxmp.compress_moments"):
             return updates, CompressedState(
-                count, map_moments(lambda x, signed, number: store(x, signed, number, count), new)
+                count,
+                map_moments(lambda x, signed, number: store(x, forms[signed, number], signed, number, count), new),
             )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
+    """Warns of large params whose moments stay float32, because no group of neighbours divides their last axis."""
+    if moments.codec_of(state_dtype, signed=True) is None:
+        return
+    wide = {
+        path: x.shape
+        for path, x in tree_paths.leaves_by_path(params).items()
+        if casting.is_float(x) and x.size >= _LARGE and moments.group_of(x.shape) is None
+    }
+    if not wide:
+        return
+    path, shape = next(iter(wide.items()))
+    size, group = shape[-1], min(moments.GROUPS)
+    warnings.warn(
+        f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
+        f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
+        f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
+        stacklevel=4,
+    )
 
 
 def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> Array:

@@ -1,0 +1,52 @@
+"""What a directory of steps holds, and whether it is what was saved: `python -m jaxmp checkpoint`."""
+
+from typing import Any
+
+from jaxmp._src.base import tables
+from jaxmp._src.checkpoint import orbax
+
+
+def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
+    """(a table of the steps and one of the leaves of a step, whether all that was looked at is whole).
+
+    Args:
+      directory: a directory of steps, or the folder of one step.
+      step: the step to look at; default: all of them, with the leaves of the newest.
+
+    Raises:
+      ValueError: no such folder, or no such step; no steps in it.
+    """
+    _, folder = orbax.find(directory, step)
+    inside = sorted((x for x in folder.iterdir() if x.name.isdigit() and x.is_dir()), key=lambda x: int(x.name))
+    steps = inside or [folder]
+    rows = [("step", "leaves", "MiB", "policy", "state")]
+    newest: list[orbax.Leaf] = []
+    whole = True
+    for one in steps:
+        try:
+            policy = orbax.record(one / orbax.ABOUT).get("policy", "not recorded")
+            newest = list(orbax.leaves(one))
+            state = _state(newest)
+        except ValueError as e:
+            policy, newest, state = "", [], f"DAMAGED: {e}"
+        whole = whole and not state.startswith("DAMAGED")
+        size = sum(leaf.nbytes for leaf in newest) / 2**20
+        rows.append((one.name, str(len(newest)), f"{size:.1f}", policy, state))
+    names = {None: "no checksum", True: "whole", False: "DAMAGED"}
+    leaves = [("leaf", "dtype", "shape", "bytes", "state")]
+    leaves += [(x.path, x.dtype, str(list(x.shape)), str(x.nbytes), names[x.whole]) for x in newest]
+    unfinished = sorted(x.name for x in folder.glob("*.orbax-checkpoint-tmp"))
+    parts = [tables.columns(rows)]
+    if unfinished:
+        parts.append(f"unfinished, or being written: {', '.join(unfinished)}")
+    if newest:
+        parts.append(f"step {steps[-1].name}:\n{tables.columns(leaves)}")
+    return "\n\n".join(parts), whole
+
+
+def _state(leaves: list[orbax.Leaf]) -> str:
+    damaged = [leaf.path for leaf in leaves if leaf.whole is False]
+    if damaged:
+        more = ", ..." if len(damaged) > 3 else ""
+        return f"DAMAGED: {len(damaged)} of {len(leaves)} leaves ({', '.join(damaged[:3])}{more})"
+    return "no checksums" if any(leaf.whole is None for leaf in leaves) else "whole"

@@ -1,0 +1,138 @@
+"""A checkpoint that has not all leaves of a job, or has others: what is missing starts fresh, where the user asked.
+
+A leaf that fits the user's patterns may be missing, left over, or of another shape. All other leaves must be there. In
+a chain of transforms the position of a state changes with what is put before it (`0/mu/w` becomes `1/0/mu/w` behind a
+clip), so states are found by what they hold: a *node* is a state of the chain, known by the names of its leaves.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import job_leaves
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.step import leaf_paths
+from pallas_kernels import moments
+
+
+class Report(NamedTuple):
+    """What `restore(partial=)` did, by path: leaves of the params, of the optimizer's state, and of `extra`."""
+
+    fresh: tuple[str, ...] = ()  # not in the checkpoint: as in `params=`, `tx.init` or `extra=`
+    left_over: tuple[str, ...] = ()  # in the checkpoint, and not in the job
+    moved: tuple[tuple[str, str], ...] = ()  # (where a state stood in the saved chain, where it stands now)
+
+
+def complete_params(
+    saved: job_leaves.Saved, like: PyTree, patterns: Sequence[str]
+) -> tuple[job_leaves.Saved, list[str], list[str]]:
+    """(`saved` with the params of `like`, params that are fresh, params that are left over)."""
+    wanted = leaf_paths.plain_leaves(like)
+    fits = {p for p, x in saved.params.items() if p in wanted and tuple(x.shape) == tuple(wanted[p].shape)}
+    left = [p for p in saved.params if p not in fits and tree_paths.matches(p, patterns)]
+    params = {p: x for p, x in saved.params.items() if p not in left}
+    fresh = [p for p in wanted if p not in params and not scale_leaves.is_scale(p) and tree_paths.matches(p, patterns)]
+    for path in fresh:
+        if isinstance(wanted[path], jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"a param that starts fresh needs a value; {path} is not in {saved.what}, and params= has only its "
+                f"shape. Pass an array for it."
+            )
+        params[path] = wanted[path]
+    gone = {*fresh, *left}
+    state = {path: x for path, x in saved.state.items() if _master_of(path) not in gone}
+    return job_leaves.Saved(params, state, saved.what), fresh, [p for p in left if p not in wanted]
+
+
+def complete_state(
+    saved: job_leaves.Saved,
+    structure: Any,
+    patterns: Sequence[str],
+    fresh_leaves: Callable[[set[str]], Mapping[str, Any]],
+) -> tuple[job_leaves.Saved, Report]:
+    """`saved` with the leaves of the inner optimizer's state that `structure` has, and what was done for that."""
+    wanted, given = (job_leaves.inner_leaves(x) for x in (leaf_paths.essential_leaves(structure), saved.state))
+    ends = [tuple(path.split("/")) for path in saved.params]
+    here, there = _Nodes(wanted, ends, patterns), _Nodes(given, ends, patterns)
+    pairs = _paired(here, there, saved.what)
+    state = {path: x for path, x in saved.state.items() if path not in given}
+    fresh: set[str] = set()
+    used: set[str] = set()
+    for node, leaves in here.leaves.items():
+        source = there.leaves.get(pairs.get(node, ()), {})
+        for name, path in leaves.items():
+            from_path = source.get(name)
+            fits = from_path is not None and tuple(given[from_path].shape) == tuple(wanted[path].shape)
+            if from_path is not None and (fits or not tree_paths.matches(path, patterns)):
+                state[path] = given[from_path]
+                used.add(from_path)
+            elif tree_paths.matches(path, patterns):
+                fresh.add(path)
+    left = [path for path in given if path not in used]
+    for path in left:
+        if not tree_paths.matches(path, patterns):
+            state[path] = given[path]  # named by the check of all leaves
+    state |= fresh_leaves(fresh)
+    moved = tuple(("/".join(old), "/".join(new)) for new, old in pairs.items() if old != new)
+    left = [path for path in left if path not in fresh and tree_paths.matches(path, patterns)]
+    return saved._replace(state=state), Report(tuple(p for p in wanted if p in fresh), tuple(left), moved)
+
+
+class _Nodes:
+    """The states of a chain: {node: {name of a leaf: path}}, and which leaves each must have."""
+
+    def __init__(self, paths: Iterable[str], ends: list[tuple[str, ...]], patterns: Sequence[str]) -> None:
+        self.leaves: dict[tuple[str, ...], dict[str, str]] = {}
+        self.required: dict[tuple[str, ...], frozenset[str]] = {}
+        for path in paths:
+            node, name = _split(tuple(path.split("/")), ends)
+            self.leaves.setdefault(node, {})[name] = path
+        self.leaves = dict(sorted(self.leaves.items(), key=lambda item: [(x.isdigit(), x.zfill(8)) for x in item[0]]))
+        for node, found in self.leaves.items():
+            required = frozenset(name for name, path in found.items() if not tree_paths.matches(path, patterns))
+            self.required[node] = required
+
+    def kinds(self) -> dict[frozenset[str], list[tuple[str, ...]]]:
+        """{the names that a node must have: the nodes}, in the order of the chain."""
+        found: dict[frozenset[str], list[tuple[str, ...]]] = {}
+        for node, required in self.required.items():
+            if required:
+                found.setdefault(required, []).append(node)
+            else:  # all of it may be missing: the same names, or fresh
+                found.setdefault(frozenset({"", *self.leaves[node]}), []).append(node)
+        return found
+
+
+def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """{a node of the new chain: the node of the saved chain that holds its state}."""
+    pairs = {}
+    saved = there.kinds()
+    for kind, nodes in here.kinds().items():
+        found = saved.get(kind, [])
+        if len(found) == len(nodes):
+            pairs |= dict(zip(nodes, found, strict=True))
+        elif found and "" not in kind:
+            names = ", ".join(sorted(kind)[:3])
+            raise ValueError(
+                f"partial= finds the states of a chain by the names of their leaves; {what} has {len(found)} with "
+                f"{names}, and the new optimizer {len(nodes)}, so nobody can tell which is which. Restore without the "
+                f"new transforms, and put the state into the new one by hand."
+            )
+    return pairs
+
+
+def _split(path: tuple[str, ...], ends: list[tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
+    """(node, name in the node) of a leaf: the node ends with the last number before the path of the param."""
+    core = path[:-1] if path[-1] in moments.Quantized._fields else path
+    longest = max((len(end) for end in ends if core[-len(end) :] == end and len(end) < len(core)), default=0)
+    head = core[: len(core) - longest]
+    last = max((i + 1 for i, part in enumerate(head) if part.isdigit()), default=0)
+    return path[:last], "/".join(path[last:])
+
+
+def _master_of(path: str) -> str | None:
+    _, found, rest = f"/{path}".partition("/master_params/")
+    return leaf_paths.param_of(rest)[0] if found else None

@@ -1,0 +1,73 @@
+"""Arguments in the wrong place: what an argument looks like, and a message that says in which order they come.
+
+The arguments of a step are trees of arrays of the same shapes, so a call with two of them swapped often runs, or fails
+far away. What they are can be told: an optimizer has `init` and `update`, its state holds our tuples, gradients are
+those that `value_and_grad` returned, a policy is a name or a `jmp.Policy`.
+"""
+
+from typing import Any
+
+import jax
+import jmp
+import numpy as np
+
+from jaxmp._src.step import read_state, scale_reads, state_tuples
+
+_KINDS = {
+    "optimizer": "an optimizer",
+    "state": "an optimizer's state",
+    "holder": "a TrainState or nnx.Optimizer",
+    "policy": "a policy",
+    "dtype": "a dtype",
+    "function": "a function",
+    "gradients": "the gradients of value_and_grad",
+}
+# What may stand in a place, by what is wanted there; "other" is a tree, or anything else.
+_TAKES = {
+    "optimizer": {"optimizer"},
+    "state": {"state", "other"},
+    "state or holder": {"state", "holder", "other"},
+    "params": {"other"},
+    "tree": {"gradients", "other"},
+    "not a state": set(_KINDS) - {"state"} | {"other"},
+    "policy": {"policy", "other"},
+    "precision": {"policy", "dtype", "other"},
+    "function": {"function", "other"},
+}
+
+
+def check(call: str, **given: tuple[str, Any]) -> None:
+    """Raises a TypeError that names all arguments of a call which stand in the place of others.
+
+    Args:
+      call: the call as it is written, for the message.
+      **given: by name of the argument, what is wanted there (a key of `_TAKES`) and what was given.
+    """
+    found = {name: (kind, kind_of(x), x) for name, (kind, x) in given.items()}
+    wrong = [f"{_text(got, x)} as {name}" for name, (kind, got, x) in found.items() if got not in _TAKES[kind]]
+    if wrong:
+        is_holder = any(got == "holder" for _, got, _ in found.values())
+        parts = " Its parts are state.params and state.opt_state." if is_holder else ""
+        raise TypeError(f"the arguments are {call}; got {', '.join(wrong)}.{parts}")
+
+
+def kind_of(x: Any) -> str:
+    """What an argument looks like: a key of `_KINDS`, or "other"."""
+    if isinstance(x, str | jmp.Policy):
+        return "policy"
+    if hasattr(x, "init") and hasattr(x, "update"):
+        return "optimizer"
+    if hasattr(x, "opt_state"):
+        return "holder"
+    if isinstance(x, np.dtype | type):
+        return "dtype"
+    if read_state.find(x, state_tuples.UnscaleState) or read_state.find(x, state_tuples.MasterState):
+        return "state"
+    if scale_reads.holds_gradients(x):
+        return "gradients"
+    is_tree = jax.tree.structure(x) != jax.tree.structure(0)
+    return "function" if callable(x) and not is_tree else "other"
+
+
+def _text(kind: str, x: Any) -> str:
+    return _KINDS.get(kind, type(x).__name__) + (f" ({x!r})" if isinstance(x, str) else "")

@@ -1,0 +1,177 @@
+"""A job that got or lost something goes on: what is missing starts fresh where asked for, and is reported."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from helpers import assert_bitwise
+from jaxmp import checkpoint
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "body": {"kernel": jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)},
+    "head": jnp.asarray(RNG.normal(size=(6, 3)), jnp.float32),
+}
+POLICY = jaxmp.get_policy("bf16")
+ADAM = optax.adam(1e-2)
+SCHEDULED = optax.adam(optax.linear_schedule(0.0, 1e-2, 10))
+MOVED = (("0", "1/0"),)
+
+
+def mixed(inner):
+    return jaxmp.mixed_precision(inner, POLICY)
+
+
+@functools.cache
+def trained():
+    """(params, opt_state) of Adam after a step."""
+    tx = mixed(ADAM)
+    params, opt_state = POLICY.cast_to_param(PARAMS), tx.init(PARAMS)
+    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    with checkpoint.manager(tmp_path_factory.mktemp("partial")) as manager:
+        checkpoint.save(manager, 3, params=trained()[0], opt_state=trained()[1], extra={"data": {"seen": 7}})
+        manager.wait_until_finished()
+        yield manager
+
+
+def moments(opt_state, *names):
+    return {name: optax.tree.get(opt_state, name) for name in names}
+
+
+# {what was added: (the new optimizer, patterns, what is fresh, what is left over, what has moved)}
+ADDED = {
+    "clipping": (optax.chain(jaxmp.clip_by_global_norm(1.0), ADAM), "grad_norm", ("0/grad_norm",), (), MOVED),
+    "optax's clipping": (optax.chain(optax.clip(1.0), ADAM), "count", (), (), MOVED),
+    "a schedule": (SCHEDULED, "1/count", ("1/count",), (), ()),
+    "an average": (
+        optax.chain(ADAM, jaxmp.ema_params(0.9)),
+        "*ema_*",
+        ("1/ema_count", "1/ema_weight", "1/ema_params/body/kernel", "1/ema_params/head"),
+        (),
+        (("0", "0/0"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_the_chain_starts_fresh(name, steps):
+    inner, partial, fresh, left_over, moved = ADDED[name]
+    tx = mixed(inner)
+    with pytest.raises(ValueError, match="same inner optimizer"):
+        checkpoint.restore(steps, tx, params=trained()[0])
+    restored = checkpoint.restore(steps, tx, params=trained()[0], partial=partial)
+    assert restored.report == (fresh, left_over, moved)
+    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(tx.init(PARAMS))
+    assert_bitwise(restored.params, trained()[0])
+    assert_bitwise(jaxmp.get_master_params(*restored[2:0:-1]), jaxmp.get_master_params(*trained()[::-1]))
+    assert_bitwise(moments(restored.opt_state, "mu", "nu"), moments(trained()[1], "mu", "nu"))
+    if name == "an average":  # of the weights as they are
+        assert_bitwise(
+            jaxmp.get_ema_params(restored.opt_state, restored.params),
+            jaxmp.get_ema_params(tx.init(jaxmp.get_master_params(*trained()[::-1])), trained()[0]),
+        )
+
+
+def test_what_is_left_over_is_listed(steps):
+    """From Adam to Lion and to SGD: the first moment stays, or nothing does."""
+    restored = checkpoint.restore(steps, mixed(optax.lion(1e-3)), params=trained()[0], partial="nu/*")
+    assert restored.report.left_over == ("0/nu/body/kernel", "0/nu/head") and restored.report.fresh == ()
+    assert_bitwise(moments(restored.opt_state, "mu"), moments(trained()[1], "mu"))
+    sgd = mixed(optax.sgd(0.1, momentum=0.9))
+    partial = ("trace/*", "mu/*", "nu/*", "count")
+    for patterns in (partial[1:], partial[:-1]):
+        with pytest.raises(ValueError, match="same inner optimizer"):
+            checkpoint.restore(steps, sgd, params=trained()[0], partial=patterns)
+    report = checkpoint.restore(steps, sgd, params=trained()[0], partial=partial).report
+    assert report.fresh == ("0/trace/body/kernel", "0/trace/head") and len(report.left_over) == 5
+
+
+def test_leaves_of_lora_start_fresh_with_their_masters_and_moments(steps):
+    more = PARAMS | {"body": PARAMS["body"] | {"lora_a": jnp.full((4, 2), 0.1), "lora_b": jnp.zeros((2, 6))}}
+    params, tx = POLICY.cast_to_param(more), mixed(ADAM)
+    with pytest.raises(ValueError, match="body/lora_a is in the model and not in the checkpoint"):
+        checkpoint.restore(steps, tx, params=params)
+    restored = checkpoint.restore(steps, tx, params=params, partial="*lora_*")
+    assert restored.report.fresh[:2] == ("body/lora_a", "body/lora_b") and len(restored.report.fresh) == 6
+    assert_bitwise(restored.params["body"]["lora_a"], params["body"]["lora_a"])
+    assert_bitwise(restored.params["head"], trained()[0]["head"])
+    masters = jaxmp.get_master_params(restored.opt_state, restored.params)
+    assert_bitwise(masters["body"]["lora_a"], params["body"]["lora_a"].astype(jnp.float32))
+    assert_bitwise(masters["head"], jaxmp.get_master_params(*trained()[::-1])["head"])
+    mu, old = (moments(s, "mu")["mu"] for s in (restored.opt_state, trained()[1]))
+    assert_bitwise(mu["body"]["kernel"], old["body"]["kernel"])
+    assert not np.any(mu["body"]["lora_a"])
+    new = jaxmp.apply_gradients(tx, restored.params, restored.opt_state, restored.params)[0]  # it goes on
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    shapes = jax.eval_shape(lambda: params)
+    with pytest.raises(ValueError, match="starts fresh needs a value; body/lora_a is not in the checkpoint"):
+        checkpoint.restore(steps, tx, params=shapes, partial="*lora_*")
+
+
+@pytest.mark.parametrize("with_state", [True, False], ids=["with-state", "params-alone"])
+def test_a_new_head_starts_fresh(with_state, steps):
+    """The same name with other shapes, and no head at all."""
+    tx = mixed(ADAM) if with_state else None
+    params = trained()[0] | {"head": jnp.ones((6, 10), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"head has shape \(6, 3\) in the checkpoint and \(6, 10\) in the model"):
+        checkpoint.restore(steps, tx, params=params, partial="body/*")
+    restored = checkpoint.restore(steps, tx, params=params, partial="head")
+    of_state = ("0/mu/head", "0/nu/head") if with_state else ()
+    assert restored.report == (("head", *of_state), (), ())
+    assert restored.params["head"].shape == (6, 10)
+    if with_state:
+        masters = jaxmp.get_master_params(restored.opt_state, restored.params)
+        assert_bitwise(masters["head"], np.ones((6, 10), np.float32))
+        assert_bitwise(masters["body"], jaxmp.get_master_params(*trained()[::-1])["body"])
+        assert moments(restored.opt_state, "mu")["mu"]["head"].shape == (6, 10)
+    report = checkpoint.restore(steps, tx, params={"body": params["body"]}, partial="head").report
+    assert report == ((), ("head", *of_state), ())
+
+
+def test_other_trees_may_be_missing(steps):
+    extra = {"data": {"seen": 0, "epoch": 4}, "rngs": jnp.arange(2)}
+    for patterns in ((), "rngs", "data/epoch"):
+        with pytest.raises(ValueError, match="every (tree|leaf) of extra="):
+            checkpoint.restore(steps, None, params=trained()[0], extra=extra, partial=patterns)
+    restored = checkpoint.restore(steps, None, params=trained()[0], extra=extra, partial=("rngs", "data/epoch"))
+    assert restored.extra["data"] == {"seen": 7, "epoch": 4} and restored.extra["rngs"].tolist() == [0, 1]
+    assert restored.report.fresh == ("data/epoch", "rngs")
+    with pytest.raises(ValueError, match="starts fresh needs a value; rngs is not in the checkpoint"):
+        checkpoint.restore(
+            steps, None, params=trained()[0], extra={"rngs": jax.eval_shape(lambda: extra["rngs"])}, partial="rngs"
+        )
+
+
+def test_states_that_cannot_be_told_apart_are_an_error(tmp_path):
+    """One momentum saved, two wanted: which of them is the new one?"""
+    one, two = optax.trace(0.9), optax.chain(optax.trace(0.5), optax.trace(0.9))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=PARAMS, opt_state=mixed(optax.chain(one)).init(PARAMS))
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="1 with trace/body/kernel, trace/head, and the new optimizer 2"):
+            checkpoint.restore(manager, mixed(two), params=PARAMS, partial="skipped_steps")
+
+
+def test_a_pattern_that_fits_nothing_is_warned_of(steps):
+    with pytest.warns(UserWarning, match=r"restore\(partial=\): the pattern 'haed' fits no leaf. Close to it: 'head'"):
+        report = checkpoint.restore(steps, mixed(ADAM), params=trained()[0], partial="haed").report
+    assert report == ((), (), ())
+
+
+def test_without_patterns_the_report_is_empty(steps):
+    restored = checkpoint.restore(steps, mixed(ADAM), params=trained()[0])
+    step, _, opt_state, _ = restored
+    assert step == 3 and restored.report == ((), (), ())
+    assert_bitwise(opt_state, trained()[1])

@@ -1,0 +1,118 @@
+"""Arguments in the wrong place: each call says what stands where, and in which order they come."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+
+X = jnp.ones((16, 16))
+PARAMS = {"w": jnp.ones((16, 4))}
+TX = jaxmp.mixed_precision(optax.sgd(0.1), "16-mixed")
+STATE = TX.init(PARAMS)
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+GRADIENTS = jaxmp.value_and_grad(loss_fn, policy="16-mixed")
+IN_BF16 = jaxmp.autocast(loss_fn, jnp.bfloat16)
+FP8_TX = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
+FP8_PARAMS = {"kernel": PARAMS["w"], "dot": {"fp8_rhs_e4m3_log2_scale": jnp.float32(0.0)}}
+
+
+def grads():
+    return GRADIENTS(PARAMS, X, opt_state=STATE)[1]
+
+
+def train_state(tx=TX, policy="16-mixed"):
+    return jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx, policy=policy)
+
+
+CALLS = {
+    "apply: params and grads": (lambda: jaxmp.apply_gradients(TX, PARAMS, STATE, grads()), "gradients .* as params"),
+    "apply: grads and opt_state": (
+        lambda: jaxmp.apply_gradients(TX, STATE, grads(), PARAMS),
+        "optimizer's state as grads, the gradients of value_and_grad as opt_state",
+    ),
+    "apply: tx last": (lambda: jaxmp.apply_gradients(grads(), STATE, PARAMS, TX), "an optimizer as params"),
+    "apply: a TrainState": (
+        lambda: jaxmp.apply_gradients(TX, grads(), train_state(), PARAMS),
+        "TrainState .* as opt_state. Its parts are state.params",
+    ),
+    "gradients: opt_state by position": (lambda: GRADIENTS(PARAMS, X, STATE), "an optimizer's state as argument 2"),
+    "gradients: a TrainState": (lambda: GRADIENTS(train_state(), X, opt_state=STATE), "a TrainState .* as argument 0"),
+    "gradients: tx": (lambda: GRADIENTS(PARAMS, X, opt_state=TX), "an optimizer as opt_state"),
+    "gradients: one call": (lambda: jaxmp.value_and_grad(loss_fn, PARAMS, X), "argnums must be .*; got dict"),
+    "gradients, nnx": (
+        lambda: jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x)))(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X, STATE),
+        r"\(model, \*batch, opt_state=...\); got an optimizer's state as argument 2",
+    ),
+    "calibrate: params first": (
+        lambda: jaxmp.fp8.calibrate(FP8_PARAMS, loss_fn, X, tx=FP8_TX, opt_state=FP8_TX.init(FP8_PARAMS)),
+        "a function as params",
+    ),
+    "calibrate: tx and opt_state": (
+        lambda: jaxmp.fp8.calibrate(loss_fn, FP8_PARAMS, X, tx=FP8_TX.init(FP8_PARAMS), opt_state=FP8_TX),
+        "an optimizer's state as tx, an optimizer as opt_state",
+    ),
+    "calibrate: the batch first": (
+        lambda: jaxmp.fp8.calibrate(loss_fn, X, FP8_PARAMS, tx=FP8_TX, opt_state=FP8_TX.init(FP8_PARAMS)),
+        "an argument without any as the params",
+    ),
+    "create: tx and policy": (lambda: train_state("bf16", TX), r"a policy \('bf16'\) as tx, an optimizer as policy"),
+    "create: another policy": (lambda: train_state(policy="bf16"), "param_dtype=bfloat16 in policy and float32"),
+    "create: other patterns": (
+        lambda: train_state(policy=jaxmp.get_policy("16-mixed", keep_fp32="w")),
+        r"keep_fp32=\('w',\) in policy and \(\)",
+    ),
+    "mixed_precision": (
+        lambda: jaxmp.mixed_precision("bf16", optax.sgd(0.1)),
+        r"got an optimizer. The order is mixed_precision\(inner, policy\)",
+    ),
+    "get_policy: bfloat16": (
+        lambda: jaxmp.get_policy(jnp.bfloat16),
+        "the dtype bfloat16. Use 'bf16' or 'bf16-mixed'",
+    ),
+    "get_policy: a dtype of NumPy": (
+        lambda: jaxmp.get_policy(jnp.dtype("float32")),
+        "the dtype float32. Use 'fp32'",
+    ),
+    "autocast": (lambda: jaxmp.autocast("fp8", loss_fn), r"autocast\(fn, dtype\); got a function as dtype"),
+    "explain: a result": (lambda: jaxmp.explain_autocast(loss_fn(PARAMS, X), X), "got ArrayImpl: a result"),
+    "explain: autocast": (lambda: jaxmp.explain_autocast(IN_BF16, PARAMS, X), "got one of autocast"),
+    "explain: autocast of a policy, jitted": (
+        lambda: jaxmp.explain_autocast(jax.jit(jaxmp.autocast(loss_fn, "bf16")), PARAMS, X),
+        "got one of autocast",
+    ),
+    "accumulate: a list": (
+        lambda: jaxmp.value_and_grad(lambda p, x: loss_fn(p, jnp.asarray(x)), accumulate=2)(
+            PARAMS, [[1.0] * 16] * 4, opt_state=STATE
+        ),
+        "a list of 16 Python numbers at argument 1/0.*jnp.asarray",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_in_the_wrong_place_are_named(name):
+    call, said = CALLS[name]
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
+
+
+def test_what_looks_odd_but_is_meant_is_taken():
+    """A loss that reads a state, several params, a module that can be called, a policy that only computes otherwise."""
+    other = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")
+    other(PARAMS, STATE, X, opt_state=STATE)
+    pair = jaxmp.value_and_grad(lambda p, q, x: loss_fn(p, x) + loss_fn(q, x), argnums=[0, 1], policy="16-mixed")
+    pair(PARAMS, PARAMS, X, opt_state=train_state())
+    scaled = jaxmp.value_and_grad(lambda p, b: loss_fn(p, b[0]) * b[1][0], policy="16-mixed", accumulate=2)
+    scaled(PARAMS, (X, (0.5, 2.0)), opt_state=STATE)
+    model = nn.Dense(4)
+    assert jaxmp.explain_autocast(model.apply, model.init(jax.random.key(0), X), X).rows
+    assert train_state(policy="bf16-mixed").policy == jaxmp.get_policy("bf16-mixed")
