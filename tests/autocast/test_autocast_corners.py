@@ -507,3 +507,43 @@ def test_constants_among_scalars_of_16_bits_leave_them() -> None:
 
     text = str(jax.make_jaxpr(jaxmp.autocast(fn, F16))(X))
     assert all(f"f16[] = {name}" in text for name in ("mul", "add", "max"))
+
+
+def newton(x, stops_by):
+    """The square root of the sum of a product's rows, until it is right or for ten turns."""
+    y = x @ jnp.ones((4, 1))
+    turn = lambda z: 0.5 * (z + y / z)  # noqa: E731
+    if stops_by == "the number":
+        return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, turn(c[1])), (0, y))[1]
+    if stops_by == "a token":
+        body = lambda c: (jnp.where(c[0] > 9, c[0], c[0] + 1), turn(c[1]))  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[0] != 10, body, (0, y))[1]
+    far = lambda z: jnp.abs(z * z / y - 1) > 1e-6  # noqa: E731
+    if stops_by == "a comparison":
+        return jax.lax.while_loop(lambda z: jnp.any(far(z)), turn, y)
+    body = lambda c: (far(turn(c[1])) & c[0], turn(c[1]))  # noqa: E731
+    if stops_by == "bools of the body":
+        return jax.lax.while_loop(lambda c: jnp.any(c[0]), body, (y > 0, y))[1]
+    flags = lambda c: (body(c[1:])[0], *jax.jit(body)(c[1:]))  # noqa: E731
+    return jax.lax.while_loop(lambda c: jnp.any(c[0]), flags, (y > 0, y > 0, y))[2]
+
+
+@pytest.mark.parametrize(
+    "stops_by, dtype",
+    {
+        "the number": "bfloat16",
+        "a token": "bfloat16",
+        "a comparison": "float32",
+        "bools of the body": "float32",
+        "bools of a function": "float32",
+    }.items(),
+)
+def test_a_loop_that_goes_on_until_floats_converge_carries_float32(stops_by, dtype):
+    """In 16 bits it would not come nearer than 2^-9, and go on for ever, or stop at another place."""
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (8, 4)).astype(np.float32)
+    fn = functools.partial(newton, stops_by=stops_by)
+    (loop,) = (eqn for eqn in jax.make_jaxpr(jaxmp.autocast(fn, jnp.bfloat16))(x).eqns if eqn.primitive.name == "while")
+    assert {v.aval.dtype.name for v in loop.outvars} - {"int32", "bool"} == {dtype}
+    if dtype == "float32":
+        found = jax.jit(jaxmp.autocast(fn, jnp.bfloat16))(x)
+        np.testing.assert_allclose(found, np.sqrt(x.sum(axis=1, keepdims=True)), rtol=2**-8)

@@ -121,7 +121,7 @@ def test_flax_s_own_train_state_works_with_keep_if_skipped():
 
     @jax.jit
     def step(state, x):
-        (_, batch_stats), grads = jaxmp.value_and_grad(loss_fn, has_aux=True)(
+        (_, batch_stats), grads = jaxmp.value_and_grad(loss_fn, has_aux=True, policy=POLICY)(
             state.params, state.batch_stats, x, Y, opt_state=state.opt_state
         )
         new = state.apply_gradients(grads=grads)

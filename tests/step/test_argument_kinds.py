@@ -105,19 +105,6 @@ def test_arguments_in_the_wrong_place_are_named(name):
         call()
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
-def test_the_params_as_gradients_are_refused(traced):
-    """They have the shapes and dtypes of gradients: the step would shrink every weight."""
-
-    def steps():
-        yield lambda p: train_state().replace(params=p).apply_gradients(grads=p)
-        yield lambda p: jaxmp.apply_gradients(TX, p, STATE, p)
-
-    for step in steps():
-        with pytest.raises(ValueError, match="got the params themselves .*at w"):
-            (jax.jit(step) if traced else step)(PARAMS)
-
-
 def test_what_looks_odd_but_is_meant_is_taken():
     """A loss that reads a state, several params, a module that can be called, a policy that only computes otherwise."""
     other = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")

@@ -237,3 +237,22 @@ def test_nothing_to_compress(inner):
         ValueError, match=r"finds moments by name \(mu, trace, .*sum_of_squares\); .* has none: \w+. Wrap"
     ):
         tx.init(params_of())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],
+    ids=["compress", "fused"],
+)
+def test_a_large_param_that_keeps_float32_moments_is_named(make):
+    params = {
+        "head": jnp.zeros((64, 5001)),
+        "odd": jnp.zeros(300001),
+        "body": jnp.zeros((64, 4096)),
+        "b": jnp.zeros(5001),
+    }
+    tx = jaxmp.mixed_precision(make(), "bf16")
+    with pytest.warns(UserWarning, match=r"got \(64, 5001\) at head and 1 more.* 5024 in place of 5001"):
+        tx.init(params)
+    del params["head"], params["odd"]
+    tx.init(params)

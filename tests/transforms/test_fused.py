@@ -451,7 +451,7 @@ def test_masters_of_another_kind_are_refused(other):
     steps = [functools.partial(jaxmp.apply_gradients, tx)] + [tx.update] * (other is None)
     for step in steps:
         with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
-            step(params, made, params)
+            step(jax.tree.map(jnp.copy, params), made, params)
     with pytest.raises(ValueError, match="bfloat16 param of the same step; got a param of float32"):
         jaxmp.get_master_params(made, params32)
 

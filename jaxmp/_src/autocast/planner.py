@@ -248,6 +248,8 @@ class Planner:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         cond_consts, consts = operands[:first], operands[first:second]
         carry = [v._replace(const=None) for v in operands[second:]]
+        if _stops_by_floats(functions[0][0], functions[1][0], first, len(carry)):
+            carry = [v._replace(dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[1], (*consts, *carry), lists.within(1), uses[1])
@@ -276,6 +278,39 @@ class Planner:
         # A 16-bit input that every iteration reads enters in float32, and the body casts it back: so does its gradient.
         read = [FLOAT32 if _is_low_input(v) else v.dtype for v in consts]
         return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
+
+
+def _stops_by_floats(test: Any, body: Any, n_consts: int, n_carry: int) -> bool:
+    """Whether a `while` compares floats to know when to stop: it computes until they converge, so it needs float32.
+
+    Bools that the test reads are followed to where the body makes them. (The test of a token is no such comparison.)
+    """
+    seen: set[int] = set()
+
+    def follow(jaxpr: Any, outputs: list[Any], first: int) -> bool:
+        wanted = {v for v in outputs if not isinstance(v, core.Literal)}
+        for eqn in reversed(jaxpr.eqns):
+            if not wanted & set(eqn.outvars):
+                continue
+            floats = [v for v in eqn.invars if getattr(v.aval, "dtype", None) in FLOATS]
+            if floats and eqn.primitive.name in _COMPARISONS:
+                return True
+            for function, _ in jaxprs.functions_of(eqn) if eqn.primitive.name in jaxprs.CALLS else ():
+                if follow(function, list(filter(_is_bool, function.outvars)), len(function.invars)):
+                    return True
+            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal) and _is_bool(v)}
+        carried = [i for i, v in enumerate(jaxpr.invars[first:]) if v in wanted and i not in seen]
+        seen.update(carried)
+        return bool(carried) and follow(body, [body.outvars[i] for i in carried], len(body.invars) - n_carry)
+
+    return follow(test, list(test.outvars), n_consts)
+
+
+def _is_bool(v: Any) -> bool:
+    return getattr(v.aval, "dtype", None) == np.bool_
+
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
 
 def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:

@@ -11,7 +11,6 @@ import jax
 import jmp
 import numpy as np
 
-from jaxmp._src.base import tree_paths
 from jaxmp._src.step import read_state, scale_reads, state_tuples
 
 _KINDS = {
@@ -50,17 +49,6 @@ def check(call: str, **given: tuple[str, Any]) -> None:
         is_holder = any(got == "holder" for _, got, _ in found.values())
         parts = " Its parts are state.params and state.opt_state." if is_holder else ""
         raise TypeError(f"the arguments are {call}; got {', '.join(wrong)}.{parts}")
-
-
-def check_no_params(grads: Any, params: Any) -> None:
-    """Raises a ValueError if the gradients are the very arrays of the params."""
-    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=False))
-    if pairs and all(g is p and np.size(g) for g, p in pairs):
-        path = next(iter(tree_paths.leaves_by_path(params)))
-        raise ValueError(
-            f"gradients are what jaxmp.value_and_grad returns beside the loss; got the params themselves (the same "
-            f"array at {path}). Pass grads: jaxmp.apply_gradients(tx, grads, opt_state, params)."
-        )
 
 
 def kind_of(x: Any) -> str:

@@ -124,7 +124,8 @@ def keep_master_params(
                     params, (moves, weights, inner_state), (nothing, view, state.master_inner)
                 )
             parts = zip(units, masters, treedef.flatten_up_to(moves), treedef.flatten_up_to(weights), strict=True)
-            pairs = [_step(*part) for part in parts]
+            is_read = destination is None  # apply_gradients writes params from their masters
+            pairs = [_step(*part, is_read=is_read) for part in parts]
         new_updates = treedef.unflatten([update for update, _ in pairs])
         new_masters = treedef.unflatten([master for _, master in pairs])
         if destination is not None:
@@ -206,10 +207,12 @@ def _param_dtypes(policy: Policy, params: PyTree) -> Callable[[str], Any]:
     return lambda path: jnp.dtype(jnp.float8_e4m3fn) if path in stored else policy.param_dtype_of(path)
 
 
-def _step(param: PyTree, master: PyTree, move: PyTree, weight: PyTree) -> tuple[PyTree, PyTree]:
-    """(update of the param, new master) for one leaf or box."""
+def _step(param: PyTree, master: PyTree, move: PyTree, weight: PyTree, *, is_read: bool) -> tuple[PyTree, PyTree]:
+    """(update of the param, new master) for one leaf or box. `is_read`: whether anybody adds the update."""
     if isinstance(master, optax.MaskedNode):
         return jax.tree.map(_kept, param, move), master
+    if not is_read:
+        return jax.tree.map(lambda w: jnp.full_like(w, -0.0), weight), weight
     return jax.tree.map(_update_to, param, weight), weight
 
 

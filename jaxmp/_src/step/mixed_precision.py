@@ -166,7 +166,6 @@ def apply_gradients(
         opt_state=("state", opt_state),
         params=("params", params),
     )
-    argument_kinds.check_no_params(grads, params)
     extra_arguments.check(tx, extra_args)
     read_state.check_wrappers(opt_state)
     read_state.masters_of(opt_state, params)  # raises for params of another tree

@@ -10,6 +10,7 @@ multiple of 32 stay in float32.
 """
 
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +19,13 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
 _NOT_NEGATIVE = ("nu", "sum_of_squares")
+_LARGE = 2**16  # elements of a param whose float32 moments are worth a warning
 
 
 class CompressedState(NamedTuple):
@@ -52,6 +55,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
     Raises:
       ValueError: another `state_dtype`; at `init`, an inner state without such fields.
 
+    Warns:
+      UserWarning: at `init`, params of 65,536 elements or more whose moments stay float32, named by path.
+
     Example:
       >>> tx = compress_moments(optax.adam(1e-3), jnp.int8)
       >>> state = tx.init({"w": jnp.zeros((16, 256))})
@@ -77,6 +83,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
                 f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
             )
 
+        _warn_of_wide_moments(params, state_dtype)
         count = jnp.zeros((), jnp.int32)
 
         def first(x: Any, signed: bool, number: int) -> Any:
@@ -109,6 +116,27 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
             )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
+    """Warns of large params whose moments stay float32, because no group of neighbours divides their last axis."""
+    if moments.codec_of(state_dtype, signed=True) is None:
+        return
+    wide = {
+        path: x.shape
+        for path, x in tree_paths.leaves_by_path(params).items()
+        if casting.is_float(x) and x.size >= _LARGE and moments.group_of(x.shape) is None
+    }
+    if not wide:
+        return
+    path, shape = next(iter(wide.items()))
+    size, group = shape[-1], min(moments.GROUPS)
+    warnings.warn(
+        f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
+        f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
+        f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
+        stacklevel=4,
+    )
 
 
 def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> Array:

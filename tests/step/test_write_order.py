@@ -1,0 +1,76 @@
+"""The order in which a compiled step on a CPU writes: it copies no donated buffer, and its results stay the same."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+
+SIDE = 64
+HUGE = 3e38  # its square is infinite: Adam's second moment cannot take it
+
+
+OPTIMIZERS = {
+    "fp32": lambda: jaxmp.mixed_precision(optax.adamw(1e-2), "fp32"),
+    "fp16": lambda: jaxmp.mixed_precision(optax.adamw(1e-2), "fp16", loss_scale=1.0),
+    "bf16": lambda: jaxmp.mixed_precision(optax.adamw(1e-2), "bf16"),
+    "no masters": lambda: jaxmp.unscale_and_skip(optax.adamw(1e-2)),
+    "split": lambda: jaxmp.mixed_precision(optax.adamw(1e-2), "bf16", remainder_bits=16),
+    "fused": lambda: jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2), "bf16"),
+    "fused, split": lambda: jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2), "bf16", remainder_bits=16),
+}
+
+
+def start(name, tx):
+    rng = np.random.default_rng(0)
+    params32 = {x: jnp.asarray(rng.normal(size=(SIDE, SIDE)), jnp.float32) for x in "ab"}
+    dtype = {"fp16": jnp.float16, "fp32": jnp.float32, "no masters": jnp.float32}.get(name, jnp.bfloat16)
+    params = jax.tree.map(lambda p: p.astype(dtype), params32)
+    grads = {x: jnp.asarray(rng.normal(size=(SIDE, SIDE)), jnp.float32) for x in "ab"}
+    return params, tx.init(params32), grads
+
+
+def step(tx):
+    return lambda params, opt_state, grads: jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+
+def numbers(params, opt_state):
+    """All float arrays, with whole masters in place of remainders."""
+    arrays = params, jaxmp.get_master_params(opt_state, params), opt_state
+    return [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
+    tx = OPTIMIZERS[name]()
+    params, opt_state, grads = start(name, tx)
+    compiled = jax.jit(step(tx))
+    eager = step(tx)
+    found = expected = params, opt_state
+    for huge in (False, True, False):
+        given = grads | {"a": grads["a"].at[0, :3].set(HUGE)} if huge else grads
+        found, expected = compiled(*found, given), eager(*expected, given)
+        metrics = jaxmp.get_metrics(found[1])
+        assert metrics["kept_elements"] == (3 if huge else 0) and metrics["skipped_steps"] == 0
+        for got, x in zip(jax.tree.leaves(numbers(*found)), jax.tree.leaves(numbers(*expected)), strict=True):
+            assert got.dtype == x.dtype
+            rtol = 2e-5 if got.dtype == jnp.float32 else 2**-7
+            np.testing.assert_allclose(np.float64(got), np.float64(x), rtol=rtol, atol=1e-6)
+    skipped = compiled(*found, grads | {"b": grads["b"].at[1, 1].set(jnp.nan)})
+    for got, x in zip(jax.tree.leaves(skipped[0]), jax.tree.leaves(found[0]), strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(x))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies some buffers all the same")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the order is XLA's for CPU")
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "no masters"])
+def test_no_donated_buffer_is_copied(name):
+    tx = OPTIMIZERS[name]()
+    compiled = jax.jit(step(tx), donate_argnums=(0, 1)).lower(*start(name, tx)).compile()
+    entry = compiled.as_text().partition("ENTRY")[2]
+    copies = re.findall(rf"= \S*\[{SIDE},{SIDE}\]\S* copy\(", entry)
+    assert not copies, entry
