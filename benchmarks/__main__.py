@@ -26,7 +26,8 @@ GPU = "gpu"  # one entry, with options of its own
 
 def entries() -> dict[str, str]:
     """Each entry's name, as on the command line, and the first line of its module's docstring."""
-    files = [*sorted(HERE.glob("cpu/[!_]*.py")), *sorted(HERE.glob("h100/[!_]*.py")), HERE / "gpu/run.py"]
+    files = [*sorted(HERE.glob("cpu/[!_]*.py")), *sorted(HERE.glob("h100/[!_]*.py"))]
+    files += [*sorted(HERE.glob("tpu/[!_]*.py")), HERE / "gpu/run.py"]
     found = {}
     for file in [*files, HERE / "recipes.py", HERE / "sqnr.py"]:
         parts = file.relative_to(HERE).with_suffix("").parts

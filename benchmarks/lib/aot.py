@@ -90,10 +90,28 @@ def mesh(n_devices: int = 1, axis_names: tuple[str, ...] = ("data",), shape: tup
     return topologies.make_mesh(topology, shape or (n_devices,), axis_names)
 
 
+def tpu_mesh(topology: str, axis_names: tuple[str, ...] = ("data",)) -> Mesh:
+    """A mesh of TPUs that are only described, along one axis; `topology` like "v6e:2x4". It needs libtpu, but no TPU.
+
+    Raises:
+      ModuleNotFoundError: libtpu is missing.
+      RuntimeError: libtpu knows no such topology.
+    """
+    import libtpu  # noqa: F401  # jax would say that there is no TPU
+
+    # It neither asks where it runs, nor takes the lock of the TPUs of this machine: it only compiles.
+    about = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in (about | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
+        os.environ.setdefault(name, value)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return topologies.make_mesh(found, (len(found.devices),), axis_names)
+
+
 def spec(m: Mesh, shape: tuple[int, ...], dtype: Any, partition: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
     """An abstract argument of `shape` and `dtype` on mesh `m`; replicated without a `partition`."""
     sharding = NamedSharding(m, PartitionSpec() if partition is None else partition)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    plain = dtype if jnp.issubdtype(dtype, jax.dtypes.extended) else jnp.dtype(dtype)  # random keys have their own
+    return jax.ShapeDtypeStruct(shape, plain, sharding=sharding)
 
 
 def abstract(m: Mesh, tree: Any, partition: Callable[[Any], PartitionSpec] | None = None) -> Any:

@@ -10,7 +10,7 @@ from types import ModuleType
 from benchmarks.lib.tables import ROOT
 
 
-def _load(name: str) -> ModuleType:
+def load(name: str) -> ModuleType:
     """A script of examples/ as a module, under its bare name."""
     if name in sys.modules:
         return sys.modules[name]
@@ -26,5 +26,5 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-report = _load("report")
-train = _load("train")
+report = load("report")
+train = load("train")

@@ -5,6 +5,7 @@ import platform
 
 CPU = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")
 H100 = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax", "optax", "jaxmp")
+TPU = ("jax", "jaxlib", "libtpu", "flax", "optax", "jaxmp")
 GPU = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "torch")
 
 

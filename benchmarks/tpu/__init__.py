@@ -1,0 +1,1 @@
+"""Entries of `python -m benchmarks tpu`: programs compiled for TPUs, without having one."""

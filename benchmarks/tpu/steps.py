@@ -1,0 +1,349 @@
+"""Compiles steps for TPUs, without having one, and counts their bytes beside optax in float32 and a recipe by hand.
+
+libtpu compiles for a TPU that is only described. Counted are the bytes that XLA's cost analysis of the final program
+says it accesses, scratch memory, what is updated in place, and in which dtypes matmuls multiply. The program cannot run
+here, so there are no times.
+
+A row is the optimizer's side of a step on a matrix of 4096x4096 and its bias, a whole step of an example (linen, nnx),
+FSDP on 8 chips, or state in host memory.
+
+Targets: at most 1.1 of the bytes of the recipe by hand, and every donated array that is read is updated in place.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec as P
+
+import jaxmp
+from benchmarks.lib import aot, trees
+from benchmarks.lib.benchmark import Benchmark
+from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.versions import TPU, versions
+
+ONE = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v7x": "tpu7x:1x1x1"}
+EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}  # a chip of the last is two devices
+BY_HAND, FLOAT32 = "by hand, bf16 params with masters", "optax in float32"
+MOST = 1.1  # of the bytes by hand
+WIDTH = 4096
+MAX_NORM, RATE = 1.0, 1e-3
+
+
+class Case(NamedTuple):
+    """One program.
+
+    Attributes:
+      group: "optimizer", "step", "fsdp", "offload".
+      name: of the program.
+      topologies: where it is compiled: one chip or eight.
+      build: compiles it for a mesh.
+      params: their number, to divide bytes by; None for whole steps.
+      is_ours: whether it has targets.
+    """
+
+    group: str
+    name: str
+    topologies: dict[str, str]
+    build: Callable[[Mesh], Any]
+    params: int | None = None
+    is_ours: bool = True
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def two_leaves(width: int = WIDTH) -> Any:
+    """A matrix and a bias: what a step moves for a param is the same for more of them."""
+    return {"kernel": trees.leaf(width, width), "bias": trees.leaf(width)}
+
+
+def by_hand() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """bf16 params with float32 masters, clipped AdamW: what people write without a library. It never skips."""
+    adamw = optax.adamw(RATE)
+
+    def init(params32: Any) -> Any:
+        return params32, adamw.init(params32)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        del params  # remade from the masters
+        masters, adamw_state = state
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / (norm + 1e-6)), grads)
+        updates, adamw_state = adamw.update(grads, adamw_state, masters)
+        masters = optax.apply_updates(masters, updates)
+        return jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters), (masters, adamw_state)
+
+    return init, step
+
+
+def in_float32() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """optax alone: clipped AdamW on float32 params."""
+    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE))
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def in_jaxmp(inner: Any, policy: str = "bf16", **kwargs: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`mixed_precision` and `apply_gradients`."""
+    tx = jaxmp.mixed_precision(inner, policy, **kwargs)
+    return tx.init, lambda params, state, grads: jaxmp.apply_gradients(tx, grads, state, params)
+
+
+def optimizers() -> dict[str, tuple[Any, Any]]:
+    """Name: ((init, step), dtype of the params)."""
+    clipped = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(RATE))
+    fused = functools.partial(jaxmp.fused_adamw, RATE, max_norm=MAX_NORM)
+    bf16 = jnp.bfloat16
+    return {
+        FLOAT32: (in_float32(), jnp.float32),
+        BY_HAND: (by_hand(), bf16),
+        "jaxmp, bf16": (in_jaxmp(clipped), bf16),
+        "jaxmp.fused_adamw, bf16": (in_jaxmp(fused()), bf16),
+        "jaxmp.fused_adamw, bf16, 16 bits of remainder": (in_jaxmp(fused(), remainder_bits=16), bf16),
+        "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments": (
+            in_jaxmp(fused(state_dtype=jnp.int8), remainder_bits=8),
+            bf16,
+        ),
+    }
+
+
+def optimizer_step(program: Any, dtype: Any, shapes: Any, mesh: Mesh) -> Any:
+    """The optimizer's side of a step, its params and state updated in place."""
+    init, step = program
+    params = trees.cast(shapes, dtype)
+    state = jax.eval_shape(init, shapes)
+    return aot.compile_for(step, *(aot.abstract(mesh, x) for x in (params, state, params)), donate_argnums=(0, 1))
+
+
+def linen_step(precision: str, mesh: Mesh, cfg: Any = None) -> Any:
+    """The whole step of examples/train.py."""
+    from benchmarks.programs import memory
+
+    case = memory.example(precision, cfg)
+    return aot.compile_for(case.step, *(aot.abstract(mesh, x) for x in case.arguments()), donate_argnums=(0, 1))
+
+
+def nnx_step(precision: str, mesh: Mesh, cfg: Any = None) -> Any:
+    """The whole step of the model of examples/train_nnx.py, with `jaxmp.nnx`."""
+    from flax import nnx
+
+    from benchmarks.lib.examples import load, train
+
+    train_nnx = load("train_nnx")
+    cfg = cfg or train_nnx.Config(dropout=0.0)
+    policy, recipe, _ = train.precision_of(precision)
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(RATE)), policy)
+
+    def make() -> Any:
+        model = train_nnx.Transformer(cfg, nnx.Rngs(0))
+        if recipe:
+            jaxmp.nnx.to_fp8(model, recipe)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        jaxmp.nnx.cast_to_param(model, policy)
+        return model, optimizer
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+
+    def step(state: Any, tokens: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        grad_fn = jaxmp.nnx.value_and_grad(lambda m, x: train.next_byte_loss(m(x[:, :-1]), x), policy=policy)
+        loss, grads = grad_fn(model, tokens, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    tokens = jax.ShapeDtypeStruct((cfg.batch_size, cfg.seq_len + 1), jnp.uint8)
+    return aot.compile_for(step, aot.abstract(mesh, state), aot.abstract(mesh, tokens), donate_argnums=0)
+
+
+def fsdp_step(policy_name: str, mesh: Mesh, width: int = 1024, layers: int = 4) -> Any:
+    """A stack of layers over all chips with `jaxmp.fsdp`: params gathered as they are, gradients reduced in float32."""
+    policy = jaxmp.get_policy(policy_name)
+    mesh = Mesh(mesh.devices, ("fsdp",))
+    shapes = {f"layer_{i}": trees.leaf(width, width) for i in range(layers)}
+    layout = jaxmp.fsdp.layout_of(shapes, mesh)
+    where: dict[str, Any] = {"axis_name": "fsdp", "replicated": layout.whole}
+    tx = jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(MAX_NORM, **where), optax.adamw(RATE)), policy)
+    padded = jax.eval_shape(lambda p: jaxmp.fsdp.pad(p, layout), shapes)
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        for w in jax.tree.leaves(jaxmp.fsdp.gather(params, layout, reduce_dtype=jnp.float32)):
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        grads = jaxmp.fsdp.reduce_gradients(grads, layout, dtype=jnp.float32)
+        return *jaxmp.apply_gradients(tx, grads, state, params), jax.lax.pmean(loss, "fsdp")
+
+    abstract = (policy.cast_to_param(padded), jax.eval_shape(tx.init, padded))
+    specs = (layout.specs, jaxmp.sharding_of(tx, padded, layout.specs))
+    arguments = jax.tree.map(lambda x, s: aot.spec(mesh, x.shape, x.dtype, s), abstract, specs)
+    x = aot.spec(mesh, (512 * mesh.size, width), policy.compute_dtype, P("fsdp"))
+    f = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P("fsdp")), out_specs=(*specs, P()))
+    return aot.compile_for(f, *arguments, x, donate_argnums=(0, 1))
+
+
+def offload_step(mesh: Mesh, width: int = 1024, layers: int = 4) -> Any:
+    """AdamW with masters and moments in pinned host memory, streamed leaf by leaf."""
+    from benchmarks.h100.offload import on_host
+
+    inner = jaxmp.offload.stream_updates(optax.adamw(RATE), window_bytes=12 * width * width)
+    tx = jaxmp.mixed_precision(inner, "bf16")
+    shapes = {f"layer_{i}": trees.leaf(width, width) for i in range(layers)}
+    params = aot.abstract(mesh, trees.cast(shapes, jnp.bfloat16))
+    state = aot.abstract(mesh, jax.eval_shape(tx.init, shapes))
+    state = state._replace(guarded=jax.tree.map(lambda x: on_host(mesh, x), state.guarded))
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    return aot.compile_for(step, params, state, params, donate_argnums=(0, 1))
+
+
+def cases() -> list[Case]:
+    """All programs."""
+    shapes = two_leaves()
+    found = []
+    for name, (program, dtype) in optimizers().items():
+        build = functools.partial(optimizer_step, program, dtype, shapes)
+        ours = name.startswith("jaxmp")
+        found.append(Case("optimizer", name, ONE, build, trees.size(shapes), ours))
+    for which, build in (("linen", linen_step), ("nnx", nnx_step)):
+        for precision in ("fp32", "bf16", "fp8"):
+            name = f"{which} example, {precision}"
+            found.append(Case("step", name, ONE, functools.partial(build, precision), is_ours=precision != "fp32"))
+    for policy in ("fp32", "bf16"):
+        build = functools.partial(fsdp_step, policy)
+        found.append(Case("fsdp", f"FSDP on 8, {policy}", EIGHT, build, is_ours=policy != "fp32"))
+    found.append(Case("offload", "AdamW, state in host memory", ONE, offload_step))
+    return found
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def matmuls(compiled: Any) -> dict[str, int]:
+    """The number of matmuls of each kind, "dtype x dtype", in the final program."""
+    text = re.sub(r"/\*.*?\*/", "", compiled.as_text() or "")
+    found: dict[str, int] = {}
+    types: dict[str, str] = {}
+    for line in text.splitlines():
+        if head := re.match(r"\s*(?:ROOT )?(%[\w.\-]+) = (\w+)\[", line):
+            types[head.group(1)] = head.group(2)
+        if operands := re.search(r" (?:convolution|dot)\((.*?)\)", line):
+            names = re.findall(r"%[\w.\-]+", operands.group(1))
+            kind = " x ".join(sorted({types.get(name, "?") for name in names}, reverse=True))
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def count(case: Case, chip: str) -> dict[str, Any]:
+    """A row; if the program does not compile, with the error."""
+    row: dict[str, Any] = {"group": case.group, "program": case.name, "chip": chip, "ours": case.is_ours}
+    try:
+        mesh = aot.tpu_mesh(case.topologies[chip])
+        compiled = case.build(mesh)
+    except Exception as e:
+        return row | {"error": f"{type(e).__name__}: {str(e).splitlines()[0][:300]}"}
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    counted = float(cost.get("bytes accessed", 0.0))
+    text = compiled.as_text() or ""
+    collectives = re.findall(r" (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
+    return row | {
+        "devices": mesh.size,
+        "bytes": counted,
+        "params": case.params,
+        "bytes_per_param": counted / case.params if case.params else None,
+        "host_bytes": memory.host_argument_size_in_bytes,
+        "scratch_bytes": memory.temp_size_in_bytes,
+        "not_in_place_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "matmuls": matmuls(compiled),
+        "collectives": {kind: collectives.count(kind) for kind in sorted(set(collectives))},
+    }
+
+
+def missed(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """The targets that a row misses, in words."""
+    if not row["ours"]:
+        return []
+    if "error" in row:
+        return [row["error"]]
+    found = []
+    beside = next((r for r in rows if (r["program"], r["chip"]) == (BY_HAND, row["chip"])), {}).get("bytes_per_param")
+    if row["group"] == "optimizer" and beside and row["bytes_per_param"] > MOST * beside:
+        found.append(f"{row['bytes_per_param'] / beside:.1f} times the bytes by hand")
+    # A loss and metrics are new; params that are remade from masters are not read, so XLA drops the donated ones.
+    if row["not_in_place_bytes"] > 2**16 + (2 * row["params"] if row["params"] else 0):
+        found.append(f"{row['not_in_place_bytes'] / 2**20:.0f} MiB are not updated in place")
+    return found
+
+
+def measure(cases: list[Case], chips: tuple[str, ...]) -> dict[str, Any]:
+    """The results for these programs and chips."""
+    found = versions(TPU)
+    rows = []
+    for chip in chips:
+        for case in cases:
+            print(f"compiling for {chip}: {case.name}", file=sys.stderr, flush=True)
+            rows.append(count(case, chip))
+    rows = [row | {"missed": missed(row, rows)} for row in rows]
+    return {"device": f"{', '.join(chips)} (compiled, not run)", "versions": found, "rows": rows}
+
+
+ELSEWHERE = (FLOAT32, BY_HAND, "jaxmp, bf16", "linen example, fp8")  # what v5e and v7x are compiled for
+
+
+def measure_all() -> dict[str, Any]:
+    """All programs on v6e, and some on the other chips."""
+    some = [case for case in cases() if case.name in ELSEWHERE]
+    found = measure(cases(), ("v6e",))
+    return found | {
+        "device": "TPU v6e, v5e, v7x (compiled, not run)",
+        "rows": [*found["rows"], *measure(some, ("v5e", "v7x"))["rows"]],
+    }
+
+
+def measure_tiny() -> dict[str, Any]:
+    """The optimizers on two leaves."""
+    shapes = two_leaves(256)
+    found = [
+        Case("optimizer", name, ONE, functools.partial(optimizer_step, *program, shapes), trees.size(shapes))
+        for name, program in list(optimizers().items())[:3]
+    ]
+    return measure(found, ("v6e",))
+
+
+def render(results: dict[str, Any]) -> str:
+    """The results as markdown: a table of the optimizer's side, one of whole steps."""
+    cells = [["optimizer's side, bytes per param", "chip", "XLA counts", "scratch MiB", "holds"]]
+    steps = [["whole step", "chip", "MB accessed", "scratch MiB", "host MiB", "matmuls", "collectives", "holds"]]
+    for row in results["rows"]:
+        ends = holds(row, has_target=row["ours"])
+        if "error" in row:
+            (cells if row["group"] == "optimizer" else steps).append(
+                [row["program"], row["chip"], *[""] * (2 if row["group"] == "optimizer" else 5), ends]
+            )
+            continue
+        scratch = f"{row['scratch_bytes'] / 2**20:.1f}"
+        if row["bytes_per_param"] is not None:
+            cells.append([row["program"], row["chip"], f"{row['bytes_per_param']:.1f}", scratch, ends])
+            continue
+        kinds = ", ".join(f"{n} {kind}" for kind, n in row["matmuls"].items())
+        sent = ", ".join(f"{n} {kind}" for kind, n in row["collectives"].items())
+        host = f"{row['host_bytes'] / 2**20:.0f}" if row["host_bytes"] else ""
+        steps.append([row["program"], row["chip"], f"{row['bytes'] / 1e6:.0f}", scratch, host, kinds, sent, ends])
+    return "\n\n".join(markdown(table) for table in (cells, steps) if len(table) > 1)
+
+
+BENCHMARK = Benchmark("tpu steps", "tpu_steps.json", measure_all, render, measure_tiny)
