@@ -106,6 +106,11 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
 
 def _print_plans(plans: dict[str, plan.Plan]) -> int:
     print(plan.table(plans))
+    if all(planned.activations is None for planned in plans.values()):
+        print(
+            "\nWithout activations, which depend on the model and the batch, and are often the largest part: give\n"
+            "jaxmp.memory.plan the loss and a batch."
+        )
     return 0
 
 

@@ -131,6 +131,44 @@ def test_grad_scaler_present_but_class_has_none():
     assert float(jaxmp.get_loss_scale(opt_state)) == 1.0  # as recorded: [1.0, null]
 
 
+def test_a_constant_grad_scaler_has_no_state():
+    """Megatron's `ConstantGradScaler.state_dict()` is empty."""
+    params, opt_state = started()
+    with pytest.warns(UserWarning, match="empty, as that of a constant scale is: the loss scale stays 65536.0"):
+        check_complete(*import_megatron(saved() | {"grad_scaler": {}}, opt_state, params, groups=GROUPS), (65536.0, 0))
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "fp16", loss_scale=128.0)
+    params, opt_state = import_megatron(saved() | {"grad_scaler": {}}, tx.init(arrays(0)), params, groups=GROUPS)
+    assert float(jaxmp.get_loss_scale(opt_state)) == 128.0
+
+
+def test_what_megatron_has_not_is_named():
+    """Params in float32 are in the model's part of its checkpoint; averages are nowhere."""
+    policy = jaxmp.get_policy("bf16", keep_fp32=("c",))
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
+    params32 = jax.tree.map(jnp.asarray, arrays(0))
+    state = {k: x for k, x in saved().items() if k != "grad_scaler"}
+    state["fp32_from_fp16_params"] = [state["fp32_from_fp16_params"][0], []]
+    params = policy.cast_to_param(params32)
+    with pytest.warns(UserWarning, match="has no copy of params that it keeps in float32: c stay as in params=. Take"):
+        found, _ = import_megatron(state, tx.init(params32), params, groups=GROUPS)
+    assert_bitwise(found["c"], params32["c"])
+    of_model = {"c": arrays(4)["c"]}
+    found, opt_state = import_megatron(state, tx.init(params32), params, groups=GROUPS, in_float32=of_model)
+    assert_bitwise(found["c"], of_model["c"])
+    assert_bitwise(jaxmp.get_master_params(opt_state, found)["c"], of_model["c"])
+    for wrong, told in (
+        ({"a": of_model["c"]}, "a has a master in"),
+        ({"d": 1.0}, "d is in no group"),
+        ({"c": 1.0}, "shape"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            import_megatron(state, tx.init(params32), params, groups=GROUPS, in_float32=wrong)
+    params, opt_state = started("bf16", inner=optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)))
+    state = {k: x for k, x in saved().items() if k != "grad_scaler"}
+    with pytest.warns(UserWarning, match="has no average of the weights: .*ema_params/a and the others stay"):
+        import_megatron(state, opt_state, params, groups=GROUPS)
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"remainder_bits": 16}], ids=["whole", "split"])
 def test_there_and_back(kwargs):
     params, opt_state = started("bf16", **kwargs)

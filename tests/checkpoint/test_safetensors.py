@@ -1,7 +1,9 @@
 """Weights in safetensors files: read back by the library itself, by names and layouts of other systems."""
 
+import json
 import re
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +190,54 @@ def test_a_damaged_file_is_an_error_and_a_failed_save_leaves_the_old_one(tmp_pat
     with pytest.raises(ValueError):
         save_safetensors(path, PARAMS, rename=lambda name: "x")
     assert path.read_bytes() == whole and sorted(x.name for x in tmp_path.iterdir()) == ["bad", "w"]
+
+
+def test_one_tensor_at_a_time_beside_the_arrays(tmp_path):
+    """The host's memory: that of one leaf or two, of a model of sixteen."""
+    leaf = 2**20
+    model = {f"w{i:02}": jnp.full((leaf // 4,), float(i)) for i in range(16)}
+    saved = lambda: save_safetensors(tmp_path / "w", model, dtype=jnp.float32)  # noqa: E731
+    loaded = lambda: load_safetensors(tmp_path / "w", model)  # noqa: E731
+    for call in (saved, loaded):
+        call()  # what is imported and compiled once
+        tracemalloc.start()
+        found = call()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert leaf <= peak + leaf <= 4 * leaf, call
+    assert_bitwise(found, model)
+    theirs = safetensors.numpy.load_file(tmp_path / "w")
+    assert sorted(theirs) == sorted(model) and all(np.array_equal(theirs[name], x) for name, x in model.items())
+
+
+def raw_file(path, **tensors):
+    """A file with tensors of a dtype by its name in the format, all of zeros."""
+    header, end = {}, 0
+    for name, (code, shape, nbytes) in tensors.items():
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    return path
+
+
+def test_dtypes_and_names_that_nobody_can_guess_are_named(tmp_path):
+    for code, nbytes in (("F8_E8M0", 4), ("F4", 2), ("C64", 32), ("F8_E4M3FNUZ", 4)):
+        path = raw_file(tmp_path / code, w=(code, [4], nbytes))
+        with pytest.raises(ValueError, match=code):  # as one that is not read, or as one that is no format at all
+            load_safetensors(path, {"w": jnp.ones(4)})
+    first, second = (raw_file(tmp_path / name, w=("F32", [4], 16)) for name in ("first", "second"))
+    with pytest.raises(ValueError, match="each tensor must be in one file; w is in .*first and in .*second"):
+        load_safetensors([first, second], {"w": jnp.ones(4)})
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_kernel_that_is_not_finite_has_no_scale(bad, tmp_path):
+    params = {"dense": {"kernel": jnp.ones((4, 4)).at[1, 2].set(bad)}}
+    with pytest.raises(ValueError, match="got one at dense/kernel. Mend the weight, or leave the kernel in bfloat16"):
+        save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn)
+    assert list(tmp_path.iterdir()) == []
+    save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn, keep="kernel")
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):

@@ -74,7 +74,12 @@ def export_megatron(
 
 
 def import_megatron(
-    state_dict: Mapping[str, Any], opt_state: Any, params: PyTree, *, groups: Groups
+    state_dict: Mapping[str, Any],
+    opt_state: Any,
+    params: PyTree,
+    *,
+    groups: Groups,
+    in_float32: Mapping[str, Any] | None = None,
 ) -> tuple[PyTree, Any]:
     """Imports the state of Megatron-LM's optimizer, to continue a Megatron job.
 
@@ -84,6 +89,8 @@ def import_megatron(
       opt_state: state of `mixed_precision` over Adam or momentum SGD, as `tx.init` makes it.
       params: the model's params, for their dtypes.
       groups: paths of the params by Megatron's groups, in Megatron's order.
+      in_float32: {path: array} of the params that Megatron keeps in float32. Its optimizer has no copy of these: they
+        are in the model's part of its checkpoint.
 
     Returns:
       `(params, opt_state)`: masters, moments, counts and the loss scale of the state dict, and params rounded from the
@@ -94,8 +101,10 @@ def import_megatron(
         step counts. The error names the key or the path, and nothing was changed.
 
     Warns:
-      UserWarning: an old key; no `grad_scaler` although the optimizer scales the loss (its own scale stays); a
-        `grad_scaler` although it does not (ignored).
+      UserWarning: an old key; no `grad_scaler`, or the empty one of a constant scale, although the optimizer scales the
+        loss dynamically (its own scale stays); a `grad_scaler` although it does not (ignored); params in float32 that
+        `in_float32` has not (they stay as in `params`), by path; an average of the weights in `opt_state`, which
+        Megatron has not (it stays), by path.
 
     Example:
       >>> import jaxmp, optax
@@ -115,7 +124,9 @@ def import_megatron(
     leaves = leaf_paths.plain_leaves(params)
     for path, master in masters.items():
         _check_shape(master, leaves[path], f"the master of {path}")
+    whole = _in_float32(in_float32 or {}, leaves, masters, order)
     new_scale = _scale(state_dict, opt_state)
+    _warn_of_what_stays([path for path in order if path not in masters | whole], opt_state)
     steps = {int(np.asarray(x["step"]).reshape(())) for x in per_param.values() if "step" in x}
     if len(steps) > 1 or (_counts(opt_state) and not steps):
         raise ValueError(f"all params must have the same step; Megatron's state has {sorted(steps) or 'none'}.")
@@ -149,10 +160,41 @@ def import_megatron(
     new_state = new_state if new_scale is None else foreign_loss_scales.set_loss_scale(new_state, new_scale)
 
     def rounded(path: str, x: Any) -> Any:
-        master = masters.get(leaf_paths.plain(path))
+        master = (masters | whole).get(leaf_paths.plain(path))
         return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
 
     return tree_paths.map_with_path(rounded, params), state_arrays.own_buffers(new_state, foreign=(opt_state, params))
+
+
+def _in_float32(
+    given: Mapping[str, Any], leaves: Mapping[str, Any], masters: Mapping[str, Any], order: list[str]
+) -> dict[str, Any]:
+    for path, x in given.items():
+        if path in masters or path not in order:
+            raise ValueError(
+                f"in_float32= must have params of groups= without a master; {path} "
+                f"{'has a master in the state' if path in masters else 'is in no group'}."
+            )
+        _check_shape(x, leaves[path], path)
+    return dict(given)
+
+
+def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
+    """Names the values that Megatron's optimizer has not, and that therefore stay as they are given."""
+    if without:
+        warnings.warn(
+            f"Megatron's optimizer has no copy of params that it keeps in float32: {', '.join(without[:4])}"
+            f"{', ...' if len(without) > 4 else ''} stay as in params=. Take them from the model's part of the "
+            f"checkpoint: in_float32={{path: array}}.",
+            stacklevel=3,
+        )
+    averages = [p for p in leaf_paths.essential_leaves(opt_state) if "/ema_params/" in f"/{p}"]
+    if averages:
+        warnings.warn(
+            f"Megatron's state has no average of the weights: {averages[0]} and the others stay as in opt_state. Start "
+            f"it from the imported weights: put the state of ema_params' init in its place.",
+            stacklevel=3,
+        )
 
 
 def _order(groups: Groups, params: PyTree) -> list[str]:
@@ -237,6 +279,14 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
         if is_dynamic:
             warnings.warn(
                 f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}.", stacklevel=3
+            )
+        return None
+    if not state_dict["grad_scaler"]:  # a ConstantGradScaler has no state: its scale is an argument of the job
+        if is_dynamic:
+            warnings.warn(
+                f"Megatron's grad_scaler is empty, as that of a constant scale is: the loss scale stays "
+                f"{float(found[0].loss_scale)}. For the constant, pass loss_scale= with its value.",
+                stacklevel=3,
             )
         return None
     new = foreign_loss_scales.import_loss_scale(state_dict["grad_scaler"])

@@ -12,10 +12,13 @@ A kernel in fp8 is stored with its scale, in the format that vLLM, TensorRT-LLM 
     weight_scale  float32, shape ()  max |w| / 448           w = weight * weight_scale
 """
 
+import json
+import math
 import os
 import pathlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +26,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import placement
+from jaxmp._src.checkpoint import placement, writer
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths
@@ -37,6 +40,18 @@ _CODES = {
     "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
     "U16": np.uint16, "U32": np.uint32, "BOOL": np.bool_,
 }  # fmt: skip
+
+
+class _Tensor(NamedTuple):
+    """A tensor that is to be written, or that lies in a file: it is made, or read, when it is needed."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_safetensors(
@@ -89,13 +104,13 @@ def save_safetensors(
     if dtype.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype}")
     _check_layout(layout)
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, _Tensor] = {}
 
-    def add(name: str, x: Any, path: str) -> None:
+    def add(name: str, like: Any, path: str, make: Callable[[], Any]) -> None:
         name = name if rename is None else rename(name)
         if name in tensors:
             raise ValueError(f"each tensor needs its own name; got {name!r} for {path} and for another leaf.")
-        tensors[name] = _on_host(x, path)
+        tensors[name] = _Tensor(jnp.dtype(like.dtype), tuple(like.shape), lambda: _on_host(make(), path))
 
     given = leaf_paths.plain_leaves(params)
     full = leaf_paths.plain_leaves(_in_full(params, opt_state))
@@ -104,21 +119,27 @@ def save_safetensors(
     for at, x in full.items():
         if scale_leaves.is_scale(at):
             continue
-        x, name = _to_layout(x, at, layout), _name(at, layout)
-        narrow = casting.is_float(x) and dtype == _FP8 and _is_kernel(at, x) and not tree_paths.matches(at, keep)
+        _check_is_here(x, at)
+        name, shape = _name(at, layout), jax.eval_shape(lambda x=x, at=at: _to_layout(x, at, layout))
+        narrow = casting.is_float(x) and dtype == _FP8 and _is_kernel(at, shape) and not tree_paths.matches(at, keep)
         if not narrow:
             wanted = jnp.bfloat16 if dtype == _FP8 else dtype
-            add(name, casting.cast_float(jnp.asarray(x), wanted, saturate=True), at)
+
+            def cast(x: Any = x, at: str = at, wanted: Any = wanted) -> Any:
+                return casting.cast_float(jnp.asarray(_to_layout(x, at, layout)), wanted, saturate=True)
+
+            add(name, jax.eval_shape(cast), at, cast)
             continue
         if opt_state is None and stored_kernels.is_stored(given[at]):  # the fp8 values of training
-            weight, weight_scale = _to_layout(given[at], at, layout), _inverse_scale(given, layers[at])
+            pair = lambda at=at: (_to_layout(given[at], at, layout), _inverse_scale(given, layers[at]))  # noqa: E731
         else:
-            weight, weight_scale = _quantize(x)
-        add(name, weight, at)
-        add(f"{name}_scale", weight_scale, at)
+            pair = lambda x=x, at=at: _quantize(_to_layout(x, at, layout), at)  # noqa: E731
+        add(name, jax.ShapeDtypeStruct(shape.shape, _FP8), at, lambda pair=pair: pair()[0])
+        add(f"{name}_scale", jax.ShapeDtypeStruct((), jnp.float32), at, lambda pair=pair: pair()[1])
         of_input = layers.get(at, "").replace("fp8_rhs", "fp8_lhs")
         if input_scales and of_input in given:
-            add(_sibling(name, "input_scale"), _inverse_scale(given, of_input), of_input)
+            make = lambda of_input=of_input: _inverse_scale(given, of_input)  # noqa: E731
+            add(_sibling(name, "input_scale"), jax.eval_shape(make), of_input, make)
     _write(pathlib.Path(path), tensors, {"format": "pt" if layout == "torch" else "flax"})
 
 
@@ -156,9 +177,13 @@ def load_safetensors(
     """
     _check_layout(layout)
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, _Tensor] = {}
+    source: dict[str, Any] = {}
     for one in paths:
-        tensors |= read_safetensors(one)
+        for name, tensor in _tensors_of(one).items():
+            if name in tensors:
+                raise ValueError(f"each tensor must be in one file; {name} is in {source[name]} and in {one}.")
+            tensors[name], source[name] = tensor, one
     left = set(tensors)
     what = ", ".join(map(str, paths))
 
@@ -184,13 +209,20 @@ def load_safetensors(
             raise ValueError(f"{what} must fit the model; {name} is {value.dtype}, expected {x.dtype} at {path}.")
         return value
 
-    loaded = tree_paths.map_with_path(take, like)
+    shardings = placement.Shardings(like)
+
+    def placed(path: str, x: Any) -> Any:
+        sharding = shardings.of(path, tuple(x.shape))
+        value = take(path, x)
+        return value if sharding is None else jax.device_put(value, sharding)
+
+    loaded = tree_paths.map_with_path(placed, like)
     if strict and left:
         raise ValueError(
             f"{what} must be of this model; the tensor {min(left)} is not in the model. Pass strict=False to ignore "
             f"such tensors."
         )
-    return placement.Shardings(like).place(loaded)
+    return loaded
 
 
 def read_safetensors(path: Any) -> dict[str, np.ndarray]:
@@ -207,24 +239,20 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
       >>> {name: x.shape for name, x in read_safetensors(path).items()}
       {'dense.kernel': (3, 2)}
     """
-    library = optional.load("safetensors", extra="checkpoint")
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"path must be a file; there is no file at {path}.")
-    try:
-        found = library.deserialize(pathlib.Path(path).read_bytes())
-        return {name: _array(spec) for name, spec in sorted(found)}
-    except (library.SafetensorError, KeyError, ValueError) as e:
-        raise ValueError(
-            f"{path} must be a complete safetensors file; it is damaged, incomplete, or of another format ({e})."
-        ) from e
+    return {name: tensor.make() for name, tensor in _tensors_of(path).items()}
 
 
-def _quantize(weight: Any) -> tuple[Any, Any]:
+def _quantize(weight: Any, path: str) -> tuple[Any, Any]:
     """(fp8 weight, weight_scale) with weight ≈ fp8 * weight_scale; one scale for the whole tensor."""
     weight = jnp.asarray(weight, jnp.float32)
     limit = float(jnp.finfo(_FP8).max)
     largest = jnp.max(jnp.abs(weight), initial=0.0)
-    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest / np.float32(limit), np.float32(1.0))
+    if not bool(jnp.isfinite(largest)):
+        raise ValueError(
+            f"a kernel in fp8 has one scale, which an inf or a NaN would take from all others; got one at {path}. Mend "
+            f"the weight, or leave the kernel in bfloat16 with keep=({path!r},)."
+        )
+    scale = jnp.where(largest > 0, largest / np.float32(limit), np.float32(1.0))
     scale = jnp.maximum(scale, np.float32(jnp.finfo(jnp.float32).tiny))
     return casting.saturating_cast(weight / scale, _FP8), scale
 
@@ -291,13 +319,13 @@ def _from_layout(x: np.ndarray, path: str, layout: Layout) -> np.ndarray:
     return np.transpose(x, (*range(2, x.ndim), 1, 0))
 
 
-def _dequantized(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    x = tensors[name]
+def _dequantized(tensors: Mapping[str, _Tensor], name: str) -> np.ndarray:
+    x = tensors[name].make()
     if x.dtype not in (_FP8, jnp.dtype(jnp.float8_e5m2)):
         return x
     if f"{name}_scale" not in tensors:
         raise ValueError(f"a tensor in fp8 needs its scale; {name}_scale is missing.")
-    scale = np.asarray(tensors[f"{name}_scale"], np.float32)
+    scale = np.asarray(tensors[f"{name}_scale"].make(), np.float32)
     if scale.ndim and scale.shape[0] == x.shape[0] and scale.size == scale.shape[0]:  # one for each output
         scale = scale.reshape((-1,) + (1,) * (x.ndim - 1))
     elif scale.size == 1:
@@ -309,28 +337,82 @@ def _dequantized(tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     return x.astype(np.float32) * scale
 
 
-def _on_host(x: Any, path: str) -> np.ndarray:
+def _check_is_here(x: Any, path: str) -> None:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
             f"the process that writes the file needs each weight as a whole; {path} is split over processes. Gather "
             f"the params first: jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
         )
+
+
+def _on_host(x: Any, path: str) -> np.ndarray:
+    _check_is_here(x, path)
     return np.ascontiguousarray(np.asarray(x)).reshape(x.shape)
 
 
-def _write(path: pathlib.Path, tensors: Mapping[str, np.ndarray], about: dict[str, str]) -> None:
-    data = optional.load("safetensors.numpy", extra="checkpoint").save(dict(tensors), metadata=about)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _write(path: pathlib.Path, tensors: Mapping[str, _Tensor], about: dict[str, str]) -> None:
+    """Writes the file, one tensor at a time, under a name that no other process has, and renames it on the disk."""
+    optional.load("safetensors", extra="checkpoint")
+    codes = {np.dtype(dtype): code for code, dtype in _CODES.items()}
+    header: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        code = codes[tensors[name].dtype]
+        header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        beside.write_bytes(data)
+        with beside.open("xb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                file.write(tensors[name].make().reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+        writer.sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def _array(spec: Any) -> np.ndarray:
-    dtype = np.dtype(_CODES[spec["dtype"]])
-    return np.frombuffer(spec["data"], dtype).reshape(spec["shape"])
+def _tensors_of(path: Any) -> dict[str, _Tensor]:
+    """The tensors of a file by name, to be read one at a time."""
+    library = optional.load("safetensors", extra="checkpoint")
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise ValueError(f"path must be a file; there is no file at {path}.")
+    try:
+        with library.safe_open(path, framework="np"):  # it checks offsets and the length of the file
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (library.SafetensorError, ValueError, OSError) as e:
+        raise ValueError(
+            f"{path} must be a complete safetensors file; it is damaged, incomplete, or of another format ({e})."
+        ) from e
+    found = {}
+    for name, spec in sorted(header.items()):
+        if name == "__metadata__":
+            continue
+        if spec["dtype"] not in _CODES:
+            raise ValueError(
+                f"tensors must have a dtype of {', '.join(_CODES)}; {name} in {path} is {spec['dtype']}. Convert it "
+                f"with the tool that wrote it."
+            )
+        dtype, shape = np.dtype(_CODES[spec["dtype"]]), tuple(spec["shape"])
+        at = 8 + length + spec["data_offsets"][0]
+        found[name] = _Tensor(dtype, shape, lambda d=dtype, s=shape, at=at: _read(path, at, d, s))
+    return found
+
+
+def _read(path: pathlib.Path, at: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    with path.open("rb") as file:
+        file.seek(at)
+        data = file.read(math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _check_layout(layout: str) -> None:

@@ -21,7 +21,7 @@ from jaxmp._src.distributed.reduce import predivide_or_rule
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 
-_GATHERED = "jaxmp.gathered"
+GATHERED, PART = "jaxmp.gathered", "jaxmp.part"  # names of gathered params, and of their gradients when cut again
 _GATHERS = ("all_gather", "all_gather_invariant", "sharding_constraint", "reshard")
 
 
@@ -108,7 +108,7 @@ def gather(
         else:
             forward, backward = _constraints(layout, cut)
         gathered = _with_gradient(x, forward, backward, jnp.float8_e4m3fn if path in fp8_kernels else x.dtype)
-        return checkpoint_name(param_layout.trimmed(gathered, cut), _GATHERED)
+        return checkpoint_name(param_layout.trimmed(gathered, cut), GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
         return param_layout.map_leaves(whole, params, layout)
@@ -187,7 +187,7 @@ def save_all_but_gathered(policy: Any = None) -> Any:
     """
 
     def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive.name in _GATHERS or params.get("name") == _GATHERED:
+        if primitive.name in _GATHERS or params.get("name") == GATHERED:
             return False
         return True if policy is None else policy(primitive, *args, **params)
 
@@ -256,7 +256,7 @@ def _constraints(layout: Layout, cut: Cut) -> tuple[Any, Any]:
     place = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     return (
         lambda x: place(x, NamedSharding(layout.mesh, whole)),
-        lambda g: place(g, NamedSharding(layout.mesh, cut.spec)),
+        lambda g: checkpoint_name(place(g, NamedSharding(layout.mesh, cut.spec)), PART),
     )
 
 

@@ -7,6 +7,9 @@ reads them, again for each reader if necessary. So each value here is one of two
     a *buffer*      has memory: inputs, and the operands and results of matmuls, reductions, scatters and loops
     *recomputed*    has no memory: it stands for the buffers it is computed from, and keeps those alive
 
+The params that `jaxmp.fsdp.gather` gathers are buffers. XLA cuts their gradients in few, large collectives: so these
+gradients count as whole until the end, and the parts of the device count all the time.
+
 A value with several readers is a buffer if it is smaller than the buffers it would be recomputed from (x + f(x) from
 two; a mask from floats), and is recomputed otherwise (a norm's output from its input). With the equations in order, a
 buffer lives from the equation that writes it to its last reader. The peak is the most that lives at once.
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import jax.extend.core
 import jax.numpy as jnp
 
+from jaxmp._src.distributed import fsdp
 from jaxmp._src.programs import jaxprs
 
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
@@ -35,6 +39,8 @@ _WRITES = frozenset(
     | {"select_and_scatter_add", "dynamic_update_slice", "all_gather", "all_to_all", "psum", "pmax", "reduce_scatter"}
     | {"threefry2x32", "random_bits", "random_wrap", "random_unwrap", "optimization_barrier"}
 )
+_GATHERS, _CUTS = "a param is gathered", "a gradient is cut"  # no names of primitives
+_WRITES |= {_GATHERS, _CUTS}
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
 _SLACK = 1.15  # a recomputed value may read small operands besides its main one: a mean, a bias
 _ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to multiples of 8, in arrays of more values than _LARGE
@@ -78,6 +84,8 @@ class _Program:
         self._write_out(inside, names)
         self.outputs = [None if _is_literal(v) else names[v] for v in inside.outvars]
         self._leave_out_what_is_unused()
+        read = {r for op in self.ops for r in op.reads}
+        self.ops.sort(key=lambda op: op.name == _CUTS and not read.intersection(op.writes))
         self.producer = {w: op for op in self.ops for w in op.writes}
         for output, size in zip(self.outputs, output_bytes or (), strict=False):
             if size is not None and output is not None:
@@ -103,6 +111,8 @@ class _Program:
                 written = [None if _is_literal(v) else inner[v] for v in called.outvars]
                 names |= dict(zip(eqn.outvars, written, strict=True))
                 continue
+            if name == "name":
+                name = {fsdp.GATHERED: _GATHERS, fsdp.PART: _CUTS}.get(eqn.params["name"], name)
             avals = [v.aval for v in eqn.outvars]
             if name == "shard_map":  # the part of its results on one device
                 avals = [v.aval for v in jaxprs.functions_of(eqn)[0][0].outvars]
@@ -234,6 +244,10 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
             if _padded(op):
                 read |= _behind_casts(program, bases, op)
             last |= dict.fromkeys(read, t)
+    # XLA may compute the gradient of a gathered weight before that of the layer's input, which reads the weight.
+    matmuls = [t for t, op in enumerate(program.ops) if op.name in _MATMULS]
+    for b in {w for op in program.ops if op.name == _GATHERS for w in op.writes} & last.keys():
+        last[b] = next((t for t in matmuls if t > last[b]), last[b])
     return last
 
 
@@ -251,10 +265,11 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
     dying = defaultdict(list)
     for b, t in ends.items():
         dying[t].append(b)
-    alive: dict[int, int] = {}
-    now = most = 0
+    early = {w for op in program.ops if op.name == _CUTS for w in op.writes if w in held and with_outputs}
+    alive = {w: program.sizes[w] for w in early}
+    now = most = sum(alive.values())
     for t, op in enumerate(program.ops):
-        written = [w for w in op.writes if w in stored and (with_outputs or w not in held)]
+        written = [w for w in op.writes if w in stored and w not in early and (with_outputs or w not in held)]
         in_place = (
             op.name not in _MATMULS | _BODIES | _KERNELS
         )  # a fusion may overwrite an operand that nobody reads later

@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tables, tree_paths
+from jaxmp._src.devices import shardings
+from jaxmp._src.distributed import fsdp
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import jaxprs
 from jaxmp._src.step import compute_dtypes, microbatches, read_state, state_tuples, value_and_grad as gradients
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
@@ -37,7 +42,7 @@ class Plan:
       optimizer: the rest of the optimizer's state: moments, counts, the loss scale, fp8 histories.
       batch: the arguments of the loss other than the params.
       gradients: gradients of all params; with `accumulate` > 1, the float32 sums and those of one microbatch.
-      activations: values that the forward pass stores for the backward pass; None without a loss.
+      activations: values that the forward pass stores for the backward pass, gathered params too; None without a loss.
       temporaries: other values (no activations, no gradients) at the moment of the largest use; None without a loss.
       saved: activations as JAX saves them. XLA stores fewer, because it computes the cheap ones again in the kernels
         that read them; a compiler without fusion would store all of them. None without a loss.
@@ -113,7 +118,8 @@ def plan(
         name them if there are others, such as batch_stats. Default: all.
       mesh: devices, real or not (`jax.sharding.AbstractMesh`); None: one device.
       specs: tree of `PartitionSpec`s (`NamedSharding`s, None) like the params. None: the params' own shardings.
-        Masters, moments and gradients are split like their params.
+        Masters, moments and gradients are split like their params. Params that are split over an axis of `data_axes`
+        (FSDP) count as whole, in addition, while the loss uses them: from `jaxmp.fsdp.gather`, or from the start.
       data_axes: axes of `mesh` over which the batch's leading axis is split; `()` for none.
 
     Returns:
@@ -168,6 +174,10 @@ def plan(
     jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
     if loss_fn is not None:
         jaxpr, grads, others = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
+        cut = {path for path, spec in splits.items() if _is_cut_as_batch(spec, data_axes)}
+        if cut and not _gathers(jaxpr):
+            run = _gathering(loss_fn, cut)
+            jaxpr, grads, others = _trace(run, has_aux, policy, stored, opt_state, microbatch)
     split_grads = [
         bytes_per_device.of_array(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()
     ]
@@ -294,6 +304,36 @@ def _trace(
     if misses_low or (policy.recipe is not None and not found.fp8):
         jaxpr, (first, grads) = traced(policy)
     return jaxpr, grads, len(jax.tree.leaves(first))
+
+
+def _is_cut_as_batch(spec: PartitionSpec, data_axes: str | Sequence[str] | None) -> bool:
+    """Whether a param is cut over an axis of the batch: then each device needs the whole of it, for rows of its own."""
+    return bool({*shardings.axes_of(spec)} & {*((data_axes,) if isinstance(data_axes, str) else data_axes or ())})
+
+
+def _gathers(jaxpr: Any) -> bool:
+    """Whether a program calls `jaxmp.fsdp.gather`."""
+    return any(
+        eqn.params.get("name") == fsdp.GATHERED or any(_gathers(body) for body, _ in jaxprs.functions_of(eqn))
+        for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def _gathering(loss_fn: Callable[..., Any], paths: set[str]) -> Callable[..., Any]:
+    """`loss_fn` with the params at `paths` gathered, all at its start."""
+
+    def run(params: PyTree, *batch: Any) -> Any:
+        return loss_fn(tree_paths.map_with_path(lambda path, x: _gathered(x) if path in paths else x, params), *batch)
+
+    return run
+
+
+@jax.custom_vjp
+def _gathered(x: Any) -> Any:
+    return checkpoint_name(x, fsdp.GATHERED)
+
+
+_gathered.defvjp(lambda x: (_gathered(x), None), lambda _, g: (checkpoint_name(g, fsdp.PART),))
 
 
 def _scaled(
