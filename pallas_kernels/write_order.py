@@ -62,10 +62,21 @@ def first_of(flags: Flags) -> list[Bool[Array, "..."]]:
 
 
 def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How many of the first, and of the second flags are set; float32[] each. XLA for CPU counts only if any is set."""
+    """How many of the first, and of the second flags are set; float32[] each.
+
+    XLA for CPU counts only if any is set. (Where XLA may split arrays over devices, to ask that would be a collective
+    more.)
+    """
     if not flags:
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    if any(_may_be_split(x) for x in flags):
+        return _count(flags)
     return lax.platform_dependent(flags, cpu=_count_if_any, default=_count)
+
+
+def _may_be_split(x: Array) -> bool:
+    mesh = jax.typeof(x).sharding.mesh
+    return bool(set(mesh.axis_names) - set(mesh.manual_axes))
 
 
 def _count(flags: Flags) -> tuple[Array, Array]:
