@@ -9,9 +9,9 @@
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
-#   make autocast   500 public functions of JAX under autocast and every transformation, beside float32
+#   make autocast   530 public functions of JAX under autocast and every transformation, beside float32
 #   make corruption 1,000 damages of a saved checkpoint, none of which may be restored in silence
-#   make pairs      100 small jobs in which every pair of features meets, interrupted, restored, beside one device
+#   make pairs      120 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on the GPU of this machine, under 8 minutes: PYTHON has to have jax for CUDA

@@ -22,6 +22,7 @@ def versions(required: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> di
         except importlib.metadata.PackageNotFoundError as e:
             if package in required:
                 raise SystemExit(
-                    f"{package} is missing: `make bench` and `make h100` install what benchmarks need, then run them"
+                    f"{package} is missing: `make bench` and `make h100` install what benchmarks need, then run them; "
+                    "for `python -m benchmarks tpu` install libtpu"
                 ) from e
     return found

@@ -70,7 +70,8 @@ def small(kind):
     if kind == "offload":
         return steps.Case("offload", kind, steps.ONE, lambda mesh: steps.offload_step(mesh, 256, 2))
     if kind == "fsdp":
-        return steps.Case("fsdp", kind, steps.EIGHT, lambda mesh: steps.fsdp_step("bf16", mesh, 1024, 2))  # smaller ones are all-reduced
+        # Smaller gradients are all-reduced.
+        return steps.Case("fsdp", kind, steps.EIGHT, lambda mesh: steps.fsdp_step("bf16", mesh, 1024, 2))
     if kind in ("linen", "nnx"):
         build = {"linen": steps.linen_step, "nnx": steps.nnx_step}[kind]
         return steps.Case("step", kind, steps.ONE, lambda mesh: build("fp8", mesh, small_config(kind)))

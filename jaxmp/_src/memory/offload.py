@@ -196,7 +196,7 @@ def stream_updates(
         def update(grads: list[Array], state: Any, pairs: list[write_masters.Pair]) -> tuple[list[Any], Any]:
             here = host_memory.to_device((grads, state, pairs))
             new, new_state, kept = write_masters.by_updates(
-                plain, here[0], here[1], params, here[2], taken_step, extra_args
+                plain, here[0], here[1], params, here[2], taken_step, extra_args, leaf_by_leaf=True
             )
             new = [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
             new_state = jax.tree.map(host_memory.as_before, new_state, state)

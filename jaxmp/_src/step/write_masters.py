@@ -106,8 +106,14 @@ def by_updates(
     pairs: list[Pair],
     step: in_place.Step,
     extra_args: dict[str, Any],
+    *,
+    leaf_by_leaf: bool = False,
 ) -> tuple[list[Pair], Any, list[Float[Array, ""]]]:
-    """(pairs, state) after a step of any optax transform, and how many elements of each weight kept their values."""
+    """(pairs, state) after a step of any optax transform, and how many elements kept their values.
+
+    That is one count for each weight if they are written `leaf_by_leaf`: then nothing may join the weights. Otherwise
+    the counts only have the right sum.
+    """
     treedef = jax.tree.structure(params)
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
 
@@ -117,7 +123,7 @@ def by_updates(
         moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
         return jax.tree.map(moved, old_weights, moves), new_state, old_weights
 
-    in_order = write_order.pays((grads, state, pairs))
+    in_order = not leaf_by_leaf and write_order.pays((grads, state, pairs))
     if in_order:
         update = jax.jit(update)  # called three times, traced once
     new_weights, new_state, old_weights = update(state, pairs)
