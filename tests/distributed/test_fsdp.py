@@ -105,6 +105,11 @@ def test_moments_in_8_bits_are_not_padded():
     other = fsdp.layout_of(odd, jax.make_mesh((5,), ("fsdp",), devices=jax.devices()[:5]), min_size=1)
     with pytest.raises(ValueError, match="moments in 8 bits cannot be padded; got them at .*/w/codes"):
         fsdp.pad(tx.init(odd), other)
+    even = {"w": jnp.ones((64, 256))}  # cut along the axis whose neighbours share scales, and not padded
+    layout = fsdp.layout_of(even, jax.make_mesh((DEVICES,), ("fsdp",)), min_size=1)
+    state = tx.init(even)
+    for changed in (fsdp.pad((even, state), layout), fsdp.trim((even, state), layout)):
+        assert_bitwise(changed, (even, state))
 
 
 WRONG = {

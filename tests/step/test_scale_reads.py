@@ -67,6 +67,25 @@ def test_a_forgotten_value_and_grad_is_warned_of_once():
         trace(lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X)), state)
 
 
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+def test_scaled_gradients_and_an_optimizer_without_a_scale(jitted):
+    plain = optax.sgd(0.1)
+    wide = {"w": jnp.ones((2, 3))}
+
+    def step(params, state, plain_state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(plain, grads, plain_state, params)
+
+    run = jax.jit(step) if jitted else step
+    state = mixed().init(wide)
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match="an optimizer that has none"):
+        run(wide, state, plain.init(wide), X)
+    unscaled = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(wide)
+    if not jitted:  # in a trace nobody knows that the scale is 1
+        with fresh_process():
+            run(wide, unscaled, plain.init(wide), X)
+
+
 def scan_of_steps(tx):
     def steps(params, state, x):
         step = right(tx)

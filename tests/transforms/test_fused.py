@@ -452,6 +452,10 @@ def test_masters_of_another_kind_are_refused(other):
     for step in steps:
         with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
             step(jax.tree.map(jnp.copy, params), made, params)
+    with pytest.raises(ValueError, match="got a float32 master at w, with remainder_bits=16. Make tx without"):
+        whole = jaxmp.mixed_precision(optax.sgd(1.0), "bf16").init(params32)
+        split = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
+        jaxmp.apply_gradients(split, jax.tree.map(jnp.copy, params), whole, params)
     with pytest.raises(ValueError, match="bfloat16 param of the same step; got a param of float32"):
         jaxmp.get_master_params(made, params32)
 

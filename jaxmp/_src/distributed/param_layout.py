@@ -221,7 +221,10 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
             found |= cut is not None
             return x
         found = True
-        if cut.padding and keystr(path).endswith((".codes", ".scales")):  # moments.Quantized
+        in_8_bits = keystr(path).endswith((".codes", ".scales"))  # moments.Quantized
+        if in_8_bits and not cut.padding:
+            return x
+        if in_8_bits:
             raise ValueError(
                 f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
                 f"pads no leaf, or moments in 16 or 32 bits."

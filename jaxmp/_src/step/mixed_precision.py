@@ -28,6 +28,7 @@ from jaxmp._src.step import (
     in_place,
     master_params,
     read_state,
+    scale_reads,
     state_arrays,
     state_tuples,
     unscale,
@@ -170,6 +171,8 @@ def apply_gradients(
     read_state.check_wrappers(opt_state)
     read_state.masters_of(opt_state, params)  # raises for params of another tree
     fp8_scales.check_moves_all(opt_state, params)
+    if not read_state.find(opt_state, state_tuples.UnscaleState):
+        scale_reads.check_not_scaled(grads, stacklevel=3)
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination

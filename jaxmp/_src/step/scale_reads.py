@@ -1,17 +1,18 @@
-"""Warns of gradients that no loss scale can have multiplied, while a step is traced.
+"""Warns of gradients that no loss scale can have multiplied, and of scaled ones that nobody divides.
 
 An update divides by the scale in its state. Whoever scales a loss reads that scale first: `value_and_grad`, a
-`GradScaler`, `get_loss_scale`. So three mistakes show without looking at a number:
+`GradScaler`, `get_loss_scale`. So four mistakes show without looking at a number:
 
 - an update with a dynamic scale is traced, and nothing in this process has read one: `jax.value_and_grad` was kept;
 - an update gets gradients as `value_and_grad` returned them, and divides them by another scale than it multiplied by:
   that of an `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
-  gradients were applied twice, or those of an older `opt_state`.
+  gradients were applied twice, or those of an older `opt_state`;
+- an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale.
 
-The second shows only where the very arrays arrive that were returned. Gradients that were averaged, cast or clipped
-in between, or that left a jitted function, are other arrays, and nobody knows whose. (That two scales are equal does
-not show in a trace, so a copy of a state is another state.)
+The second and the fourth show only where the very arrays arrive that were returned. Gradients that were averaged, cast
+or clipped in between, or that left a jitted function, are other arrays, and nobody knows whose. (That two scales are
+equal does not show in a trace, so a copy of a state is another state.)
 
 Gradients that come from elsewhere (another framework, a test) were scaled by somebody who read the scale. If it was
 read in another way than by these functions, call `jaxmp.get_loss_scale(opt_state)` once, or ignore the category
@@ -73,6 +74,21 @@ def _scale_of(grads: PyTree) -> Array | None:
     leaf, scale, trace = ambient.now().scale_reads.scaled.get(id(leaves[0]) if leaves else 0, (None, None, None))
     is_known = leaf is not None and leaf() is leaves[0] and trace == compat.trace_state()
     return scale() if is_known and scale is not None else None
+
+
+def check_not_scaled(grads: PyTree, *, stacklevel: int) -> None:
+    """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
+    scale = _scale_of(grads)
+    if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
+        return
+    warnings.warn(
+        "gradients that are multiplied by a loss scale must be divided by it; got gradients that jaxmp.value_and_grad "
+        "scaled by the loss scale of an opt_state, and an optimizer that has none: the step is thousands of times too "
+        "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
+        "value_and_grad.",
+        UnreadLossScale,
+        stacklevel=stacklevel,
+    )
 
 
 def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:

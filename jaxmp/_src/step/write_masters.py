@@ -196,6 +196,12 @@ def check_masters(masters: PyTree, params: PyTree, dtype: Any) -> None:
                     f"params must have the shapes of their masters; got {jnp.shape(param)} at {path}, and its master "
                     f"has {x.shape}. Pass the params that tx.init got, or make a new state for these by tx.init."
                 )
+            if not is_remainder(x) and dtype is not None and param.dtype == jnp.bfloat16:
+                raise ValueError(
+                    f"the state must hold the kind of masters that the transform keeps; got a {x.dtype} master at "
+                    f"{path}, with remainder_bits={8 * jnp.dtype(dtype).itemsize}. Make tx without remainder_bits; to "
+                    f"change it, start from the float32 masters: jaxmp.get_master_params and jaxmp.wrap_state."
+                )
             if is_remainder(x) and x.dtype != dtype:
                 made = None if dtype is None else 8 * jnp.dtype(dtype).itemsize
                 raise ValueError(
