@@ -27,12 +27,14 @@ Not visible here: times, autotuning of GEMMs, errors at run time. Import this mo
 CPU of this machine.
 """
 
+import contextlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -43,9 +45,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import write_order
-
-# Trace as on a machine with the described device. There the default device is no CPU.
-write_order.pays = lambda tree: False
 
 _TARGET = Path(__file__).resolve().with_name("h100_sxm.txtpb")
 _ITEMSIZE = {
@@ -128,7 +127,14 @@ def compile_for(
     f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
 ) -> jax.stages.Compiled:
     """Lowers `jax.jit(f, **jit_kwargs)` on abstract `args` and compiles it for their devices."""
-    return jax.jit(f, **jit_kwargs).lower(*args).compile(compiler_options=compiler_options)
+    with as_there():
+        lowered = jax.jit(f, **jit_kwargs).lower(*args)
+    return lowered.compile(compiler_options=compiler_options)
+
+
+def as_there() -> contextlib.AbstractContextManager[Any]:
+    """For the trace of a step: as on a machine with the described device, where the default device is no CPU."""
+    return mock.patch.object(write_order, "pays", lambda tree: False)
 
 
 def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
