@@ -115,6 +115,8 @@ def by_updates(
     the counts only have the right sum.
     """
     treedef = jax.tree.structure(params)
+    inv_scale, taken = casting.computed_once((step.inv_scale, step.taken))
+    step = step._replace(inv_scale=inv_scale, taken=taken)
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
 
     def update(state: Any, pairs: list[Pair]) -> tuple[PyTree, Any, PyTree]:
