@@ -25,6 +25,7 @@ from jaxtyping import Array
 NAMES = ("auto", "xla", "mosaic", "interpret")
 FIRST_JAX = (0, 11, 2)  # in earlier versions, `plgpu.kernel` cannot write refs and has no interpreter
 FIRST_CAPABILITY = 9.0  # Hopper
+BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPU drops `lax.optimization_barrier` too early
 
 
 def run(

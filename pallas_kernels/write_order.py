@@ -28,8 +28,15 @@ Flags = list[Int8[Array, "..."]]
 
 
 def pays(tree: PyTree) -> bool:
-    """Whether a step is traced on a machine whose default device is a CPU. (Without a trace, nothing is donated.)"""
-    return jax.default_backend() == "cpu" and any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+    """Whether a step is traced for one device, on a machine whose default device is a CPU.
+
+    Without a trace, nothing is donated. On a mesh, a part more is a collective more.
+    """
+    leaves = jax.tree.leaves(tree)
+    is_traced = any(isinstance(x, Tracer) for x in leaves)
+    if not is_traced or jax.default_backend() != "cpu" or not backend.BARRIERS_HOLD:
+        return False
+    return jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in leaves)
 
 
 def behind(tree: PyTree) -> PyTree:
@@ -62,21 +69,10 @@ def first_of(flags: Flags) -> list[Bool[Array, "..."]]:
 
 
 def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How many of the first, and of the second flags are set; float32[] each.
-
-    XLA for CPU counts only if any is set. (Where XLA may split arrays over devices, to ask that would be a collective
-    more.)
-    """
+    """How many of the first, and of the second flags are set; float32[] each. XLA for CPU counts only if any is set."""
     if not flags:
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    if any(_may_be_split(x) for x in flags):
-        return _count(flags)
     return lax.platform_dependent(flags, cpu=_count_if_any, default=_count)
-
-
-def _may_be_split(x: Array) -> bool:
-    mesh = jax.typeof(x).sharding.mesh
-    return bool(set(mesh.axis_names) - set(mesh.manual_axes))
 
 
 def _count(flags: Flags) -> tuple[Array, Array]:
@@ -88,6 +84,5 @@ def _count(flags: Flags) -> tuple[Array, Array]:
 
 def _count_if_any(flags: Flags) -> tuple[Array, Array]:
     most = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in flags])
-    axes = backend.varying_axes(most)
-    nothing = (backend.as_varying(jnp.zeros((), jnp.float32), axes),) * 2
+    nothing = (jnp.zeros((), jnp.float32),) * 2
     return lax.cond(most > 0, lambda: _count(flags), lambda: nothing)
