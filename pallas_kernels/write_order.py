@@ -76,9 +76,18 @@ def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
 
 
 def _count(flags: Flags) -> tuple[Array, Array]:
+    return sums_of_pairs([(x & 1, x >> 1) for x in flags])
+
+
+def sums_of_pairs(pairs: Sequence[tuple[Array, Array]]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The sum of all first, and of all second arrays; float32[] each.
+
+    Both are one sum of complex numbers: XLA makes two reductions part of the optimizer's pass over memory only if they
+    are one operation on one array.
+    """
     both = jnp.zeros((), jnp.complex64)
-    for x in flags:
-        both += jnp.sum(lax.complex((x & 1).astype(jnp.float32), (x >> 1).astype(jnp.float32)))
+    for first, second in pairs:
+        both += jnp.sum(lax.complex(first.astype(jnp.float32), second.astype(jnp.float32)))
     return jnp.real(both), jnp.imag(both)
 
 

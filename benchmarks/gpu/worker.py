@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from benchmarks.lib.record import FAILED, Record
+from benchmarks.lib.record import FAILED, TEXT, Record
 from benchmarks.lib.timing import Bench, DeviceLost
 
 DEVICE_LOST = 86  # exit status: the rest needs a new process
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         os._exit(DEVICE_LOST)  # without the clean-up of a device that no longer answers
     except ModuleNotFoundError as e:
         if e.name and e.name.split(".")[0] in ("benchmarks", "jaxmp", "pallas_kernels"):
-            record.data["error"] = traceback.format_exc()[-4000:]
+            record.data["error"] = traceback.format_exc()[-TEXT:]
         else:
             record.data["missing"] = e.name or str(e)
             record.data["error"] = str(e)
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         if record.data["current"] is not None:
             record.end(record.data["current"], FAILED, traceback.format_exc())
         else:
-            record.data["error"] = traceback.format_exc()[-4000:]
+            record.data["error"] = traceback.format_exc()[-TEXT:]
     if not (record.items or record.data["error"]):
         record.data["error"] = "the section ran nothing"
     record.data["ended"] = True

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.step import state_arrays
@@ -77,16 +76,14 @@ class Held:
         """How many elements are held, and how many of the flags `others` are set; float32[] each.
 
         Args:
-          others: for each param None, or bools of its shape. Both counts are then one sum of complex numbers: XLA makes
-            two reductions part of the optimizer's pass over memory only if they are one operation on one array.
+          others: for each param None, or bools of its shape.
         """
         if all(other is None for other in others):
             return sum(self.counts(), start=jnp.zeros((), jnp.float32)), jnp.zeros((), jnp.float32)
-        both = jnp.zeros((), jnp.complex64)
-        for mask, other in zip(self._masks, others, strict=True):
-            flags = jnp.zeros_like(mask) if other is None else other
-            both += jnp.sum(lax.complex(mask.astype(jnp.float32), flags.astype(jnp.float32)))
-        return jnp.real(both), jnp.imag(both)
+        pairs = zip(self._masks, others, strict=True)
+        return write_order.sums_of_pairs(
+            [(mask, jnp.zeros_like(mask) if other is None else other) for mask, other in pairs]
+        )
 
     def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", write_order.Flags, PyTree]:
         """(self, bytes to count, rest): on a CPU they are behind a barrier, and a byte holds both flags of an element.

@@ -143,14 +143,14 @@ def apply_gradients(
 
     Raises:
       ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
-        `tx` moves only some of the fp8 scales; the params as gradients; params have other leaves than those that
-        `tx.init` got.
+        `tx` moves only some of the fp8 scales; params have other leaves than those that `tx.init` got.
       TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
       UserWarning: a transform before `mixed_precision` in a chain that looks at the size of the scaled gradients (a
         clip).
-      UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`.
+      UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`; with or
+        without a trace: `grads` were scaled, and `tx` has no loss scale.
 
     Example:
       >>> import jax.numpy as jnp
