@@ -39,7 +39,7 @@ WHOLE = (8, 4096)  # a leaf that only needs blocks of the largest size
 LEAVES = (1, 2, 12, 37, 148)
 LEAST_LOAD = 8  # bytes that a thread loads at once from a leaf
 N_SCALARS = 8  # loads of 4 bytes that a kernel may have: the flag, the scalars, numbers of the leaf
-SLACK = 0.2  # MiB: partial results and scalars
+SLACK = 0.5  # MiB: partial sums and scalars
 
 
 class Kernel(NamedTuple):
