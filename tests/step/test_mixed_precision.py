@@ -308,3 +308,35 @@ def test_wrapped_state_can_be_donated():
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
     step(grads_like(params), wrapped, params)
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, params)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients of another shape
+
+STEPS = {
+    "mixed_precision": lambda: jaxmp.mixed_precision(optax.adam(0.1), "bf16"),
+    "fused": lambda: jaxmp.mixed_precision(jaxmp.fused_adamw(0.1), "bf16"),
+    "split": lambda: jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=16),
+    "unscale": lambda: jaxmp.unscale_and_skip(optax.adam(0.1)),
+    "masters": lambda: jaxmp.keep_master_params(optax.adam(0.1), "bf16"),
+    "plain": lambda: optax.adam(0.1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 5), (3, 1)])
+def test_a_gradient_that_would_be_repeated_to_the_shape_of_its_param_is_refused(name, shape):
+    tx, dtype = STEPS[name](), jnp.float32 if name in ("unscale", "plain") else jnp.bfloat16
+    params = {"bias": jnp.ones(2, dtype), "w": jnp.ones((3, 5), dtype)}
+    grads = {"bias": jnp.ones(2), "w": jnp.ones(shape)}
+    ways = [lambda: jaxmp.apply_gradients(tx, grads, tx.init(params), params)]
+    if name not in ("split", "plain"):
+        ways.append(lambda: tx.update(grads, tx.init(params), params))
+    if name in ("masters", "plain"):
+        scaler = jaxmp.GradScaler(4.0)
+        scaler.scale(jnp.float32(1.0))
+        ways.append(lambda: scaler.step(tx, grads, tx.init(params), params))
+    for way in ways:
+        with pytest.raises(ValueError, match="grads and params must have the same shapes; got .* at w") as e:
+            jax.eval_shape(way)
+        assert f"got {shape} and (3, 5)" in str(e.value)

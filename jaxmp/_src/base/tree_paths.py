@@ -21,7 +21,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -233,12 +233,30 @@ def first_of_other_shape(got: Any, expected: Any) -> tuple[str, tuple[int, ...],
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
     """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
     if found := first_of_other_shape(got, expected):
-        path, shape, expected_shape = found
-        raise ValueError(
-            f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
-            f"{path}. Where params are cut over devices, {got_name} are cut the same way "
-            f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
-        )
+        _raise_of_shapes(*found, got_name, expected_name)
+
+
+def check_no_broadcast(grads: Any, params: Any) -> None:
+    """Raises a ValueError for a gradient of another shape that NumPy's rules would repeat to the shape of its param.
+
+    Such a gradient, as of a loss that summed an axis, moves all elements alike. Gradients of other shapes may be right
+    where they enter a chain: one for each example, or of params that are cut over devices later.
+    """
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        return  # reported elsewhere
+    for (path, g), p in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        shape, wanted = np.shape(g), np.shape(p)
+        if shape != wanted and len(shape) <= len(wanted):
+            if all(n in (1, m) for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
+                _raise_of_shapes(path_str(path), shape, wanted, "grads", "params")
+
+
+def _raise_of_shapes(path: str, shape: Any, expected_shape: Any, got_name: str, expected_name: str) -> NoReturn:
+    raise ValueError(
+        f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
+        f"{path}. Where params are cut over devices, {got_name} are cut the same way "
+        f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
+    )
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ def keep_master_params(
                 "around the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
         tree_paths.check_same_structure(updates, params, "grads", "params")
+        tree_paths.check_no_broadcast(updates, params)
         _check_dtypes(inner, policy, params, state.master_params)
         if destination is None:
             _refuse_stored_kernels(policy, params, state.master_params)
@@ -136,6 +137,7 @@ def keep_master_params(
         grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
     ) -> tuple[PyTree, MasterState, in_place.Counts]:
         tree_paths.check_same_structure(grads, params, "grads", "params")
+        tree_paths.check_no_broadcast(grads, params)
         _check_dtypes(inner, policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, remainder)
         with tree_paths.explained_by_shapes(grads, params):

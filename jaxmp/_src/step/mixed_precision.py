@@ -143,7 +143,8 @@ def apply_gradients(
 
     Raises:
       ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
-        `tx` moves only some of the fp8 scales; params have other leaves than those that `tx.init` got.
+        `tx` moves only some of the fp8 scales; params have other leaves than those that `tx.init` got; a gradient of
+        another shape that would be repeated to the shape of its param.
       TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
@@ -170,6 +171,7 @@ def apply_gradients(
     extra_arguments.check(tx, extra_args)
     read_state.check_wrappers(opt_state)
     read_state.masters_of(opt_state, params)  # raises for params of another tree
+    tree_paths.check_no_broadcast(grads, params)
     fp8_scales.check_moves_all(opt_state, params)
     if not read_state.find(opt_state, state_tuples.UnscaleState):
         scale_reads.check_not_scaled(grads, stacklevel=3)

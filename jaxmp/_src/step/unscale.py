@@ -130,6 +130,7 @@ def unscale_and_skip(
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
       ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
+      ValueError: at `update`, a gradient of another shape that would be repeated to the shape of its param.
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
         a float dtype.
 
@@ -201,6 +202,7 @@ def unscale_and_skip(
         **extra_args: Any,
     ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
+        tree_paths.check_no_broadcast(updates, params)
         read_state.check_has_scaling(state)
         if destination is not None:
             destination.arrive(updates)
