@@ -105,8 +105,7 @@ def keep_master_params(
                 "params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put mixed_precision "
                 "around the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
-        tree_paths.check_same_structure(updates, params, "grads", "params")
-        tree_paths.check_no_broadcast(updates, params)
+        _check_grads(updates, params)
         _check_dtypes(inner, policy, params, state.master_params)
         if destination is None:
             _refuse_stored_kernels(policy, params, state.master_params)
@@ -136,8 +135,12 @@ def keep_master_params(
     def write_fn(
         grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
     ) -> tuple[PyTree, MasterState, in_place.Counts]:
-        tree_paths.check_same_structure(grads, params, "grads", "params")
-        tree_paths.check_no_broadcast(grads, params)
+        if isinstance(params, optax.LookaheadParams):
+            raise ValueError(
+                "optax.lookahead has gradients for one of its two copies of the params only, and split masters are "
+                "written for all; got remainder_bits= with it. Leave remainder_bits=None."
+            )
+        _check_grads(grads, params)
         _check_dtypes(inner, policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, remainder)
         with tree_paths.explained_by_shapes(grads, params):
@@ -151,6 +154,14 @@ def keep_master_params(
 def model_param(master: PyTree, dtype: Any) -> PyTree:
     """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
     return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+
+
+def _check_grads(grads: PyTree, params: PyTree) -> None:
+    """Raises a ValueError for gradients of other leaves than the params, or of shapes that would be repeated."""
+    if isinstance(params, optax.LookaheadParams):  # the loss has the fast params only
+        params = params.fast
+    tree_paths.check_same_structure(grads, params, "grads", "params")
+    tree_paths.check_no_broadcast(grads, params)
 
 
 def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:

@@ -142,9 +142,10 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
-        `tx` moves only some of the fp8 scales; params have other leaves than those that `tx.init` got; a gradient of
-        another shape that would be repeated to the shape of its param.
+      ValueError: a transform follows `mixed_precision` in a chain, or changes its updates around it
+        (`optax.MultiSteps`, `apply_if_finite`, `lookahead`, `contrib.schedule_free`); `tx` moves only some of the fp8
+        scales; params have other leaves than those that `tx.init` got; a gradient of another shape that would be
+        repeated to the shape of its param.
       TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
@@ -204,8 +205,9 @@ def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state
     if jax.tree.leaves(unused) and not destination.is_last(unused, opt_state, kinds):
         raise ValueError(
             "nothing may follow mixed_precision (or keep_master_params) in a chain: apply_gradients writes params from "
-            "their masters, and would ignore what follows; got a chain with a transform behind it. Put that transform "
-            "inside: jaxmp.mixed_precision(optax.chain(inner, what_follows), policy)."
+            "their masters, and would ignore what follows; got a chain with a transform behind it, or one around it "
+            "that changes its updates. Put that transform inside: jaxmp.mixed_precision(optax.chain(inner, "
+            "what_follows), policy)."
         )
 
 

@@ -136,6 +136,7 @@ def unscale_and_skip(
 
     Warns:
       UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
+      UserWarning: at `update`, a transform follows in the chain, and `value_and_grad` got the state of the chain.
       UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
         float16 (see `check_optimizer`).
 
@@ -204,7 +205,9 @@ def unscale_and_skip(
         _check_gradients(updates)
         tree_paths.check_no_broadcast(updates, params)
         read_state.check_has_scaling(state)
-        if destination is not None:
+        if destination is None:
+            read_state.warn_if_followed(state, stacklevel=3)
+        else:
             destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
