@@ -461,3 +461,21 @@ def test_updates_that_are_changed_behind_masters_are_warned_of(jit):
     run(optax.chain(optax.scale(1.0), mixed()))
     run(optax.chain(optax.chain(mixed())))
     run(optax.chain(mixed("fp32"), optax.scale(0.5)), "fp32")
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_a_gradient_that_is_handed_on_as_an_update_is_refused(policy):
+    """`optax.masked` does so with what it leaves out: the param would move by the scaled gradient."""
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+    mixed = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=4.0)
+
+    def step(tx):
+        cast = jaxmp.get_policy(policy).cast_to_param(params)
+        return jaxmp.apply_gradients(tx, grads_like(cast), tx.init(params), cast)[0]
+
+    mask = {"a": True, "b": {"c": False}}
+    with pytest.raises(ValueError, match="got the gradient itself as the update of b/c. .*optax.set_to_zero"):
+        step(optax.masked(mixed, mask))
+    others = jax.tree.map(lambda x: not x, mask)
+    new = step(optax.chain(optax.masked(optax.set_to_zero(), others), optax.masked(mixed, mask)))
+    assert_bitwise(new["b"], jaxmp.get_policy(policy).cast_to_param(params["b"]))
