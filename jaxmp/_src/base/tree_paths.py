@@ -20,7 +20,7 @@ import fnmatch
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -28,20 +28,38 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 
+_IN_A_BOX = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of its array
+
 
 def path_str(path: Iterable[Any]) -> str:
     """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`."""
-    names = []
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
-            continue  # the content of a box
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                names.append(str(getattr(key, attribute)))
-                break
-        else:
-            names.append(str(key))
-    return "/".join(names) or "<root>"
+    keys = tuple(path)
+    is_attribute = [isinstance(key, jax.tree_util.GetAttrKey) for key in keys]
+    return "/".join(without_boxes([_name(key) for key in keys], is_attribute)) or "<root>"
+
+
+def without_boxes(names: Sequence[str], may_be_box: Sequence[bool] | None = None) -> list[str]:
+    """The components of a path without those of boxes, which are named `value`, as layers may be, too.
+
+    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that.
+
+    Args:
+      names: the components.
+      may_be_box: for each, whether it can be the level of a box; None: all can.
+    """
+    kept: list[str] = []
+    for i in reversed(range(len(names))):
+        ends = all(name in _IN_A_BOX for name in kept)
+        if not (names[i] == "value" and ends and (may_be_box is None or may_be_box[i])):
+            kept.append(names[i])
+    return kept[::-1]
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -191,8 +209,21 @@ def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by their paths, in its order, without their boxes."""
-    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    """The leaves of `tree` by their paths, in its order, without their boxes.
+
+    Raises:
+      ValueError: two leaves have one path, as in {"a/b": x, "a": {"b": y}}.
+    """
+    found: dict[str, Any] = {}
+    for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
+        path = path_str(key_path)
+        if path in found:
+            raise ValueError(
+                f"leaves must have different paths, by which jaxmp knows them; got two at {path}. Rename one, or take "
+                f"the / out of a name."
+            )
+        found[path] = x
+    return found
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
