@@ -63,6 +63,8 @@ class ScaleReads:
       traces: the last traces in which one was read, from `compat.trace_state()`.
       scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
         the id of the leaf.
+      unscaled: weak references to the first leaf of gradients that a `GradScaler` has unscaled, and to its scale, by the
+        id of the leaf.
     """
 
     any: bool = False
@@ -71,6 +73,7 @@ class ScaleReads:
     made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
     scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
+    unscaled: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -246,8 +246,8 @@ class GradScaler:
           not enabled, both are unchanged.
 
         Raises:
-          ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; or
-            `scale` was never called.
+          ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; they
+            are gradients that `unscale` returned, and the scaler is one from before; or `scale` was never called.
           TypeError: `grads` is an optimizer.
 
         Example:
@@ -266,10 +266,12 @@ class GradScaler:
             return grads, self
         self._check_scaled("unscale")
         structure = self._structure.after_unscale(optimizer)
+        scale_reads.check_not_unscaled(grads, self.get_scale())
         with jax.named_scope("jaxmp.unscale"):
             grads = self._loss_scale.unscale(grads)
         with jax.named_scope("jaxmp.check_finite"):
             found_inf = ~collectives.all_finite(grads, self._structure.axis_name)
+        scale_reads.note_unscaled(grads, self.get_scale())
         return grads, self._at(structure, self._found_inf | {optimizer: found_inf})
 
     def step(
@@ -297,8 +299,8 @@ class GradScaler:
           `(params, opt_state, scaler)`.
 
         Raises:
-          ValueError: this optimizer has already stepped since the last `update`; `scale` was never called; or `tx`
-            unscales itself.
+          ValueError: this optimizer has already stepped since the last `update`; `scale` was never called; `tx`
+            unscales itself; or the gradients are unscaled, and the scaler is one from before.
 
         Example:
           >>> scaler, params, tx = GradScaler(4.0), jnp.array([1.0]), optax.sgd(1.0)

@@ -61,6 +61,25 @@ def note_scaled(grads: PyTree, scale: Array) -> None:
         scaled[key] = weakref.ref(leaves[0], lambda _: scaled.pop(key, None)), weakref.ref(scale), compat.trace_state()
 
 
+def note_unscaled(grads: PyTree, scale: Array) -> None:
+    """Notes that a `GradScaler` returned `grads`, divided by `scale`. Holds neither."""
+    unscaled, leaves = ambient.now().scale_reads.unscaled, jax.tree.leaves(grads)
+    if leaves and isinstance(scale, jax.Array):
+        key = id(leaves[0])
+        unscaled[key] = weakref.ref(leaves[0], lambda _: unscaled.pop(key, None)), weakref.ref(scale)
+
+
+def check_not_unscaled(grads: PyTree, scale: Array) -> None:
+    """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
+    leaves = jax.tree.leaves(grads)
+    leaf, by = ambient.now().scale_reads.unscaled.get(id(leaves[0]) if leaves else 0, (None, None))
+    if leaf is not None and by is not None and leaf() is leaves[0] and by() is scale:
+        raise ValueError(
+            "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
+            "that it returned with them: grads, scaler = scaler.unscale(grads)."
+        )
+
+
 def holds_gradients(tree: PyTree) -> bool:
     """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
     leaves = jax.tree.leaves(tree)

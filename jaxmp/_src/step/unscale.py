@@ -132,7 +132,7 @@ def unscale_and_skip(
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
       ValueError: at `update`, a gradient of another shape that would be repeated to the shape of its param.
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
-        a float dtype.
+        a float dtype; `skip_if` returns anything but one bool.
 
     Warns:
       UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
@@ -310,7 +310,7 @@ def decide(
         overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
     unwanted = jnp.zeros((), bool)
     if rule.skip_if is not None:
-        unwanted = jnp.asarray(rule.skip_if(grads, read_state.get_metrics(state)), bool)
+        unwanted = _as_flag(rule.skip_if(grads, read_state.get_metrics(state)))
     axes = collectives.bound_axes(rule.axis_name)
     if looks or rule.skip_if is not None:
         found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)
@@ -326,6 +326,17 @@ def decide(
     if measured is None:  # without this, XLA repeats the computation of both flags in the code of every leaf
         finite, taken = casting.computed_once((finite, taken))
     return Decision(finite, taken)
+
+
+def _as_flag(given: Any) -> Bool[Array, ""]:
+    """What `skip_if` returned, which must be one bool: a number would skip each step where it is not 0."""
+    x = given if isinstance(given, jax.Array) else np.asarray(given)
+    if x.shape != () or x.dtype != np.bool_:
+        raise TypeError(
+            f"skip_if(grads, metrics) must return one bool, True to skip the step; got {x.dtype}{list(x.shape)}. "
+            f"Compare, and reduce: jnp.any(x > limit)."
+        )
+    return jnp.asarray(x)
 
 
 def _check_moves_scales(inner: Any, params: PyTree) -> None:
