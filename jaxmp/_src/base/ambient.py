@@ -63,8 +63,8 @@ class ScaleReads:
       traces: the last traces in which one was read, from `compat.trace_state()`.
       scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
         the id of the leaf.
-      unscaled: weak references to the first leaf of gradients that a `GradScaler` has unscaled, and to its scale, by the
-        id of the leaf.
+      unscaled: weak references to the first leaf of gradients that a `GradScaler` has unscaled, and to its scale, by
+        the id of the leaf.
     """
 
     any: bool = False
