@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -25,6 +26,7 @@ def changed(params):
 def test_a_param_that_is_not_its_master_is_named_once_in_a_run(policy):
     _, params, opt_state = start(policy)
     jaxmp.check_progress(opt_state, params)
+    jaxmp.check_progress(*jax.tree.map(np.asarray, (opt_state, params)))
     with pytest.warns(UserWarning, match="got others at dense/w: .* jaxmp.reload_master_params"):
         jaxmp.check_progress(opt_state, changed(params))
     jaxmp.check_progress(opt_state, changed(params))

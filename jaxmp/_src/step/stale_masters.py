@@ -50,9 +50,9 @@ def first(opt_state: Any, params: PyTree) -> str | None:
     Arrays of which this process holds a part are not read: the others would have to take part.
     """
     for path, (param, master) in pairs(opt_state, params).items():
-        if param.size and param.is_fully_addressable and master.is_fully_addressable:
-            if float(_share(param, master)) > MANY:
-                return path
+        is_here = all(getattr(x, "is_fully_addressable", True) for x in (param, master))  # NumPy arrays are
+        if param.size and is_here and float(_share(param, master)) > MANY:
+            return path
     return None
 
 
