@@ -364,6 +364,7 @@ def lookahead_job(policy, inner, how, sync=3):
     return params, opt_state, step
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["apply", "update"])
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
 def test_lookahead_inside_moves_both_copies_of_the_masters(policy, how):
@@ -384,6 +385,7 @@ def test_lookahead_inside_moves_both_copies_of_the_masters(policy, how):
         assert_bitwise(params, jaxmp.get_policy(policy).cast_to_param(masters))
 
 
+@pytest.mark.costly
 def test_lookahead_keeps_the_numbers_of_an_element_together():
     """A gradient of 1e20 overflows Adam's second moment: that weight, and its first moment, stay as they are."""
     params, opt_state, step = lookahead_job("bf16", optax.adam(0.01), "apply")
@@ -398,8 +400,9 @@ def test_lookahead_keeps_the_numbers_of_an_element_together():
 def test_lookahead_with_split_masters_is_refused():
     start = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     tx = jaxmp.mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bf16", remainder_bits=16)
+    cast = jaxmp.get_policy("bf16").cast_to_param(start)
     with pytest.raises(ValueError, match="optax.lookahead .* got remainder_bits= with it. Leave remainder_bits=None"):
-        jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), jaxmp.get_policy("bf16").cast_to_param(start))
+        jax.eval_shape(lambda: jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), cast))
 
 
 MOVERS = {
@@ -410,6 +413,7 @@ MOVERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", MOVERS)
 def test_what_moves_params_itself_is_refused_around_masters_and_works_inside(name):
     def start(tx):
@@ -437,6 +441,7 @@ def test_what_moves_params_itself_is_refused_around_masters_and_works_inside(nam
     assert_close(inside[0], inside[1], rtol=1e-2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_updates_that_are_changed_behind_masters_are_warned_of(jit):
     """`tx.update` cannot see what follows; the state that `value_and_grad` got can."""
