@@ -29,6 +29,7 @@ def name_of(page):
 
 
 @pytest.mark.whole
+@pytest.mark.costly
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
 def test_code_of_page_runs(page):
     blocks = [block for block in python_blocks(page) if not block.lstrip("\n").startswith(FRAGMENTS)]
