@@ -18,8 +18,6 @@ LINKING = [
     *DOCS,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
 ]
-# The two halves of a diff: they show a change and do not run alone.
-FRAGMENTS = ("tx = optax.adamw(1e-3)\nstate", 'tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp16")\nstate')
 # Pages without code: the tests and results that they name prove what they say.
 WITHOUT_CODE = {"comparison.md"}
 
@@ -29,9 +27,10 @@ def name_of(page):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_code_of_page_runs(page):
-    blocks = [block for block in python_blocks(page) if not block.lstrip("\n").startswith(FRAGMENTS)]
+    """Of pages in docs/; test_readme.py runs the README."""
+    blocks = python_blocks(page)
     assert bool(blocks) == (name_of(page) not in WITHOUT_CODE)
     namespace = {}
     for block in blocks:
@@ -111,17 +110,24 @@ def test_the_table_of_rooms_has_every_room():
     assert sorted(rooms_of_the_table()) == sorted(rooms)
 
 
+def missing_tests(text):
+    """Tests that a text names and that are not there."""
+    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", text)
+    assert named
+    return [(file, test) for file, test in named if f"\ndef {test}(" not in files.get(file, "")]
+
+
 def test_the_comparison_names_existing_tests_for_each_row():
     text = (ROOT / "docs" / "comparison.md").read_text()
     rows = re.findall(r"^\| (\d+)\. ", text, flags=re.MULTILINE)
     proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", text, flags=re.MULTILINE))
     assert rows == [str(i + 1) for i in range(len(rows))] == list(proofs)
-    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    for row, proof in proofs.items():
-        named = re.findall(r"`(test_\w+)::(test_\w+)`", proof)
-        assert named, row
-        missing = [(file, test) for file, test in named if f"\ndef {test}(" not in files.get(file, "")]
-        assert missing == [], row
+    assert [(row, missing) for row, proof in proofs.items() if (missing := missing_tests(proof))] == []
+
+
+def test_the_guarantees_name_existing_tests():
+    assert missing_tests((ROOT / "docs" / "explanation" / "guarantees.md").read_text()) == []
 
 
 ITEM = re.compile(r"([-*]|\d+\.) ")
