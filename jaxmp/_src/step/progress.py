@@ -1,7 +1,6 @@
 """Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import optax
 from flax import nnx
 
 from jaxmp._src.base import ambient
+from jaxmp._src.base.warn import warn
 from jaxmp._src.step import read_state
 
 _MANY = 0.1  # the share of skipped steps that is named,
@@ -106,7 +106,7 @@ def check_progress(
             "optimizer divides by 0: try jaxmp.check_optimizer(tx, params)."
         )
     for message in _not_named_yet(opt_state, steps, found):
-        warnings.warn(message, stacklevel=2)
+        warn("run-in-trouble", message, stacklevel=2)
 
 
 def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:
