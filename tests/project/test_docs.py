@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import links
 import names
 from helpers import ROOT, python_blocks
 
@@ -145,3 +146,10 @@ def faults_of_lists(page):
 
 def test_lists_are_lists_for_the_site_too():
     assert [fault for page in LINKING for fault in faults_of_lists(page)] == []
+
+
+def test_the_checker_of_the_site_finds_what_leads_nowhere(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b/c.html#x"></a><a href="#top"></a><img src="no.png">')
+    (tmp_path / "b" / "c.html").write_text('<a href="../a.html#nowhere"></a><a href="https://example.org/x"></a>')
+    assert links.faults(tmp_path) == ["a.html: b/c.html#x", "a.html: no.png", "b/c.html: ../a.html#nowhere"]
