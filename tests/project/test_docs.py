@@ -71,6 +71,13 @@ def test_every_public_name_has_an_example():
     assert [name for name in PUBLIC if not has_example(name)] == []
 
 
+def test_the_reference_says_what_each_function_and_class_is():
+    silent = {name for name in PUBLIC if not names.first_line(name)}
+    assert all(
+        not callable(getattr(importlib.import_module(n.rpartition(".")[0]), n.rpartition(".")[2])) for n in silent
+    )
+
+
 def test_the_reference_lists_every_public_name_once():
     """The reference reads sources. This test asks the imported modules."""
     assert len(PUBLIC) == len(set(PUBLIC))
