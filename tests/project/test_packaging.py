@@ -71,6 +71,6 @@ def test_an_error_names_the_extra_that_installs_the_package():
 
 
 def test_extras_on_the_pages_exist():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    named = {extra for page in pages for extra in re.findall(r"'(?:\.|jaxmp)\[(\w+)\]'", page.read_text())}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    named = {extra for page in pages for extra in re.findall(r"'(?:\.|jaxmp)\[([\w-]+)\]'", page.read_text())}
     assert named and named <= set(EXTRAS)
