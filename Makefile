@@ -24,7 +24,7 @@
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest runs in                   (2)
 #   SAMPLE        of the cases of a parametrized test run one of so many   (6; 1: all)
-#   HALF          the half of the costly tests that runs: 0 or 1           (0; empty: both)
+#   THIRDS        the thirds of the costly tests that run, as in 1,2         (0; empty: all)
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`
@@ -35,7 +35,7 @@ CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
 SAMPLE ?= 6
-HALF ?= 0
+THIRDS ?= 0
 LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
@@ -83,7 +83,7 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(addprefix --half=,$(HALF)) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(addprefix --thirds=,$(THIRDS)) $(ARGS)
 
 campaign: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)

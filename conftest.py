@@ -62,11 +62,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the cases of each parametrized test run one of N only; a mark `sampled(n)` goes before it",
     )
     parser.addoption(
-        "--half",
-        type=int,
-        choices=(0, 1),
-        metavar="0|1",
-        help="of the tests marked `costly` run one half only, chosen by name; the other number runs the other half",
+        "--thirds",
+        type=lambda text: {int(part) for part in text.split(",")},
+        default={0, 1, 2},
+        metavar="0,1,2",
+        help="of the tests marked `costly`, and of the cases of such a test that is `whole`, run these thirds only",
     )
 
 
@@ -81,29 +81,36 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Selects one case of n of each test: n from its mark `sampled` (the rest is for campaigns) or from `--sample`.
 
-    With `--half`, one half of the tests that are marked `costly`.
+    With `--thirds`, these thirds of the tests that are marked `costly`.
     """
-    of_all, half = config.getoption("sample"), config.getoption("half")
+    of_all, thirds = config.getoption("sample"), config.getoption("thirds")
     cases = defaultdict(list)
     for item in items:
         name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
         cases[item.path, getattr(item, "cls", None), name].append(item)
     left_out = set()
     for (_, _, name), found in cases.items():
-        if half is not None and found[0].get_closest_marker("costly") and zlib.crc32(name.encode()) % 2 != half:
-            left_out |= set(found)
-            continue
+        is_whole = found[0].get_closest_marker("whole") is not None
+        if found[0].get_closest_marker("costly"):
+            left_out |= {item for item in found if _third(item.name if is_whole else name) not in thirds}
+            found = [item for item in found if item not in left_out]
+            if not found:
+                continue
         mark = found[0].get_closest_marker("sampled")
         always, of_campaign = _by_campaign(found)
         if mark is not None:
             for item in set(always) - _sample(always, *mark.args):
                 item.add_marker(pytest.mark.campaign)
                 of_campaign.append(item)
-        elif found[0].get_closest_marker("whole") is None:
+        elif not is_whole:
             left_out |= set(always) - _sample(always, of_all)
         left_out |= set(of_campaign) - _sample(of_campaign, of_all)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _third(name: str) -> int:
+    return zlib.crc32(name.encode()) % 3
 
 
 def _by_campaign(cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

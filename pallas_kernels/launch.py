@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels import aligned
 from pallas_kernels.leaves import Function, Leaf, Level, Values, shape_of
 
 THREADS = 128  # a warpgroup
@@ -102,7 +103,7 @@ def launch(
     read = [leaf.reads for leaf in bucket]
     fresh = [tuple(lax.empty(shape_of(leaf), d) for d in leaf.outs) for leaf in bucket]
     written = [(leaf.states, leaf.writes, outs) for leaf, outs in zip(bucket, fresh, strict=True)]
-    body = functools.partial(_body, program, bucket)
+    body = functools.partial(_body, program, bucket, bool(interpret))
     functools.update_wrapper(body, _body).__name__ = program.name  # the kernel's name in profiles and programs
     kernel = plgpu.kernel(
         body,
@@ -120,19 +121,24 @@ def launch(
     return [(*states, *writes, *outs) for states, writes, outs in written], sums
 
 
-def _body(program: Program, bucket: list[Leaf], packed: Any, numbers: Any, first_sum: Any, *refs: Any) -> None:
+def _body(
+    program: Program, bucket: list[Leaf], interpreted: bool, packed: Any, numbers: Any, first_sum: Any, *refs: Any
+) -> None:
     """One block: runs the code of its region."""
     from jax.experimental import pallas as pl
 
     i = lax.axis_index("block")
     for region in program.regions:
         inside = (i >= region.start) & (i < region.start + region.firsts[-1]) & (packed[0] > 0)
-        pl.when(inside)(functools.partial(_run, program, bucket, region, i, packed, numbers, first_sum, *refs))
+        pl.when(inside)(
+            functools.partial(_run, program, bucket, interpreted, region, i, packed, numbers, first_sum, *refs)
+        )
 
 
 def _run(
     program: Program,
     bucket: list[Leaf],
+    interpreted: bool,
     region: Region,
     i: Any,
     packed: Any,
@@ -156,7 +162,7 @@ def _run(
 
     def load(k: int) -> Any:
         leaf = region.leaves[k]
-        access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group)
+        access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group, interpreted)
         states, _, _ = written[leaf]
         refs = (*read[leaf], *states)
         values = tuple(tuple(access.load(ref, place(k, piece)) for ref in refs) for piece in range(level.pieces))
@@ -195,7 +201,7 @@ def _run(
 
     def store(k: int) -> None:
         leaf = region.leaves[k]
-        access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group)
+        access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group, interpreted)
         for piece, new in enumerate(results):
             for ref, x in zip([ref for part in written[leaf] for ref in part], new, strict=True):
                 access.store(ref, place(k, piece), x)
@@ -211,6 +217,7 @@ class _Access(NamedTuple):
     level: Level
     size: int
     group: int
+    interpreted: bool  # the interpreter does not know `aligned`
 
     def load(self, ref: Any, start: Any) -> Any:
         from jax.experimental import pallas as pl
@@ -221,7 +228,9 @@ class _Access(NamedTuple):
         if not self.level.vector:
             return ref[start]
         block = ref.at[pl.ds(pl.multiple_of(start, self.level.size), self.level.size)]
-        return plgpu.load(block, layout=_layout(self.level), optimized=False)
+        if self.interpreted:
+            return plgpu.load(block, layout=_layout(self.level), optimized=False)
+        return aligned.load(block, _layout(self.level), self.level.vector)
 
     def store(self, ref: Any, start: Any, x: Any) -> None:
         from jax.experimental import pallas as pl

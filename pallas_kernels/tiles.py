@@ -12,8 +12,9 @@ and transposes in a second one, and reads once more for the amax if a cast feeds
 
 What Mosaic GPU requires (found by experiment; the interpreter does not check it):
 
-- Register layouts are chosen, not inferred. Tiles are read as WGMMA fragments, and by columns as WGMMA_TRANSPOSED; one
-  shuffle converts the second layout to the first. Both are read from swizzled shared memory.
+- Register layouts are chosen, not inferred. Tiles are read as fragments of WGMMA for 8 bits, in which a thread has four
+  neighbours and stores 16 bytes of fp8 at once (stmatrix). By columns they are read as WGMMA_TRANSPOSED; one shuffle
+  converts it to WGMMA, in which a thread stores two fp8 values at once. Both are read from swizzled shared memory.
 - Only float32 can be converted to fp8. There is no atomic MAX of float32, so each CTA writes a partial amax; this is
   also deterministic.
 - Both sides are multiples of 64, for the layout; this is also enough for the swizzle and TMA.
@@ -96,7 +97,7 @@ def run_tiles(
         return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
 
     def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout.WGMMA, optimized=False).astype(jnp.float32)
+        return plgpu.load(ref, layout=layout.WGMMA_8BIT, optimized=False).astype(jnp.float32)
 
     def load_transposed(ref: Any) -> Array:
         x = plgpu.load(ref.T, layout=layout.WGMMA_TRANSPOSED, optimized=False)

@@ -4,8 +4,9 @@ ptxas prints the registers of a thread and the bytes that it spills to memory. T
 and written.
 
 Targets: no kernel spills registers (they are bound by memory traffic), no kernel reads or writes more than it has to,
-and under plain jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel,
-add a row in `kernels()`.
+no thread reads less than 8 bytes at once from a leaf that fills its blocks, for any number of leaves, and under plain
+jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel, add a row in
+`kernels()`.
 """
 
 import functools
@@ -13,11 +14,13 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"  # before a kernel is compiled
+os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,12 @@ from benchmarks.lib.versions import H100, versions
 from pallas_kernels import moments as moments_of, update as update_kernel
 
 SIDE = 4096
-SLACK = 0.2  # MiB: partial results and scalars
+SHAPES = ((SIDE, SIDE), (1000,), (13,))  # a matrix, and small leaves that need blocks of every size
+WHOLE = (8, 4096)  # a leaf that only needs blocks of the largest size
+LEAVES = (1, 2, 12, 37, 148)
+LEAST_LOAD = 8  # bytes that a thread loads at once from a leaf
+N_SCALARS = 8  # loads of 4 bytes that a kernel may have: the flag, the scalars, numbers of the leaf
+SLACK = 0.5  # MiB: partial sums and scalars
 
 
 class Kernel(NamedTuple):
@@ -88,13 +96,13 @@ def kernels() -> list[Kernel]:
     ]
 
 
-def _over_trees() -> Iterator[Kernel]:
-    """Kernels over many leaves: a matrix, and small leaves that need blocks of every size."""
+def _over_trees(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Kernel]:
+    """Kernels over the leaves of a tree of these shapes."""
     k, scalar = pallas_kernels, jax.ShapeDtypeStruct((), jnp.float32)
     one_byte = SIDE**2 / 2**20
 
     def tree(dtype: Any) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(shape, dtype) for shape in ((SIDE, SIDE), (1000,), (13,))]
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
     half = tree(jnp.float16)
     yield Kernel("gradient_norm", "float16", k.gradient_norm, (half, scalar), 2 * one_byte)
@@ -188,6 +196,36 @@ def measure(kernel: Kernel) -> dict[str, Any]:
     return row
 
 
+def measure_widths(n_leaves: int) -> Iterator[dict[str, Any]]:
+    """For each kernel over a tree of `n_leaves` equal leaves: the bytes that a thread loads at once, in PTX."""
+    m = aot.mesh()
+    for kernel in _over_trees((WHOLE,) * n_leaves):
+        print(f"compiling: {kernel.name} over {n_leaves} leaves", file=sys.stderr, flush=True)
+        with said_by_ptxas() as said:
+            aot.compile_for(kernel.run, *aot.abstract(m, kernel.arguments), donate_argnums=kernel.donated)
+        launches = [part for part in said[0].split(".entry")[1:] if "mosaic_gpu" in part]
+        found = [_widths(part) for part in launches]
+        yield {
+            "kernel": kernel.name,
+            "leaves": n_leaves,
+            "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said[0])),
+            "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said[0])),
+            "loads": [{str(size): n for size, n in sorted(widths.items())} for widths in found],
+            "missed": [
+                f"{n} loads of {size} bytes"
+                for widths in found
+                for size, n in sorted(widths.items())
+                if size < LEAST_LOAD and n > (N_SCALARS if size == 4 else 0)
+            ],
+        }
+
+
+def _widths(ptx: str) -> Counter[int]:
+    """How many loads from global memory there are of each number of bytes."""
+    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
+    return Counter(int(n or 1) * int(bits) // 8 for n, bits in loads)
+
+
 @contextmanager
 def said_by_ptxas() -> Iterator[list[str]]:
     """The compiler's output in this region, which bypasses Python's `sys.stdout`."""
@@ -255,7 +293,24 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in results["split"]
     ]
-    return "\n\n".join(markdown(part) for part in (cells, split))
+    widths = [["kernel", "leaves", "registers", "spilled", "loads of 16, 8, fewer bytes", "holds"]]
+    widths += [
+        [
+            row["kernel"],
+            str(row["leaves"]),
+            str(row["registers"]),
+            f"{row['spilled_bytes']} B",
+            "; ".join(_by_width(loads) for loads in row["loads"]),
+            holds(row),
+        ]
+        for row in results["widths"]
+    ]
+    return "\n\n".join(markdown(part) for part in (cells, widths, split))
+
+
+def _by_width(loads: dict[str, int]) -> str:
+    fewer = sum(n for size, n in loads.items() if int(size) < LEAST_LOAD)
+    return f"{loads.get('16', 0)}, {loads.get('8', 0)}, {fewer}"
 
 
 def measure_all() -> dict[str, Any]:
@@ -270,6 +325,7 @@ def measure_all() -> dict[str, Any]:
         "side": SIDE,
         "versions": found,
         "kernels": rows,
+        "widths": [row for n in LEAVES for row in measure_widths(n)],
         "split": [measure_split(spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())],
     }
 

@@ -124,6 +124,7 @@ def test_rows_say_why_other_products_are_left():
         assert any(why in group for group in groups), (why, groups)
 
 
+@pytest.mark.costly
 def test_lora_in_a_scan_trains_all_its_parts():
     """A stack of layers with adapters: in fp8, and the gradients of A and B are those of float32."""
     stack = {name: jnp.stack([PARAMS[name]] * 3) for name in ("w", "a", "b")}

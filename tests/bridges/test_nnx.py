@@ -178,6 +178,7 @@ def test_loss_and_gradients_are_those_of_nnx():
     assert_bitwise(state_of(model, nnx.RngState), state_of(theirs, nnx.RngState))
 
 
+@pytest.mark.costly
 def test_accumulation_passes_state_through_the_microbatches():
     model, optimizer = make()
     one_by_one = nnx.clone(model)

@@ -88,6 +88,7 @@ def test_onto_another_mesh_and_back(steps, tmp_path):
         assert_bitwise(checkpoint.restore(manager, TX, params=abstract(trained()[0]))[1:3], trained())
 
 
+@pytest.mark.costly
 def test_moments_in_8_bits_lie_as_their_param(tmp_path):
     """Codes and their scales; scales that the devices do not divide are whole."""
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
@@ -165,6 +166,7 @@ def numbered_layers():
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "orbax-alone"])
+@pytest.mark.costly
 def test_histories_stay_with_their_layers_where_keys_are_numbers(recorded, tmp_path):
     """Orbax makes strings of numbers, and "10" sorts before "2"."""
     tx, params, opt_state = numbered_layers()

@@ -121,6 +121,7 @@ def test_the_same_optimizer_gets_the_same_bits(name):
     assert_bitwise(convert(opt_state, params, to=kind.tx, policy=kind.policy), (params, opt_state))
 
 
+@pytest.mark.costly
 def test_the_next_step_is_that_of_the_inner_optimizer():
     params, opt_state = job("bf16")
     masters, inner = jaxmp.get_master_params(opt_state, params), optax.tree.get(opt_state, "master_inner")
@@ -272,6 +273,7 @@ def test_scales_and_histories_go_along_by_layer():
     assert [x.scale.shape for x in optax.tree.get(new_state, "amax_states")] == [(2,), (4,)]
 
 
+@pytest.mark.costly
 def test_a_scale_of_another_format_is_made_of_its_amaxes():
     params, opt_state = job("fp16+fp8")
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4, fp8_format="E4M3", power_of_two=False)
@@ -306,6 +308,7 @@ def dense(kernel, *, scales=True):
     return {"kernel": kernel} | ({"op": jax.tree.map(jnp.float32, leaves)} if scales else {})
 
 
+@pytest.mark.costly
 def test_kernels_stored_in_fp8_come_from_masters_and_go_back():
     kernel = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
     stored = jaxmp.get_policy("bf16", fp8_weights=True)

@@ -56,6 +56,7 @@ def saved_on_8(tmp_path_factory):
 
 
 @pytest.mark.parametrize("devices", [3, 4, 8])
+@pytest.mark.costly
 def test_from_8_devices_to_others(saved_on_8, devices):
     layout = layout_of(devices)
     restored = checkpoint.restore(saved_on_8, TX, params=shapes(trained()[0], layout), layout=layout)
@@ -80,6 +81,7 @@ def test_to_one_device_and_to_sixteen(saved_on_8):
     assert_bitwise((restored.params, restored.opt_state), fsdp.pad(trained(), wide))
 
 
+@pytest.mark.costly
 def test_and_back_from_one_device(tmp_path):
     """What was saved without padding takes the padding of the new layout, into another precision too."""
     fp32 = jaxmp.mixed_precision(optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)), "fp32")
@@ -92,6 +94,7 @@ def test_and_back_from_one_device(tmp_path):
     assert_bitwise(jax.tree.map(np.asarray, restored[1:3]), jax.tree.map(np.asarray, fsdp.pad(expected, layout)))
 
 
+@pytest.mark.costly
 def test_other_trees_are_padded_where_they_are_as_the_params(saved_on_8):
     like = {
         "average": jax.eval_shape(lambda: jaxmp.get_ema_params(trained()[1], trained()[0])),
@@ -118,6 +121,7 @@ def test_what_is_no_padding_is_never_cut_off(saved_on_8):
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["other-axis", "axis-of-the-groups"])
+@pytest.mark.costly
 def test_moments_in_8_bits_take_another_padding_along_another_axis(axis, tmp_path):
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
     params = {"w": jnp.asarray(RNG.normal(size=(51, 128) if axis == 0 else (64, 8 * 32 - 10)), jnp.float32)}

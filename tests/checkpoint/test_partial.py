@@ -98,6 +98,7 @@ def test_what_is_left_over_is_listed(steps):
     assert report.fresh == ("0/trace/body/kernel", "0/trace/head") and len(report.left_over) == 5
 
 
+@pytest.mark.costly
 def test_leaves_of_lora_start_fresh_with_their_masters_and_moments(steps):
     more = PARAMS | {"body": PARAMS["body"] | {"lora_a": jnp.full((4, 2), 0.1), "lora_b": jnp.zeros((2, 6))}}
     params, tx = POLICY.cast_to_param(more), mixed(ADAM)

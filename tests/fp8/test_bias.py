@@ -47,6 +47,7 @@ def assert_sums(got, grad):
 
 @pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.costly
 def test_value_and_gradient(recipe, dtype):
     """The product with the bias added in the dtype of the result, and a gradient in the bias's own dtype."""
     x, g = X.astype(dtype), jnp.asarray(G, dtype)

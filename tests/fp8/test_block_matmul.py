@@ -170,6 +170,7 @@ NORMAL_DB = {
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", NORMAL_DB, ids=lambda r: type(r).__name__)
+@pytest.mark.costly
 def test_snr_on_normal_data(recipe):
     found, exact = products_with_noise(recipe, outliers=False)
     for actual, wide, least in zip(found, exact, NORMAL_DB[recipe], strict=True):

@@ -489,6 +489,7 @@ def test_train_states(kind):
     assert_bitwise((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
 
 
+@pytest.mark.costly
 def test_two_recipes_in_one_model():
     """Each layer has its own, and the optimizer has a dict of them by path."""
     other = DelayedScaling(amax_history_len=2, fp8_format="E4M3", power_of_two=False)

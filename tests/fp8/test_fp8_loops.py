@@ -276,6 +276,7 @@ def test_norms_zeros_and_reductions_leave_scales_out():
         assert_bitwise(only_scales(jax.tree.map(lambda x: x[0], reduced)), only_scales(grads))
 
 
+@pytest.mark.costly
 def test_two_optimizers_under_one_loss_scale():
     """Each moves its own leaves; an overflow in one, seen by an amax alone, leaves the other's step."""
     shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**8, hysteresis=1))

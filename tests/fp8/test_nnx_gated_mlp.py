@@ -50,6 +50,7 @@ def test_params_and_values_are_those_of_three_layers():
         assert np.linalg.norm(mlp(recipe)(X) - layers(X)) < 0.1 * np.linalg.norm(layers(X))
 
 
+@pytest.mark.costly
 def test_gradients_are_those_of_linen():
     """The same operation on the same params: equal amaxes and gradients."""
     model = mlp()

@@ -142,6 +142,7 @@ def opt_state_master(opt_state):
     return found.master_params
 
 
+@pytest.mark.costly
 def test_the_scale_falls_when_weights_outgrow_it():
     """The kernel saturates, so its amax must be that of the master, or the scale would never fall."""
     tx, params, opt_state = make(inner=optax.sgd(1.0))
@@ -173,6 +174,7 @@ def test_a_skipped_step_leaves_stored_kernels_and_their_scales():
     assert_bitwise(regimes.guarded(new_state), regimes.guarded(opt_state))
 
 
+@pytest.mark.costly
 def test_an_update_that_is_added_cannot_move_them_and_says_so():
     tx, params, opt_state, _ = job()
     _, grads = first_gradients()
@@ -295,6 +297,7 @@ def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     assert_close(masters[0], masters[1], rtol=2.0**-6, atol=2.0**-9)
 
 
+@pytest.mark.costly
 def test_checkpoints_hold_them(tmp_path):
     import orbax.checkpoint as ocp
 

@@ -110,6 +110,7 @@ def test_state_on_the_host_gives_the_bits_of_the_same_run_on_the_device(policy):
     assert_bitwise((got[1].scaling, got[1].skipped_steps), (plain[1].scaling, plain[1].skipped_steps))
 
 
+@pytest.mark.costly
 def test_gradients_on_the_host_too():
     got, compiled = train(streamed_chain("fp16"), "fp16", on_host=True, grads_on_host=True)
     assert_bitwise(got, run_on_the_device("fp16"))

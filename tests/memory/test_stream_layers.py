@@ -64,6 +64,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model(options):
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.campaign), {"num_slices": 3, "offload_activations": True}], ids=str
 )
+@pytest.mark.costly
 def test_microbatches_sum_to_the_batch(options):
     apply = offload.stream_layers(layer, num_microbatches=4, **options)
     got = loss_and_grads(apply, offload.to_host(make_params()))

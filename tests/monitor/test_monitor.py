@@ -115,6 +115,7 @@ def found(monitor):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
+@pytest.mark.costly
 def test_a_sampled_step_has_the_same_bits(policy):
     """One program, in which some steps are sampled or none."""
     state, watched = start(policy), start(policy)
@@ -139,6 +140,7 @@ def test_a_watched_step_is_the_step_without_statistics(policy):
     jax.tree.map(lambda a, b: close(np.asarray(a, np.float64), np.asarray(b, np.float64)), watched, state)
 
 
+@pytest.mark.costly
 def test_off_the_program_is_the_same():
     def program(statistics):
         lines = compiled("fp16", statistics).as_text().splitlines()
@@ -183,6 +185,7 @@ def test_on_devices_it_is_the_same_everywhere(how):
 # What is wrong is named
 
 
+@pytest.mark.costly
 def test_a_healthy_run_has_no_findings():
     monitor = run(steps=40, monitor=Monitor(window=20), loss_scale=2.0**10)
     assert not monitor.findings
@@ -191,6 +194,7 @@ def test_a_healthy_run_has_no_findings():
     assert monitor.steps[-1]["loss"] < monitor.steps[0]["loss"]
 
 
+@pytest.mark.costly
 def test_a_gradient_that_overflows_again_and_again():
     factors = lambda i: times(np.inf, "middle") if i % 2 == 1 else ONES  # noqa: E731
     monitor = run(steps=30, factors=factors, monitor=Monitor(window=20, warn=False))

@@ -49,6 +49,7 @@ def test_a_smoothed_loss_leaves_out_what_is_not_finite():
     np.testing.assert_array_equal(above.lines[0].get_ydata(), [0, 0, 2, 2.5])
 
 
+@pytest.mark.costly
 def test_exponents_before_and_after_scaling():
     above, below = monitor.plot_exponents(samples()[0][1], names=["a"]).axes
     unscaled, scaled = above.lines

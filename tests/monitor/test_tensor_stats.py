@@ -68,6 +68,7 @@ def compare(found, x):
 
 
 @pytest.mark.parametrize("histogram", [True, False])
+@pytest.mark.costly
 def test_shares_are_those_of_a_cast(histogram):
     x = edges()
     compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)

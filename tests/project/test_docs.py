@@ -28,6 +28,7 @@ def name_of(page):
 
 
 @pytest.mark.whole
+@pytest.mark.costly
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_code_of_page_runs(page):
     """Of pages in docs/; test_readme.py runs the README."""

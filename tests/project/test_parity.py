@@ -64,6 +64,7 @@ def call(monkeypatch, tmp_path):
     return call
 
 
+@pytest.mark.costly
 def test_an_interrupted_call_goes_on_with_what_is_missing(call, tmp_path):
     first, said = call(stop=5)
     assert "interrupted" in said

@@ -165,6 +165,7 @@ def test_matmuls_have_the_precision_of_a_float32_policy(policy):
     assert step.text.count(f"precision=(Precision.{name},") == step.matmuls["float32"]
 
 
+@pytest.mark.costly
 def test_fp8_takes_one_more_line():
     """The model gets its scales where it is initialized; products of attention and the tied logits stay bfloat16."""
     ported, init = source_of("linen_gpt", "fp8"), "params = jax.jit(model.init)("

@@ -121,6 +121,7 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
             run()
 
 
+@pytest.mark.costly
 def test_keys_of_their_own_are_not():
     """Split with the batch; folded with it; of nnx, whose counts move; for noise of weights, which all may share."""
 

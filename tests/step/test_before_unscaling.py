@@ -82,6 +82,7 @@ def test_what_looks_at_the_size_is_warned_of_once(name):
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.costly
 def test_what_only_scales_is_not(name):
     with silence():
         step(chained(RIGHT[name]))
@@ -108,6 +109,7 @@ def test_the_warned_of_chain_depends_on_the_scale_and_the_others_do_not():
             assert same != found, name
 
 
+@pytest.mark.costly
 def test_it_is_silent_without_a_scale_and_inside():
     clip = optax.clip_by_global_norm(1.0)
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}

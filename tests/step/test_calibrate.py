@@ -253,6 +253,7 @@ def test_what_cannot_be_calibrated_is_refused():
 
 
 @pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.costly
 def test_a_train_state_runs_the_loss_under_its_policy(jit):
     """As the README writes it: no `policy=` in the call, and a model without a dtype."""
     model = nn.Sequential([nn.Dense(SIDE) for _ in range(3)])

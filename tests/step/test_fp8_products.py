@@ -110,6 +110,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.costly
 def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     with jaxmp.autocast(STATELESS):
         params = jax.jit(Net().init)(KEY, X)

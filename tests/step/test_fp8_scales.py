@@ -178,6 +178,7 @@ def test_split_sends_extra_arguments_to_the_rest():
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("length", [1, 2, 3, 6])
+@pytest.mark.costly
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
     params, opt_state = start(tx, "bf16", layer_params(0))

@@ -597,6 +597,7 @@ def test_clamped_steps_of_mixed_precision_in_both_ways_of_writing():
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
+@pytest.mark.costly
 def test_an_infinite_amax_of_fp8_is_no_gradient_to_clamp():
     tx = jaxmp.mixed_precision(
         optax.sgd(1.0), "fp16", loss_scale=4.0, recipe=jaxmp.fp8.DelayedScaling(), clamp_inf=jnp.float16

@@ -45,6 +45,7 @@ def numbers(params, opt_state):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.costly
 def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
     tx = OPTIMIZERS[name]()
     params, opt_state, grads = start(name, tx)

@@ -297,6 +297,7 @@ def run_machine(name, examples, steps):
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.costly
 def test_invariants(name):
     run_machine(name, examples=6, steps=12)
 

@@ -47,6 +47,7 @@ def changed(leaf, name, factor):
 
 
 @pytest.mark.parametrize("name", ["master", "mu", "nu"])
+@pytest.mark.costly
 def test_a_wrong_number_is_seen(name):
     world, before, _, grads = one_step()
     with pytest.raises(AssertionError, match=rf"^vector: (?s:.*){name}: "):

@@ -154,6 +154,7 @@ def test_no_two_moments_share_noise():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.costly
 def test_runs_are_the_same_to_the_bit(dtype):
     params, tx = params_of(), compress.compress_moments(optax.adam(1e-2), dtype)
     update = jax.jit(tx.update)
@@ -195,6 +196,7 @@ def test_nothing_non_finite_is_stored(dtype):
     ("policy", "dtype"),
     cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),
 )
+@pytest.mark.costly
 def test_skipped_steps_keep_codes_and_scales(policy, dtype):
     params32 = {name: params_of()[name] for name in ("kernel", "bias")}
     params = jaxmp.get_policy(policy).cast_to_param(params32)
@@ -244,6 +246,7 @@ def test_nothing_to_compress(inner):
     [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],
     ids=["compress", "fused"],
 )
+@pytest.mark.costly
 def test_a_large_param_that_keeps_float32_moments_is_named(make):
     params = {
         "head": jnp.zeros((64, 5001)),

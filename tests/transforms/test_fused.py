@@ -212,6 +212,7 @@ def test_a_master_of_24_bits_learns_at_small_learning_rates(make):
         np.testing.assert_allclose(drift, [-3000 * r for r in rates], rtol=2e-2)
 
 
+@pytest.mark.costly
 def test_the_noise_of_a_master_of_24_bits_moves_on_with_each_step_taken():
     """And only then: a skipped step leaves it, and two runs have the same."""
     for inner in (optax.sgd(1e-4), jaxmp.fused_sgd(1e-4)):
