@@ -19,7 +19,6 @@ import difflib
 import fnmatch
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,6 +26,8 @@ import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
+
+from jaxmp._src.base.warn import warn
 
 _IN_A_BOX = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of its array
 
@@ -123,7 +124,7 @@ def warn_of_idle(
     paths = list(paths)
     messages = idle_messages(argument, patterns, paths, of=of) if paths else []
     for message in messages:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warn("pattern-fits-nothing", message, stacklevel=stacklevel + 1)
     return bool(messages)
 
 

@@ -50,7 +50,6 @@ Reference: torch/amp/grad_scaler.py of torch 2.13.
 import copy
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -61,6 +60,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.autocast import cast_lists
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
@@ -488,7 +488,8 @@ class GradScaler:
 def _warn_if_rounded(loss_dtype: np.dtype) -> None:
     """Warns if a loss was rounded to 16 bits before it is scaled."""
     if loss_dtype.itemsize == 2:
-        warnings.warn(
+        warn(
+            "16-bit-loss",
             f"the loss to scale is {loss_dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute the "
             f"loss in float32. A region `with jaxmp.autocast(...)` changes only the modules that are called in it; to "
             f"change a whole function use jaxmp.autocast(loss_fn).",

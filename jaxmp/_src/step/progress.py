@@ -1,7 +1,6 @@
 """Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
 
 import math
-import warnings
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient
+from jaxmp._src.base.warn import warn
 from jaxmp._src.step import read_state, stale_masters
 
 _MANY = 0.1  # the share of skipped steps that is named,
@@ -116,7 +116,7 @@ def check_progress(
     if params is not None and (path := stale_masters.first(opt_state, params)) is not None:
         found["stale"] = f"a param must be its master, rounded; got others at {path}: {stale_masters.CAUSE}"
     for message in _not_named_yet(opt_state, steps, found):
-        warnings.warn(message, stacklevel=2)
+        warn("run-in-trouble", message, stacklevel=2)
 
 
 def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:

@@ -6,7 +6,6 @@ for any optimizer. The functions here find a state at any depth: inside `optax.c
 TrainState, or in an `nnx.Optimizer`.
 """
 
-import warnings
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from optax import contrib
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, scale_reads
@@ -198,7 +198,8 @@ def warn_if_followed(state: Any, *, stacklevel: int) -> None:
     noted = ambient.now().followed_masters
     for part in find(state, MasterState):
         if any(noted.pop(id(x), None) is x for x in jax.tree.leaves(part.master_params)[:1]):
-            warnings.warn(
+            warn(
+                "work-behind-masters",
                 "nothing that changes updates may follow mixed_precision (or keep_master_params) in a chain: the next "
                 "step computes 16-bit params from their masters, and takes back what follows; got a chain with a "
                 "transform behind it. Put that transform inside: "

@@ -13,7 +13,6 @@ wait. The scale changes after it was used, never before (DeepSpeed and mpx unsca
 Read it in this order: `unscale_and_skip` (the equations), `decide`, then `ways_to_write`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
@@ -159,7 +159,8 @@ def unscale_and_skip(
         )
     unscaled_fp16 = policy is not None and policy.uses_float16 and not scales
     if unscaled_fp16:
-        warnings.warn(
+        warn(
+            "float16-without-loss-scale",
             'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto" for a '
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics reports this as unscaled_fp16.',
             stacklevel=3,

@@ -10,7 +10,6 @@ multiple of 32 stay in float32.
 """
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
@@ -134,7 +134,8 @@ def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
         return
     path, shape = next(iter(wide.items()))
     size, group = shape[-1], min(moments.GROUPS)
-    warnings.warn(
+    warn(
+        "moments-stay-float32",
         f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
         f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
         f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
