@@ -12,7 +12,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors
 
+import jaxmp
 import process_worker
 import regimes
 import resume_worker
@@ -59,15 +61,16 @@ def finish(workers, logs):
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """What each process saved."""
+    """The folder that the processes wrote into, and what each saved."""
     folder = tmp_path_factory.mktemp("processes")
     finish(*start(process_worker.__file__, folder, PROCESSES, regimes.DEVICES // PROCESSES))
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
+    return folder, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("case", process_worker.JOBS, ids=lambda case: case[0])
 def test_processes_decide_as_one(traces, case):
+    _, traces = traces
     regime_name, framework, dtype, _ = case
     job = regimes.make_job(framework, dtype, regimes.REGIMES[regime_name].axis_name)
     as_state = jax.tree.structure(job.state).unflatten
@@ -79,6 +82,22 @@ def test_processes_decide_as_one(traces, case):
     alone = regimes.trace_of(*case)  # one process that has all four devices
     for trace in by_process:
         regimes.check_equal(job, trace, job, alone, regimes.TOLERANCE[dtype])
+
+
+@pytest.mark.costly
+def test_processes_write_one_model_tensor_by_tensor(traces):
+    folder, whole = traces[0], process_worker.weights()
+    with safetensors.safe_open(folder / "fp8.safetensors", framework="np") as file:
+        assert {k: file.get_slice(k).get_dtype() for k in file.keys()} == {
+            "dense.bias": "BF16", "dense.weight": "F8_E4M3", "dense.weight_scale": "F32"
+        }  # fmt: skip
+    read = jaxmp.checkpoint.read_safetensors(folder / "model")  # the worker compared what it loaded
+    np.testing.assert_array_equal(read["dense.kernel"], whole["dense"]["kernel"])
+    np.testing.assert_array_equal(read["dense.bias"], whole["dense"]["bias"])
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(x.name for x in (folder / "model").iterdir()) == [*shards, "model.safetensors.index.json"]
+    errors = [(folder / f"{rank}.error").read_text() for rank in range(PROCESSES)]
+    assert "Not a directory" in errors[0] and "process 0, which writes, could not write" in errors[1]
 
 
 def test_the_overflow_is_in_the_data_of_one_process():

@@ -19,6 +19,14 @@ def chosen_sharding(x: Any) -> Any:
     return getattr(x, "sharding", None)
 
 
+def put(x: Any, sharding: Any) -> Any:
+    """An array of this process, the same in all of them, in a sharding that may reach over processes."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
 def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of `x` with the sharding of `other`."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chosen_sharding(other))
