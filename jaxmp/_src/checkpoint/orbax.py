@@ -253,11 +253,11 @@ def read(
     params: PyTree,
     extra: Mapping[str, PyTree],
     checksums: Mapping[str, str] | None,
-    new: padding.Padding,
+    change: padding.Change,
 ) -> Any:
     """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
 
-    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `new` says what is padding then.
+    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `change` says what is padding then.
     What jax would shorten (64 bits, without x64) is an array of NumPy, and a number is a number of Python.
     """
     shardings = placement.Shardings(params)
@@ -278,7 +278,7 @@ def read(
         found = reader.restore(folder, tree_paths.map_with_path(target, tree), strict=False)
     except Exception as e:
         raise _unreadable(folder, e) from e
-    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, new.whole), checksums)):
+    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, change.whole), checksums)):
         raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
     return found if placed else jax.tree.map(_uncommitted, found)

@@ -6,6 +6,7 @@
 
 import dataclasses
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import metadata as _metadata
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from jaxmp._src.checkpoint import (
     padding,
     partial as partial_lib,
     placement,
+    regroup,
     writer,
 )
 from jaxmp._src.distributed import param_layout
@@ -270,7 +272,8 @@ def restore(
 
     Warns:
       UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again; a pattern
-        of `partial` that fits no leaf.
+        of `partial` that fits no leaf; moments in 8 bits that are rounded, because their groups of neighbours are
+        larger under `layout`.
 
     Example:
       >>> import jaxmp, tempfile
@@ -289,11 +292,12 @@ def restore(
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
     wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
-    old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
+    new = padding.of_layout(layout, params, "layout=")
+    change = padding.Change(padding.recorded(about), new, leaf_paths.plain_leaves(params))
     with ocp.StandardCheckpointer() as reader:
-        tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
+        tree = change.onto(orbax.described(folder))
         parts = orbax.parts(tree, folder)
-        saved = _saved_of(parts, params, order)
+        saved, _ = _saved_of(parts, params, order, tx, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
                 f"a job continues from params and opt_state; the checkpoint at {folder} has only "
@@ -311,8 +315,17 @@ def restore(
             convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
-    saved, report = _completed(_saved_of(parts, params, order), tx, params, patterns)
+        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, change), folder)
+    saved, rounded = _saved_of(parts, params, order, tx, change)
+    if rounded:
+        warnings.warn(
+            f"moments in 8 bits keep their numbers if the padding of this layout keeps their groups of neighbours; "
+            f"{len(rounded)} of them {'is' if len(rounded) == 1 else 'are'} rounded to the codes of larger groups "
+            f"({', '.join(rounded[:3])}{', ...' if len(rounded) > 3 else ''}). A layout that pads another axis avoids "
+            f"it.",
+            stacklevel=2,
+        )
+    saved, report = _completed(saved, tx, params, patterns)
     opt_state = None
     if tx is None:
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
@@ -345,14 +358,22 @@ def _completed(
     return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
-def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
-    """The saved leaves, with the fp8 scales in the order of their histories: as recorded, else as in `like`."""
+def _saved_of(
+    parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None, tx: Any, change: padding.Change
+) -> tuple[job_leaves.Saved, list[str]]:
+    """The saved leaves in the form of this job, and the moments that were rounded for it.
+
+    The fp8 scales are in the order of their histories: as recorded, else as in `like`.
+    """
     leaves = leaf_paths.plain_leaves(parts["params"])
     scales = [
         path for path in (order or leaf_paths.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
-    return job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
+    saved = job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
+    if tx is None or change.is_empty:
+        return saved, []
+    return regroup.fitted(saved, convert_lib.structure_of(tx, like), change)
 
 
 def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:

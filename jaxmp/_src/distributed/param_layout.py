@@ -227,7 +227,8 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         if in_8_bits:
             raise ValueError(
                 f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
-                f"pads no leaf, or moments in 16 or 32 bits."
+                f"pads no leaf, or moments in 16 or 32 bits; or go through a checkpoint: jaxmp.checkpoint.save and "
+                f"restore with layout= take the moments to another padding."
             )
         return f(tree_paths.path_str(path), x, cut)
 
