@@ -526,3 +526,20 @@ def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     masters = [jaxmp.get_master_params(s, p) for p, s in (cut, whole)]
     kernels = [np.concatenate([np.ravel(m[f"Dense_{i}"]["kernel"]) for i in range(2)]) for m in masters]
     assert sqnr(kernels[1], kernels[0]) > 40
+
+
+def test_arguments_in_the_place_of_others_are_named():
+    params, mesh, tx = {"w": jnp.ones((8, 8))}, jax.make_mesh((8,), ("fsdp",)), optax.adam(1e-3)
+    layout = fsdp.layout_of(params, mesh, min_size=1)
+    for call, told in {
+        lambda: fsdp.layout_of(mesh, params): r"layout_of\(params, mesh\); got dict as mesh",
+        lambda: fsdp.gather(layout, params): r"gather\(params, layout\) takes the layout .*; got dict",
+        lambda: fsdp.pad(
+            layout, params
+        ): r"takes the layout that jaxmp.fsdp.layout_of\(params, mesh\) returns; got dict",
+        lambda: jaxmp.sharding_of(params, tx, layout.specs): "got dict as tx, function in params",
+        lambda: jaxmp.sharding_of(tx, layout.shardings, params): "got NamedSharding in params, ArrayImpl in shardings",
+        lambda: jaxmp.sharding_of(tx, params, layout): "got Layout in shardings. Of a layout .* pass layout.shardings",
+    }.items():
+        with pytest.raises(TypeError, match=told):
+            call()

@@ -116,6 +116,7 @@ def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str)
     """The padding of params that have the shapes of a layout; a ValueError names the first that has not."""
     if layout is None:
         return Padding({})
+    param_layout.check_is_layout(layout, argument)
     found: dict[str, tuple[Shape, Shape]] = {}
 
     def note(path: str, x: Any, cut: param_layout.Cut) -> None:

@@ -32,7 +32,7 @@ from jaxmp._src.checkpoint import (
 )
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step import argument_kinds, leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 
@@ -147,6 +147,10 @@ def save(
       7
     """
     ocp = orbax.package()
+    orbax.check_manager(manager, step)
+    given = {"params": ("params", params), "opt_state": ("state", opt_state)}
+    argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
+    _check_extra_is_dict(extra)
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
@@ -206,7 +210,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
     """Reads the record of a checkpoint that `save` wrote: `policy`, `keep_fp32`, `recipe`, `versions`, `metadata`.
 
     Args:
-      source: an Orbax `CheckpointManager`, or the path of one step.
+      source: an Orbax `CheckpointManager`, its directory, or the path of one step.
       step: which step; default: the newest.
 
     Returns:
@@ -246,8 +250,8 @@ def restore(
     for bit.
 
     Args:
-      source: an Orbax `CheckpointManager`, or the path of one step or of one tree that Orbax saved: a dict with
-        `params` and `opt_state` (also a TrainState), or a pair of these.
+      source: an Orbax `CheckpointManager`, or its directory, or the path of one step or of one tree that Orbax saved: a
+        dict with `params` and `opt_state` (also a TrainState), or a pair of these.
       tx: the optimizer to continue with; None: only the params (from the masters if there are any).
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
@@ -286,6 +290,9 @@ def restore(
       ...     restore(steps, fp32, params=params32).params
       {'w': Array([1.001], dtype=float32)}
     """
+    optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
+    argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
+    _check_extra_is_dict(extra)
     step, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
@@ -336,6 +343,14 @@ def restore(
     restored = Restored(step, params, opt_state, found)
     restored.report = report._replace(fresh=(*report.fresh, *fresh))
     return restored
+
+
+def _check_extra_is_dict(extra: Any) -> None:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra= takes trees by name, such as {{'batch_stats': ..., 'epoch': 3}}; got {type(extra).__name__}. Give "
+            f"each tree a name."
+        )
 
 
 def _completed(

@@ -78,6 +78,7 @@ def gather(
       Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277);
       FairScale, fully_sharded_data_parallel.py.
     """
+    param_layout.check_is_layout(layout, "gather(params, layout)")
     manual, devices = layout.axis_name in compat.manual_axes(), layout.mesh.shape[layout.axis_name]
     if not manual and compat.manual_axes() and layout.axis_name not in _auto_axes():
         raise ValueError(
@@ -151,6 +152,7 @@ def reduce_gradients(
       >>> jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=layout.specs)(jnp.arange(8.0))["w"].tolist()
       [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
+    param_layout.check_is_layout(layout, "reduce_gradients(grads, layout)")
     collectives.named_axes(layout.axis_name)
     devices = layout.mesh.shape[layout.axis_name]
 
