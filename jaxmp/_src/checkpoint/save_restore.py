@@ -293,13 +293,13 @@ def restore(
     optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
     _check_extra_is_dict(extra)
+    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
+    new = padding.of_layout(layout, params, "layout=")
     step, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
-    new = padding.of_layout(layout, params, "layout=")
     change = padding.Change(padding.recorded(about), new, leaf_paths.plain_leaves(params))
     with ocp.StandardCheckpointer() as reader:
         tree = change.onto(orbax.described(folder))
