@@ -150,7 +150,7 @@ def save(
     orbax.check_manager(manager, step)
     given = {"params": ("params", params), "opt_state": ("state", opt_state)}
     argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
-    _check_extra_is_dict(extra)
+    check_extra_is_dict(extra)
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
@@ -292,7 +292,7 @@ def restore(
     """
     optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
-    _check_extra_is_dict(extra)
+    check_extra_is_dict(extra)
     wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
     new = padding.of_layout(layout, params, "layout=")
     step, folder = orbax.find(source, step)
@@ -345,7 +345,8 @@ def restore(
     return restored
 
 
-def _check_extra_is_dict(extra: Any) -> None:
+def check_extra_is_dict(extra: Any) -> None:
+    """Raises a TypeError for trees without names."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(
             f"extra= takes trees by name, such as {{'batch_stats': ..., 'epoch': 3}}; got {type(extra).__name__}. Give "
