@@ -497,13 +497,15 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.campaign)])
-def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, tmp_path):
+@pytest.mark.parametrize("elastic", [False, True], ids=["one-device", "other-devices"])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.campaign)])
+def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, elastic, tmp_path):
     script = ROOT / "tests" / "support" / "checkpoint_job.py"
     command = [sys.executable, str(script), "--kills", str(kills), "--seconds", "0.3", "--out", str(tmp_path / "out")]
+    command += ["--elastic"] * elastic
     ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    record = json.loads((tmp_path / "out").read_text())
+    record = json.loads((tmp_path / "out").read_text())["elastic" if elastic else "one_device"]
     assert record["kills"] == kills == record["restored_bit_for_bit"] + record["killed_before_it_had_restored"]
     assert record["restored_bit_for_bit"] >= 2 and record["steps_trained"] > 0
 

@@ -1,6 +1,7 @@
 """Real processes, joined by `jax.distributed`: an overflow in one of them, and a death."""
 
 import itertools
+import json
 import os
 import pathlib
 import pickle
@@ -105,6 +106,38 @@ def test_the_overflow_is_in_the_data_of_one_process():
     assert regimes.BAD_ROW in ours
     assert regimes.BAD_ROW not in others
     assert jax.process_count() == 1  # here
+
+
+@pytest.mark.campaign
+def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path):
+    """Params are cut over all processes; what an earlier life saved is restored in every bit."""
+    bad, lives = resume_worker.BAD_RANK, []
+    for processes, killed_in, steps in ((4, 2, 9), (2, 4, 9), (4, None, 7)):
+        (tmp_path / "elastic.json").write_text(json.dumps({"kill_in_save_of": killed_in, "steps": steps}))
+        workers, logs = start(resume_worker.__file__, tmp_path, processes, 1)
+        if killed_in is None:
+            finish(workers, logs)
+        else:
+            try:
+                assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
+            finally:
+                for worker in workers:
+                    worker.kill()
+                    worker.wait()
+                for log in logs:
+                    log.close()
+        lives.append((tmp_path / "0.log").read_text().splitlines())
+        (tmp_path / "0.log").write_text("")
+    known = {}
+    for number, lines in enumerate(lives):
+        for line in lines:
+            what, *rest = line.split()
+            if what == "restored":
+                assert known[rest[0]] == rest[1], f"life {number} restored other bits of step {rest[0]}"
+            elif what != "end":
+                known[what] = rest[0]
+    assert [lines[0].split()[:2] for lines in lives[1:]] == [["restored", "1"], ["restored", "3"]]
+    assert lives[2][-1] == "end" and lives[2][-2].startswith("6 ")
 
 
 @pytest.mark.costly
