@@ -92,7 +92,8 @@ def gather(
             f"remove these arguments."
         )
     if manual:
-        gathered_params.note(params, layout.axis_name)
+        param_layout.check_same_tree(params, layout)
+        gathered_params.note(params, layout.axis_name, layout.whole)
     fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 

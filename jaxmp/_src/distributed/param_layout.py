@@ -267,8 +267,13 @@ def trimmed(x: Any, cut: Cut) -> Any:
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
     """`f(path, leaf, cut)` for each leaf of a tree like the layout's params."""
-    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
+    check_same_tree(tree, layout)
     return tree_paths.map_with_path(f, tree, layout.cuts)
+
+
+def check_same_tree(tree: PyTree, layout: Layout) -> None:
+    """Raises a ValueError unless a tree has the structure of the layout's params."""
+    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
 
 
 def check_is_layout(layout: Any, call: str) -> None:
