@@ -1,6 +1,7 @@
 """Params cut over devices: what moves in which dtype, and training that equals one device's."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -543,3 +544,60 @@ def test_arguments_in_the_place_of_others_are_named():
     }.items():
         with pytest.raises(TypeError, match=told):
             call()
+
+
+@pytest.mark.costly
+def test_cut_inside_a_node_and_whole_between_nodes():
+    """HSDP: the numbers of one device; parts are scattered over four devices, and only parts are summed over nodes."""
+    rng = np.random.default_rng(0)
+    params32 = {"w": jnp.asarray(rng.normal(size=(32, 48)) / 6, jnp.float32), "b": jnp.zeros((1, 48))}
+    x = jnp.asarray(rng.normal(size=(16, 32)), jnp.float32)
+    mesh = jax.make_mesh((2, 4), ("node", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    layout = fsdp.layout_of(params32, mesh, min_size=64)
+    where = {"axis_name": "fsdp", "replicated": layout.whole}
+    policy = jaxmp.get_policy("bf16")
+
+    def make_tx(**where):
+        return jaxmp.mixed_precision(
+            optax.chain(jaxmp.clip_by_global_norm(0.1, **where), optax.sgd(0.5, momentum=0.9)), policy
+        )
+
+    def model_loss(params, x):
+        h = (x.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32) + params["b"]
+        return jnp.mean(jnp.tanh(h) ** 2)
+
+    def step(tx, params, opt_state, x, cut):
+        loss_fn = (lambda p, x: model_loss(fsdp.gather(p, layout, reduce_dtype=jnp.float32), x)) if cut else model_loss
+        axes = {"axis_name": ("node", "fsdp")} if cut else {}
+        _, grads = jaxmp.value_and_grad(loss_fn, **axes)(params, x, opt_state=opt_state)
+        if cut:
+            grads = fsdp.reduce_gradients(grads, layout)
+            grads, _ = jaxmp.reduce_gradients("node").update(grads, optax.EmptyState())
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    alone, tx = make_tx(), make_tx(**where)
+    specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
+    on_one = jax.jit(lambda p, s: step(alone, p, s, x, False))
+    on_all = jax.jit(
+        jax.shard_map(
+            lambda p, s, x: step(tx, p, s, x, True),
+            mesh=mesh,
+            in_specs=(*specs, P(("node", "fsdp"))),
+            out_specs=specs,
+        )
+    )
+    one, all_ = ((policy.cast_to_param(params32), t.init(params32)) for t in (alone, tx))
+    text = on_all.lower(*all_, x).compile().as_text()
+    scattered = re.findall(r"f32\[(\d+),(\d+)\]\S* reduce-scatter\(", text)
+    assert [int(a) * int(b) for a, b in scattered] == [32 * 48 // 4]
+    summed = [line.split(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
+    assert any("[32,12]" in shapes for shapes in summed)  # a part, between nodes
+    assert not any("[32,48]" in shapes for shapes in summed)  # never the whole leaf
+    for _ in range(3):
+        one, all_ = on_one(*one), on_all(*all_, x)
+    masters = [jaxmp.get_master_params(s, p) for p, s in (one, all_)]
+    for name in params32:
+        np.testing.assert_allclose(
+            masters[1][name], masters[0][name], atol=2e-3 * float(jnp.max(jnp.abs(masters[0][name])))
+        )
+    assert float(jnp.max(jnp.abs(masters[0]["w"] - params32["w"]))) > 1e-3
