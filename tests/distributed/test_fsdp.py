@@ -597,7 +597,7 @@ def test_cut_inside_a_node_and_whole_between_nodes():
         one, all_ = on_one(*one), on_all(*all_, x)
     masters = [jaxmp.get_master_params(s, p) for p, s in (one, all_)]
     for name in params32:
-        np.testing.assert_allclose(
-            masters[1][name], masters[0][name], atol=2e-3 * float(jnp.max(jnp.abs(masters[0][name])))
-        )
-    assert float(jnp.max(jnp.abs(masters[0]["w"] - params32["w"]))) > 1e-3
+        way = float(jnp.max(jnp.abs(masters[0][name] - params32[name])))
+        assert way > 1e-3
+        # The gradients are rounded to bfloat16 before the mean over nodes, not behind it.
+        np.testing.assert_allclose(masters[1][name], masters[0][name], rtol=0, atol=2.0**-7 * way)
