@@ -46,6 +46,7 @@ RIGHT = {
     "int8": lambda: jaxmp.compress_moments(optax.adamw(1e-3), jnp.int8),
     "fused int8": lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8),
     "fused": lambda: jaxmp.fused_adamw(1e-3),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.adam(1e-3)),  # means of rows; w is cut by rows
     "masked": lambda: optax.masked(optax.adamw(1e-3), {"w": True, "norm": False}),
     "steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
     "agc of what is whole": lambda: optax.chain(
@@ -105,3 +106,26 @@ def test_in_every_policy_and_never_under_jit(policy):
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     assert step[0]["w"].shape == (128, 64)
+
+
+def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_that_is_cut():
+    layouts = {
+        "rows": fsdp.layout_of({"w": PARAMS["w"]}, MESH, min_size=1),
+        "columns": fsdp.Layout(MESH, "fsdp", {"w": fsdp.Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)}),
+    }
+    tx = jaxmp.mixed_precision(optax.chain(optax.centralize(), optax.sgd(0.1)), "fp32")
+    params = {"w": PARAMS["w"]}
+
+    def traced(layout):
+        def step(params, opt_state, x):
+            loss_fn = lambda params, x: jnp.mean((x @ fsdp.gather(params, layout)["w"]) ** 2)  # noqa: E731
+            _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
+
+        specs = (layout.specs, jaxmp.sharding_of(tx, params, layout.specs))
+        step = jax.shard_map(step, mesh=MESH, in_specs=(*specs, P("fsdp")), out_specs=specs)
+        return jax.eval_shape(step, params, tx.init(params), X)
+
+    traced(layouts["rows"])
+    with pytest.raises(ValueError, match="got a reduce_sum over a part .*_subtract_mean"):
+        traced(layouts["columns"])

@@ -93,7 +93,7 @@ def gather(
         )
     if manual:
         param_layout.check_same_tree(params, layout)
-        gathered_params.note(params, layout.axis_name, layout.whole)
+        gathered_params.note(params, layout.axis_name, [cut.dim for cut in jax.tree.leaves(layout.cuts)])
     fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 

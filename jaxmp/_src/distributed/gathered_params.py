@@ -6,6 +6,8 @@ a note while the loss is traced, `value_and_grad` lifts the note to the level at
 `jaxmp.reduce_gradients` looks for one; so does an optimizer that needs whole leaves (`step.whole_leaves`).
 """
 
+from collections.abc import Sequence
+
 import jax
 from jaxtyping import PyTree
 
@@ -14,12 +16,11 @@ from jaxmp._src.base import ambient, compat
 _MOST = 16  # notes that are kept: those of a trace that has ended match nothing
 
 
-def note(params: PyTree, axis_name: str, whole: PyTree) -> None:
-    """Says that `params` are parts, cut over a bound axis, but for those that are `whole` (a tree of bools)."""
-    leaves = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(whole), strict=True)
-    cut = [jax.tree_util.keystr(path) for (path, _), is_whole in leaves if not is_whole]
-    structure = jax.tree.structure(params)
-    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, structure, _shapes(params), frozenset(cut)))
+def note(params: PyTree, axis_name: str, dims: Sequence[int | None]) -> None:
+    """Says that `params` are parts, cut over a bound axis along `dims`; those with None are whole."""
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), dims, strict=True)
+    cut = tuple((jax.tree_util.keystr(path), dim) for (path, _), dim in leaves if dim is not None)
+    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
 
 
 def lift(notes: ambient.Notes) -> None:
@@ -40,11 +41,11 @@ def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
             )
 
 
-def cuts_of(tree: PyTree) -> list[tuple[str, frozenset[str]]]:
-    """[(axis, paths of the leaves that are cut over it)] of params or gradients that were gathered in this trace."""
+def cuts_of(tree: PyTree) -> list[tuple[str, dict[str, int]]]:
+    """[(mesh axis, {path of a leaf: where it is cut})] of params or gradients that were gathered in this trace."""
     here = (compat.trace_state(), jax.tree.structure(tree), _shapes(tree))
     notes = ambient.now().notes.gathered_params
-    return [(x.axis_name, x.cut) for x in notes if (x.trace, x.structure, x.shapes) == here]
+    return [(x.axis_name, dict(x.cut)) for x in notes if (x.trace, x.structure, x.shapes) == here]
 
 
 def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:

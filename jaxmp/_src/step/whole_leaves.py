@@ -7,6 +7,7 @@ mean or a product of a part: a clip by a norm that is not summed over the axis, 
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,9 +29,15 @@ def check(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: d
 
 
 def _check_over(
-    axis: str, cut: frozenset[str], inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
+    axis: str,
+    cut: Mapping[str, int],
+    inner: Any,
+    updates: PyTree,
+    state: Any,
+    params: PyTree,
+    extra_args: dict[str, Any],
 ) -> None:
-    names = [keystr(path) for path, _ in tree_leaves_with_path(params)]
+    shapes = {keystr(path): jnp.shape(x) for path, x in tree_leaves_with_path(params)}
     paths: list[str] = []
 
     def run(updates: PyTree, state: Any, params: PyTree) -> list[Any]:
@@ -45,11 +52,13 @@ def _check_over(
     except Exception:  # the update itself says what is wrong
         return
 
-    def kind(path: Any, x: Any) -> int:
-        owner = shardings.owner_of(keystr(path), names)
-        return parts.PART if owner in cut and jnp.ndim(x) else parts.WHOLE
+    def value_of(path: Any, x: Any) -> parts.Value:
+        owner = shardings.owner_of(keystr(path), shapes)
+        if owner is None or owner not in cut or not jnp.ndim(x):
+            return parts.Value(parts.WHOLE)
+        return parts.Value(parts.PART, cut[owner] if jnp.shape(x) == shapes[owner] else None)
 
-    inputs = [kind(path, x) for tree in (updates, state, params) for path, x in tree_leaves_with_path(tree)]
+    inputs = [value_of(path, x) for tree in (updates, state, params) for path, x in tree_leaves_with_path(tree)]
     for path, value in zip(paths, parts.values(program, inputs, axis), strict=True):
         if value.kind == parts.LOCAL:
             raise ValueError(
