@@ -137,6 +137,16 @@ def restore_job(
     Raises:
       TypeError: a job of another kind.
       ValueError: as `restore`; what of the job is not in the checkpoint, by path.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, jaxmp, optax
+      >>> tx, params = jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), {"w": jnp.ones(2)}
+      >>> state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+      >>> with save_restore.manager(tempfile.mkdtemp()) as steps:
+      ...     before = restore_job(steps, state).step
+      ...     saved = save_job(steps, 4, state)
+      ...     restore_job(steps, state).step
+      4
     """
     parts = _parts_of(job)
     if step is None and orbax.is_manager(source):

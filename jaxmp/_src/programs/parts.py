@@ -102,9 +102,9 @@ def _dim_after(eqn: Any, operands: list[Value]) -> int | None:
     """The axis of the result that is cut; None if it is not known."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     cut = [(v, x.dim) for v, x in zip(eqn.invars, operands, strict=True) if x.kind == PART]
-    if not cut or any(dim is None for _, dim in cut):
+    (v, dim), *others = cut or [(None, None)]
+    if v is None or dim is None:
         return None
-    (v, dim), *others = cut
     before = v.aval.shape
     if name in jaxprs.ELEMENTWISE or name in jaxprs.HANDS_ON:
         return dim if before == shape and all(x.aval.shape == shape and d == dim for x, d in others) else None
