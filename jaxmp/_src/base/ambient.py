@@ -25,12 +25,14 @@ class GatheredParams(NamedTuple):
       trace: from `compat.trace_state()`.
       axis_name: the axis.
       structure, shapes: of this device's parts.
+      cut: (path, as `keystr` writes it, and axis) of the params that are cut; the others are whole on each device.
     """
 
     trace: Any
     axis_name: str
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
+    cut: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass

@@ -65,7 +65,14 @@ def _name(key: Any) -> str:
 
 def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
     """The patterns of an argument; a single string is one pattern."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f'path patterns must be text or a list of texts, such as "head" or ("*norm*", "*ema_*"); got '
+                f'{pattern!r}. Name the paths; "*" fits all of them.'
+            )
+    return found
 
 
 def matches(path: str, patterns: str | Iterable[str]) -> bool:

@@ -25,7 +25,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, state_arrays
+from jaxmp._src.step import argument_kinds, leaf_paths, state_arrays
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 
@@ -74,6 +74,13 @@ def convert(
       >>> params
       {'w': Array([1.001], dtype=float32)}
     """
+    argument_kinds.check(
+        "convert(opt_state, params, to=, policy=)",
+        opt_state=("state", opt_state),
+        params=("params", params),
+        to=("optimizer", to),
+        policy=("policy", policy),
+    )
     policy = get_policy(policy)
     like = params if like is None else like
     saved = job_leaves.Saved(

@@ -27,7 +27,15 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_arrays, write_masters
+from jaxmp._src.step import (
+    extra_arguments,
+    in_place,
+    kept_elements,
+    read_state,
+    state_arrays,
+    whole_leaves,
+    write_masters,
+)
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state_tuples import MasterState
@@ -97,6 +105,7 @@ def keep_master_params(
             raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
         if as_made:
             full = casting.cast_floats(params, jnp.float32)
+            whole_leaves.check(inner, updates, state.master_inner, full, extra_args)
             moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, full, extra_args)
             return moves, state._replace(master_inner=inner_state)
         if remainder is not None:
@@ -112,6 +121,7 @@ def keep_master_params(
         write_masters.check_masters(state.master_params, params, None)
         view = _view(params, state.master_params)
         with tree_paths.explained_by_shapes(updates, params):  # shapes may differ: one gradient for each example
+            whole_leaves.check(inner, updates, state.master_inner, view, extra_args)
             moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, view, extra_args)
         tree_paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
@@ -143,6 +153,8 @@ def keep_master_params(
         _check_grads(grads, params)
         _check_dtypes(inner, policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, remainder)
+        full = casting.cast_floats(params, jnp.float32)
+        whole_leaves.check(inner, grads, state.master_inner, full, extra_args)
         with tree_paths.explained_by_shapes(grads, params):
             return write_masters.write(inner, grads, state, params, step, extra_args)
 

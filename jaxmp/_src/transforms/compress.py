@@ -25,7 +25,7 @@ from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
-_NOT_NEGATIVE = ("nu", "sum_of_squares")
+NOT_NEGATIVE = ("nu", "sum_of_squares")
 _LARGE = 2**16  # elements of a param whose float32 moments are worth a warning
 
 
@@ -81,7 +81,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         state = inner.init(params)
         if not any(map(_holds_moments, jax.tree.leaves(state, is_leaf=_holds_moments))):
             raise ValueError(
-                f"compress_moments finds moments by name ({', '.join((*_SIGNED, *_NOT_NEGATIVE))}); the state of "
+                f"compress_moments finds moments by name ({', '.join((*_SIGNED, *NOT_NEGATIVE))}); the state of "
                 f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
             )
 
@@ -199,7 +199,7 @@ def map_moments(f: Any, state: Any) -> Any:
             return node
         new = {}
         for name in node._fields:
-            if name in (*_SIGNED, *_NOT_NEGATIVE):
+            if name in (*_SIGNED, *NOT_NEGATIVE):
                 leaves, treedef = jax.tree.flatten(getattr(node, name), is_leaf=moments.is_quantized)
                 signed = name in _SIGNED
                 new[name] = treedef.unflatten([f(x, signed, next(numbers[signed])) for x in leaves])
@@ -210,4 +210,4 @@ def map_moments(f: Any, state: Any) -> Any:
 
 def _holds_moments(node: Any) -> bool:
     fields = getattr(node, "_fields", ())
-    return any(name in (*_SIGNED, *_NOT_NEGATIVE) for name in fields)
+    return any(name in (*_SIGNED, *NOT_NEGATIVE) for name in fields)
