@@ -178,7 +178,7 @@ def _moments(state: Any) -> Iterator[tuple[str, Any, bool]]:
     """(path, moment, whether it is signed) of each moment in `state`."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_holds_moments):
         for name in node._fields if _holds_moments(node) else ():
-            if name in (*_SIGNED, *_NOT_NEGATIVE):
+            if name in (*_SIGNED, *NOT_NEGATIVE):
                 field = jax.tree_util.tree_leaves_with_path(getattr(node, name), is_leaf=moments.is_quantized)
                 key = jax.tree_util.GetAttrKey(name)
                 yield from ((tree_paths.path_str((*path, key, *rest)), x, name in _SIGNED) for rest, x in field)
