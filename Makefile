@@ -11,7 +11,8 @@
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
 #   make autocast   530 public functions of JAX under autocast and every transformation, beside float32
 #   make corruption 1,000 damages of a saved checkpoint, none of which may be restored in silence
-#   make pairs      120 small jobs in which every pair of features meets, interrupted, restored, beside one device
+#   make kills      50 kills of a job in its steps, saves and restores, and 50 with other devices in each life
+#   make pairs      115 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on the GPU of this machine, under 8 minutes: PYTHON has to have jax for CUDA
@@ -40,11 +41,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs campaign faults corruption oracle autocast pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs campaign faults corruption oracle autocast kills pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,19p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,20p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -103,6 +104,11 @@ oracle: $(STAMP)/dev
 
 corruption: $(STAMP)/dev
 	JAX_PLATFORMS=cpu $(VENV)/bin/python tests/support/corruption.py --json benchmarks/results/corruption.json $(ARGS)
+
+kills: $(STAMP)/dev
+	JAX_PLATFORMS=cpu $(VENV)/bin/python tests/support/checkpoint_job.py --out benchmarks/results/kills.json $(ARGS)
+	XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu $(VENV)/bin/python \
+	  tests/support/checkpoint_job.py --elastic --out benchmarks/results/kills.json $(ARGS)
 
 pairs: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \

@@ -1,7 +1,7 @@
-"""`python -m jaxmp`: versions, devices and backends of this installation, and some tools.
+"""`python -m jaxmp`: what jaxmp does on this machine, and some tools.
 
-python -m jaxmp              the same as
-python -m jaxmp doctor       versions, devices, and which backend runs each operation, with the reason
+python -m jaxmp              this list
+python -m jaxmp doctor       versions, devices, which backend runs each operation and why, and what to do next
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers; fp8 and fp4 recipes as measured
 python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 import jaxmp
-from jaxmp._src.base import named_functions, tables
+from jaxmp._src.base import named_functions, next_steps, tables
 from jaxmp._src.checkpoint import inspection
 from jaxmp._src.fp8 import backends, recipe_guide
 from jaxmp._src.memory import plan
@@ -37,9 +37,9 @@ _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxmp", description="What jaxmp does on this machine.")
-    parser.set_defaults(run=_print_backends)
+    parser.set_defaults(run=functools.partial(_print_help, parser))
     commands = parser.add_subparsers(title="commands", metavar="command")
-    served = "versions, devices, and what serves each operation (the default)"
+    served = "versions, devices, what serves each operation, and what to do next"
     command = commands.add_parser("doctor", aliases=["backends"], help=served)
     command.set_defaults(run=_print_backends)
     command = commands.add_parser("formats", help="formats from fp32 to fp4 in numbers, and recipes as measured")
@@ -73,10 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return parsed.run()
 
 
+def _print_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
+
+
 def _print_backends() -> int:
     print(f"jaxmp {jaxmp.__version__}: {', '.join(_versions())}\n")
     print(*_devices(), "", sep="\n")
     print(tables.columns([("operation", "backend", "because, or where"), *backends.backends()]))
+    print("\nWhat to do next:", *next_steps.next_steps(), sep="\n- ")
     return 0
 
 

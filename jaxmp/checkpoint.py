@@ -23,6 +23,11 @@ from jaxmp._src.checkpoint.foreign_loss_scales import (
     import_loss_scale as import_loss_scale,
     set_loss_scale as set_loss_scale,
 )
+from jaxmp._src.checkpoint.jobs import (
+    RestoredJob as RestoredJob,
+    restore_job as restore_job,
+    save_job as save_job,
+)
 from jaxmp._src.checkpoint.megatron import export_megatron as export_megatron, import_megatron as import_megatron
 from jaxmp._src.checkpoint.safetensors import (
     load_safetensors as load_safetensors,

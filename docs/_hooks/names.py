@@ -67,6 +67,16 @@ def summary_of(room: str) -> str:
     return (ast.get_docstring(ast.parse(source.read_text())) or "") if source.is_file() else ""
 
 
+def first_line(name: str) -> str:
+    """The first line of the docstring of a public name; empty for one that has none, such as a constant."""
+    module, _, attribute = name.rpartition(".")
+    origin = exports_of(module).get(attribute, module)
+    for node in ast.parse(source_of(origin).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == attribute and ast.get_docstring(node):
+            return (ast.get_docstring(node) or "").partition("\n")[0]  # not of its overloads, which have none
+    return ""
+
+
 @functools.cache
 def pages() -> dict[str, tuple[str, list[str]]]:
     """Each page of the reference: its title, and its names in full.

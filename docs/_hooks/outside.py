@@ -5,6 +5,7 @@ Scripts and notebooks of examples/ are shown as they are, notebooks with their s
 the repository become links between pages. A file that has no page is copied.
 """
 
+import ast
 import functools
 import json
 import posixpath
@@ -16,11 +17,13 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = "benchmarks/README.md"
+GALLERY = "examples/index.md"
 MOVED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/scaling.md": "performance/scaling.md",
+    "examples/third_party/README.md": "examples/third_party.md",
     BENCHMARKS: "performance/index.md",
 }
 WITHOUT_CONTENTS = "---\nhide:\n  - toc\n---\n\n"  # room for wide tables and long lines
@@ -137,6 +140,32 @@ def notebook(path: Path) -> str:
     return "\n\n".join(parts) + f"\n\nThis is [the notebook]({path.name}), which runs in the tests.\n"
 
 
+def picture_of(path: Path) -> str:
+    """The last picture of a notebook, as base64."""
+    outputs = [o for cell in json.loads(path.read_text())["cells"] for o in cell.get("outputs", [])]
+    return "".join([o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})][-1]).strip()
+
+
+def gallery() -> str:
+    """The first page of the examples: notebooks with their last pictures, and scripts with their first line."""
+    lines = ["# Examples", "", "Each notebook ran as it is shown, and runs in the tests.", "", "## Notebooks", ""]
+    for source, page in examples().items():
+        path, link = ROOT / source, Path(page).name
+        if path.suffix == ".ipynb":
+            intro = "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()
+            sentence = re.split(r"(?<=[.:]) ", " ".join(intro[2:]))[0].rstrip(":").rstrip(".")
+            picture = f"[![{path.stem}](data:image/png;base64,{picture_of(path)}){{.thumbnail}}]({link})"
+            lines += [f"### [{intro[0].lstrip('# ')}]({link})", "", picture, "", f"{sentence}.", ""]
+    lines += ["## Scripts", "", "| script | what it shows |", "|---|---|"]
+    for source, page in examples().items():
+        path = ROOT / source
+        if path.suffix == ".py":
+            what = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+            lines.append(f"| [{path.name}]({Path(page).name}) | {what} |")
+    lines.append("| [third_party](third_party.md) | Models of transformers, haiku and equinox in four precisions |")
+    return "\n".join(lines) + "\n"
+
+
 @functools.cache
 def anchors() -> dict[str, str]:
     """The page of each heading of benchmarks/README.md."""
@@ -154,6 +183,8 @@ def source_and_text(uri: str) -> tuple[str, str] | None:
         return BENCHMARKS, sections()[uri]
     if uri == "performance/index.md":
         return "docs/performance/index.md", results()
+    if uri == GALLERY:
+        return "docs/examples/index.md", gallery()
     found = {page: source for source, page in (MOVED | examples()).items() if source != "README.md"}
     if uri not in found:
         return None
@@ -164,7 +195,10 @@ def source_and_text(uri: str) -> tuple[str, str] | None:
 
 def generated() -> list[str]:
     """All pages from outside docs/."""
-    return [page for source, page in (MOVED | examples()).items() if source != "README.md"] + list(sections())
+    return [page for source, page in (MOVED | examples()).items() if source != "README.md"] + [
+        *sections(),
+        GALLERY,
+    ]
 
 
 def turned(link: str, source: str, uri: str) -> tuple[str, str | None]:
@@ -203,7 +237,7 @@ def turn_links(text: str, source: str, uri: str) -> tuple[str, set[str]]:
 def on_config(config):
     """Fills the navigation's `Examples` and `Performance`."""
     lists = {
-        "Examples": [{Path(source).name: page} for source, page in examples().items()],
+        "Examples": [GALLERY, *({Path(s).name: page} for s, page in examples().items()), "examples/third_party.md"],
         "Performance": ["performance/index.md", *sections(), "performance/scaling.md"],
     }
     for entry in config.nav:

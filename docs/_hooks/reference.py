@@ -4,7 +4,7 @@ import re
 
 from mkdocs.structure.files import File
 
-from names import namespaces, pages, summary_of
+from names import first_line, namespaces, pages, summary_of
 
 
 def page_text(page: str, title: str, names: list[str]) -> str:
@@ -24,7 +24,7 @@ def page_text(page: str, title: str, names: list[str]) -> str:
 
 
 def index_text() -> str:
-    """The list of all names."""
+    """All names with what they are for, by page."""
     lines = [
         "# Reference",
         "",
@@ -32,8 +32,12 @@ def index_text() -> str:
         "",
     ]
     for page, (title, names) in pages().items():
-        links = ", ".join(f"[`{name.removeprefix(f'{title}.').removeprefix('jaxmp.')}`][{name}]" for name in names)
-        lines += [f"## [{title}]({page}.md)", "", links, ""]
+        what = summary_of(page)
+        lines += [f"## [{title}]({page}.md)", "", *([what, ""] if what else []), "| name | what it is |", "|---|---|"]
+        for name in names:
+            short = name.removeprefix(f"{title}.").removeprefix("jaxmp.")
+            lines.append(f"| [`{short}`][{name}] | {first_line(name).replace('|', chr(92) + '|')} |")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -2,7 +2,9 @@
 
 import tempfile
 import warnings
+from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 import jaxmp
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.step import leaf_paths, write_masters
 from jaxmp.checkpoint import read_safetensors, save_safetensors
 
 CASES = [
@@ -214,7 +217,7 @@ def test_a_pattern_that_fits_nothing_says_the_same_everywhere(argument):
     assert "Close to it: 'mlp/up" in message
     shown = message.partition("Paths here: ")[2].partition(". A pattern")[0]
     assert 3 <= len(shown.split(", ")) <= 4 and "up" in shown
-    assert message.endswith(
+    assert message.removesuffix(" [docs/warnings.md#pattern-fits-nothing]").endswith(
         "A pattern fits a whole path or its last components; see docs/how-to/precision/patterns.md."
     )
 
@@ -292,3 +295,25 @@ def test_patterns_remember_and_compare():
     ) as record:
         assert patterns.warn_of_idle(stacklevel=1)
     assert len(record) == 1 and record[0].filename == __file__
+
+
+@flax.struct.dataclass
+class ActorCritic:
+    w: Any
+    value: Any
+
+
+def test_a_layer_named_value_is_no_box():
+    """The level of a box has this name too: an `nn.Partitioned`, an `nnx.Variable`, a dict that Orbax made of one."""
+    box = nn.Partitioned(jnp.ones(2), (None,))
+    split = nn.Partitioned(write_masters.Remainder16(jnp.ones(2, jnp.int16)), (None,))
+    tree = {"w": box, "value": {"w": box, "value": {"w": split}}, "net": ActorCritic(1.0, ActorCritic(2.0, None))}
+    found = set(tree_paths.leaves_by_path(tree))
+    assert found == {"w", "value/w", "value/value/w/remainder16", "net/w", "net/value/w"}
+    assert leaf_paths.plain("attention/value/kernel/value") == "attention/value/kernel"
+    assert leaf_paths.essential("guarded/master_inner/0/mu/value/kernel/value/codes") == "0/mu/value/kernel/codes"
+
+
+def test_two_leaves_with_one_path_are_refused():
+    with pytest.raises(ValueError, match="leaves must have different paths.*; got two at a/b"):
+        tree_paths.leaves_by_path({"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})

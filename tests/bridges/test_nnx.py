@@ -513,20 +513,15 @@ def test_state_keeps_its_structure_from_the_first_step_on(name, ours):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["fused int8", "frozen"])
-def test_the_restore_loop_of_the_page(name, tmp_path):
-    """docs/how-to/job/checkpoints.md: each Variable of the state has one array, also beside a frozen part."""
-    model, optimizer, tx = wide(name, True)
+def test_a_job_goes_on_beside_a_frozen_part(name, tmp_path):
+    """Each Variable of the state has one array, also beside a frozen part."""
+    model, optimizer, _ = wide(name, True)
     step = nnx.jit(wide_step)
     step(model, optimizer, WIDE_X)
     with jaxmp.checkpoint.manager(tmp_path / "steps") as steps:
-        jaxmp.checkpoint.save(steps, 1, params=nnx.state(model, nnx.Param), opt_state=nnx.as_pure(optimizer.opt_state))
-        steps.wait_until_finished()
+        jaxmp.checkpoint.save_job(steps, 1, (model, optimizer))
         fresh, fresh_optimizer, _ = wide(name, True)
-        restored = jaxmp.checkpoint.restore(steps, tx, params=nnx.state(fresh, nnx.Param))
-    nnx.update(fresh, restored.params)
-    variables = jax.tree.leaves(fresh_optimizer.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
-        variable.set_value(value)
+        jaxmp.checkpoint.restore_job(steps, (fresh, fresh_optimizer))
     pure = nnx.as_pure
     assert_bitwise(jax.tree.leaves(pure(fresh_optimizer.opt_state)), jax.tree.leaves(pure(optimizer.opt_state)))
     assert_bitwise(step(fresh, fresh_optimizer, WIDE_X), step(model, optimizer, WIDE_X))

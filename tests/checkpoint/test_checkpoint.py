@@ -499,12 +499,71 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.campaign)])
-def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, tmp_path):
+@pytest.mark.parametrize("elastic", [False, True], ids=["one-device", "other-devices"])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.campaign)])
+def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, elastic, tmp_path):
     script = ROOT / "tests" / "support" / "checkpoint_job.py"
     command = [sys.executable, str(script), "--kills", str(kills), "--seconds", "0.3", "--out", str(tmp_path / "out")]
+    command += ["--elastic"] * elastic
     ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    record = json.loads((tmp_path / "out").read_text())
+    record = json.loads((tmp_path / "out").read_text())["elastic" if elastic else "one_device"]
     assert record["kills"] == kills == record["restored_bit_for_bit"] + record["killed_before_it_had_restored"]
     assert record["restored_bit_for_bit"] >= 2 and record["steps_trained"] > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    {
+        "restore(tx, m)": (lambda m, tx, s, p: jaxmp.checkpoint.restore(tx, m, params=p), r"restore\(manager, tx"),
+        "restore(state)": (lambda m, tx, s, p: jaxmp.checkpoint.restore(m, s, params=p), "state as tx"),
+        "restore(3)": (lambda m, tx, s, p: jaxmp.checkpoint.restore(3, tx, params=p), "must be a manager .* got int"),
+        "restore(params=s)": (lambda m, tx, s, p: jaxmp.checkpoint.restore(m, tx, params=s), "state as params"),
+        "partial=True": (
+            lambda m, tx, s, p: jaxmp.checkpoint.restore(m, tx, params=p, partial=True),
+            r'path patterns must be text.* got True. Name the paths; "\*" fits all',
+        ),
+        "layout=specs": (
+            lambda m, tx, s, p: jaxmp.checkpoint.restore(m, tx, params=p, layout={"w": 3}),
+            r"takes the layout that jaxmp.fsdp.layout_of\(params, mesh\) returns; got dict",
+        ),
+        "save(directory)": (
+            lambda m, tx, s, p: jaxmp.checkpoint.save("dir", 1, params=p, opt_state=s),
+            r"got str as manager, int as step. jaxmp.checkpoint.manager\(directory\) makes a manager",
+        ),
+        "save(step)": (lambda m, tx, s, p: jaxmp.checkpoint.save(m, "9", params=p, opt_state=s), "str as step"),
+        "save(swapped)": (lambda m, tx, s, p: jaxmp.checkpoint.save(m, 9, params=s, opt_state=p), "state as params"),
+        "save(extra=[])": (
+            lambda m, tx, s, p: jaxmp.checkpoint.save(m, 9, params=p, opt_state=s, extra=[p]),
+            r"extra= takes trees by name.*; got list. Give each tree a name",
+        ),
+        "convert(p, s)": (
+            lambda m, tx, s, p: jaxmp.checkpoint.convert(p, s, to=tx, policy="bf16"),
+            r"convert\(opt_state, params, to=, policy=\); got an optimizer's state as params",
+        ),
+        "convert(to=policy)": (
+            lambda m, tx, s, p: jaxmp.checkpoint.convert(s, p, to="bf16", policy=tx),
+            r"got a policy \('bf16'\) as to, an optimizer as policy",
+        ),
+    }.values(),
+    ids=lambda x: "" if callable(x) else x[:30],
+)  # fmt: skip
+def test_arguments_in_the_place_of_others_are_named(call, told, tmp_path):
+    tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), {"w": jnp.ones((2, 2), jnp.bfloat16)}
+    with jaxmp.checkpoint.manager(tmp_path) as steps, pytest.raises(TypeError, match=told):
+        call(steps, tx, tx.init(params), params)
+
+
+def test_the_directory_of_a_manager_is_a_source(tmp_path):
+    """Its newest complete step. A restore right behind a save waits for it."""
+    tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), {"w": jnp.ones((2, 2), jnp.bfloat16)}
+    with jaxmp.checkpoint.manager(tmp_path) as steps:
+        for step in (2, 10):
+            more = jax.tree.map(lambda x, step=step: x * step, params)
+            checkpoint.save(steps, step, params=more, opt_state=tx.init(more), policy="bf16")
+        assert checkpoint.restore(steps, tx, params=params).step == 10
+    (tmp_path / "11.orbax-checkpoint-tmp").mkdir()
+    found = checkpoint.restore(tmp_path, tx, params=params)
+    assert (found.step, float(found.params["w"][0, 0])) == (10, 10.0)
+    assert checkpoint.restore(tmp_path, tx, params=params, step=2).params["w"][0, 0] == 2
+    assert jaxmp.checkpoint.read_metadata(tmp_path)["policy"].startswith("params=bfloat16")

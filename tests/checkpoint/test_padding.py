@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 import jaxmp
 from helpers import assert_bitwise
 from jaxmp import checkpoint, fsdp
+from pallas_kernels import moments
 
 pytestmark = pytest.mark.xdist_group("checkpoint")
 
@@ -120,33 +121,113 @@ def test_what_is_no_padding_is_never_cut_off(saved_on_8):
         checkpoint.save(saved_on_8, 1, params=trained()[0], opt_state=trained()[1], layout=layout_of(8))
 
 
-@pytest.mark.parametrize("axis", [0, 1], ids=["other-axis", "axis-of-the-groups"])
-@pytest.mark.costly
-def test_moments_in_8_bits_take_another_padding_along_another_axis(axis, tmp_path):
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
-    params = {"w": jnp.asarray(RNG.normal(size=(51, 128) if axis == 0 else (64, 8 * 32 - 10)), jnp.float32)}
-    layouts = [
-        fsdp.layout_of(params, jax.sharding.AbstractMesh((n,), ("fsdp",)), specs=None, min_size=1) for n in (8, 3)
-    ]
-    cut = [
-        fsdp.Cut(x.cuts["w"].spec, params["w"].shape, axis, n)
-        for x, n in zip(layouts, (56, 51) if axis == 0 else (256, 288), strict=True)
-    ]
-    old, new = (fsdp.Layout(x.mesh, "fsdp", {"w": c}) for x, c in zip(layouts, cut, strict=True))
-    padded = fsdp.pad(params, old)
+def in_8_bits(params, layout, dtype=jnp.int8):
+    """(tx, params, opt_state) of AdamW with moments in 8 bits after a step, padded for a layout."""
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=dtype), "fp32")
+    padded = fsdp.pad(params, layout)
     jaxmp.get_loss_scale(tx.init(padded))
-    held = jaxmp.apply_gradients(tx, padded, tx.init(padded), padded)
+    return tx, *jaxmp.apply_gradients(tx, padded, tx.init(padded), padded)
+
+
+def layout_along(axis, shape, padded):
+    mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
+    spec = jax.sharding.PartitionSpec(*("fsdp" if i == axis else None for i in range(len(shape))))
+    return fsdp.Layout(mesh, "fsdp", {"w": fsdp.Cut(spec, shape, axis, padded)})
+
+
+def to_another_layout(params, old, new, tmp_path, dtype=jnp.int8):
+    """(the moments before, in float64, without padding; the restored moments; the job)."""
+    tx, held, opt_state = in_8_bits(params, old, dtype)
     with checkpoint.manager(tmp_path) as steps:
-        checkpoint.save(steps, 0, params=held[0], opt_state=held[1], layout=old)
+        checkpoint.save(steps, 0, params=held, opt_state=opt_state, layout=old)
         steps.wait_until_finished()
-        like = fsdp.pad(params, new)
-        if axis == 1:
-            with pytest.raises(
-                ValueError, match="this axis cannot get another padding; got 256 .* 288 wanted at .*mu/w"
-            ):
-                checkpoint.restore(steps, tx, params=like, layout=new)
-            return
-        restored = checkpoint.restore(steps, tx, params=like, layout=new)
+        restored = checkpoint.restore(steps, tx, params=fsdp.pad(params, new), layout=new)
+    return [[optax.tree.get(s, name)["w"] for name in ("mu", "nu")] for s in (opt_state, restored.opt_state)]
+
+
+def values(moment, shape, name, dtype):
+    """A moment without padding, by the rule of its codec, in float64: sign(c) (|c| / top)^power * s."""
+    if not isinstance(moment, moments.Quantized):
+        return np.asarray(moment, np.float64)[tuple(map(slice, shape))]
+    codes = np.asarray(moment.codes, np.float64)
+    top, power = {jnp.int8: (127 if name == "mu" else 255, 2), jnp.float8_e4m3fn: (448, 1)}[dtype]
+    power *= 2 if name == "nu" else 1
+    scales = np.repeat(np.asarray(moment.scales, np.float64), moment.group, axis=-1)
+    return (np.sign(codes) * np.abs(codes / top) ** power * scales)[tuple(map(slice, shape))]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("shape", "axis", "old", "new"),
+    [
+        ((51, 128), 0, 56, 51),  # along another axis: codes and scales as they are
+        ((64, 246), 1, 256, 288),  # groups of 256, then of 32: each has the scale of the one that it lies in
+        ((64, 200), 1, 256, 320),  # of 256, then of 64
+        ((16, 2048), 1, 2048, 2049),  # of 256, then float32: 2049 has no groups
+        ((5120,), 0, 5120, 5121),
+    ],
+    ids=str,
+)
+def test_moments_in_8_bits_keep_their_numbers_under_another_padding(shape, axis, old, new, dtype, tmp_path):
+    params = {"w": jnp.asarray(RNG.normal(size=shape), jnp.float32)}
+    layouts = layout_along(axis, shape, old), layout_along(axis, shape, new)
+    before, after = to_another_layout(params, *layouts, tmp_path, dtype)
+    for name, x, y in zip(("mu", "nu"), before, after, strict=True):
+        assert isinstance(x, moments.Quantized) and isinstance(y, moments.Quantized) == (
+            new % 32 == 0 or axis != len(shape) - 1
+        )
+        np.testing.assert_allclose(values(y, shape, name, dtype), values(x, shape, name, dtype), rtol=1e-6)
+        if isinstance(y, moments.Quantized):
+            whole = tuple(map(slice, shape))
+            np.testing.assert_array_equal(np.asarray(y.codes[whole]), np.asarray(x.codes[whole]))
+            assert not np.any(np.asarray(y.codes, np.float32)[..., shape[-1] :])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("shape", "old", "new"), [((64, 246), 288, 256), ((16, 2048), 2049, 2048)], ids=["32-to-256", "float32-to-256"]
+)
+def test_moments_that_get_larger_groups_are_rounded_once_and_named(shape, old, new, dtype, tmp_path):
+    params = {"w": jnp.asarray(RNG.normal(size=shape), jnp.float32)}
+    layouts = layout_along(1, shape, old), layout_along(1, shape, new)
+    with pytest.warns(
+        UserWarning, match="2 of them are rounded to the codes of larger groups .*mu/w.*pads another axis"
+    ):
+        before, after = to_another_layout(params, *layouts, tmp_path, dtype)
+    for name, x, y in zip(("mu", "nu"), before, after, strict=True):
+        assert isinstance(y, moments.Quantized) and y.group == 256
+        x, found = values(x, shape, name, dtype), values(y, shape, name, dtype)
+        largest = np.repeat(np.asarray(y.scales, np.float64), 256, axis=-1)[:, : shape[-1]]
+        # The codes lie close around x / largest: half a step of the root (int8), or of the mantissa (fp8, 3 bits).
+        power = {("mu", jnp.int8): 2, ("nu", jnp.int8): 4}.get((name, dtype), 1 if name == "mu" else 2)
+        step = {jnp.int8: 1 / (127 if name == "mu" else 255), jnp.float8_e4m3fn: 2.0**-3}[dtype]
+        relative = np.abs(x / largest) ** (1 - 1 / power) if dtype == jnp.int8 else np.abs(x / largest)
+        bound = 0.5 * power * step * relative + (power * step) ** 2
+        assert np.all(np.abs(found - x) / largest <= bound)
+        assert np.max(np.abs(found - x) / largest) > 0  # it is no copy
+
+
+def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
+    """Placed on real meshes: the default layout cuts the last axis, and pads it on 3 devices, where nothing divides."""
+    params = {"w": jnp.asarray(RNG.normal(size=(16, 2048)), jnp.float32)}
+    old, new = layout_of(8, params), layout_of(3, params)
+    assert old.specs["w"] == jax.sharding.PartitionSpec(None, "fsdp") and new.cuts["w"].padded == 2049
+    tx, held, opt_state = in_8_bits(params, old)
+    place = lambda x, layout: jax.device_put(x, jaxmp.sharding_of(tx, fsdp.pad(params, layout), layout.shardings))  # noqa: E731
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(
+            steps, 0, params=jax.device_put(held, old.shardings), opt_state=place(opt_state, old), layout=old
+        )
+        steps.wait_until_finished()
+        there = checkpoint.restore(steps, tx, params=shapes(held, new), layout=new)
+        checkpoint.save(steps, 1, params=there.params, opt_state=there.opt_state, layout=new)
+        steps.wait_until_finished()
+        with pytest.warns(UserWarning, match="rounded to the codes of larger groups"):
+            back = checkpoint.restore(steps, tx, params=shapes(held, old), layout=old)
+    assert optax.tree.get(there.opt_state, "mu")["w"].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp")
+    # To float32 and back to the same groups is the same code again: the value is one of the grid.
     for name in ("mu", "nu"):
-        got, before = (optax.tree.get(s, name)["w"] for s in (restored.opt_state, held[1]))
-        assert_bitwise(tuple(got), (before.codes[:51], before.scales[:51]))
+        was, now = (optax.tree.get(s, name)["w"] for s in (opt_state, back.opt_state))
+        assert_bitwise(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))

@@ -1,7 +1,9 @@
 """Weights in safetensors files: read back by the library itself, by names and layouts of other systems."""
 
 import json
+import pathlib
 import re
+import shutil
 import sys
 import tracemalloc
 
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_bitwise
+from jaxmp._src.checkpoint import tensor_files
 from jaxmp.checkpoint import load_safetensors, read_safetensors, save_safetensors
 
 RNG = np.random.default_rng(0)
@@ -210,6 +213,26 @@ def test_one_tensor_at_a_time_beside_the_arrays(tmp_path):
     assert sorted(theirs) == sorted(model) and all(np.array_equal(theirs[name], x) for name, x in model.items())
 
 
+def test_one_weight_at_a_time_is_made_from_split_masters(tmp_path, monkeypatch):
+    """On the device too: of 8 params in bfloat16 with remainders, one is there in float32."""
+    tx, policy = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=16), jaxmp.get_policy("bf16")
+    model = {f"w{i}": jnp.full((2**16,), 1.0 + i * 2.0**-20) for i in range(8)}
+    params, opt_state = policy.cast_to_param(model), tx.init(model)
+    on_host, live = tensor_files._on_host, []
+
+    def seen(x):
+        live.append(sum(x.nbytes for x in jax.live_arrays() if x.dtype == jnp.float32 and x.size == 2**16))
+        return on_host(x)
+
+    expected = jax.tree.map(np.asarray, model)
+    del model
+    monkeypatch.setattr(tensor_files, "_on_host", seen)
+    before = sum(x.nbytes for x in jax.live_arrays() if x.dtype == jnp.float32 and x.size == 2**16)
+    save_safetensors(tmp_path / "w", params, opt_state=opt_state, dtype=jnp.float32)
+    assert len(live) == 8 and max(live) - before <= 2 * 4 * 2**16
+    assert_bitwise(load_safetensors(tmp_path / "w", expected), jax.tree.map(jnp.asarray, expected))
+
+
 def raw_file(path, **tensors):
     """A file with tensors of a dtype by its name in the format, all of zeros."""
     header, end = {}, 0
@@ -245,3 +268,116 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=re.escape("pip install 'jaxmp[checkpoint]'")):
         save_safetensors(tmp_path / "w", PARAMS)
+
+
+def test_shards_with_the_index_of_hugging_face(tmp_path):
+    folder = tmp_path / "model"
+    save_safetensors(folder, PARAMS, dtype=jnp.float32, max_shard_size=200)
+    files = sorted(x.name for x in folder.iterdir())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert files == [*names, "model.safetensors.index.json"]
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in jax.tree.leaves(PARAMS))
+    sizes = {}
+    for name in names:
+        with safetensors.safe_open(folder / name, framework="np") as file:
+            assert file.metadata() == {"format": "flax"}
+            assert sorted(file.keys()) == sorted(k for k, at in index["weight_map"].items() if at == name)
+            sizes[name] = sum(file.get_tensor(k).nbytes for k in file.keys())
+    assert len(index["weight_map"]) == 5 and all(n <= 200 or len(header(folder / x)) == 1 for x, n in sizes.items())
+    for path in (folder, folder / "model.safetensors.index.json", [folder / name for name in names]):
+        assert_bitwise(load_safetensors(path, PARAMS), PARAMS)
+    np.testing.assert_array_equal(read_safetensors(folder)["mlp.kernel"], PARAMS["mlp"]["kernel"])
+
+
+def test_a_folder_holds_the_last_model_only(tmp_path):
+    save_safetensors(tmp_path / "m", PARAMS, dtype=jnp.float32, max_shard_size=200)
+    (tmp_path / "m/config.json").write_text("{}")
+    other = jax.tree.map(lambda x: x + 1, PARAMS)
+    save_safetensors(tmp_path / "m", other, dtype=jnp.float32, max_shard_size=900)
+    assert_bitwise(load_safetensors(tmp_path / "m", PARAMS), other)
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2 and (tmp_path / "m/config.json").exists()
+    save_safetensors(tmp_path / "m", PARAMS, dtype=jnp.float32, max_shard_size="1 GB")
+    assert sorted(x.name for x in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
+    assert_bitwise(load_safetensors(tmp_path / "m", PARAMS), PARAMS)
+
+
+def test_a_save_that_stops_between_its_files_leaves_no_mix_of_two_models(tmp_path, monkeypatch):
+    save_safetensors(tmp_path / "m", PARAMS, dtype=jnp.float32, max_shard_size=200)
+    replace, names = pathlib.Path.replace, []
+
+    def stops(self, target):
+        names.append(target.name)
+        if len(names) == 2:
+            raise OSError("no space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", stops)
+    with pytest.raises(OSError, match="no space left"):
+        save_safetensors(tmp_path / "m", jax.tree.map(lambda x: x + 1, PARAMS), dtype=jnp.float32, max_shard_size=200)
+    with pytest.raises(ValueError, match="has shards without an index. Its writer may have been killed"):
+        load_safetensors(tmp_path / "m", PARAMS)
+    assert not list((tmp_path / "m").glob(".*"))
+
+
+def test_shards_and_their_index_must_belong_together(tmp_path):
+    save_safetensors(tmp_path, PARAMS, dtype=jnp.float32, max_shard_size=200)
+    index, first = tmp_path / "model.safetensors.index.json", tmp_path / "model-00001-of-00003.safetensors"
+    whole, text = first.read_bytes(), index.read_text()
+    first.unlink()
+    with pytest.raises(ValueError, match="lists model-00001-of-00003.safetensors, which is not there. Copy all"):
+        load_safetensors(tmp_path, PARAMS)
+    first.write_bytes(whole)
+    listed = json.loads(text)
+    for damage, told in {
+        lambda m: m.update(new="model-00001-of-00003.safetensors"): "has new in model-00001.* is in none of its files",
+        lambda m: m.pop("mlp.bias"): "must list each tensor of its files; mlp.bias in .* is not in",
+        lambda m: m.update({"mlp.bias": m["norm.scale"]}): "has mlp.bias in .*, and it is in ",
+    }.items():
+        changed = json.loads(text)
+        damage(changed["weight_map"])
+        index.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=told):
+            load_safetensors(tmp_path, PARAMS)
+    for bad in ("", "[]", '{"weight_map": 3}', "{}"):
+        index.write_text(bad)
+        with pytest.raises(ValueError, match='must be JSON with a "weight_map"'):
+            load_safetensors(tmp_path, PARAMS)
+    index.write_text(text)
+    assert listed == json.loads(text)
+    shutil.copy(first, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has model.safetensors and model.safetensors.index.json. Pass the path"):
+        load_safetensors(tmp_path, PARAMS)
+    assert_bitwise(load_safetensors(index, PARAMS), PARAMS)
+
+
+def test_a_folder_without_a_model_or_with_two(tmp_path):
+    with pytest.raises(ValueError, match=r"has no safetensors file. Pass the folder that save_safetensors wrote"):
+        load_safetensors(tmp_path, PARAMS)
+    with pytest.raises(ValueError, match=r"is a folder. Pass the path of a file, or max_shard_size="):
+        save_safetensors(tmp_path, PARAMS)
+    for name in ("a", "b"):
+        save_safetensors(tmp_path / f"{name}.safetensors", PARAMS, dtype=jnp.float32)
+    with pytest.raises(ValueError, match=r"has a.safetensors, b.safetensors. Pass the path of one of them"):
+        load_safetensors(tmp_path, PARAMS)
+    (tmp_path / "b.safetensors").unlink()
+    assert_bitwise(load_safetensors(tmp_path, PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=r"a.safetensors is a file. Pass the path of a folder"):
+        save_safetensors(tmp_path / "a.safetensors", PARAMS, max_shard_size="5GB")
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5 G", "GB", "0KB"])
+def test_sizes_of_shards_that_are_none(size, tmp_path):
+    with pytest.raises(ValueError, match=r'must be a number of bytes, text such as "5GB", or None; got'):
+        save_safetensors(tmp_path / "m", PARAMS, max_shard_size=size)
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    """jnp.asarray(2**40) is 0 in int32."""
+    safetensors.numpy.save_file({"n": np.array([3, 2**40]), "m": np.array([5])}, tmp_path / "w")
+    like = {"n": jnp.zeros(2, jnp.int32), "m": jnp.zeros(1, jnp.int32)}
+    with pytest.raises(
+        ValueError, match=r"n has values from 3 to 1099511627776, expected int32. Give the leaf a wider"
+    ):
+        load_safetensors(tmp_path / "w", like)
+    assert load_safetensors(tmp_path / "w", {"m": like["m"]}, strict=False)["m"].tolist() == [5]

@@ -1,6 +1,7 @@
 """Real processes, joined by `jax.distributed`: an overflow in one of them, and a death."""
 
 import itertools
+import json
 import os
 import pathlib
 import pickle
@@ -12,7 +13,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors
 
+import jaxmp
 import process_worker
 import regimes
 import resume_worker
@@ -59,15 +62,16 @@ def finish(workers, logs):
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """What each process saved."""
+    """The folder that the processes wrote into, and what each saved."""
     folder = tmp_path_factory.mktemp("processes")
     finish(*start(process_worker.__file__, folder, PROCESSES, regimes.DEVICES // PROCESSES))
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
+    return folder, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("case", process_worker.JOBS, ids=lambda case: case[0])
 def test_processes_decide_as_one(traces, case):
+    _, traces = traces
     regime_name, framework, dtype, _ = case
     job = regimes.make_job(framework, dtype, regimes.REGIMES[regime_name].axis_name)
     as_state = jax.tree.structure(job.state).unflatten
@@ -81,11 +85,59 @@ def test_processes_decide_as_one(traces, case):
         regimes.check_equal(job, trace, job, alone, regimes.TOLERANCE[dtype])
 
 
+@pytest.mark.costly
+def test_processes_write_one_model_tensor_by_tensor(traces):
+    folder, whole = traces[0], process_worker.weights()
+    with safetensors.safe_open(folder / "fp8.safetensors", framework="np") as file:
+        assert {k: file.get_slice(k).get_dtype() for k in file.keys()} == {
+            "dense.bias": "BF16", "dense.weight": "F8_E4M3", "dense.weight_scale": "F32"
+        }  # fmt: skip
+    read = jaxmp.checkpoint.read_safetensors(folder / "model")  # the worker compared what it loaded
+    np.testing.assert_array_equal(read["dense.kernel"], whole["dense"]["kernel"])
+    np.testing.assert_array_equal(read["dense.bias"], whole["dense"]["bias"])
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert sorted(x.name for x in (folder / "model").iterdir()) == [*shards, "model.safetensors.index.json"]
+    errors = [(folder / f"{rank}.error").read_text() for rank in range(PROCESSES)]
+    assert "Not a directory" in errors[0] and "process 0, which writes, could not write" in errors[1]
+
+
 def test_the_overflow_is_in_the_data_of_one_process():
     ours, others = np.split(np.arange(regimes.BATCH), PROCESSES)
     assert regimes.BAD_ROW in ours
     assert regimes.BAD_ROW not in others
     assert jax.process_count() == 1  # here
+
+
+@pytest.mark.campaign
+def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path):
+    """Params are cut over all processes; what an earlier life saved is restored in every bit."""
+    bad, lives = resume_worker.BAD_RANK, []
+    for processes, killed_in, steps in ((4, 2, 9), (2, 4, 9), (4, None, 7)):
+        (tmp_path / "elastic.json").write_text(json.dumps({"kill_in_save_of": killed_in, "steps": steps}))
+        workers, logs = start(resume_worker.__file__, tmp_path, processes, 1)
+        if killed_in is None:
+            finish(workers, logs)
+        else:
+            try:
+                assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
+            finally:
+                for worker in workers:
+                    worker.kill()
+                    worker.wait()
+                for log in logs:
+                    log.close()
+        lives.append((tmp_path / "0.log").read_text().splitlines())
+        (tmp_path / "0.log").write_text("")
+    known = {}
+    for number, lines in enumerate(lives):
+        for line in lines:
+            what, *rest = line.split()
+            if what == "restored":
+                assert known[rest[0]] == rest[1], f"life {number} restored other bits of step {rest[0]}"
+            elif what != "end":
+                known[what] = rest[0]
+    assert [lines[0].split()[:2] for lines in lives[1:]] == [["restored", "1"], ["restored", "3"]]
+    assert lives[2][-1] == "end" and lives[2][-2].startswith("6 ")
 
 
 @pytest.mark.costly

@@ -1,6 +1,7 @@
 """Params cut over devices: what moves in which dtype, and training that equals one device's."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -526,3 +527,77 @@ def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     masters = [jaxmp.get_master_params(s, p) for p, s in (cut, whole)]
     kernels = [np.concatenate([np.ravel(m[f"Dense_{i}"]["kernel"]) for i in range(2)]) for m in masters]
     assert sqnr(kernels[1], kernels[0]) > 40
+
+
+def test_arguments_in_the_place_of_others_are_named():
+    params, mesh, tx = {"w": jnp.ones((8, 8))}, jax.make_mesh((8,), ("fsdp",)), optax.adam(1e-3)
+    layout = fsdp.layout_of(params, mesh, min_size=1)
+    for call, told in {
+        lambda: fsdp.layout_of(mesh, params): r"layout_of\(params, mesh\); got dict as mesh",
+        lambda: fsdp.gather(layout, params): r"gather\(params, layout\) takes the layout .*; got dict",
+        lambda: fsdp.pad(
+            layout, params
+        ): r"takes the layout that jaxmp.fsdp.layout_of\(params, mesh\) returns; got dict",
+        lambda: jaxmp.sharding_of(params, tx, layout.specs): "got dict as tx, function in params",
+        lambda: jaxmp.sharding_of(tx, layout.shardings, params): "got NamedSharding in params, ArrayImpl in shardings",
+        lambda: jaxmp.sharding_of(tx, params, layout): "got Layout in shardings. Of a layout .* pass layout.shardings",
+    }.items():
+        with pytest.raises(TypeError, match=told):
+            call()
+
+
+@pytest.mark.costly
+def test_cut_inside_a_node_and_whole_between_nodes():
+    """HSDP: the numbers of one device; parts are scattered over four devices, and only parts are summed over nodes."""
+    rng = np.random.default_rng(0)
+    params32 = {"w": jnp.asarray(rng.normal(size=(32, 48)) / 6, jnp.float32), "b": jnp.zeros((1, 48))}
+    x = jnp.asarray(rng.normal(size=(16, 32)), jnp.float32)
+    mesh = jax.make_mesh((2, 4), ("node", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    layout = fsdp.layout_of(params32, mesh, min_size=64)
+    where = {"axis_name": "fsdp", "replicated": layout.whole}
+    policy = jaxmp.get_policy("bf16")
+
+    def make_tx(**where):
+        return jaxmp.mixed_precision(
+            optax.chain(jaxmp.clip_by_global_norm(0.1, **where), optax.sgd(0.5, momentum=0.9)), policy
+        )
+
+    def model_loss(params, x):
+        h = (x.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32) + params["b"]
+        return jnp.mean(jnp.tanh(h) ** 2)
+
+    def step(tx, params, opt_state, x, cut):
+        loss_fn = (lambda p, x: model_loss(fsdp.gather(p, layout, reduce_dtype=jnp.float32), x)) if cut else model_loss
+        axes = {"axis_name": ("node", "fsdp")} if cut else {}
+        _, grads = jaxmp.value_and_grad(loss_fn, **axes)(params, x, opt_state=opt_state)
+        if cut:
+            grads = fsdp.reduce_gradients(grads, layout)
+            grads, _ = jaxmp.reduce_gradients("node").update(grads, optax.EmptyState())
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    alone, tx = make_tx(), make_tx(**where)
+    specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
+    on_one = jax.jit(lambda p, s: step(alone, p, s, x, False))
+    on_all = jax.jit(
+        jax.shard_map(
+            lambda p, s, x: step(tx, p, s, x, True),
+            mesh=mesh,
+            in_specs=(*specs, P(("node", "fsdp"))),
+            out_specs=specs,
+        )
+    )
+    one, all_ = ((policy.cast_to_param(params32), t.init(params32)) for t in (alone, tx))
+    text = on_all.lower(*all_, x).compile().as_text()
+    scattered = re.findall(r"f32\[(\d+),(\d+)\]\S* reduce-scatter\(", text)
+    assert [int(a) * int(b) for a, b in scattered] == [32 * 48 // 4]
+    summed = [line.split(" all-reduce(")[0] for line in text.splitlines() if " all-reduce(" in line]
+    assert any("[32,12]" in shapes for shapes in summed)  # a part, between nodes
+    assert not any("[32,48]" in shapes for shapes in summed)  # never the whole leaf
+    for _ in range(3):
+        one, all_ = on_one(*one), on_all(*all_, x)
+    masters = [jaxmp.get_master_params(s, p) for p, s in (one, all_)]
+    for name in params32:
+        way = float(jnp.max(jnp.abs(masters[0][name] - params32[name])))
+        assert way > 1e-3
+        # The gradients are rounded to bfloat16 before the mean over nodes, not behind it.
+        np.testing.assert_allclose(masters[1][name], masters[0][name], rtol=0, atol=2.0**-7 * way)

@@ -520,6 +520,7 @@ def test_plans_stand_side_by_side():
     assert [x.strip() for x in rows["activations"] if x.strip()] == ["-", "32.00 KB"]
     assert [x.strip() for x in rows["bytes a parameter"] if x.strip()] == ["16.00", "16.00"]
     assert str(plan).splitlines()[0].strip() == "bytes on a device"
+    assert "what it keeps on a CPU is not known" in lines[-1] and "CPU" not in str(without)
 
 
 def test_the_overview_has_the_bytes_that_the_docs_promise():

@@ -110,6 +110,13 @@ def test_state_on_the_host_gives_the_bits_of_the_same_run_on_the_device(policy):
     assert_bitwise((got[1].scaling, got[1].skipped_steps), (plain[1].scaling, plain[1].skipped_steps))
 
 
+@pytest.mark.campaign
+def test_an_average_on_the_host_has_the_bits_of_one_on_the_device():
+    inner = optax.chain(adamw(), jaxmp.ema_params(0.9))
+    tx = jaxmp.mixed_precision(offload.stream_updates(inner, window_bytes=1000), "fp16")
+    assert_bitwise(train(tx, "fp16", on_host=True)[0], train(tx, "fp16", on_host=False)[0])
+
+
 @pytest.mark.costly
 def test_gradients_on_the_host_too():
     got, compiled = train(streamed_chain("fp16"), "fp16", on_host=True, grads_on_host=True)

@@ -717,3 +717,19 @@ def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
         jaxmp.get_metrics(scaler)
     with pytest.raises(ValueError, match="found_inf is known from unscale or step to update"):
         jaxmp.keep_if_skipped(scaler.update(), jnp.ones(2), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
+    """The scaler from before would divide them again, by 65536, without a word."""
+    tx, params = optax.sgd(1.0), {"w": jnp.ones(2)}
+
+    def step(params, scaler, returned):
+        grads = jax.grad(lambda p: scaler.scale(jnp.sum(p["w"])))(params)
+        grads, after = scaler.unscale(grads)
+        return (after if returned else scaler).step(tx, grads, tx.init(params), params)[0]
+
+    step = jax.jit(step, static_argnums=2) if jit else step
+    assert step(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="got those that unscale returned, and a scaler from before"):
+        step(params, jaxmp.GradScaler(), False)

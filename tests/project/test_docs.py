@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import links
 import names
 from helpers import ROOT, python_blocks
 
@@ -18,8 +19,6 @@ LINKING = [
     *DOCS,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
 ]
-# The two halves of a diff: they show a change and do not run alone.
-FRAGMENTS = ("tx = optax.adamw(1e-3)\nstate", 'tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp16")\nstate')
 # Pages without code: the tests and results that they name prove what they say.
 WITHOUT_CODE = {"comparison.md"}
 
@@ -30,9 +29,10 @@ def name_of(page):
 
 @pytest.mark.whole
 @pytest.mark.costly
-@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_code_of_page_runs(page):
-    blocks = [block for block in python_blocks(page) if not block.lstrip("\n").startswith(FRAGMENTS)]
+    """Of pages in docs/; test_readme.py runs the README."""
+    blocks = python_blocks(page)
     assert bool(blocks) == (name_of(page) not in WITHOUT_CODE)
     namespace = {}
     for block in blocks:
@@ -70,6 +70,13 @@ def has_example(name):
 
 def test_every_public_name_has_an_example():
     assert [name for name in PUBLIC if not has_example(name)] == []
+
+
+def test_the_reference_says_what_each_function_and_class_is():
+    silent = {name for name in PUBLIC if not names.first_line(name)}
+    assert all(
+        not callable(getattr(importlib.import_module(n.rpartition(".")[0]), n.rpartition(".")[2])) for n in silent
+    )
 
 
 def test_the_reference_lists_every_public_name_once():
@@ -112,17 +119,24 @@ def test_the_table_of_rooms_has_every_room():
     assert sorted(rooms_of_the_table()) == sorted(rooms)
 
 
+def missing_tests(text):
+    """Tests that a text names and that are not there."""
+    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = re.findall(r"`(test_\w+)::(test_\w+)`", text)
+    assert named
+    return [(file, test) for file, test in named if f"\ndef {test}(" not in files.get(file, "")]
+
+
 def test_the_comparison_names_existing_tests_for_each_row():
     text = (ROOT / "docs" / "comparison.md").read_text()
     rows = re.findall(r"^\| (\d+)\. ", text, flags=re.MULTILINE)
     proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", text, flags=re.MULTILINE))
     assert rows == [str(i + 1) for i in range(len(rows))] == list(proofs)
-    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    for row, proof in proofs.items():
-        named = re.findall(r"`(test_\w+)::(test_\w+)`", proof)
-        assert named, row
-        missing = [(file, test) for file, test in named if f"\ndef {test}(" not in files.get(file, "")]
-        assert missing == [], row
+    assert [(row, missing) for row, proof in proofs.items() if (missing := missing_tests(proof))] == []
+
+
+def test_the_guarantees_name_existing_tests():
+    assert missing_tests((ROOT / "docs" / "explanation" / "guarantees.md").read_text()) == []
 
 
 ITEM = re.compile(r"([-*]|\d+\.) ")
@@ -140,3 +154,10 @@ def faults_of_lists(page):
 
 def test_lists_are_lists_for_the_site_too():
     assert [fault for page in LINKING for fault in faults_of_lists(page)] == []
+
+
+def test_the_checker_of_the_site_finds_what_leads_nowhere(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b/c.html#x"></a><a href="#top"></a><img src="no.png">')
+    (tmp_path / "b" / "c.html").write_text('<a href="../a.html#nowhere"></a><a href="https://example.org/x"></a>')
+    assert links.faults(tmp_path) == ["a.html: b/c.html#x", "a.html: no.png", "b/c.html: ../a.html#nowhere"]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import pallas_kernels
 from jaxmp import __main__ as command
+from jaxmp._src.base import next_steps
 from jaxmp._src.fp8 import backends, recipe_guide
 from jaxmp._src.numerics import formats
 from pallas_kernels import backend as kernel_backend
@@ -38,7 +39,7 @@ def served():
     return {row.operation: row for row in backends.backends()}
 
 
-@pytest.mark.parametrize("arguments", [[], ["doctor"], ["backends"]], ids=["alone", "doctor", "backends"])
+@pytest.mark.parametrize("arguments", [["doctor"], ["backends"]], ids=["doctor", "backends"])
 def test_it_prints_versions_devices_and_every_operation(arguments, capsys):
     assert command.main(arguments) == 0
     out = capsys.readouterr().out
@@ -47,6 +48,30 @@ def test_it_prints_versions_devices_and_every_operation(arguments, capsys):
     assert "8 x cpu\n" in out
     for row in backends.backends():
         assert any(line.split() == " ".join(row).split() for line in out.splitlines())
+
+
+def test_alone_it_prints_a_short_help(capsys):
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m jaxmp") and len(out.splitlines()) < 20
+    assert all(f"    {name} " in out for name in ("doctor", "formats", "memory", "checkpoint", "replay"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "policy"), [("7.5", '"fp16"'), ("8.0", '"bf16"'), ("9.0", 'try "fp8"'), ("10.0", "NVFP4()")]
+)
+def test_doctor_says_which_policy_to_begin_with(machine, capability, policy):
+    machine(capability)
+    (step,) = next_steps.next_steps()
+    assert policy in step
+
+
+def test_doctor_says_that_jax_does_not_see_the_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(next_steps.shutil, "which", lambda name: None)
+    assert len(next_steps.next_steps()) == 1
+    monkeypatch.setattr(next_steps.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert command.main(["doctor"]) == 0
+    assert "\n- An NVIDIA driver is installed, but jax has no GPU." in capsys.readouterr().out
 
 
 @pytest.mark.costly
@@ -144,7 +169,7 @@ def test_an_old_jax_is_the_reason(machine, monkeypatch):
 
 def test_devices_are_counted_with_their_capability(machine, capsys):
     machine("9.0", n=8)
-    assert command.main([]) == 0
+    assert command.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "8 x NVIDIA GPU, compute capability 9.0\n" in out
     assert "mosaic" in out

@@ -75,7 +75,8 @@ def test_a_pattern_that_matches_no_param_warns_once():
         jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params)
     assert [str(w.message) for w in record] == [
         f"keep_fp32: the pattern {pattern} Paths here: 'Dense_0/bias', 'Dense_0/kernel', 'LayerNorm_0/scale'. A "
-        f"pattern fits a whole path or its last components; see docs/how-to/precision/patterns.md."
+        f"pattern fits a whole path or its last components; see docs/how-to/precision/patterns.md. "
+        f"[docs/warnings.md#pattern-fits-nothing]"
         for pattern in ("'*nrom*' fits no param.", "'biass' fits no param. Close to it: 'bias'.")
     ]
     assert record[0].filename == __file__  # it points at the call of init

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_bitwise, assert_close
+from jaxmp._src.step import read_state
 
 PARAMS32 = {"w": np.float32([1.0001, -0.0, -2.5]), "norm": np.float32([1.0, 3.0])}
 
@@ -308,3 +309,178 @@ def test_wrapped_state_can_be_donated():
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
     step(grads_like(params), wrapped, params)
     assert not any(x.is_deleted() for x in jax.tree.leaves((state, params)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gradients of another shape
+
+STEPS = {
+    "mixed_precision": lambda: jaxmp.mixed_precision(optax.adam(0.1), "bf16"),
+    "fused": lambda: jaxmp.mixed_precision(jaxmp.fused_adamw(0.1), "bf16"),
+    "split": lambda: jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=16),
+    "unscale": lambda: jaxmp.unscale_and_skip(optax.adam(0.1)),
+    "masters": lambda: jaxmp.keep_master_params(optax.adam(0.1), "bf16"),
+    "plain": lambda: optax.adam(0.1),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 5), (3, 1)])
+def test_a_gradient_that_would_be_repeated_to_the_shape_of_its_param_is_refused(name, shape):
+    tx, dtype = STEPS[name](), jnp.float32 if name in ("unscale", "plain") else jnp.bfloat16
+    params = {"bias": jnp.ones(2, dtype), "w": jnp.ones((3, 5), dtype)}
+    grads = {"bias": jnp.ones(2), "w": jnp.ones(shape)}
+    ways = [lambda: jaxmp.apply_gradients(tx, grads, tx.init(params), params)]
+    if name not in ("split", "plain"):
+        ways.append(lambda: tx.update(grads, tx.init(params), params))
+    if name in ("masters", "plain"):
+        scaler = jaxmp.GradScaler(4.0)
+        scaler.scale(jnp.float32(1.0))
+        ways.append(lambda: scaler.step(tx, grads, tx.init(params), params))
+    for way in ways:
+        with pytest.raises(ValueError, match="grads and params must have the same shapes; got .* at w") as e:
+            jax.eval_shape(way)
+        assert f"got {shape} and (3, 5)" in str(e.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# optimizers that move params themselves
+
+
+def lookahead_job(policy, inner, how, sync=3):
+    start = optax.LookaheadParams.init_synced({"w": np.float32([0.3, -1.0, 2.0])})
+    tx = jaxmp.mixed_precision(optax.lookahead(inner, sync, 0.5), policy, loss_scale=None if policy == "bf16" else 4.0)
+    params, opt_state = jaxmp.get_policy(policy).cast_to_param(start), tx.init(start)
+
+    @jax.jit
+    def step(params, opt_state, target):
+        loss = lambda p: jnp.sum(p["w"].astype(jnp.float32) * target)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss)(params.fast, opt_state=opt_state)
+        if how == "apply":
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return params, opt_state, step
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("how", ["apply", "update"])
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+def test_lookahead_inside_moves_both_copies_of_the_masters(policy, how):
+    """Against NumPy: fast = fast - rate g; every third step slow = slow + (fast - slow) / 2, and fast = slow."""
+    params, opt_state, step = lookahead_job(policy, optax.sgd(0.01), how)
+    fast = slow = np.float32([0.3, -1.0, 2.0])
+    target = np.float32([1.0, -0.5, 0.25])
+    for i in range(1, 9):
+        if i == 5 and policy == "fp16":  # a step that is skipped is none
+            params, opt_state = step(params, opt_state, jnp.float32(np.inf))
+        params, opt_state = step(params, opt_state, target)
+        fast = fast - np.float32(0.01) * target
+        if i % 3 == 0:
+            fast = slow = slow + np.float32(0.5) * (fast - slow)
+        masters = jaxmp.get_master_params(opt_state, params)
+        np.testing.assert_allclose(masters.fast["w"], fast, rtol=1e-6)
+        np.testing.assert_allclose(masters.slow["w"], slow, rtol=1e-6)
+        assert_bitwise(params, jaxmp.get_policy(policy).cast_to_param(masters))
+
+
+@pytest.mark.costly
+def test_lookahead_keeps_the_numbers_of_an_element_together():
+    """A gradient of 1e20 overflows Adam's second moment: that weight, and its first moment, stay as they are."""
+    params, opt_state, step = lookahead_job("bf16", optax.adam(0.01), "apply")
+    for g in (1.0, [1.0, 1e20, 1.0], 1e-3, 1e-3, 1e-3):
+        params, opt_state = step(params, opt_state, jnp.float32(g))
+        if np.ndim(g):
+            assert float(jaxmp.get_metrics(opt_state)["kept_elements"]) == 1
+    moved = np.abs(jaxmp.get_master_params(opt_state, params).fast["w"] - np.float32([0.3, -1.0, 2.0]))
+    assert np.all(moved < 6 * 0.01) and np.all(moved > 0)
+
+
+def test_lookahead_with_split_masters_is_refused():
+    start = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
+    tx = jaxmp.mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bf16", remainder_bits=16)
+    cast = jaxmp.get_policy("bf16").cast_to_param(start)
+    with pytest.raises(ValueError, match="optax.lookahead .* got remainder_bits= with it. Leave remainder_bits=None"):
+        jax.eval_shape(lambda: jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), cast))
+
+
+MOVERS = {
+    "optax.lookahead": lambda tx: optax.lookahead(tx, 3, 0.5),
+    "optax.contrib.schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    "optax.contrib.mechanize": optax.contrib.mechanize,
+    "optax.contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", MOVERS)
+def test_what_moves_params_itself_is_refused_around_masters_and_works_inside(name):
+    def start(tx):
+        params = {"w": jnp.ones(2)}
+        return optax.LookaheadParams.init_synced(params) if name == "optax.lookahead" else params
+
+    def steps(tx, policy):
+        params = jaxmp.get_policy(policy).cast_to_param(start(tx))
+        opt_state = tx.init(start(tx))
+        for _ in range(3):
+            trained = params.fast if name == "optax.lookahead" else params
+            loss = lambda p: jnp.sum((p["w"].astype(jnp.float32) - 3) ** 2)  # noqa: E731
+            _, grads = jaxmp.value_and_grad(loss)(trained, opt_state=opt_state)
+            params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        return jaxmp.get_master_params(opt_state, params)
+
+    for policy in ("bf16", "fp16"):
+        outside = MOVERS[name](jaxmp.mixed_precision(optax.sgd(0.1), policy))
+        with pytest.raises(ValueError, match=rf"must stand inside mixed_precision.* got {name} around it"):
+            steps(outside, policy)
+        read_state.check_wrappers(MOVERS[name](jaxmp.mixed_precision(optax.sgd(0.1), "fp32")).init(start(outside)))
+    inside = [
+        steps(jaxmp.mixed_precision(MOVERS[name](optax.sgd(0.1)), p, loss_scale=None), p) for p in ("bf16", "fp32")
+    ]
+    assert_close(inside[0], inside[1], rtol=1e-2)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_updates_that_are_changed_behind_masters_are_warned_of(jit):
+    """`tx.update` cannot see what follows; the state that `value_and_grad` got can."""
+
+    def mixed(policy="bf16"):
+        return jaxmp.mixed_precision(optax.sgd(0.1), policy)
+
+    def run(tx, policy="bf16"):
+        def step(params, opt_state):
+            _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"].astype(jnp.float32)))(params, opt_state=opt_state)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params = {"w": jnp.ones(2)}
+        return (jax.jit(step) if jit else step)(jaxmp.get_policy(policy).cast_to_param(params), tx.init(params))
+
+    expected = "nothing that changes updates may follow.*Put that transform inside"
+    for tx in (optax.chain(mixed(), optax.scale(0.5)), optax.chain(optax.chain(mixed(), optax.scale(0.5)))):
+        with pytest.warns(UserWarning, match=expected) as caught:
+            run(tx)
+        assert len(caught) == 1
+    run(optax.chain(optax.scale(1.0), mixed()))
+    run(optax.chain(optax.chain(mixed())))
+    run(optax.chain(mixed("fp32"), optax.scale(0.5)), "fp32")
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+def test_a_gradient_that_is_handed_on_as_an_update_is_refused(policy):
+    """`optax.masked` does so with what it leaves out: the param would move by the scaled gradient."""
+    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3)}}
+    mixed = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=4.0)
+
+    def step(tx):
+        cast = jaxmp.get_policy(policy).cast_to_param(params)
+        return jaxmp.apply_gradients(tx, grads_like(cast), tx.init(params), cast)[0]
+
+    mask = {"a": True, "b": {"c": False}}
+    with pytest.raises(ValueError, match="got the gradient itself as the update of b/c. .*optax.set_to_zero"):
+        step(optax.masked(mixed, mask))
+    others = jax.tree.map(lambda x: not x, mask)
+    new = step(optax.chain(optax.masked(optax.set_to_zero(), others), optax.masked(mixed, mask)))
+    assert_bitwise(new["b"], jaxmp.get_policy(policy).cast_to_param(params["b"]))

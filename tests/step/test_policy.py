@@ -182,6 +182,33 @@ def test_a_policy_has_floats_of_16_bits_or_more(field, dtype):
         jaxmp.get_policy(jmp.Policy(**dtypes))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "float64",
+        "params=float64,compute=float64,output=float64",
+        "params=float32,compute=float64,output=float32",
+        jmp.Policy(jnp.float64, jnp.float32, jnp.float32),
+        jaxmp.Policy(jnp.float64, jnp.float64, jnp.float64),
+    ],
+    ids=str,
+)
+def test_a_policy_does_not_train_in_float64(given):
+    """Gradients and moments are float32: the steps would be rounded without a word."""
+    expected = "trains in float16, bfloat16 or float32.*; got params=.*float64.*Use 'fp32', or plain optax"
+    for take in (
+        jaxmp.get_policy,
+        lambda p: jaxmp.mixed_precision(optax.sgd(0.1), p),
+        lambda p: jaxmp.keep_master_params(optax.sgd(0.1), p),
+        lambda p: jaxmp.value_and_grad(jnp.sum, policy=p),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            take(given)
+    for name in ("64-true", "fp64", "double"):
+        with pytest.raises(ValueError, match="jaxmp trains in float32 at most: 'fp32'"):
+            jaxmp.get_policy(name)
+
+
 def test_one_glob_as_a_string():
     """Not its letters, of which `*` would keep everything."""
     assert jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*").keep_fp32 == ("*norm*",)

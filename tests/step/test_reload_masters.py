@@ -206,3 +206,16 @@ def test_an_nnx_optimizer_reloads_its_masters(ours):
     assert_bitwise(model.kernel[...], jnp.asarray(expected).astype(jnp.bfloat16))
     state = nnx.as_pure(optimizer.opt_state)
     assert_bitwise(optax.tree.get(state, "master_params")["kernel"], expected)
+
+
+@pytest.mark.parametrize("bits", [None, 16])
+def test_a_layer_named_value_has_params_of_its_own(bits):
+    """Its path without "value" is that of another layer, whose params it got."""
+    zeros = {"w": jnp.zeros(2), "value": {"w": jnp.zeros(2)}}
+    new = {"w": jnp.array([1.0, 2.0]), "value": {"w": jnp.array([16.0, 32.0])}}
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=bits)
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=zeros, tx=tx, policy="bf16")
+    made = state.replace(params=new)
+    assert_bitwise(jaxmp.get_master_params(made.opt_state, made.params), new)
+    cast = jaxmp.get_policy("bf16").cast_to_param(new)
+    assert_bitwise(jaxmp.get_master_params(jaxmp.reload_master_params(state.opt_state, cast), cast), new)

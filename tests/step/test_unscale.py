@@ -690,3 +690,18 @@ def test_an_opt_state_in_the_place_of_params_is_refused():
     params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match="Swap the two"):
         jaxmp.get_master_params(params, jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init(params))
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [(jnp.ones(3, bool), r"bool\[3\]"), (0.5, r"float64\[\]"), (jnp.float32(0.5), r"float32\[\]"), (None, "object")],
+    ids=["flags", "a number", "an array", "None"],
+)
+def test_a_reason_to_skip_is_one_bool(given, got):
+    """A number skipped each step where it is not 0."""
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics: given)
+    with pytest.raises(TypeError, match=f"skip_if.* must return one bool.*; got {got}"):
+        tx.update(grads(), tx.init(params()), params())
+    for fine in (True, np.True_, jnp.array(True)):
+        tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics, fine=fine: fine)
+        assert bool(tx.update(grads(), tx.init(params()), params())[1].skipped)

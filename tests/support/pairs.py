@@ -81,9 +81,9 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, str], ...]]:
 
 
 @functools.cache
-def cases() -> list[Case]:
+def cases(seed: int = 0) -> list[Case]:
     """A covering array, the same in each process. (allpairspy misses pairs where some choices exclude each other.)"""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     valid = [case for row in itertools.product(*FEATURES.values()) if why_not(case := Case(*row)) is None]
     valid = [valid[i] for i in rng.permutation(len(valid))]
     choices = sorted((feature, choice) for feature, all_of in FEATURES.items() for choice in all_of)
@@ -453,9 +453,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of jobs")
+    parser.add_argument("--seed", type=int, default=0, help="which covering array")
     arguments = parser.parse_args()
     rows, failed = [], []
-    for i, case in enumerate(cases()):
+    for i, case in enumerate(cases(arguments.seed)):
         if arguments.only and i not in arguments.only:
             continue
         start = time.perf_counter()
@@ -469,7 +470,7 @@ def main() -> int:
         rows.append({"job": i, **case._asdict(), "apart": apart, "verdict": verdict})
         print(f"{i}: {', '.join(case)}: {verdict[:300]}, {time.perf_counter() - start:.0f} s", flush=True)
         jax.clear_caches()
-    command = "python tests/support/pairs.py"
+    command = f"python tests/support/pairs.py --seed {arguments.seed}"
     return campaigns.finish(arguments.json, command, {"jobs": len(rows)}, ("failed", failed), rows)
 
 

@@ -259,3 +259,29 @@ def test_a_large_param_that_keeps_float32_moments_is_named(make):
         tx.init(params)
     del params["head"], params["odd"]
     tx.init(params)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted):
+    """They would keep their own dtype from step to step, without a word."""
+    params = {"w": jnp.ones((64, 64))}
+
+    def fused(dtype):
+        return jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, state_dtype=dtype), "fp32")
+
+    def wrapped(dtype):
+        return jaxmp.compress_moments(optax.adam(1e-3), dtype)
+
+    def update(make):
+        return lambda: make(wanted).update(params, make(stored).init(params), params)
+
+    ways = [lambda: jaxmp.apply_gradients(fused(wanted), params, fused(stored).init(params), params)]
+    ways += [update(fused), update(wrapped)]
+    for way in ways:
+        if stored == wanted:
+            jax.eval_shape(way)
+            continue
+        with pytest.raises(ValueError, match=rf"moments must be stored in .*; got .*, with state_dtype={wanted}") as e:
+            jax.eval_shape(way)
+        assert "CompressedState" in str(e.value) or f"got {stored} at" in str(e.value)

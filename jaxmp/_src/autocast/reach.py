@@ -10,11 +10,11 @@ region with the same lists, which was marked.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 
 from jaxmp._src.autocast.cast_lists import CastLists
 from jaxmp._src.base import ambient
+from jaxmp._src.base.warn import warn
 
 
 class Region:
@@ -57,7 +57,8 @@ def warn_if_idle(region: Region, *, stacklevel: int) -> None:
     if dtype is None or is_reached or region.around is not None:
         return
     name = dtype.name
-    warnings.warn(
+    warn(
+        "autocast-reached-nothing",
         f"a region of autocast reaches the linen and haiku modules that are called in it, and the losses of "
         f"jaxmp.value_and_grad; got a `with jaxmp.autocast(...)` for {name} in which nothing of these ran, so nothing "
         f"was cast. Transform what you call: jaxmp.autocast(model, jnp.{name})(x), with an nnx or equinox module or "

@@ -25,12 +25,14 @@ class GatheredParams(NamedTuple):
       trace: from `compat.trace_state()`.
       axis_name: the axis.
       structure, shapes: of this device's parts.
+      cut: (path, as `keystr` writes it, and axis) of the params that are cut; the others are whole on each device.
     """
 
     trace: Any
     axis_name: str
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
+    cut: tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass
@@ -63,6 +65,8 @@ class ScaleReads:
       traces: the last traces in which one was read, from `compat.trace_state()`.
       scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
         the id of the leaf.
+      unscaled: weak references to the first leaf of gradients that a `GradScaler` has unscaled, and to its scale, by
+        the id of the leaf.
     """
 
     any: bool = False
@@ -71,6 +75,7 @@ class ScaleReads:
     made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
     scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
+    unscaled: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Ambient:
         The same object everywhere.
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
+      followed_masters: masters of a chain in which a transform follows, by their id. The same object everywhere.
     """
 
     autocast_lists: Any = None
@@ -107,6 +113,7 @@ class Ambient:
     checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
     checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    followed_masters: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

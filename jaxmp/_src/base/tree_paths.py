@@ -19,34 +19,60 @@ import difflib
 import fnmatch
 import functools
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.core import meta
 
+from jaxmp._src.base.warn import warn
+
+_IN_A_BOX = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of its array
+
 
 def path_str(path: Iterable[Any]) -> str:
     """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`."""
-    names = []
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
-            continue  # the content of a box
-        for attribute in ("key", "name", "idx"):
-            if hasattr(key, attribute):
-                names.append(str(getattr(key, attribute)))
-                break
-        else:
-            names.append(str(key))
-    return "/".join(names) or "<root>"
+    keys = tuple(path)
+    is_attribute = [isinstance(key, jax.tree_util.GetAttrKey) for key in keys]
+    return "/".join(without_boxes([_name(key) for key in keys], is_attribute)) or "<root>"
+
+
+def without_boxes(names: Sequence[str], may_be_box: Sequence[bool] | None = None) -> list[str]:
+    """The components of a path without those of boxes, which are named `value`, as layers may be, too.
+
+    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that.
+
+    Args:
+      names: the components.
+      may_be_box: for each, whether it can be the level of a box; None: all can.
+    """
+    kept: list[str] = []
+    for i in reversed(range(len(names))):
+        ends = all(name in _IN_A_BOX for name in kept)
+        if not (names[i] == "value" and ends and (may_be_box is None or may_be_box[i])):
+            kept.append(names[i])
+    return kept[::-1]
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
 
 
 def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
     """The patterns of an argument; a single string is one pattern."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    for pattern in found:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f'path patterns must be text or a list of texts, such as "head" or ("*norm*", "*ema_*"); got '
+                f'{pattern!r}. Name the paths; "*" fits all of them.'
+            )
+    return found
 
 
 def matches(path: str, patterns: str | Iterable[str]) -> bool:
@@ -105,7 +131,7 @@ def warn_of_idle(
     paths = list(paths)
     messages = idle_messages(argument, patterns, paths, of=of) if paths else []
     for message in messages:
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warn("pattern-fits-nothing", message, stacklevel=stacklevel + 1)
     return bool(messages)
 
 
@@ -191,8 +217,21 @@ def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by their paths, in its order, without their boxes."""
-    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    """The leaves of `tree` by their paths, in its order, without their boxes.
+
+    Raises:
+      ValueError: two leaves have one path, as in {"a/b": x, "a": {"b": y}}.
+    """
+    found: dict[str, Any] = {}
+    for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
+        path = path_str(key_path)
+        if path in found:
+            raise ValueError(
+                f"leaves must have different paths, by which jaxmp knows them; got two at {path}. Rename one, or take "
+                f"the / out of a name."
+            )
+        found[path] = x
+    return found
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -233,12 +272,30 @@ def first_of_other_shape(got: Any, expected: Any) -> tuple[str, tuple[int, ...],
 def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
     """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
     if found := first_of_other_shape(got, expected):
-        path, shape, expected_shape = found
-        raise ValueError(
-            f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
-            f"{path}. Where params are cut over devices, {got_name} are cut the same way "
-            f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
-        )
+        _raise_of_shapes(*found, got_name, expected_name)
+
+
+def check_no_broadcast(grads: Any, params: Any) -> None:
+    """Raises a ValueError for a gradient of another shape that NumPy's rules would repeat to the shape of its param.
+
+    Such a gradient, as of a loss that summed an axis, moves all elements alike. Gradients of other shapes may be right
+    where they enter a chain: one for each example, or of params that are cut over devices later.
+    """
+    if jax.tree.structure(grads) != jax.tree.structure(params):
+        return  # reported elsewhere
+    for (path, g), p in zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(params), strict=True):
+        shape, wanted = np.shape(g), np.shape(p)
+        if shape != wanted and len(shape) <= len(wanted):
+            if all(n in (1, m) for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
+                _raise_of_shapes(path_str(path), shape, wanted, "grads", "params")
+
+
+def _raise_of_shapes(path: str, shape: Any, expected_shape: Any, got_name: str, expected_name: str) -> NoReturn:
+    raise ValueError(
+        f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
+        f"{path}. Where params are cut over devices, {got_name} are cut the same way "
+        f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
+    )
 
 
 @contextlib.contextmanager

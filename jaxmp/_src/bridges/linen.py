@@ -44,7 +44,8 @@ def _replace(self: Any, **updates: Any) -> Any:
     holds new masters, four bytes per parameter, as long as it lives. Where memory is short, or to evaluate in float32,
     call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast as the old ones are; their masters have
     the full precision. A state that got an average and then its old params back has lost the bits of its masters below
-    the rounding of the params: keep the state from before instead.
+    the rounding of the params: keep the state from before instead. Params in other containers (a FrozenDict) come into
+    those of the old ones.
 
     Args:
       **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are, and so is a tree
@@ -54,13 +55,16 @@ def _replace(self: Any, **updates: Any) -> Any:
       The new state.
 
     Raises:
-      ValueError: `params` that do not fit those of this state: another tree, another shape, no floats (named by path).
+      ValueError: `params` that do not fit those of this state: another tree, another shape, no floats (named by path);
+        `tx=` alone, of an optimizer with another state.
     """
     if "params" in updates and "opt_state" not in updates:
         cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
         updates["params"], updates["opt_state"] = reload_masters.follow(
             self.opt_state, updates["params"], self.params, cast
         )
+    if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
+        reload_masters.check_is_state_of(updates["tx"], self.opt_state, self.params)
     return dataclasses.replace(self, **updates)
 
 

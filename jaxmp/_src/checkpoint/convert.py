@@ -21,10 +21,11 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, state_arrays
+from jaxmp._src.step import argument_kinds, leaf_paths, state_arrays
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 
@@ -73,6 +74,13 @@ def convert(
       >>> params
       {'w': Array([1.001], dtype=float32)}
     """
+    argument_kinds.check(
+        "convert(opt_state, params, to=, policy=)",
+        opt_state=("state", opt_state),
+        params=("params", params),
+        to=("optimizer", to),
+        policy=("policy", policy),
+    )
     policy = get_policy(policy)
     like = params if like is None else like
     saved = job_leaves.Saved(
@@ -212,13 +220,15 @@ def _kept_scale(start: dict[str, Any], group: str, saved: job_leaves.Saved) -> d
     elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _is_dynamic(old) or _at_floor(group, saved)):
         if 0.0 < float(old["loss_scale"]) < math.inf:
             return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
-        warnings.warn(
+        warn(
+            "loss-scale-starts-again",
             f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts again "
             f"from {float(start['loss_scale'])}.",
             stacklevel=4,
         )
         return start
-    warnings.warn(
+    warn(
+        "loss-scale-starts-again",
         f"{saved.what} has no loss scale of the kind that the new optimizer keeps. The scale starts from "
         f"{float(start['loss_scale'])} as in a new run, so the first steps may be skipped.",
         stacklevel=4,

@@ -7,7 +7,6 @@ Another model may have other layers in fp8, or other formats. So each history is
 
 import math
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint.job_leaves import Saved
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits
@@ -110,7 +110,8 @@ def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any
             made = group(histories, params, members, fresh[name].shape[0])
             groups[name], groups[_scale_beside(name)] = made.amax_history, made.scale
     else:
-        warnings.warn(
+        warn(
+            "fp8-histories-start-again",
             "histories of fp8 amaxes of several recipes (a dict of recipes) can only be moved between jobs with the "
             "same recipes and the same fp8 layers; these jobs differ. The histories start again; the scales are kept.",
             stacklevel=5,

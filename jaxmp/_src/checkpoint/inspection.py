@@ -1,5 +1,6 @@
 """What a directory of steps holds, and whether it is what was saved: `python -m jaxmp checkpoint`."""
 
+import pathlib
 from typing import Any
 
 from jaxmp._src.base import tables
@@ -16,9 +17,11 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
     Raises:
       ValueError: no such folder, or no such step; no steps in it.
     """
-    _, folder = orbax.find(directory, step)
-    inside = sorted((x for x in folder.iterdir() if x.name.isdigit() and x.is_dir()), key=lambda x: int(x.name))
-    steps = inside or [folder]
+    folder = pathlib.Path(directory).absolute()
+    steps = orbax.steps_in(folder) if step is None else []
+    if not steps:
+        _, folder = orbax.find(directory, step)
+        steps = [folder]
     rows = [("step", "leaves", "MiB", "policy", "state")]
     newest: list[orbax.Leaf] = []
     whole = True

@@ -32,6 +32,18 @@ class Saved(NamedTuple):
     what: str  # the name of the job in errors ("the checkpoint")
 
 
+def master_in_full(path: str, x: Any, master: Any) -> Any:
+    """The float32 value of a param from its master, which is float32, or the remainder of a bfloat16 param."""
+    if not jnp.issubdtype(master.dtype, jnp.integer):
+        return jnp.asarray(master, jnp.float32)
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"a split master is a bfloat16 param and a remainder, so the params must be bfloat16; got {x.dtype} at "
+            f"{path}. Pass the params of the same step."
+        )
+    return _join(x, jnp.asarray(master))
+
+
 def full_params(saved: Saved) -> dict[str, Any]:
     """The params in full precision by path: floats in float32, from the masters if there are any; others unchanged."""
     leaves, value = saved.params, reload_masters.in_float32(saved.params)
@@ -39,21 +51,10 @@ def full_params(saved: Saved) -> dict[str, Any]:
     for path, x in saved.state.items():
         _, found, rest = f"/{path}".partition("/master_params/")
         if found:
-            param, kind = leaf_paths.param_of(rest)
-            masters[param] = (x, kind)
+            masters[leaf_paths.param_of(rest)[0]] = x
 
     def in_full(path: str, x: Any) -> Any:
-        master, kind = masters.get(path, (None, None))
-        if kind is not None:
-            if x.dtype != jnp.bfloat16:
-                raise ValueError(
-                    f"a split master is a bfloat16 param and a remainder, so the params must be bfloat16; got "
-                    f"{x.dtype} at {path}. Pass the params of the same step."
-                )
-            return _join(x, jnp.asarray(master))
-        if master is not None:
-            return jnp.asarray(master, jnp.float32)
-        return value(path)
+        return master_in_full(path, x, masters[path]) if path in masters else value(path)
 
     return {path: in_full(path, x) for path, x in leaves.items()}
 

@@ -9,7 +9,6 @@ paths of these params. All checks come before any change: where Megatron loads o
 missing entries (fewer groups), these functions raise and have loaded nothing.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import foreign_loss_scales
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
@@ -118,8 +118,8 @@ def import_megatron(
       Megatron-LM, core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.load_state_dict`.
     """
     order = _order(groups, params)
-    optimizer = _entry(state_dict, "optimizer", "optimizer_state_dict", warn=True)
-    masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", warn=False), groups, opt_state)
+    optimizer = _entry(state_dict, "optimizer", "optimizer_state_dict", tells=True)
+    masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", tells=False), groups, opt_state)
     per_param = _per_param(optimizer, groups, order)
     leaves = leaf_paths.plain_leaves(params)
     for path, master in masters.items():
@@ -182,7 +182,8 @@ def _in_float32(
 def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
     """Names the values that Megatron's optimizer has not, and that therefore stay as they are given."""
     if without:
-        warnings.warn(
+        warn(
+            "megatron-import",
             f"Megatron's optimizer has no copy of params that it keeps in float32: {', '.join(without[:4])}"
             f"{', ...' if len(without) > 4 else ''} stay as in params=. Take them from the model's part of the "
             f"checkpoint: in_float32={{path: array}}.",
@@ -190,7 +191,8 @@ def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
         )
     averages = [p for p in leaf_paths.essential_leaves(opt_state) if "/ema_params/" in f"/{p}"]
     if averages:
-        warnings.warn(
+        warn(
+            "megatron-import",
             f"Megatron's state has no average of the weights: {averages[0]} and the others stay as in opt_state. Start "
             f"it from the imported weights: put the state of ema_params' init in its place.",
             stacklevel=3,
@@ -226,15 +228,19 @@ def _moment_of(path: str, order: list[str]) -> tuple[str, str] | None:
     return None
 
 
-def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, warn: bool) -> Any:
+def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, tells: bool) -> Any:
     if name in state_dict:
         return state_dict[name]
     if old not in state_dict:
         raise ValueError(
             f"Megatron's state must have {name} (or {old}, the old name); got {', '.join(state_dict) or 'nothing'}."
         )
-    if warn:
-        warnings.warn(f"this is the state of an old Megatron checkpoint: {old} is read as {name}.", stacklevel=3)
+    if tells:
+        warn(
+            "megatron-import",
+            f"this is the state of an old Megatron checkpoint: {old} is read as {name}.",
+            stacklevel=3,
+        )
     return state_dict[old]
 
 
@@ -277,13 +283,17 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
     is_dynamic = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
     if "grad_scaler" not in state_dict:
         if is_dynamic:
-            warnings.warn(
-                f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}.", stacklevel=3
+            warn(
+                "megatron-import",
+                f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}. To choose "
+                f"another, use jaxmp.checkpoint.set_loss_scale.",
+                stacklevel=3,
             )
         return None
     if not state_dict["grad_scaler"]:  # a ConstantGradScaler has no state: its scale is an argument of the job
         if is_dynamic:
-            warnings.warn(
+            warn(
+                "megatron-import",
                 f"Megatron's grad_scaler is empty, as that of a constant scale is: the loss scale stays "
                 f"{float(found[0].loss_scale)}. For the constant, pass loss_scale= with its value.",
                 stacklevel=3,
@@ -292,8 +302,10 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
     new = foreign_loss_scales.import_loss_scale(state_dict["grad_scaler"])
     if is_dynamic:
         return new
-    warnings.warn(
-        "Megatron's state has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is ignored.",
+    warn(
+        "megatron-import",
+        "Megatron's state has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is ignored. "
+        'To go on with it, make the optimizer with loss_scale=jaxmp.DynamicLossScale.preset("megatron").',
         stacklevel=3,
     )
     return None

@@ -7,6 +7,7 @@ tree in this form. So a checkpoint can be compared with a job before any array i
 import hashlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,15 +31,42 @@ def package() -> Any:
     return optional.load("orbax.checkpoint", extra="checkpoint")
 
 
+def check_manager(manager: Any, step: Any) -> None:
+    """Raises a TypeError unless these are a manager and the number of a step."""
+    if not is_manager(manager) or not isinstance(step, int | np.integer) or isinstance(step, bool):
+        got = [f"{type(x).__name__} as {name}" for name, x in (("manager", manager), ("step", step))]
+        raise TypeError(
+            f"the arguments are save(manager, step, params=, opt_state=), with the number of the step; got "
+            f"{', '.join(got)}. jaxmp.checkpoint.manager(directory) makes a manager; keep it for the whole run."
+        )
+
+
+def is_manager(x: Any) -> bool:
+    """Whether `x` is an Orbax `CheckpointManager`."""
+    return hasattr(x, "latest_step") and hasattr(x, "save")
+
+
 def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
-    """(step, its folder) in a manager or at a path; `step=None` is the newest one of a manager, or the path itself."""
-    if not hasattr(source, "latest_step"):
+    """(step, its folder) in a manager, in a directory of steps, or at the path of a step or tree.
+
+    `step=None` is the newest complete step, or the path itself. A save that is running ends first.
+    """
+    if not is_manager(source):
+        if not isinstance(source, str | os.PathLike):
+            raise TypeError(
+                f"the first argument must be a manager of checkpoints, or a path; got {type(source).__name__}. The "
+                f"order is restore(manager, tx, params=)."
+            )
         folder = pathlib.Path(source).absolute()
+        if step is None and not (folder / "_METADATA").exists() and tree_in(folder) == folder:
+            # Orbax renames a step when it is complete: before, its name is no number.
+            step = max((int(x.name) for x in steps_in(folder)), default=None)
         if step is not None:
             folder = folder / str(step)
         if not folder.is_dir():
             raise ValueError(f"a checkpoint must be a folder that Orbax wrote; there is no folder at {folder}.")
         return step, folder
+    source.wait_until_finished()
     found = source.latest_step() if step is None else step
     there = ", ".join(map(str, source.all_steps())) or "none"
     if found is None or found not in source.all_steps():
@@ -53,6 +81,12 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
             f"pass the path of the step instead of the manager."
         )
     return found, folder
+
+
+def steps_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folders of the complete steps in a directory, in their order."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((x for x in found if x.name.isdigit() and x.is_dir()), key=lambda x: int(x.name))
 
 
 def check_newer(manager: Any, step: int) -> None:
@@ -172,10 +206,9 @@ def _others(folder: pathlib.Path) -> str:
     """Which other steps there are beside the item of a damaged step, and the newest of them that is whole."""
     if folder.name not in (STATE, ABOUT):
         return ""
-    beside = [x for x in folder.parent.parent.iterdir() if x.name.isdigit() and x != folder.parent]
+    beside = [x for x in steps_in(folder.parent.parent) if x != folder.parent]
     if not beside:
         return " There are no other steps."
-    beside.sort(key=lambda x: int(x.name))
     named = f" Other steps there: {', '.join(x.name for x in beside)} (step=)"
     if jax.process_count() > 1:  # the others may have read their part, and do not look
         return f"{named}; `python -m jaxmp checkpoint {folder.parent.parent}` says which are whole."
@@ -253,11 +286,11 @@ def read(
     params: PyTree,
     extra: Mapping[str, PyTree],
     checksums: Mapping[str, str] | None,
-    new: padding.Padding,
+    change: padding.Change,
 ) -> Any:
     """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
 
-    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `new` says what is padding then.
+    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `change` says what is padding then.
     What jax would shorten (64 bits, without x64) is an array of NumPy, and a number is a number of Python.
     """
     shardings = placement.Shardings(params)
@@ -278,7 +311,7 @@ def read(
         found = reader.restore(folder, tree_paths.map_with_path(target, tree), strict=False)
     except Exception as e:
         raise _unreadable(folder, e) from e
-    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, new.whole), checksums)):
+    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, change.whole), checksums)):
         raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
     return found if placed else jax.tree.map(_uncommitted, found)

@@ -29,64 +29,94 @@ class Padding:
 
     def whole(self, path: str, shape: Shape) -> Shape:
         """The shape without padding of a leaf of params or state; `shape` if it is not padded."""
-        return self._of(path, tuple(shape), {name: (padded, whole) for name, (whole, padded) in self.shapes.items()})
+        return _resized(path, tuple(shape), {name: (padded, whole) for name, (whole, padded) in self.shapes.items()})
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
         return {path: {"whole": list(whole), "padded": list(padded)} for path, (whole, padded) in self.shapes.items()}
 
-    def onto(self, new: "Padding", params: Mapping[str, Any], tree: PyTree) -> PyTree:
-        """A description of a saved tree, padded as `self`, in the shapes of a job that is padded as `new`."""
-        changes = {}
+
+class Change:
+    """From the padding of a save to that of the job that restores it."""
+
+    def __init__(self, old: Padding, new: Padding, params: Mapping[str, Any]) -> None:
+        self._old, self._new = old, new
+        self._shapes: dict[str, tuple[Shape, Shape]] = {}
+        self._whole: dict[str, Shape] = {}
         for path, x in params.items():
             here = new.shapes.get(path, (tuple(x.shape),) * 2)
-            there = self.shapes.get(path, (here[0],) * 2)
+            there = old.shapes.get(path, (here[0],) * 2)
             if here[0] == there[0] and here[1] != there[1]:  # another model is named where all leaves are compared
-                changes[path] = (there[1], here[1])
+                self._shapes[path], self._whole[path] = (there[1], here[1]), here[0]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no param has another padding."""
+        return not self._shapes
+
+    def onto(self, tree: PyTree) -> PyTree:
+        """A description of the saved tree in the shapes that it is read in: those of the job.
+
+        A moment in 8 bits whose groups change keeps the shapes of the save: see `regroup`.
+        """
 
         def resized(path: str, x: Any) -> Any:
-            shape = self._of(path, tuple(x.shape), changes, groups=True)
+            shape = tuple(x.shape) if self._keeps(path) else _resized(path, tuple(x.shape), self._shapes)
             return x if shape == tuple(x.shape) else jax.ShapeDtypeStruct(shape, x.dtype)
 
-        return tree_paths.map_with_path(resized, tree) if changes else tree
+        return tree_paths.map_with_path(resized, tree) if self._shapes else tree
 
-    @staticmethod
-    def _of(path: str, shape: Shape, changes: Mapping[str, tuple[Shape, Shape]], *, groups: bool = False) -> Shape:
-        """`shape`, with {path of a param: (shape, other shape)} applied to the leaves that belong to these params.
+    def whole(self, path: str, shape: Shape) -> Shape:
+        """The shape without padding of a leaf that was read in the shape of `onto`."""
+        return (self._old if self._keeps(path) else self._new).whole(path, shape)
 
-        With `groups` a ValueError refuses what would tear apart the groups of a moment in 8 bits.
-        """
-        parts = leaf_paths.essential(path).split("/")
-        if parts[-1] in leaf_paths.REMAINDERS:
-            parts.pop()
-        found, field = _last_of(parts, changes), ""
-        if found is None and parts[-1] in moments.Quantized._fields:
-            *parts, field = parts
-            found = _last_of(parts, changes)
-        if found is None:
-            return shape
-        before, after = found
-        if field and groups and before[-1] != after[-1]:
-            raise ValueError(
-                f"moments in 8 bits have a scale for each group of neighbours along the last axis, so this axis cannot "
-                f"get another padding; got {before[-1]} elements saved and {after[-1]} wanted at {path}. Choose a "
-                f"layout that pads another axis, or restore with the layout of the save."
-            )
-        if field == "scales":
-            return (*after[:-1], shape[-1]) if shape[:-1] == before[:-1] else shape
-        return after if shape == before else shape
+    def of(self, path: str) -> tuple[Shape, Shape] | None:
+        """(the shape without padding, that of the job) for a leaf of a param whose padding changes; else None."""
+        owner, _ = _owner_of(path, self._shapes)
+        return None if owner is None else (self._whole[owner], self._shapes[owner][1])
+
+    def _keeps(self, path: str) -> bool:
+        """Whether a leaf is a part of a moment in 8 bits, along whose groups the padding changes."""
+        owner, field = _owner_of(path, self._shapes)
+        if owner is None or not field:
+            return False
+        before, after = self._shapes[owner]
+        return before[-1] != after[-1]
 
 
-def _last_of(parts: list[str], found: Mapping[str, Any]) -> Any:
-    """What `found` has for the longest end of a path that is in it."""
+def _resized(path: str, shape: Shape, changes: Mapping[str, tuple[Shape, Shape]]) -> Shape:
+    """`shape`, with {path of a param: (shape, other shape)} applied to the leaves that belong to these params."""
+    owner, field = _owner_of(path, changes)
+    if owner is None:
+        return shape
+    before, after = changes[owner]
+    if field == "scales":
+        return (*after[:-1], shape[-1]) if shape[:-1] == before[:-1] else shape
+    return after if shape == before else shape
+
+
+def _owner_of(path: str, params: Mapping[str, Any]) -> tuple[str | None, str]:
+    """(the param that a leaf of params or state belongs to, which part of a moment in 8 bits the leaf is, or "")."""
+    parts = leaf_paths.essential(path).split("/")
+    if parts[-1] in leaf_paths.REMAINDERS:
+        parts.pop()
+    owner = _end_of(parts, params)
+    if owner is None and parts[-1] in moments.Quantized._fields:
+        return _end_of(parts[:-1], params), parts[-1]
+    return owner, ""
+
+
+def _end_of(parts: list[str], found: Mapping[str, Any]) -> str | None:
+    """The longest end of a path that is in `found`."""
     ends = ("/".join(parts[start:]) for start in range(len(parts)))
-    return next((found[end] for end in ends if end in found), None)
+    return next((end for end in ends if end in found), None)
 
 
 def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str) -> Padding:
     """The padding of params that have the shapes of a layout; a ValueError names the first that has not."""
     if layout is None:
         return Padding({})
+    param_layout.check_is_layout(layout, argument)
     found: dict[str, tuple[Shape, Shape]] = {}
 
     def note(path: str, x: Any, cut: param_layout.Cut) -> None:

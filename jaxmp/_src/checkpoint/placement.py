@@ -19,6 +19,14 @@ def chosen_sharding(x: Any) -> Any:
     return getattr(x, "sharding", None)
 
 
+def put(x: Any, sharding: Any) -> Any:
+    """An array of this process, the same in all of them, in a sharding that may reach over processes."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
 def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of `x` with the sharding of `other`."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chosen_sharding(other))
@@ -55,13 +63,14 @@ class Shardings:
             if parts[-1] in moments.Quantized._fields:
                 found = self._by_path.get("/".join(parts[start:-1]))
                 if found is not None and found[0][:-1] == tuple(shape[:-1]):
-                    return self._of_part_of_moment(parts[-1], shape, found[1])
+                    return self._of_part_of_moment(shape, found[1])
         return self.replicated
 
-    def _of_part_of_moment(self, field: str, shape: tuple[int, ...], sharding: Any) -> Any:
+    def _of_part_of_moment(self, shape: tuple[int, ...], sharding: Any) -> Any:
         """The sharding of the codes or the scales of a moment in 8 bits, from that of its param."""
-        if field == "codes" or not isinstance(sharding, jax.sharding.NamedSharding):
+        if not isinstance(sharding, jax.sharding.NamedSharding):
             return self.replicated if sharding is None else sharding
+        # Codes that are read in the shape of another layout may have an axis that these devices cannot cut.
         spec = shardings.spec_of_scales(tuple(shape), sharding)
         return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 

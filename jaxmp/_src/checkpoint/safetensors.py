@@ -12,21 +12,18 @@ A kernel in fp8 is stored with its scale, in the format that vLLM, TensorRT-LLM 
     weight_scale  float32, shape ()  max |w| / 448           w = weight * weight_scale
 """
 
-import json
-import math
 import os
-import pathlib
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import placement, writer
+from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import job_leaves, placement, tensor_files
+from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths
@@ -35,23 +32,6 @@ from jaxmp._src.step.read_state import get_master_params, masters_of
 Layout = Literal["flax", "torch"]
 _FP8 = jnp.dtype(jnp.float8_e4m3fn)
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
-_CODES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
-    "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "U16": np.uint16, "U32": np.uint32, "BOOL": np.bool_,
-}  # fmt: skip
-
-
-class _Tensor(NamedTuple):
-    """A tensor that is to be written, or that lies in a file: it is made, or read, when it is needed."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    make: Callable[[], np.ndarray]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def save_safetensors(
@@ -64,8 +44,13 @@ def save_safetensors(
     keep: str | Sequence[str] = (),
     input_scales: bool = False,
     rename: Callable[[str], str] | None = None,
+    max_shard_size: int | str | None = None,
 ) -> None:
-    """Writes the weights into one safetensors file, from the masters if there are any, each rounded once.
+    """Writes the weights into safetensors files, from the masters if there are any, each rounded once.
+
+    Of the weights one tensor at a time is in the host's memory, beside the arrays. With several processes all of them
+    call this, with the same arguments: the first one writes, and what is split over processes is collected tensor by
+    tensor.
 
     Names and layouts: `"flax"` writes the path with dots, `decoder.Dense_0.kernel`, and arrays unchanged. `"torch"`
     writes `decoder.Dense_0.weight`, kernels [in, out] as [out, in], and convolutions [*k, in, out] as [out, in, *k]. A
@@ -73,7 +58,7 @@ def save_safetensors(
     w = weight * weight_scale.
 
     Args:
-      path: the file. It is replaced in one atomic step, after everything is written.
+      path: the file. It is replaced in one atomic step, after everything is written. With `max_shard_size` a folder.
       params: the model's params, or any tree of weights such as `get_ema_params(...)`.
       opt_state: state with the masters of `params`.
       dtype: float32, bfloat16, float16 or float8_e4m3fn. With float8_e4m3fn only kernels are stored in fp8, each with
@@ -84,9 +69,14 @@ def save_safetensors(
         `weight_scale`, for engines with static scales of activations.
       rename: takes the name that `layout` gives a tensor and returns the name to write, such as
         `lambda n: "model." + n`.
+      max_shard_size: the size of a file in bytes, or as text ("5GB"); a larger tensor gets a file of its own. Then
+        `path` is a folder with files as Hugging Face's tools write them: `model-00001-of-00002.safetensors`, ..., and
+        `model.safetensors.index.json`, which says where each tensor is; `model.safetensors` alone if one file is
+        enough. They replace a model that is in the folder.
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
+      OSError: the first process could not write; raised in all processes.
       ValueError: another dtype; two tensors with one name; masters of other shapes than `params` (`jaxmp.fsdp.trim`
         takes both); a kernel that has no torch layout, named by path.
 
@@ -104,43 +94,46 @@ def save_safetensors(
     if dtype.name not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype}")
     _check_layout(layout)
-    tensors: dict[str, _Tensor] = {}
+    limit = tensor_files.size_of(max_shard_size)
+    tensors: dict[str, Tensor] = {}
 
     def add(name: str, like: Any, path: str, make: Callable[[], Any]) -> None:
         name = name if rename is None else rename(name)
         if name in tensors:
             raise ValueError(f"each tensor needs its own name; got {name!r} for {path} and for another leaf.")
-        tensors[name] = _Tensor(jnp.dtype(like.dtype), tuple(like.shape), lambda: _on_host(make(), path))
+        tensors[name] = Tensor(jnp.dtype(like.dtype), tuple(like.shape), make, path)
 
     given = leaf_paths.plain_leaves(params)
-    full = leaf_paths.plain_leaves(_in_full(params, opt_state))
-    layers = stored_kernels.pairs(full)
+    layers = stored_kernels.pairs(given)
+    full = _in_full(params, given, layers, opt_state)
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, full, of="param")
-    for at, x in full.items():
+    for at, in_full in full.items():
         if scale_leaves.is_scale(at):
             continue
-        _check_is_here(x, at)
-        name, shape = _name(at, layout), jax.eval_shape(lambda x=x, at=at: _to_layout(x, at, layout))
-        narrow = casting.is_float(x) and dtype == _FP8 and _is_kernel(at, shape) and not tree_paths.matches(at, keep)
+        laid_out = lambda in_full=in_full, at=at: _to_layout(in_full(), at, layout)  # noqa: E731
+        name, shape = _name(at, layout), jax.eval_shape(laid_out)
+        narrow = (
+            casting.is_float(shape) and dtype == _FP8 and _is_kernel(at, shape) and not tree_paths.matches(at, keep)
+        )
         if not narrow:
             wanted = jnp.bfloat16 if dtype == _FP8 else dtype
 
-            def cast(x: Any = x, at: str = at, wanted: Any = wanted) -> Any:
-                return casting.cast_float(jnp.asarray(_to_layout(x, at, layout)), wanted, saturate=True)
+            def cast(laid_out: Callable[[], Any] = laid_out, wanted: Any = wanted) -> Any:
+                return casting.cast_float(jnp.asarray(laid_out()), wanted, saturate=True)
 
             add(name, jax.eval_shape(cast), at, cast)
             continue
         if opt_state is None and stored_kernels.is_stored(given[at]):  # the fp8 values of training
             pair = lambda at=at: (_to_layout(given[at], at, layout), _inverse_scale(given, layers[at]))  # noqa: E731
         else:
-            pair = lambda x=x, at=at: _quantize(_to_layout(x, at, layout), at)  # noqa: E731
+            pair = lambda laid_out=laid_out, at=at: _quantize(laid_out(), at)  # noqa: E731
         add(name, jax.ShapeDtypeStruct(shape.shape, _FP8), at, lambda pair=pair: pair()[0])
         add(f"{name}_scale", jax.ShapeDtypeStruct((), jnp.float32), at, lambda pair=pair: pair()[1])
         of_input = layers.get(at, "").replace("fp8_rhs", "fp8_lhs")
         if input_scales and of_input in given:
             make = lambda of_input=of_input: _inverse_scale(given, of_input)  # noqa: E731
             add(_sibling(name, "input_scale"), jax.eval_shape(make), of_input, make)
-    _write(pathlib.Path(path), tensors, {"format": "pt" if layout == "torch" else "flax"})
+    tensor_files.write(path, tensors, {"format": "pt" if layout == "torch" else "flax"}, limit)
 
 
 def load_safetensors(
@@ -154,7 +147,8 @@ def load_safetensors(
     """Loads params from safetensors files, with the tree, dtypes and shardings of `like`.
 
     Args:
-      path: a file, or several (shards of one model).
+      path: a file; a folder with `model.safetensors`, or with shards and their index; an index; or a list of files.
+        Each process of several reads the files.
       like: the model's params, arrays or `jax.ShapeDtypeStruct`; float32 if masters are made from them in full
         precision. fp8 scales in it are kept if they are arrays; otherwise they start at scale 1.
       layout, rename: as for `save_safetensors`; they give the names and axes in the file for each leaf of `like`.
@@ -165,7 +159,8 @@ def load_safetensors(
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
-      ValueError: a damaged file, or one of another format; a tensor that is missing, left over or of another shape.
+      ValueError: a damaged file, or one of another format; shards that are not those of their index; a tensor that is
+        in two files; a tensor that is missing, left over, of another shape, or with integers that do not fit.
 
     Example:
       >>> import tempfile
@@ -177,13 +172,7 @@ def load_safetensors(
     """
     _check_layout(layout)
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    tensors: dict[str, _Tensor] = {}
-    source: dict[str, Any] = {}
-    for one in paths:
-        for name, tensor in _tensors_of(one).items():
-            if name in tensors:
-                raise ValueError(f"each tensor must be in one file; {name} is in {source[name]} and in {one}.")
-            tensors[name], source[name] = tensor, one
+    tensors = tensor_files.merged(paths)
     left = set(tensors)
     what = ", ".join(map(str, paths))
 
@@ -204,6 +193,8 @@ def load_safetensors(
             raise ValueError(
                 f"{what} must fit the model; {name} has shape {tensor.shape} for {path}, expected {tuple(x.shape)}."
             )
+        if tensor.dtype.kind in "iu" and jnp.issubdtype(x.dtype, jnp.integer):
+            tensor = _as_integers(tensor, x.dtype, name)
         value = casting.cast_float(jnp.asarray(tensor), x.dtype, saturate=True)
         if value.dtype != x.dtype:
             raise ValueError(f"{what} must fit the model; {name} is {value.dtype}, expected {x.dtype} at {path}.")
@@ -214,7 +205,7 @@ def load_safetensors(
     def placed(path: str, x: Any) -> Any:
         sharding = shardings.of(path, tuple(x.shape))
         value = take(path, x)
-        return value if sharding is None else jax.device_put(value, sharding)
+        return value if sharding is None else placement.put(value, sharding)
 
     loaded = tree_paths.map_with_path(placed, like)
     if strict and left:
@@ -226,7 +217,10 @@ def load_safetensors(
 
 
 def read_safetensors(path: Any) -> dict[str, np.ndarray]:
-    """Reads the tensors of one file by name, in the dtypes and layouts of the file.
+    """Reads the tensors of a model by name, in the dtypes and layouts of its files.
+
+    Args:
+      path: a file; a folder with `model.safetensors`, or with shards and their index; or an index.
 
     Raises:
       ImportError: safetensors is not installed; names the extra.
@@ -239,7 +233,7 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
       >>> {name: x.shape for name, x in read_safetensors(path).items()}
       {'dense.kernel': (3, 2)}
     """
-    return {name: tensor.make() for name, tensor in _tensors_of(path).items()}
+    return {name: tensor.make() for name, tensor in tensor_files.tensors_of(path).items()}
 
 
 def _quantize(weight: Any, path: str) -> tuple[Any, Any]:
@@ -261,25 +255,53 @@ def _start(path: str, x: Any) -> Any:
     return jnp.full(x.shape, 0.0 if scale_leaves.format_of(path)[2] else 1.0, x.dtype)
 
 
-def _in_full(params: PyTree, opt_state: Any) -> PyTree:
-    if opt_state is None:
-        return stored_kernels.load_weights(params, jnp.float32)
-    _check_masters(opt_state, params)
-    return get_master_params(opt_state, params)
+def _in_full(
+    params: PyTree, given: Mapping[str, Any], layers: Mapping[str, str], opt_state: Any
+) -> dict[str, Callable[[], Any]]:
+    """{path of a param: its value in full precision, made when it is needed}, from the master if there is one."""
+
+    def in_full(path: str, x: Any, master: Any) -> Callable[[], Any]:
+        if master is not None:
+            return lambda: job_leaves.master_in_full(path, x, master)
+        if path in layers and stored_kernels.is_stored(x):
+            return lambda: stored_kernels.dequantized(x, given[layers[path]], jnp.float32)
+        return lambda: x
+
+    masters = [None] * len(given) if opt_state is None else _masters(opt_state, params)
+    return {path: in_full(path, x, master) for (path, x), master in zip(given.items(), masters, strict=True)}
 
 
-def _check_masters(opt_state: Any, params: PyTree) -> None:
-    """Raises a ValueError for the first param whose master has another shape."""
+def _masters(opt_state: Any, params: PyTree) -> list[Any]:
+    """The master of each leaf of the params, or None; a ValueError for the first that has another shape."""
     units, treedef = tree_paths.boxed_leaves(params)
+    found: list[Any] = []
     for (path, unit), master in zip(units, treedef.flatten_up_to(masters_of(opt_state, params)), strict=True):
+        leaves = jax.tree.leaves(unit)
+        if master is None:
+            found += [None] * len(leaves)
+            continue
         shapes = [[tuple(x.shape) for x in jax.tree.leaves(part)] for part in (unit, master)]
-        if master is not None and shapes[0] != shapes[1]:
+        if shapes[0] != shapes[1]:
             got = [", ".join(map(str, found)) for found in shapes]
             raise ValueError(
                 f"the masters in opt_state must have the shapes of params; {path} is {got[0]} in params and {got[1]} "
                 f"in the masters. Pass the opt_state of these params. If the params were trimmed, also call "
                 f"jaxmp.fsdp.trim(opt_state, layout)."
             )
+        found += jax.tree.leaves(master)
+    jax.eval_shape(get_master_params, opt_state, params)  # its errors: swapped arguments, params of another dtype
+    return found
+
+
+def _as_integers(x: np.ndarray, dtype: Any, name: str) -> np.ndarray:
+    """Integers in another dtype; a ValueError if one does not fit."""
+    limits = jnp.iinfo(dtype)
+    if x.size and not (int(limits.min) <= int(x.min()) and int(x.max()) <= int(limits.max)):
+        raise ValueError(
+            f"integers must fit the model; {name} has values from {x.min()} to {x.max()}, expected {jnp.dtype(dtype)}. "
+            f"Give the leaf a wider dtype (64 bits need jax_enable_x64)."
+        )
+    return x.astype(dtype)
 
 
 def _is_kernel(path: str, x: Any) -> bool:
@@ -319,7 +341,7 @@ def _from_layout(x: np.ndarray, path: str, layout: Layout) -> np.ndarray:
     return np.transpose(x, (*range(2, x.ndim), 1, 0))
 
 
-def _dequantized(tensors: Mapping[str, _Tensor], name: str) -> np.ndarray:
+def _dequantized(tensors: Mapping[str, Tensor], name: str) -> np.ndarray:
     x = tensors[name].make()
     if x.dtype not in (_FP8, jnp.dtype(jnp.float8_e5m2)):
         return x
@@ -335,84 +357,6 @@ def _dequantized(tensors: Mapping[str, _Tensor], name: str) -> np.ndarray:
             f"a tensor in fp8 must have one scale, or one scale for each row; {name}_scale has shape {scale.shape}."
         )
     return x.astype(np.float32) * scale
-
-
-def _check_is_here(x: Any, path: str) -> None:
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        raise ValueError(
-            f"the process that writes the file needs each weight as a whole; {path} is split over processes. Gather "
-            f"the params first: jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
-        )
-
-
-def _on_host(x: Any, path: str) -> np.ndarray:
-    _check_is_here(x, path)
-    return np.ascontiguousarray(np.asarray(x)).reshape(x.shape)
-
-
-def _write(path: pathlib.Path, tensors: Mapping[str, _Tensor], about: dict[str, str]) -> None:
-    """Writes the file, one tensor at a time, under a name that no other process has, and renames it on the disk."""
-    optional.load("safetensors", extra="checkpoint")
-    codes = {np.dtype(dtype): code for code, dtype in _CODES.items()}
-    header: dict[str, Any] = {"__metadata__": about}
-    end = 0
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        code = codes[tensors[name].dtype]
-        header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with beside.open("xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                file.write(tensors[name].make().reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        writer.sync(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _tensors_of(path: Any) -> dict[str, _Tensor]:
-    """The tensors of a file by name, to be read one at a time."""
-    library = optional.load("safetensors", extra="checkpoint")
-    path = pathlib.Path(path)
-    if not path.is_file():
-        raise ValueError(f"path must be a file; there is no file at {path}.")
-    try:
-        with library.safe_open(path, framework="np"):  # it checks offsets and the length of the file
-            pass
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-    except (library.SafetensorError, ValueError, OSError) as e:
-        raise ValueError(
-            f"{path} must be a complete safetensors file; it is damaged, incomplete, or of another format ({e})."
-        ) from e
-    found = {}
-    for name, spec in sorted(header.items()):
-        if name == "__metadata__":
-            continue
-        if spec["dtype"] not in _CODES:
-            raise ValueError(
-                f"tensors must have a dtype of {', '.join(_CODES)}; {name} in {path} is {spec['dtype']}. Convert it "
-                f"with the tool that wrote it."
-            )
-        dtype, shape = np.dtype(_CODES[spec["dtype"]]), tuple(spec["shape"])
-        at = 8 + length + spec["data_offsets"][0]
-        found[name] = _Tensor(dtype, shape, lambda d=dtype, s=shape, at=at: _read(path, at, d, s))
-    return found
-
-
-def _read(path: pathlib.Path, at: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    with path.open("rb") as file:
-        file.seek(at)
-        data = file.read(math.prod(shape) * dtype.itemsize)
-    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _check_layout(layout: str) -> None:

@@ -18,6 +18,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import (
     convert as convert_lib,
     job_leaves,
@@ -26,11 +27,12 @@ from jaxmp._src.checkpoint import (
     padding,
     partial as partial_lib,
     placement,
+    regroup,
     writer,
 )
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step import argument_kinds, leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 
@@ -145,6 +147,10 @@ def save(
       7
     """
     ocp = orbax.package()
+    orbax.check_manager(manager, step)
+    given = {"params": ("params", params), "opt_state": ("state", opt_state)}
+    argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
+    check_extra_is_dict(extra)
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
@@ -204,7 +210,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
     """Reads the record of a checkpoint that `save` wrote: `policy`, `keep_fp32`, `recipe`, `versions`, `metadata`.
 
     Args:
-      source: an Orbax `CheckpointManager`, or the path of one step.
+      source: an Orbax `CheckpointManager`, its directory, or the path of one step.
       step: which step; default: the newest.
 
     Returns:
@@ -244,8 +250,8 @@ def restore(
     for bit.
 
     Args:
-      source: an Orbax `CheckpointManager`, or the path of one step or of one tree that Orbax saved: a dict with
-        `params` and `opt_state` (also a TrainState), or a pair of these.
+      source: an Orbax `CheckpointManager`, or its directory, or the path of one step or of one tree that Orbax saved: a
+        dict with `params` and `opt_state` (also a TrainState), or a pair of these.
       tx: the optimizer to continue with; None: only the params (from the masters if there are any).
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
@@ -270,7 +276,8 @@ def restore(
 
     Warns:
       UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again; a pattern
-        of `partial` that fits no leaf.
+        of `partial` that fits no leaf; moments in 8 bits that are rounded, because their groups of neighbours are
+        larger under `layout`.
 
     Example:
       >>> import jaxmp, tempfile
@@ -283,17 +290,21 @@ def restore(
       ...     restore(steps, fp32, params=params32).params
       {'w': Array([1.001], dtype=float32)}
     """
+    optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
+    argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
+    check_extra_is_dict(extra)
+    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
+    new = padding.of_layout(layout, params, "layout=")
     step, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
-    old, new = padding.recorded(about), padding.of_layout(layout, params, "layout=")
+    change = padding.Change(padding.recorded(about), new, leaf_paths.plain_leaves(params))
     with ocp.StandardCheckpointer() as reader:
-        tree = old.onto(new, leaf_paths.plain_leaves(params), orbax.described(folder))
+        tree = change.onto(orbax.described(folder))
         parts = orbax.parts(tree, folder)
-        saved = _saved_of(parts, params, order)
+        saved, _ = _saved_of(parts, params, order, tx, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
                 f"a job continues from params and opt_state; the checkpoint at {folder} has only "
@@ -311,8 +322,18 @@ def restore(
             convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, new), folder)
-    saved, report = _completed(_saved_of(parts, params, order), tx, params, patterns)
+        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, change), folder)
+    saved, rounded = _saved_of(parts, params, order, tx, change)
+    if rounded:
+        warn(
+            "moments-rounded-again",
+            f"moments in 8 bits keep their numbers if the padding of this layout keeps their groups of neighbours; "
+            f"{len(rounded)} of them {'is' if len(rounded) == 1 else 'are'} rounded to the codes of larger groups "
+            f"({', '.join(rounded[:3])}{', ...' if len(rounded) > 3 else ''}). A layout that pads another axis avoids "
+            f"it.",
+            stacklevel=2,
+        )
+    saved, report = _completed(saved, tx, params, patterns)
     opt_state = None
     if tx is None:
         params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
@@ -323,6 +344,15 @@ def restore(
     restored = Restored(step, params, opt_state, found)
     restored.report = report._replace(fresh=(*report.fresh, *fresh))
     return restored
+
+
+def check_extra_is_dict(extra: Any) -> None:
+    """Raises a TypeError for trees without names."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(
+            f"extra= takes trees by name, such as {{'batch_stats': ..., 'epoch': 3}}; got {type(extra).__name__}. Give "
+            f"each tree a name."
+        )
 
 
 def _completed(
@@ -345,14 +375,22 @@ def _completed(
     return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
-def _saved_of(parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None) -> job_leaves.Saved:
-    """The saved leaves, with the fp8 scales in the order of their histories: as recorded, else as in `like`."""
+def _saved_of(
+    parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None, tx: Any, change: padding.Change
+) -> tuple[job_leaves.Saved, list[str]]:
+    """The saved leaves in the form of this job, and the moments that were rounded for it.
+
+    The fp8 scales are in the order of their histories: as recorded, else as in `like`.
+    """
     leaves = leaf_paths.plain_leaves(parts["params"])
     scales = [
         path for path in (order or leaf_paths.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
-    return job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
+    saved = job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
+    if tx is None or change.is_empty:
+        return saved, []
+    return regroup.fitted(saved, convert_lib.structure_of(tx, like), change)
 
 
 def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:

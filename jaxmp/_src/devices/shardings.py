@@ -40,6 +40,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
       The tree of `tx.init(params)` with a sharding (or spec) in place of each array.
 
     Raises:
+      TypeError: arguments in the place of others.
       ValueError: shardings that do not match the params, named by path.
 
     Example:
@@ -53,6 +54,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
       >>> optax.tree.get(state, "loss_scale").spec == PartitionSpec()
       True
     """
+    _check_order(tx, params, shardings)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     given = _by_param(params, shardings)
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -76,6 +78,24 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
 
     state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
+
+
+def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:
+    """Raises a TypeError for arguments of `sharding_of` in the place of others."""
+    wrong = [] if hasattr(tx, "init") and hasattr(tx, "update") else [f"{type(tx).__name__} as tx"]
+    arrays = jax.tree.leaves(params, is_leaf=_is_sharding)
+    wrong += [f"{type(x).__name__} in params" for x in arrays if not hasattr(x, "shape")][:1]
+    places = jax.tree.leaves(shardings, is_leaf=_is_sharding)
+    wrong += [f"{type(x).__name__} in shardings" for x in places if not _is_sharding(x)][:1]
+    if wrong:
+        raise TypeError(
+            f"the arguments are sharding_of(tx, params, shardings), with NamedShardings or PartitionSpecs; got "
+            f"{', '.join(wrong)}. Of a layout of jaxmp.fsdp pass layout.shardings or layout.specs."
+        )
+
+
+def _is_sharding(x: Any) -> bool:
+    return isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
 def owner_of(path: str, params: Iterable[str]) -> str | None:

@@ -78,6 +78,7 @@ def gather(
       Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054); Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277);
       FairScale, fully_sharded_data_parallel.py.
     """
+    param_layout.check_is_layout(layout, "gather(params, layout)")
     manual, devices = layout.axis_name in compat.manual_axes(), layout.mesh.shape[layout.axis_name]
     if not manual and compat.manual_axes() and layout.axis_name not in _auto_axes():
         raise ValueError(
@@ -91,7 +92,8 @@ def gather(
             f"remove these arguments."
         )
     if manual:
-        gathered_params.note(params, layout.axis_name)
+        param_layout.check_same_tree(params, layout)
+        gathered_params.note(params, layout.axis_name, [cut.dim for cut in jax.tree.leaves(layout.cuts)])
     fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
@@ -151,6 +153,7 @@ def reduce_gradients(
       >>> jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=layout.specs)(jnp.arange(8.0))["w"].tolist()
       [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
+    param_layout.check_is_layout(layout, "reduce_gradients(grads, layout)")
     collectives.named_axes(layout.axis_name)
     devices = layout.mesh.shape[layout.axis_name]
 

@@ -3,8 +3,10 @@
 A mean over devices of the gradients of cut params adds parts of different params. Nothing in the arrays says so where
 jax does not check how values vary, and a loop that was data-parallel has that mean in it. So `jaxmp.fsdp.gather` leaves
 a note while the loss is traced, `value_and_grad` lifts the note to the level at which the gradients come out, and
-`jaxmp.reduce_gradients` looks for one.
+`jaxmp.reduce_gradients` looks for one; so does an optimizer that needs whole leaves (`step.whole_leaves`).
 """
+
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import PyTree
@@ -14,9 +16,11 @@ from jaxmp._src.base import ambient, compat
 _MOST = 16  # notes that are kept: those of a trace that has ended match nothing
 
 
-def note(params: PyTree, axis_name: str) -> None:
-    """Says that `params` are parts, cut over a bound axis."""
-    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params)))
+def note(params: PyTree, axis_name: str, dims: Sequence[int | None]) -> None:
+    """Says that `params` are parts, cut over a bound axis along `dims`; those with None are whole."""
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), dims, strict=True)
+    cut = tuple((jax.tree_util.keystr(path), dim) for (path, _), dim in leaves if dim is not None)
+    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
 
 
 def lift(notes: ambient.Notes) -> None:
@@ -28,14 +32,20 @@ def lift(notes: ambient.Notes) -> None:
 
 def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
     """Raises a ValueError if these are gradients of params that are cut over one of `axes`."""
-    here, structure, shapes = compat.trace_state(), jax.tree.structure(grads), _shapes(grads)
-    for axis in axes:
-        if ambient.GatheredParams(here, axis, structure, shapes) in ambient.now().notes.gathered_params:
+    for axis, _ in cuts_of(grads):
+        if axis in axes:
             raise ValueError(
                 f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
                 f"devices are different params. Call jaxmp.fsdp.reduce_gradients(grads, layout) instead, and name "
                 f"other data axes: jaxmp.reduce_gradients('data')."
             )
+
+
+def cuts_of(tree: PyTree) -> list[tuple[str, dict[str, int]]]:
+    """[(mesh axis, {path of a leaf: where it is cut})] of params or gradients that were gathered in this trace."""
+    here = (compat.trace_state(), jax.tree.structure(tree), _shapes(tree))
+    notes = ambient.now().notes.gathered_params
+    return [(x.axis_name, dict(x.cut)) for x in notes if (x.trace, x.structure, x.shapes) == here]
 
 
 def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,7 @@ A `Layout` is made once, before training, from shapes alone. It gives the specs 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -122,6 +122,10 @@ def layout_of(
       >>> layout_of({"w": jax.ShapeDtypeStruct((50257, 3), jnp.float32)}, mesh).cuts["w"].padded
       50260
     """
+    if not isinstance(getattr(mesh, "shape", None), Mapping):
+        raise TypeError(
+            f"the arguments are layout_of(params, mesh); got {type(mesh).__name__} as mesh. jax.make_mesh makes one."
+        )
     _check_axis(mesh, axis_name)
     devices = mesh.shape[axis_name]
     given = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else _per_leaf(specs, params)
@@ -208,6 +212,7 @@ def trim(tree: PyTree, layout: Layout) -> PyTree:
 
 def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
     """`map_leaves` on a tree like the params; in any other tree, `f` on the leaves that belong to a cut param."""
+    check_is_layout(layout, "the call (tree, layout)")
     cuts = {keystr(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(layout.cuts)}
     if all(keystr(path) in cuts for path, _ in jax.tree_util.tree_leaves_with_path(tree)):
         return map_leaves(f, tree, layout)
@@ -227,7 +232,8 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         if in_8_bits:
             raise ValueError(
                 f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
-                f"pads no leaf, or moments in 16 or 32 bits."
+                f"pads no leaf, or moments in 16 or 32 bits; or go through a checkpoint: jaxmp.checkpoint.save and "
+                f"restore with layout= take the moments to another padding."
             )
         return f(tree_paths.path_str(path), x, cut)
 
@@ -261,8 +267,22 @@ def trimmed(x: Any, cut: Cut) -> Any:
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
     """`f(path, leaf, cut)` for each leaf of a tree like the layout's params."""
-    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
+    check_same_tree(tree, layout)
     return tree_paths.map_with_path(f, tree, layout.cuts)
+
+
+def check_same_tree(tree: PyTree, layout: Layout) -> None:
+    """Raises a ValueError unless a tree has the structure of the layout's params."""
+    tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
+
+
+def check_is_layout(layout: Any, call: str) -> None:
+    """Raises a TypeError unless `layout` is one; `call` is where it stands."""
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"{call} takes the layout that jaxmp.fsdp.layout_of(params, mesh) returns; got {type(layout).__name__} in "
+            f"its place."
+        )
 
 
 def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:

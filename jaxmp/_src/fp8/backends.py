@@ -1,4 +1,4 @@
-"""Which backend serves what on this machine, and why not a better one: what `python -m jaxmp` prints.
+"""Which backend serves what on this machine, and why not a better one: what `python -m jaxmp doctor` prints.
 
 The functions that make the choice give the answers (`pallas_kernels.backend`, `hardware`), so the answers cannot differ
 from what runs. They hold for programs that run on this machine.

@@ -11,7 +11,6 @@ An fp8 layer brings two kinds of leaves into the params that autodiff cannot tre
 microbatches and the reduction over devices. For params without fp8 leaves they do nothing else.
 """
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, compat
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 
 Grad = Callable[[Callable[..., Any]], Callable[..., tuple[PyTree, Any]]]
@@ -75,7 +75,8 @@ class Fp8Gradients:
 def warn_of_unmoved_scales(layers: Collection[str]) -> None:
     """Warns of fp8 layers in a loss whose scales are not differentiated."""
     if layers:
-        warnings.warn(
+        warn(
+            "unmoved-fp8-scales",
             f"the scales of fp8 layers move if value_and_grad differentiates them, beside frozen weights too; those of "
             f"{', '.join(layers)} are closed over by the loss, or in an argument that is not in argnums. In this loss "
             f"each tensor of these layers is cast with the scale of its own amax, which reads it twice; elsewhere they "
@@ -102,4 +103,4 @@ def _tell_of_no_fp8(in_fp8: bool) -> None:
     )
     if ambient.now().fp8_calibrating:
         raise ValueError(text)
-    warnings.warn(text, stacklevel=2)
+    warn("fp8-layers-outside-fp8", text, stacklevel=2)

@@ -15,7 +15,6 @@ Elsewhere the same fp8 numbers are multiplied in float32: exact products, anothe
 """
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat, vmap_rules
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import (
     block_matmul,
@@ -59,7 +59,7 @@ class FallbackWarning(UserWarning):
       ...         y = dot_general(x, x, outer, recipe=recipes.CurrentScaling())
       ...     except FallbackWarning as e:
       ...         print(e)
-      this matmul runs in float32 instead of fp8: it sums over no axis
+      this matmul runs in float32 instead of fp8: it sums over no axis [docs/warnings.md#fp8-fallback]
     """
 
 
@@ -292,13 +292,16 @@ class _Product(NamedTuple):
 
 def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
     """Warns that a layer, by its path, never runs in fp8; `stacklevel` is 1 for the caller."""
-    warnings.warn(f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning, stacklevel=stacklevel + 1)
+    warn(
+        "fp8-fallback", f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning, stacklevel=stacklevel + 1
+    )
 
 
 def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: int) -> None:
     """Warns that a matmul (of a layer) runs in `dtype` instead of fp8; `stacklevel` is 1 for the caller."""
     where = f" (layer {layer})" if layer else ""
-    warnings.warn(
+    warn(
+        "fp8-fallback",
         f"this matmul{where} runs in {traced_for(dtype)} instead of fp8: {reason}",
         FallbackWarning,
         stacklevel=stacklevel + 1,

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import types
-import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import convolutions, einsum, layers as layers_lib, matmul, recipes
 
 _DEFAULT = recipes.DelayedScaling()
@@ -260,7 +260,8 @@ def to_fp8(
     is_in_fp8 = converted or any(isinstance(x, Fp8DotGeneral) for _, x in modules)
     if not is_in_fp8 and layers and not warned and not left:
         reason = "they are the first and the last" if filter is None else "the filter chooses none"
-        warnings.warn(
+        warn(
+            "no-fp8-layer",
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
             stacklevel=2,
         )

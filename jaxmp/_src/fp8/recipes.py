@@ -29,7 +29,6 @@ The rules are those of TransformerEngine (transformer_engine/common/recipe), bit
 import dataclasses
 import math
 import numbers
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import float_bits
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -170,8 +170,10 @@ class DelayedScaling:
                 f"got {self.semantics!r}"
             )
         if self.interval != 1:
-            warnings.warn(
-                f"interval={self.interval!r} does nothing, here as in TransformerEngine: scales move at every update",
+            warn(
+                "interval-does-nothing",
+                f"interval={self.interval!r} does nothing, here as in TransformerEngine: scales move at every update. "
+                f"Leave it out.",
                 UserWarning,
                 stacklevel=3,
             )

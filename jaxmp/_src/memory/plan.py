@@ -29,6 +29,7 @@ from jaxmp._src.step import compute_dtypes, microbatches, read_state, state_tupl
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 
+_OF_GPUS = "(activations, temporaries and peak as XLA compiles for GPUs; what it keeps on a CPU is not known)"
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -207,6 +208,9 @@ def table(plans: Mapping[str, Plan]) -> str:
     Args:
       plans: plans by the heading of their column.
 
+    Returns:
+      The table. If activations were counted, a line below says that they are those of a GPU.
+
     Example:
       >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
       >>> print(table({"sgd": plan(model, "fp32", optimizer=optax.sgd(0.1))}))
@@ -228,7 +232,8 @@ def table(plans: Mapping[str, Plan]) -> str:
     rows.append(["P", *(_readable(p.num_params, ("", " K", " M", " G", " T"), "") for p in columns)])
     each = [(p.stored + p.gradients) * p.num_devices / max(p.num_params, 1) for p in columns]
     rows.append(["bytes a parameter", *(f"{b:.2f}" for b in each)])
-    return tables.columns(rows, gap=3)
+    found = tables.columns(rows, gap=3)
+    return found if all(p.activations is None for p in columns) else f"{found}\n{_OF_GPUS}"
 
 
 def beside_measured(planned: Plan, device: Any = None) -> str | None:

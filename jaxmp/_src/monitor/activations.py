@@ -5,7 +5,6 @@ function returns them beside the loss, as auxiliary data. Nothing is sent to the
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jaxmp._src.base.tree_paths import Patterns
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import LeafCounts, TensorStats
@@ -95,7 +95,11 @@ def watch_activations(
         out, found = taps.collect(fn, measure, wanted)(*args, **kwargs)
         warned = patterns.warn_of_idle()
         if filter is not None and not tensors and not warned:
-            warnings.warn(f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.", stacklevel=2)
+            warn(
+                "pattern-fits-nothing",
+                f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.",
+                stacklevel=2,
+            )
 
         def assemble() -> TensorStats:
             counts = [_over_iterations(found[path]) for path in tensors]

@@ -8,7 +8,6 @@ for plots and tables, and checks them with the rules of `rules.py`. Each new fin
 import csv
 import math
 import os
-import warnings
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxmp._src.base.warn import warn
 from jaxmp._src.monitor import log, rules
 from jaxmp._src.monitor.rules import Finding
 from jaxmp._src.monitor.step_stats import StepStats
@@ -166,7 +166,7 @@ class Monitor:
         new = [f for f in found if (f.kind, f.path) not in known]
         self.findings += new
         for finding in new if self._warn else ():
-            warnings.warn(str(finding), MonitorWarning, stacklevel=3)
+            warn("monitor-finding", str(finding), MonitorWarning, stacklevel=3)
         return new
 
     def _of_step(self, step: int, row: dict[str, float]) -> list[Finding]:

@@ -30,11 +30,11 @@ import numpy as np
 
 from jaxmp._src.monitor.step_stats import StepStats
 from jaxmp._src.monitor.tensor_stats import FORMATS
+from jaxmp._src.step import stale_masters
 
 _FP16 = list(FORMATS).index("fp16")
 _LARGEST_FP16 = 65504.0
 _HIGHEST_SCALE = 2.0**32
-_STALE = 0.01  # optax.apply_updates leaves a few params a step behind
 
 
 class Finding(NamedTuple):
@@ -454,14 +454,12 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
 def stale_master(step: int, stats: StepStats) -> Iterator[Finding]:
     """Params that are not their master, rounded."""
     for path, share in stats.stale_masters.items():
-        if share > _STALE:
+        if share > stale_masters.MANY:
             yield Finding(
                 "stale_master",
                 step,
                 f"params/{path}",
-                f"{_percent(share)} of this param are not the master in opt_state, rounded: the param was changed by "
-                f"hand (loaded, pruned, averaged), and the next step computes it from its master again. Call "
-                f"opt_state = jaxmp.reload_master_params(opt_state, params) after the change.",
+                f"{_percent(share)} of this param are not the master in opt_state, rounded: {stale_masters.CAUSE}",
             )
 
 

@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import collectives, host_memory, shardings
+from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
-from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state
+from jaxmp._src.step import read_state, stale_masters
 
 PROBES = 256  # number of values of each tensor
 
@@ -150,7 +149,10 @@ def _measure_step(
         loss_scale=loss_scale,
         grad_norm=_norm(grads, axes) / loss_scale,
         param_norm=_norm(params32, axes),
-        stale_masters=_stale_masters(opt_state, params, axes),
+        stale_masters={
+            path: collectives.max_over(stale_masters.share(*pair), axes)
+            for path, pair in stale_masters.pairs(opt_state, params).items()
+        },
     )
 
 
@@ -161,19 +163,6 @@ def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
     unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
     squares = sum((jnp.sum((x / unit) ** 2) for x in leaves), jnp.float32(0))
     return collectives.max_over(unit * jnp.sqrt(squares), axes)
-
-
-def _stale_masters(opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
-    found = {}
-    masters = tree_paths.leaves_by_path(read_state.masters_of(opt_state, params))
-    for path, p in tree_paths.leaves_by_path(params).items():
-        master = masters.get(path)
-        if master is None or master.dtype != jnp.float32 or not casting.is_low_precision(p.dtype):
-            continue
-        rounded = casting.round_to(host_memory.to_device(master), p.dtype)
-        is_stale = (rounded != p.astype(jnp.float32)) & jnp.isfinite(rounded)
-        found[path] = collectives.max_over(jnp.mean(is_stale.astype(jnp.float32)), axes)
-    return found
 
 
 def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:

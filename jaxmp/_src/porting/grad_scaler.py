@@ -50,7 +50,6 @@ Reference: torch/amp/grad_scaler.py of torch 2.13.
 import copy
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
@@ -61,6 +60,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.autocast import cast_lists
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
@@ -246,8 +246,8 @@ class GradScaler:
           not enabled, both are unchanged.
 
         Raises:
-          ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; or
-            `scale` was never called.
+          ValueError: since the last `update`, these gradients were already unscaled or this optimizer has stepped; they
+            are gradients that `unscale` returned, and the scaler is one from before; or `scale` was never called.
           TypeError: `grads` is an optimizer.
 
         Example:
@@ -266,10 +266,12 @@ class GradScaler:
             return grads, self
         self._check_scaled("unscale")
         structure = self._structure.after_unscale(optimizer)
+        scale_reads.check_not_unscaled(grads, self.get_scale())
         with jax.named_scope("jaxmp.unscale"):
             grads = self._loss_scale.unscale(grads)
         with jax.named_scope("jaxmp.check_finite"):
             found_inf = ~collectives.all_finite(grads, self._structure.axis_name)
+        scale_reads.note_unscaled(grads, self.get_scale())
         return grads, self._at(structure, self._found_inf | {optimizer: found_inf})
 
     def step(
@@ -297,8 +299,8 @@ class GradScaler:
           `(params, opt_state, scaler)`.
 
         Raises:
-          ValueError: this optimizer has already stepped since the last `update`; `scale` was never called; or `tx`
-            unscales itself.
+          ValueError: this optimizer has already stepped since the last `update`; `scale` was never called; `tx`
+            unscales itself; or the gradients are unscaled, and the scaler is one from before.
 
         Example:
           >>> scaler, params, tx = GradScaler(4.0), jnp.array([1.0]), optax.sgd(1.0)
@@ -486,7 +488,8 @@ class GradScaler:
 def _warn_if_rounded(loss_dtype: np.dtype) -> None:
     """Warns if a loss was rounded to 16 bits before it is scaled."""
     if loss_dtype.itemsize == 2:
-        warnings.warn(
+        warn(
+            "16-bit-loss",
             f"the loss to scale is {loss_dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute the "
             f"loss in float32. A region `with jaxmp.autocast(...)` changes only the modules that are called in it; to "
             f"change a whole function use jaxmp.autocast(loss_fn).",

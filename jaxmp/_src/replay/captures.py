@@ -22,7 +22,6 @@ import json
 import os
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +32,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import array_functions
 from jaxmp._src.replay import array_pickle, atomic_folders, nonfinite
 from jaxmp._src.step.policy import get_policy
@@ -144,7 +144,8 @@ def capture(
     root = Path(directory)
     process = f"-process{jax.process_index()}" if jax.process_count() > 1 else ""
     if len(atomic_folders.folders_in(root, process)) >= keep:
-        warnings.warn(
+        warn(
+            "captures-are-full",
             f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or increase keep.",
             stacklevel=2,
         )

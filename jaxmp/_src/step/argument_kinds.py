@@ -57,7 +57,7 @@ def kind_of(x: Any) -> str:
         return "policy"
     if hasattr(x, "init") and hasattr(x, "update"):
         return "optimizer"
-    if hasattr(x, "opt_state"):
+    if hasattr(x, "opt_state") and not isinstance(x, tuple):  # optax.contrib.sam's state has such a field
         return "holder"
     if isinstance(x, np.dtype | type):
         return "dtype"

@@ -23,6 +23,7 @@ from jax.extend import core
 from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.step.microbatches import is_key
 
@@ -88,7 +89,8 @@ def check(
     consts = {v: _From(from_input=True, varies=False) for v in jaxpr.constvars}
     drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=True) for v in jaxpr.invars})
     if any(shape and shape[0] in rows for shape in drawn):
-        warnings.warn(
+        warn(
+            "same-random-numbers",
             f"with accumulate={k} every microbatch draws the same random numbers: the loss draws from a PRNG key that "
             f"it closes over, or that is passed on whole. Pass the key as an argument of the loss that holds the batch "
             f"(one that accumulate_argnums= names); there it is split into {k}.",

@@ -15,6 +15,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.programs import homogeneity
 from jaxmp._src.step import extra_arguments, in_place, read_state
@@ -43,7 +44,8 @@ def check(tx: Any, destination: in_place.Destination, opt_state: Any, params: Py
         return
     found = _first_that_knows_its_size(tx, destination.grads, opt_state, params)
     if found is not None:
-        warnings.warn(
+        warn(
+            "clipping-before-unscaling",
             f"what stands before mixed_precision in a chain gets gradients that are multiplied by the loss scale, so "
             f"it must not look at their size: no clipping, no weight decay, no momentum, no noise; got a chain that "
             f"does, at {found}. Put it inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy).",

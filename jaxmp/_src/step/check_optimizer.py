@@ -23,6 +23,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import read_state, state_arrays, state_tuples
@@ -90,7 +91,8 @@ def warn_of_underflow(
         return None
     if found is None:
         return True
-    warnings.warn(
+    warn(
+        "optimizer-divides-by-underflow",
         f"an optimizer must not divide by what underflows; at {found.path} ({found.dtype}) this one moves a weight by "
         f"{found.move:.3g} for a gradient of {found.gradient:.3g} in step {found.step} (and by {found.usual:.3g} for a "
         f"gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep the state in float32, with "

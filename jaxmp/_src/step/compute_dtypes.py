@@ -10,7 +10,6 @@ pass is traced once more: it also shows what lies in derivative rules.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import compat
+from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.step.policy import Policy
 
@@ -89,16 +89,17 @@ def check(
     if wants_fp8 and not fp8_matmuls and not found.fp8:
         exact = look_into(jax.make_jaxpr(pullback)(_one(value)))
         if exact.matmuls and not exact.fp8:
-            warnings.warn(_NO_FP8, stacklevel=2)
+            warn("nothing-in-fp8", _NO_FP8, stacklevel=2)
             return True
     if wants_low and not fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
         exact = exact or look_into(jax.make_jaxpr(pullback)(_one(value)))
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
-            warnings.warn(_no_low(sorted(d.name for d in param_dtypes), policy), stacklevel=2)
+            warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy), stacklevel=2)
             return True
     if looks_for_float16 and _F16 in found.matmuls | found.hidden:
         name = "" if policy is None else f" (the policy is {policy})"
-        warnings.warn(
+        warn(
+            "float16-without-loss-scale",
             f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Let the "
             f'modules compute in bfloat16; or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16"), or '
             f"loss_scale=jaxmp.DynamicLossScale() beside another policy.",

@@ -9,7 +9,6 @@ no other matmul does.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxtyping import Array
 from jaxmp._src.autocast import narrow_matmuls
 from jaxmp._src.autocast.narrow_matmuls import Operation
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import layers, matmul, scale_leaves
 from jaxmp._src.fp8.recipes import DelayedScaling
 
@@ -158,7 +158,8 @@ def _linen_layers_ran() -> bool:
 
 
 def _warn_of_state(count: int) -> None:
-    warnings.warn(
+    warn(
+        "recipe-needs-state",
         f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with "
         f'weights runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
         stacklevel=2,
@@ -172,7 +173,8 @@ def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
         if isinstance(choice, str)
     ]
     shown = "; ".join(dict.fromkeys(reasons).keys()) if len(reasons) <= 4 else "; ".join(reasons[:4]) + "; ..."
-    warnings.warn(
+    warn(
+        "no-matmul-in-fp8",
         f"autocast(recipe=) runs matmuls with weights in fp8, between the first and the last operation with weights or "
         f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). Choose them by filter=, "
         f"as filter=lambda path, eqn: True. A flax module with a dtype of its own keeps it. "

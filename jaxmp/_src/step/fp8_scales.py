@@ -10,7 +10,6 @@ All histories of a model lie in one array [len, n], not in one array for each le
 for any number of layers. The n scales are in the order of the tree.
 """
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
@@ -234,8 +234,10 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
 
     found = [group for fp8_state in find(opt_state, Fp8State) for group in fp8_state.amax_states]
     for old in sorted({group.amax_history.shape[-2] for group in found} - {length}):
-        warnings.warn(
-            f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept", stacklevel=2
+        warn(
+            "history-resized",
+            f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept",
+            stacklevel=2,
         )
     return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, Fp8State))
 

@@ -115,27 +115,28 @@ class Destination:
             self._noted = [*(self._noted or []), *jax.tree.leaves(updates)]
 
     def is_last(self, updates: PyTree, opt_state: Any, kinds: tuple[type, ...]) -> bool:
-        """Whether no transform after one with masters has made other updates.
+        """Whether no transform behind or around one with masters has made other updates.
 
         Args:
           updates: of params with masters, as `apply_gradients` got them.
           opt_state: state of the whole optimizer.
-          kinds: the states of transforms that write.
+          kinds: the states of transforms that write. Where such a transform runs in a branch (`optax.MultiSteps`), its
+            updates are others by the time they come here, and only `opt_state` tells what follows.
         """
-        noted = {id(x) for x in self._noted or ()}
-        if self._noted is not None and all(id(u) in noted for u in jax.tree.leaves(updates)):
-            return True
-        return not _has_follower(opt_state, kinds, certain=self._noted is not None)
+        if self._noted is None:
+            return not _has_follower(opt_state, kinds)
+        noted = {id(x) for x in self._noted}
+        return all(id(u) in noted for u in jax.tree.leaves(updates))
 
     def closed(self) -> "Destination":
         """For transforms inside `unscale_and_skip`: `apply_gradients` called, but they must not write."""
         return Destination(None, self.grads)
 
 
-def _has_follower(state: Any, kinds: tuple[type, ...], *, certain: bool) -> bool:
+def _has_follower(state: Any, kinds: tuple[type, ...]) -> bool:
     """Whether a state of one of `kinds` has a state behind it in an `optax.chain`, whose state is a plain tuple.
 
-    `optax.named_chain` has a dict, which jax sorts: there it counts only if it is `certain` that updates changed.
+    (The state of `optax.named_chain` is a dict, which jax sorts.)
     """
 
     def holds(x: Any) -> bool:
@@ -144,13 +145,12 @@ def _has_follower(state: Any, kinds: tuple[type, ...], *, certain: bool) -> bool
     if isinstance(state, kinds) or not holds(state):
         return False
     if isinstance(state, dict):
-        parts, is_chain = list(state.values()), certain and len(state) > 1
-        return is_chain or any(_has_follower(x, kinds, certain=certain) for x in parts)
+        return any(_has_follower(x, kinds) for x in state.values())
     if isinstance(state, tuple):
         is_chain = not hasattr(state, "_fields")
         if is_chain and any(holds(x) for x in state[:-1]):
             return True
-        return any(_has_follower(x, kinds, certain=certain) for x in state)
+        return any(_has_follower(x, kinds) for x in state)
     return False
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.step import state_arrays
@@ -110,6 +111,8 @@ def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
     """
     leaves = jax.tree_util.tree_leaves_with_path(like)
     paths = {tuple(path): i for i, (path, _) in enumerate(leaves)}
+    if isinstance(like, optax.LookaheadParams):  # the optimizer inside knows the fast params alone
+        paths |= {tuple(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(like.fast))}
     shapes = [jnp.shape(x) for _, x in leaves]
     masks: list[list[Array]] = [[] for _ in leaves]
     whole: list[list[Array]] = [[] for _ in leaves]

@@ -5,7 +5,7 @@ all of it into nested dicts. The paths differ only in a few known levels, and th
 `0/mu/w` is the same leaf in a plain optax state, under `mixed_precision(..., "fp16")` and with fp8.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -13,34 +13,33 @@ from flax import nnx
 from jaxmp._src.base import tree_paths
 
 REMAINDERS = ("remainder16", "remainder8")
-_BOX = frozenset({"value"})
-_WRAPPERS = _BOX | {"guarded", "fp8_scales", "fp8_rest", "master_inner"}
+_WRAPPERS = frozenset({"guarded", "fp8_scales", "fp8_rest", "master_inner"})
 
 
 def plain_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path, boxes removed (also a box that Orbax turned into a dict)."""
-    return _shortened(tree, _BOX)
+    return _shortened(tree, plain)
 
 
 def essential_leaves(opt_state: Any) -> dict[str, Any]:
     """The leaves of an optimizer's state by path, wrappers of transforms removed."""
-    return _shortened(nnx.as_pure(opt_state), _WRAPPERS)
+    return _shortened(nnx.as_pure(opt_state), essential)
 
 
-def _shortened(tree: Any, without: frozenset[str]) -> dict[str, Any]:
+def _shortened(tree: Any, shorten: Callable[[str], str]) -> dict[str, Any]:
     leaves = tree_paths.leaves_by_path(tree)
-    short = {essential(path, without): x for path, x in leaves.items()}
+    short = {shorten(path): x for path, x in leaves.items()}
     return short if len(short) == len(leaves) else leaves
 
 
-def essential(path: str, without: frozenset[str] = _WRAPPERS) -> str:
-    """A path without the levels of wrappers."""
-    return "/".join(part for part in path.split("/") if part not in without)
+def essential(path: str) -> str:
+    """A path without the levels of wrappers and boxes."""
+    return plain("/".join(part for part in path.split("/") if part not in _WRAPPERS))
 
 
 def plain(path: str) -> str:
     """A path without the levels of boxes."""
-    return essential(path, _BOX)
+    return "/".join(tree_paths.without_boxes(path.split("/")))
 
 
 def param_of(path: str) -> tuple[str, str | None]:

@@ -27,7 +27,15 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_arrays, write_masters
+from jaxmp._src.step import (
+    extra_arguments,
+    in_place,
+    kept_elements,
+    read_state,
+    state_arrays,
+    whole_leaves,
+    write_masters,
+)
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state_tuples import MasterState
@@ -97,6 +105,7 @@ def keep_master_params(
             raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
         if as_made:
             full = casting.cast_floats(params, jnp.float32)
+            whole_leaves.check(inner, updates, state.master_inner, full, extra_args)
             moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, full, extra_args)
             return moves, state._replace(master_inner=inner_state)
         if remainder is not None:
@@ -105,13 +114,14 @@ def keep_master_params(
                 "params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params), and put mixed_precision "
                 "around the whole optimizer, not inside optax.multi_transform, masked or MultiSteps."
             )
-        tree_paths.check_same_structure(updates, params, "grads", "params")
+        _check_grads(updates, params)
         _check_dtypes(inner, policy, params, state.master_params)
         if destination is None:
             _refuse_stored_kernels(policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, None)
         view = _view(params, state.master_params)
         with tree_paths.explained_by_shapes(updates, params):  # shapes may differ: one gradient for each example
+            whole_leaves.check(inner, updates, state.master_inner, view, extra_args)
             moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, view, extra_args)
         tree_paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
@@ -135,9 +145,16 @@ def keep_master_params(
     def write_fn(
         grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
     ) -> tuple[PyTree, MasterState, in_place.Counts]:
-        tree_paths.check_same_structure(grads, params, "grads", "params")
+        if isinstance(params, optax.LookaheadParams):
+            raise ValueError(
+                "optax.lookahead has gradients for one of its two copies of the params only, and split masters are "
+                "written for all; got remainder_bits= with it. Leave remainder_bits=None."
+            )
+        _check_grads(grads, params)
         _check_dtypes(inner, policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, remainder)
+        full = casting.cast_floats(params, jnp.float32)
+        whole_leaves.check(inner, grads, state.master_inner, full, extra_args)
         with tree_paths.explained_by_shapes(grads, params):
             return write_masters.write(inner, grads, state, params, step, extra_args)
 
@@ -149,6 +166,14 @@ def keep_master_params(
 def model_param(master: PyTree, dtype: Any) -> PyTree:
     """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
     return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+
+
+def _check_grads(grads: PyTree, params: PyTree) -> None:
+    """Raises a ValueError for gradients of other leaves than the params, or of shapes that would be repeated."""
+    if isinstance(params, optax.LookaheadParams):  # the loss has the fast params only
+        params = params.fast
+    tree_paths.check_same_structure(grads, params, "grads", "params")
+    tree_paths.check_no_broadcast(grads, params)
 
 
 def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:

@@ -142,8 +142,10 @@ def apply_gradients(
       `(params, opt_state)`.
 
     Raises:
-      ValueError: a transform follows `mixed_precision` in a chain; `optax.MultiSteps` or `apply_if_finite` around it;
-        `tx` moves only some of the fp8 scales; params have other leaves than those that `tx.init` got.
+      ValueError: a transform follows `mixed_precision` in a chain, or changes its updates around it
+        (`optax.MultiSteps`, `apply_if_finite`, `lookahead`, `contrib.schedule_free`); `tx` moves only some of the fp8
+        scales; params have other leaves than those that `tx.init` got; a gradient of another shape that would be
+        repeated to the shape of its param; a gradient that `optax.masked` around it hands on as an update.
       TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:
@@ -170,6 +172,7 @@ def apply_gradients(
     extra_arguments.check(tx, extra_args)
     read_state.check_wrappers(opt_state)
     read_state.masters_of(opt_state, params)  # raises for params of another tree
+    tree_paths.check_no_broadcast(grads, params)
     fp8_scales.check_moves_all(opt_state, params)
     if not read_state.find(opt_state, state_tuples.UnscaleState):
         scale_reads.check_not_scaled(grads, stacklevel=3)
@@ -181,6 +184,8 @@ def apply_gradients(
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
     before_unscaling.check(tx, destination, before, params, stacklevel=2)
     _check_is_last(destination, updates, opt_state, params)
+    if "destination" in extra_args:
+        _check_no_gradient(grads, updates)
     if destination.written is not None:
         with jax.named_scope("jaxmp.write_params"):
             return stored_kernels.write(destination.written, read_state.masters_of(opt_state, params)), opt_state
@@ -190,6 +195,19 @@ def apply_gradients(
         new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
         new_params = treedef.unflatten(new_units)
         return stored_kernels.write(new_params, treedef.unflatten(masters)), opt_state
+
+
+def _check_no_gradient(grads: PyTree, updates: PyTree) -> None:
+    """Raises if an update is the very gradient, scaled as it came: `optax.masked` hands on those that it leaves out."""
+    given = {id(g) for g in jax.tree.leaves(grads)}
+    path = next((path for path, u in tree_paths.leaves_by_path(updates).items() if id(u) in given), None)
+    if path is not None:
+        raise ValueError(
+            f"the update of a param must come from an optimizer; got the gradient itself as the update of {path}. "
+            f"optax.masked hands on the gradients of what it leaves out. To keep a param as it is: "
+            f'jaxmp.mixed_precision(optax.multi_transform({{"train": inner, "freeze": optax.set_to_zero()}}, labels), '
+            f"policy)."
+        )
 
 
 def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state: Any, params: PyTree) -> None:
@@ -202,8 +220,9 @@ def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state
     if jax.tree.leaves(unused) and not destination.is_last(unused, opt_state, kinds):
         raise ValueError(
             "nothing may follow mixed_precision (or keep_master_params) in a chain: apply_gradients writes params from "
-            "their masters, and would ignore what follows; got a chain with a transform behind it. Put that transform "
-            "inside: jaxmp.mixed_precision(optax.chain(inner, what_follows), policy)."
+            "their masters, and would ignore what follows; got a chain with a transform behind it, or one around it "
+            "that changes its updates. Put that transform inside: jaxmp.mixed_precision(optax.chain(inner, "
+            "what_follows), policy)."
         )
 
 

@@ -61,7 +61,7 @@ _REFUSED = {
     "O2": "is float16 params with float32 masters: 'fp16'",
     "O0": "is float32: 'fp32'",
     "no": "is float32: 'fp32'",
-    **dict.fromkeys(("64", "64-true"), "is 'params=float64,compute=float64,output=float64'"),
+    **dict.fromkeys(("64", "64-true", "fp64", "double"), "is float64, and jaxmp trains in float32 at most: 'fp32'"),
     **dict.fromkeys(("transformer-engine", "te", "fp8-hybrid"), "is fp8 with delayed scaling: 'fp8'"),
     "transformer-engine-float16": "is fp8 in float16 modules, which need a loss scale: 'fp16', with recipe= and "
     "jaxmp.fp8.autocast",
@@ -215,7 +215,7 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
 
     Raises:
       ValueError: an unknown name, or one that means what jaxmp does not do (`"16-true"`: no masters), with the name to
-        use; a dtype that is no float of 16 bits or more.
+        use; a dtype that is no float of 16 bits or more; params or computation in float64.
       TypeError: `policy` is neither a string nor a policy.
 
     Example:
@@ -226,7 +226,16 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
-    keep_fp32 = tree_paths.patterns_of(keep_fp32)
+    made = _made_from(policy, tree_paths.patterns_of(keep_fp32), fp8_weights)
+    if jnp.float64 in (made.param_dtype, made.compute_dtype):
+        raise ValueError(
+            f"a policy trains in float16, bfloat16 or float32: gradients are unscaled, and the optimizer runs, in "
+            f"float32; got {made}, whose steps would be rounded to float32. Use 'fp32', or plain optax for float64."
+        )
+    return made
+
+
+def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...], fp8_weights: bool) -> Policy:
     if fp8_weights:
         return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
     if isinstance(policy, Policy):

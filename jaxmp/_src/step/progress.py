@@ -1,16 +1,17 @@
 """Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
 
 import math
-import warnings
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient
-from jaxmp._src.step import read_state
+from jaxmp._src.base.warn import warn
+from jaxmp._src.step import read_state, stale_masters
 
 _MANY = 0.1  # the share of skipped steps that is named,
 _STEPS = 80  # after this many steps: before, a loss scale that begins too high finds its value by skipping
@@ -35,6 +36,7 @@ class TrainingStuck(RuntimeError):
 
 def check_progress(
     opt_state: Any,
+    params: PyTree = None,
     *,
     max_consecutive_skips: int = 50,
     max_pinned_overflows: int | None = None,
@@ -48,7 +50,10 @@ def check_progress(
     known by the structure of its state, and by a count of steps that does not fall.)
 
     Args:
-      opt_state: state after an update; a state replicated by pmap works too.
+      opt_state: state after an update, or a TrainState that holds it; a state replicated by pmap works too.
+      params: the params of the same step, to see whether each is its master, rounded: the next step takes back what
+        changed them otherwise. None: those of the TrainState, if it is one. (Arrays that are spread over processes are
+        not compared.)
       max_consecutive_skips: this many skipped steps in a row raise.
       max_pinned_overflows: this many overflows in a row at the floor of the scale raise; None only warns (DeepSpeed
         raises at the first).
@@ -62,7 +67,8 @@ def check_progress(
 
     Warns:
       UserWarning: an overflow found the loss scale at its floor; the scale is at the ceiling; of 80 steps or more one
-        in ten was skipped, and it goes on; the optimizer made values that are not finite.
+        in ten was skipped, and it goes on; the optimizer made values that are not finite; params that are not their
+        masters.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -105,8 +111,12 @@ def check_progress(
             "and do not train (kept_elements of get_metrics counts them). A gradient is huge: clip it; or the "
             "optimizer divides by 0: try jaxmp.check_optimizer(tx, params)."
         )
+    if params is None and not isinstance(opt_state, tuple):
+        params = getattr(opt_state, "params", None)
+    if params is not None and (path := stale_masters.first(opt_state, params)) is not None:
+        found["stale"] = f"a param must be its master, rounded; got others at {path}: {stale_masters.CAUSE}"
     for message in _not_named_yet(opt_state, steps, found):
-        warnings.warn(message, stacklevel=2)
+        warn("run-in-trouble", message, stacklevel=2)
 
 
 def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:

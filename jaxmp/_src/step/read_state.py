@@ -14,8 +14,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
+from optax import contrib
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, scale_reads
@@ -119,8 +121,23 @@ def check_not_nested(inner_state: Any) -> None:
         )
 
 
+def has_masters(opt_state: Any) -> bool:
+    """Whether a param has a master in `opt_state`."""
+    return any(jax.tree.leaves(state.master_params) for state in find(opt_state, MasterState))
+
+
 def check_wrappers(opt_state: Any) -> None:
-    """Raises a ValueError for `apply_if_finite` or `MultiSteps` around `mixed_precision`, and for state behind it."""
+    """Raises a ValueError for a transform around or behind `mixed_precision` that belongs inside, as its state tells.
+
+    These are `apply_if_finite` and `MultiSteps`, and any state behind it; and around masters, what moves params itself.
+    """
+    for kind, name in _MOVERS.items():
+        if any(map(has_masters, find(opt_state, kind))):
+            raise ValueError(
+                f"a transform that moves params itself must stand inside mixed_precision, where it moves the float32 "
+                f"masters; got {name} around it: the next step computes the params from their masters, and takes back "
+                f"what {name} did. Put it inside: jaxmp.mixed_precision({name}(inner, ...), policy)."
+            )
     chains = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_chain) if _is_chain(x)]
     for states in chains:
         wrapped = next(i for i, state in enumerate(states) if find(state, UnscaleState))
@@ -154,6 +171,45 @@ def check_wrappers(opt_state: Any) -> None:
                 + ". Put it inside: jaxmp.mixed_precision(optax.MultiSteps(inner, k), policy), or use "
                 "jaxmp.value_and_grad(accumulate=k)."
             )
+
+
+_MOVERS = {
+    optax.LookaheadState: "optax.lookahead",
+    contrib.ScheduleFreeState: "optax.contrib.schedule_free",
+    contrib.MechanicState: "optax.contrib.mechanize",
+    contrib.SAMState: "optax.contrib.sam",
+}
+
+
+def note_followed(opt_state: Any) -> None:
+    """Notes which masters have a transform behind theirs in a chain, for `warn_if_followed`."""
+    for states in filter(_is_plain_tuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=_is_plain_tuple)):
+        own = [i for i, state in enumerate(states) if find(state, MasterState)]
+        is_followed = own and any(not _is_plain_tuple(x) or x for x in states[own[-1] + 1 :])
+        for state in find(states, MasterState) if is_followed else ():
+            for master in jax.tree.leaves(state.master_params)[:1]:
+                ambient.now().followed_masters[id(master)] = master
+        for state in states:
+            note_followed(state)
+
+
+def warn_if_followed(state: Any, *, stacklevel: int) -> None:
+    """Warns of a transform behind masters, whose work on updates that a caller adds is lost; see `note_followed`."""
+    noted = ambient.now().followed_masters
+    for part in find(state, MasterState):
+        if any(noted.pop(id(x), None) is x for x in jax.tree.leaves(part.master_params)[:1]):
+            warn(
+                "work-behind-masters",
+                "nothing that changes updates may follow mixed_precision (or keep_master_params) in a chain: the next "
+                "step computes 16-bit params from their masters, and takes back what follows; got a chain with a "
+                "transform behind it. Put that transform inside: "
+                "jaxmp.mixed_precision(optax.chain(inner, what_follows), policy).",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _is_plain_tuple(x: Any) -> bool:
+    return type(x) is tuple
 
 
 def _is_chain(x: Any) -> bool:

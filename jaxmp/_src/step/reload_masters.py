@@ -79,7 +79,7 @@ def follow(
       cast_to_param: the cast of the policy.
 
     Returns:
-      The params in the dtypes of those before, and the state that belongs to them.
+      The params in the dtypes and containers of those before, and the state that belongs to them.
 
     Raises:
       ValueError: params that do not fit those before, named by path.
@@ -89,6 +89,8 @@ def follow(
     if not masters or not all(map(_is_array, old.values())) or (new and not any(map(_is_number, new.values()))):
         return params, opt_state
     _check_fits(new, old, "replace(params=)")
+    if jax.tree.structure(params) != jax.tree.structure(before):  # a FrozenDict for a dict, boxes for arrays
+        params = jax.tree.unflatten(jax.tree.structure(before), [new[path] for path in old])
     arrays = [*new.values(), *old.values(), *jax.tree.leaves(masters)]
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays) or all(new[path] is old[path] for path in new):
         return params, opt_state
@@ -110,6 +112,24 @@ def follow(
         return _placed(kept, master)
 
     return cast, _with_masters(opt_state, new_master, foreign=params)
+
+
+def check_is_state_of(tx: Any, opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError if `tx.init` makes a state of another structure than `opt_state`, for `replace(tx=)`."""
+    try:
+        wanted = jax.eval_shape(tx.init, params)
+    except Exception:  # params without arrays (shardings), or a `tx` that says itself what it cannot take
+        return
+    if jax.tree.structure(wanted) == jax.tree.structure(opt_state):
+        return
+    new, old = tree_paths.leaves_by_path(wanted), tree_paths.leaves_by_path(opt_state)
+    found = [f" ({path} is in the state of tx only)" for path in new if path not in old]
+    found += [f" ({path} is in the opt_state only)" for path in old if path not in new]
+    raise ValueError(
+        f"replace(tx=): another optimizer needs a state of its own; got a tx that does not fit the opt_state"
+        f"{''.join(found[:1])}. Give both: full = jaxmp.get_master_params(state.opt_state, state.params); "
+        f"state.replace(tx=tx, opt_state=tx.init(full)). Moments and loss scale then start anew."
+    )
 
 
 def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:

@@ -19,7 +19,6 @@ read in another way than by these functions, call `jaxmp.get_loss_scale(opt_stat
 `jaxmp.UnreadLossScale`.
 """
 
-import warnings
 import weakref
 
 import jax
@@ -27,6 +26,7 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import ambient, compat
+from jaxmp._src.base.warn import warn
 
 
 class UnreadLossScale(UserWarning):
@@ -61,6 +61,25 @@ def note_scaled(grads: PyTree, scale: Array) -> None:
         scaled[key] = weakref.ref(leaves[0], lambda _: scaled.pop(key, None)), weakref.ref(scale), compat.trace_state()
 
 
+def note_unscaled(grads: PyTree, scale: Array) -> None:
+    """Notes that a `GradScaler` returned `grads`, divided by `scale`. Holds neither."""
+    unscaled, leaves = ambient.now().scale_reads.unscaled, jax.tree.leaves(grads)
+    if leaves and isinstance(scale, jax.Array):
+        key = id(leaves[0])
+        unscaled[key] = weakref.ref(leaves[0], lambda _: unscaled.pop(key, None)), weakref.ref(scale)
+
+
+def check_not_unscaled(grads: PyTree, scale: Array) -> None:
+    """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
+    leaves = jax.tree.leaves(grads)
+    leaf, by = ambient.now().scale_reads.unscaled.get(id(leaves[0]) if leaves else 0, (None, None))
+    if leaf is not None and by is not None and leaf() is leaves[0] and by() is scale:
+        raise ValueError(
+            "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
+            "that it returned with them: grads, scaler = scaler.unscale(grads)."
+        )
+
+
 def holds_gradients(tree: PyTree) -> bool:
     """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
     leaves = jax.tree.leaves(tree)
@@ -81,7 +100,8 @@ def check_not_scaled(grads: PyTree, *, stacklevel: int) -> None:
     scale = _scale_of(grads)
     if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
         return
-    warnings.warn(
+    warn(
+        "unread-loss-scale",
         "gradients that are multiplied by a loss scale must be divided by it; got gradients that jaxmp.value_and_grad "
         "scaled by the loss scale of an opt_state, and an optimizer that has none: the step is thousands of times too "
         "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
@@ -96,7 +116,8 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
     reads = ambient.now().scale_reads
     scaled_by = _scale_of(grads)
     if scaled_by is not None and scaled_by is not scale:
-        warnings.warn(
+        warn(
+            "unread-loss-scale",
             "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
             "by the loss scale of one opt_state, and an update by that of another: an older or newer one, or one that "
             "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
@@ -109,7 +130,8 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
         return
     if not reads.any and not reads.warned:
         reads.warned = True
-        warnings.warn(
+        warn(
+            "unread-loss-scale",
             "a loss scale that nobody read cannot have multiplied the gradients, and the update divides them by it: "
             "they come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
             "opt_state=opt_state) in place of jax.value_and_grad. (If the gradients were scaled elsewhere, read the "
@@ -119,7 +141,8 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
         )
     made, read = reads.made.get(id(scale)) is scale, reads.read.get(id(scale)) is scale
     if made and not read and compat.trace_state() in reads.traces:
-        warnings.warn(
+        warn(
+            "unread-loss-scale",
             "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
             "update in this trace made, and no loss was scaled by it: the same gradients twice, or those of an older "
             "opt_state. Compute them by jaxmp.value_and_grad with the opt_state that this update gets.",

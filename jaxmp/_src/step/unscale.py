@@ -13,7 +13,6 @@ wait. The scale changes after it was used, never before (DeepSpeed and mpx unsca
 Read it in this order: `unscale_and_skip` (the equations), `decide`, then `ways_to_write`.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import protocol, static
@@ -130,11 +130,13 @@ def unscale_and_skip(
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
       ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
       ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
+      ValueError: at `update`, a gradient of another shape that would be repeated to the shape of its param.
       TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
-        a float dtype.
+        a float dtype; `skip_if` returns anything but one bool.
 
     Warns:
       UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
+      UserWarning: at `update`, a transform follows in the chain, and `value_and_grad` got the state of the chain.
       UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
         float16 (see `check_optimizer`).
 
@@ -157,7 +159,8 @@ def unscale_and_skip(
         )
     unscaled_fp16 = policy is not None and policy.uses_float16 and not scales
     if unscaled_fp16:
-        warnings.warn(
+        warn(
+            "float16-without-loss-scale",
             'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto" for a '
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics reports this as unscaled_fp16.',
             stacklevel=3,
@@ -201,8 +204,11 @@ def unscale_and_skip(
         **extra_args: Any,
     ) -> tuple[PyTree, state_tuples.UnscaleState]:
         _check_gradients(updates)
+        tree_paths.check_no_broadcast(updates, params)
         read_state.check_has_scaling(state)
-        if destination is not None:
+        if destination is None:
+            read_state.warn_if_followed(state, stacklevel=3)
+        else:
             destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)
         own_scale_moves = loss_scale is None and scales
@@ -305,7 +311,7 @@ def decide(
         overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
     unwanted = jnp.zeros((), bool)
     if rule.skip_if is not None:
-        unwanted = jnp.asarray(rule.skip_if(grads, read_state.get_metrics(state)), bool)
+        unwanted = _as_flag(rule.skip_if(grads, read_state.get_metrics(state)))
     axes = collectives.bound_axes(rule.axis_name)
     if looks or rule.skip_if is not None:
         found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)
@@ -321,6 +327,17 @@ def decide(
     if measured is None:  # without this, XLA repeats the computation of both flags in the code of every leaf
         finite, taken = casting.computed_once((finite, taken))
     return Decision(finite, taken)
+
+
+def _as_flag(given: Any) -> Bool[Array, ""]:
+    """What `skip_if` returned, which must be one bool: a number would skip each step where it is not 0."""
+    x = given if isinstance(given, jax.Array) else np.asarray(given)
+    if x.shape != () or x.dtype != np.bool_:
+        raise TypeError(
+            f"skip_if(grads, metrics) must return one bool, True to skip the step; got {x.dtype}{list(x.shape)}. "
+            f"Compare, and reduce: jnp.any(x > limit)."
+        )
+    return jnp.asarray(x)
 
 
 def _check_moves_scales(inner: Any, params: PyTree) -> None:

@@ -18,7 +18,6 @@ The gradients stay scaled. `unscale_and_skip` must unscale them with the scale t
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
@@ -209,6 +209,7 @@ def scaled_value_and_grad(
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
     read_state.check_wrappers(opt_state)
+    read_state.note_followed(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
@@ -363,7 +364,8 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
             )
         )
     if jnp.result_type(loss) == jnp.float16:
-        warnings.warn(
+        warn(
+            "16-bit-loss",
             "the loss is float16, so the loss scale must fit into float16 in the backward pass: with a scale above "
             "65504, such as the default 65536, every step overflows. Compute the loss in float32, for instance from "
             "logits.astype(jnp.float32).",

@@ -10,7 +10,7 @@ multiple of 32 stay in float32.
 """
 
 import itertools
-import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +19,13 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
-_NOT_NEGATIVE = ("nu", "sum_of_squares")
+NOT_NEGATIVE = ("nu", "sum_of_squares")
 _LARGE = 2**16  # elements of a param whose float32 moments are worth a warning
 
 
@@ -53,7 +54,8 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
       keeps its moments, and does not move.
 
     Raises:
-      ValueError: another `state_dtype`; at `init`, an inner state without such fields.
+      ValueError: another `state_dtype`; at `init`, an inner state without such fields; at `update`, moments that are
+        stored in another dtype (named by path).
 
     Warns:
       UserWarning: at `init`, params of 65,536 elements or more whose moments stay float32, named by path.
@@ -79,7 +81,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         state = inner.init(params)
         if not any(map(_holds_moments, jax.tree.leaves(state, is_leaf=_holds_moments))):
             raise ValueError(
-                f"compress_moments finds moments by name ({', '.join((*_SIGNED, *_NOT_NEGATIVE))}); the state of "
+                f"compress_moments finds moments by name ({', '.join((*_SIGNED, *NOT_NEGATIVE))}); the state of "
                 f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
             )
 
@@ -93,6 +95,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         return CompressedState(count, tree_paths.with_boxes_inside(stored))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        check_form(state, state_dtype, compressed=True)
         count: Any = optax.safe_increment(state.compress_count)
         with jax.named_scope("jaxmp.decompress_moments"):
             full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
@@ -131,12 +134,54 @@ def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
         return
     path, shape = next(iter(wide.items()))
     size, group = shape[-1], min(moments.GROUPS)
-    warnings.warn(
+    warn(
+        "moments-stay-float32",
         f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
         f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
         f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
         stacklevel=4,
     )
+
+
+def check_form(state: Any, state_dtype: Any, *, compressed: bool) -> None:
+    """Raises a ValueError for moments that are not stored as an optimizer with `state_dtype` stores them.
+
+    In shard_map a device sees its part of a moment: one in 8 bits may be smaller than those that start so.
+
+    Args:
+      state: of the optimizer.
+      state_dtype: of its moments.
+      compressed: whether a `CompressedState` holds them.
+    """
+    wanted = jnp.dtype(state_dtype)
+    is_compressed = lambda x: isinstance(x, CompressedState)  # noqa: E731
+    holds_compressed = any(map(is_compressed, jax.tree.leaves(state, is_leaf=is_compressed)))
+    wrong = None if compressed == holds_compressed else f"{'a' if holds_compressed else 'no'} CompressedState"
+    for path, x, signed in _moments(state):
+        codec = moments.codec_of(state_dtype, signed=signed)
+        if moments.is_quantized(x):
+            is_own, got = codec is not None and x.codes.dtype == codec.dtype, x.codes.dtype
+        else:
+            narrower = codec is not None and moments.group_of(jnp.shape(x)) is not None
+            is_own, got = x.dtype == (jnp.float32 if codec else wanted) and not narrower, x.dtype
+        if not is_own:
+            wrong = f"{'int8' if got == jnp.uint8 else got.name} at {path}"
+            break
+    if wrong is not None:
+        raise ValueError(
+            f"moments must be stored in the dtype that their optimizer was made for; got {wrong}, with "
+            f"state_dtype={wanted.name}. Make the optimizer with the state_dtype of before, or a new state by tx.init."
+        )
+
+
+def _moments(state: Any) -> Iterator[tuple[str, Any, bool]]:
+    """(path, moment, whether it is signed) of each moment in `state`."""
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_holds_moments):
+        for name in node._fields if _holds_moments(node) else ():
+            if name in (*_SIGNED, *NOT_NEGATIVE):
+                field = jax.tree_util.tree_leaves_with_path(getattr(node, name), is_leaf=moments.is_quantized)
+                key = jax.tree_util.GetAttrKey(name)
+                yield from ((tree_paths.path_str((*path, key, *rest)), x, name in _SIGNED) for rest, x in field)
 
 
 def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> Array:
@@ -154,7 +199,7 @@ def map_moments(f: Any, state: Any) -> Any:
             return node
         new = {}
         for name in node._fields:
-            if name in (*_SIGNED, *_NOT_NEGATIVE):
+            if name in (*_SIGNED, *NOT_NEGATIVE):
                 leaves, treedef = jax.tree.flatten(getattr(node, name), is_leaf=moments.is_quantized)
                 signed = name in _SIGNED
                 new[name] = treedef.unflatten([f(x, signed, next(numbers[signed])) for x in leaves])
@@ -165,4 +210,4 @@ def map_moments(f: Any, state: Any) -> Any:
 
 def _holds_moments(node: Any) -> bool:
     fields = getattr(node, "_fields", ())
-    return any(name in (*_SIGNED, *_NOT_NEGATIVE) for name in fields)
+    return any(name in (*_SIGNED, *NOT_NEGATIVE) for name in fields)

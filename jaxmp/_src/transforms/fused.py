@@ -66,7 +66,8 @@ def fused_adamw(
       An optax transform. Its results equal those of `optax.adamw` within the rounding of float32.
 
     Raises:
-      ValueError: another `state_dtype`; a negative `max_norm`; a schedule for `weight_decay`.
+      ValueError: another `state_dtype`; a negative `max_norm`; a schedule for `weight_decay`; in a step, a state whose
+        moments are stored in another dtype.
 
     Example:
       >>> import jaxmp
@@ -213,6 +214,7 @@ def _fused(
         **extra_args: Any,
     ) -> tuple[list[tuple[Any, Array]], Any, in_place.Counts]:
         del extra_args
+        compress.check_form(state, state_dtype, compressed=not is_wide)
         (held,) = find(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)
@@ -258,7 +260,11 @@ def _fused(
 
         return [(w.param, w.master) for w in new], _map_states(advance, state), counts
 
-    return in_place.in_place(stored.init, stored.update, write_fn, measures=bool(max_norm), backend=backend)
+    def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        compress.check_form(state, state_dtype, compressed=not is_wide)
+        return stored.update(updates, state, params, **extra_args)
+
+    return in_place.in_place(stored.init, update_fn, write_fn, measures=bool(max_norm), backend=backend)
 
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:

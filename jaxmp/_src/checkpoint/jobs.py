@@ -1,0 +1,227 @@
+"""A whole job in one call: a linen TrainState, or an nnx model with its optimizer and what else moves beside them.
+
+`save` and `restore` take params and `opt_state`; a job has more: the count of steps, BatchNorm's statistics, the keys
+of Dropout. Here a job is taken apart into params, state and a tree `job` with the rest, and put together again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+from jaxmp._src.checkpoint import orbax, partial as partial_lib, save_restore
+from jaxmp._src.distributed import param_layout
+
+_REST = "job"  # the tree of `extra` with what is neither params nor state
+
+
+class RestoredJob(NamedTuple):
+    """What `restore_job` returns.
+
+    Attributes:
+      step: the step that was restored; None if there was none yet, and all is as given.
+      job: the TrainState, or the modules of nnx, which are also changed in place.
+      extra: the other trees and numbers, by name.
+      report: with `partial=`, as in `Restored`.
+
+    Example:
+      >>> RestoredJob(None, "as given", {"position": 0}).extra
+      {'position': 0}
+    """
+
+    step: int | None
+    job: Any
+    extra: dict[str, Any]
+    report: partial_lib.Report = partial_lib.Report()
+
+
+class _Parts(NamedTuple):
+    """A job, taken apart."""
+
+    tx: Any
+    params: PyTree
+    opt_state: Any
+    rest: dict[str, Any]
+    policy: Any
+    put: Callable[[save_restore.Restored, Any], Any]  # (what was restored, the rest) -> the job
+
+
+def save_job(
+    manager: Any,
+    step: int,
+    job: Any,
+    *,
+    extra: Mapping[str, PyTree] | None = None,
+    layout: param_layout.Layout | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> bool:
+    """Saves all of a job as a step: params, optimizer, count of steps, statistics, keys. See `restore_job`.
+
+    It returns when the arrays are copied, and writes in the background. If a save fails there, the next call of
+    `save_job`, `restore_job` or `close` of the manager raises its error.
+
+    Args:
+      manager: a manager of `jaxmp.checkpoint.manager`, one for the whole run.
+      step: the number of the step, larger than all saved steps. (Take the loop's, which also counts skipped steps.)
+      job: a linen TrainState, flax's, jaxmp's or a subclass with more fields; or, of nnx, `(model, optimizer)`, and
+        behind these other objects with state, such as `nnx.Rngs`: `(model, optimizer, rngs)`.
+      extra: what else there is to save, by name: `{"position": 3000}` of the data, the state of a data loader.
+      layout: the layout that the params are padded with, if they are.
+      metadata, force: as for `save`.
+
+    Returns:
+      True if the step is saved; False if the manager's interval skips it.
+
+    Raises:
+      TypeError: a job of another kind.
+      ValueError: as `save`.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, jaxmp, optax
+      >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+      >>> optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), policy="bf16")
+      >>> with save_restore.manager(tempfile.mkdtemp()) as steps:
+      ...     save_job(steps, 0, (model, optimizer), extra={"position": 32})
+      ...     restore_job(steps, (model, optimizer), extra={"position": 0}).extra
+      True
+      {'position': 32}
+    """
+    parts = _parts_of(job)
+    return save_restore.save(
+        manager,
+        step,
+        params=parts.params,
+        opt_state=parts.opt_state,
+        extra=_with_rest(extra, parts.rest),
+        policy=parts.policy,
+        layout=layout,
+        metadata=metadata,
+        force=force,
+    )
+
+
+def restore_job(
+    source: Any,
+    job: Any,
+    *,
+    extra: Mapping[str, PyTree] | None = None,
+    step: int | None = None,
+    layout: param_layout.Layout | None = None,
+    partial: str | Sequence[str] = (),
+) -> RestoredJob:
+    """Restores all of a job that `save_job` saved, into a job made anew; as given, if nothing was saved yet.
+
+        with jaxmp.checkpoint.manager(directory) as steps:
+            last, state, extra, _ = jaxmp.checkpoint.restore_job(steps, state, extra={"position": 0})
+            for i in range(0 if last is None else last + 1, 1000):
+                state = train_step(state, batch_of(i))
+                jaxmp.checkpoint.save_job(steps, i, state, extra={"position": i})
+
+    The new job may be on other devices, in another precision, or another one in what `partial` names: see `restore`.
+
+    Args:
+      source: a manager, or its directory.
+      job: as for `save_job`, made as at the start of a run. Modules of nnx are changed in place.
+      extra: the trees and numbers to restore, by name, like the saved ones.
+      step: which step, which must be there; default: the newest, if there is one.
+      layout, partial: as for `restore`. Leaves of the job beside params and state are called `job/batch_stats/...`,
+        `job/model/...`.
+
+    Returns:
+      A `RestoredJob`.
+
+    Raises:
+      TypeError: a job of another kind.
+      ValueError: as `restore`; what of the job is not in the checkpoint, by path.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, jaxmp, optax
+      >>> tx, params = jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), {"w": jnp.ones(2)}
+      >>> state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx)
+      >>> with save_restore.manager(tempfile.mkdtemp()) as steps:
+      ...     before = restore_job(steps, state).step
+      ...     saved = save_job(steps, 4, state)
+      ...     restore_job(steps, state).step
+      4
+    """
+    parts = _parts_of(job)
+    if step is None and orbax.is_manager(source):
+        source.wait_until_finished()
+        if source.latest_step() is None:
+            return RestoredJob(None, job, dict(extra or {}))
+    restored = save_restore.restore(
+        source,
+        parts.tx,
+        params=parts.params,
+        extra=_with_rest(extra, parts.rest),
+        step=step,
+        layout=layout,
+        partial=partial,
+    )
+    found = dict(restored.extra)
+    new = parts.put(restored, found.pop(_REST, {}))
+    return RestoredJob(restored.step, new, found, restored.report)
+
+
+def _with_rest(extra: Mapping[str, PyTree] | None, rest: dict[str, Any]) -> dict[str, Any]:
+    save_restore.check_extra_is_dict(extra)
+    if extra is not None and _REST in extra:
+        raise ValueError(f"the name {_REST!r} in extra is that of the job itself; got a tree of this name. Rename it.")
+    return {**(extra or {}), **({_REST: rest} if rest else {})}
+
+
+def _parts_of(job: Any) -> _Parts:
+    if isinstance(job, tuple | list) and len(job) >= 2 and isinstance(job[1], nnx.Optimizer):
+        return _of_modules(job)
+    if all(hasattr(job, name) for name in ("params", "opt_state", "tx", "replace")) and dataclasses.is_dataclass(job):
+        return _of_train_state(job)
+    got = ", ".join(type(x).__name__ for x in job) if isinstance(job, tuple | list) else type(job).__name__
+    raise TypeError(
+        f"a job is a TrainState of linen, or (model, optimizer) of nnx with an nnx.Optimizer and, behind it, other "
+        f"objects with state; got {got}. For params and a state of optax use jaxmp.checkpoint.save and restore."
+    )
+
+
+def _of_train_state(state: Any) -> _Parts:
+    names = [x.name for x in dataclasses.fields(state) if x.metadata.get("pytree_node", True)]
+    rest = {name: getattr(state, name) for name in names if name not in ("params", "opt_state")}
+
+    def put(restored: save_restore.Restored, found: Any) -> Any:
+        return state.replace(params=restored.params, opt_state=restored.opt_state, **{**_empty(rest), **found})
+
+    return _Parts(state.tx, state.params, state.opt_state, _full(rest), getattr(state, "policy", None), put)
+
+
+def _of_modules(job: Sequence[Any]) -> _Parts:
+    model, optimizer, *others = job
+    parts = [nnx.state(model, nnx.Not(optimizer.wrt)), *map(nnx.state, others)]
+    names = ["model", *(f"{i}" for i in range(2, len(job)))]
+    rest = {name: nnx.as_pure(x) for name, x in zip(names, parts, strict=True)} | {"step": optimizer.step[...]}
+
+    def put(restored: save_restore.Restored, found: Any) -> Any:
+        nnx.update(model, restored.params)
+        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        variables = jax.tree.leaves(optimizer.opt_state, is_leaf=is_variable)
+        for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
+            variable.set_value(value)
+        optimizer.step[...] = found["step"]
+        for name, module in zip(names, (model, *others), strict=True):
+            if name in found:
+                nnx.update(module, found[name])
+        return job
+
+    policy, opt_state = getattr(optimizer, "policy", None), nnx.as_pure(optimizer.opt_state)
+    return _Parts(optimizer.tx, nnx.state(model, optimizer.wrt), opt_state, _full(rest), policy, put)
+
+
+def _full(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees that have leaves."""
+    return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
+
+
+def _empty(trees: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tree for name, tree in trees.items() if not jax.tree.leaves(tree)}

@@ -1,0 +1,127 @@
+"""Whether a function of parts of arrays gives parts of its result for the whole arrays, read off its jaxpr.
+
+In `shard_map` a device has a part of a leaf that is cut. What is elementwise, or reduced over devices as well, is right
+there; a norm, a mean or a matrix product of a part is that of the part, and what is computed from it is wrong:
+
+    g * 0.1                              part of the result
+    sum(g * g)                           of this part only
+    psum(sum(g * g), "fsdp")             the same on every device
+    g / sqrt(sum(g * g))                 of this part only
+
+A reduction over axes that are not cut is right, as the mean of each row of an array that is cut by rows. So is one over
+groups of neighbours, the last axis of a part that was reshaped to more axes. What the rules below do not know is never
+called wrong.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._src.programs import jaxprs
+
+
+class Value(NamedTuple):
+    """What a value is: whole (the same on every device), a part, grouped by a reshape, or local to a part."""
+
+    kind: int  # WHOLE < PART < LOCAL
+    dim: int | None = None  # of a part: the axis that is cut, if it is known
+    is_grouped: bool = False
+    cause: str = ""  # of a local value: the operation that looked at all of a part,
+    equation: Any = None  # and the equation of the program that it is in
+
+
+WHOLE, PART, LOCAL = 0, 1, 2
+_LOOKS_AT_ALL = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort top_k cumsum cumprod cummax "
+    "cummin cumlogsumexp dot_general conv_general_dilated cholesky qr eigh svd lu triangular_solve".split()
+)
+_COLLECTIVES = frozenset(
+    "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all".split()
+)
+_OWN = "jaxmp.compress_moments"  # a scope in which groups of neighbours are reduced
+
+
+def values(program: Any, inputs: Sequence[Value], axis: str) -> list[Value]:
+    """What each result of a jaxpr is, from what its inputs are; `axis` is the mesh axis that they are cut over."""
+    return _values(*jaxprs.open_jaxpr(program), inputs, axis, is_own=False)
+
+
+def _values(jaxpr: Any, consts: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:
+    del consts
+    known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(v: Any) -> Value:
+        return Value(WHOLE) if isinstance(v, core.Literal) else known.get(v, Value(WHOLE))
+
+    for eqn in jaxpr.eqns:
+        own = is_own or _OWN in str(eqn.source_info.name_stack)
+        known |= dict(zip(eqn.outvars, _results(eqn, [of(v) for v in eqn.invars], axis, own), strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[Value]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    largest = max(operands, key=lambda value: value.kind, default=Value(WHOLE))
+    if name in jaxprs.CALLS:
+        ((inner, consts),) = jaxprs.functions_of(eqn)
+        if len(inner.invars) == len(operands):
+            return [
+                value._replace(equation=eqn) if value.kind == LOCAL and value not in operands else value
+                for value in _values(inner, consts, operands, axis, is_own=is_own)
+            ]
+    if name == "cond":
+        chosen, *given = operands
+        branches = [_values(f, consts, given, axis, is_own=is_own) for f, consts in jaxprs.functions_of(eqn)]
+        return [max((chosen, *(b[i] for b in branches)), key=lambda value: value.kind) for i in range(count)]
+    if name == "optimization_barrier":
+        return operands
+    if name in _COLLECTIVES and axis in _axes(eqn):
+        return [Value(WHOLE)] * count
+    if name == "reshape":
+        is_split = eqn.outvars[0].aval.ndim > eqn.invars[0].aval.ndim
+        return [largest._replace(dim=_dim_after(eqn, operands), is_grouped=is_split or largest.is_grouped)]
+    if name in _LOOKS_AT_ALL and largest.kind == PART and not is_own:
+        if not _is_of_groups(eqn, operands) and not _leaves_the_cut_alone(eqn, operands):
+            return [Value(LOCAL, cause=name, equation=eqn)] * count
+    return [largest._replace(dim=_dim_after(eqn, operands)) if largest.kind == PART else largest] * count
+
+
+def _is_of_groups(eqn: Any, operands: list[Value]) -> bool:
+    last = eqn.invars[0].aval.ndim - 1
+    return operands[0].is_grouped and tuple(eqn.params.get("axes", ())) == (last,)
+
+
+def _leaves_the_cut_alone(eqn: Any, operands: list[Value]) -> bool:
+    """Whether a reduction is over other axes than the one that is cut."""
+    is_reduction = eqn.primitive.name.startswith("reduce_") and len(operands) == 1
+    return is_reduction and operands[0].dim is not None and operands[0].dim not in eqn.params["axes"]
+
+
+def _dim_after(eqn: Any, operands: list[Value]) -> int | None:
+    """The axis of the result that is cut; None if it is not known."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    cut = [(v, x.dim) for v, x in zip(eqn.invars, operands, strict=True) if x.kind == PART]
+    (v, dim), *others = cut or [(None, None)]
+    if v is None or dim is None:
+        return None
+    before = v.aval.shape
+    if name in jaxprs.ELEMENTWISE or name in jaxprs.HANDS_ON:
+        return dim if before == shape and all(x.aval.shape == shape and d == dim for x, d in others) else None
+    if name == "broadcast_in_dim":
+        return eqn.params["broadcast_dimensions"][dim]
+    if name == "transpose":
+        return eqn.params["permutation"].index(dim)
+    if name.startswith("reduce_") and "axes" in eqn.params:
+        return dim - sum(a < dim for a in eqn.params["axes"])
+    if name in ("reshape", "squeeze") and before[dim] > 1:  # axes of length 1 come and go
+        kept = [n for n in before if n != 1]
+        if kept == [n for n in shape if n != 1]:
+            place = sum(n != 1 for n in before[:dim])
+            return [i for i, n in enumerate(shape) if n != 1][place]
+    return None
+
+
+def _axes(eqn: Any) -> tuple[Any, ...]:
+    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(names) if isinstance(names, tuple | list) else (names,)

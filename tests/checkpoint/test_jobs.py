@@ -1,0 +1,178 @@
+"""A whole job in one call: what a run had goes on in a new one, bit for bit."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxmp
+from helpers import assert_bitwise
+from jaxmp import checkpoint
+from jaxmp._src.checkpoint import writer as checkpoint_writer
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+POLICY = jaxmp.get_policy("fp16")
+X = jax.random.normal(jax.random.key(0), (8, 4))
+
+
+def make_tx():
+    return jaxmp.mixed_precision(optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)), POLICY, loss_scale=2.0**4)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(nn.Dense(8)(x))
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class WithStats(jaxmp.linen.TrainState):
+    batch_stats: Any
+    key: Any
+
+
+class PlainWithStats(train_state.TrainState):
+    batch_stats: Any
+    key: Any
+
+
+def linen_job(kind, seed):
+    net = Net()
+    variables = net.init({"params": jax.random.key(seed), "dropout": jax.random.key(1)}, X)
+    kwargs = {"apply_fn": net.apply, "batch_stats": variables["batch_stats"], "key": jax.random.key(seed)}
+    if kind is WithStats:
+        return WithStats.create(params=variables["params"], tx=make_tx(), policy=POLICY, **kwargs)
+    return PlainWithStats.create(params=variables["params"], tx=optax.adam(1e-2), **kwargs)
+
+
+@jax.jit
+def linen_step(state):
+    key, dropout = jax.random.split(state.key)
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        out, new = state.apply_fn(variables, X, mutable=["batch_stats"], rngs={"dropout": dropout})
+        return jnp.mean(out.astype(jnp.float32) ** 2), new["batch_stats"]
+
+    if isinstance(state, PlainWithStats):
+        (_, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    else:
+        (_, stats), grads = jaxmp.value_and_grad(loss_fn, has_aux=True)(state.params, opt_state=state.opt_state)
+    return state.apply_gradients(grads=grads, batch_stats=stats).replace(key=key)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", [WithStats, PlainWithStats], ids=["jaxmp", "flax"])
+def test_a_train_state_goes_on(kind, tmp_path):
+    state = linen_job(kind, 0)
+    with checkpoint.manager(tmp_path) as steps:
+        fresh = checkpoint.restore_job(steps, state, extra={"position": 0})
+        assert fresh.step is None and fresh.job is state and fresh.extra == {"position": 0}
+        for i in range(2):
+            state = linen_step(state)
+            checkpoint.save_job(steps, i, state, extra={"position": 10 * i})
+    with checkpoint.manager(tmp_path) as steps:
+        last, other, extra, _ = checkpoint.restore_job(steps, linen_job(kind, 1), extra={"position": 0})
+    assert (last, extra, type(other)) == (1, {"position": 10}, kind)
+    for one, two in ((state, other), (linen_step(state), linen_step(other))):
+        assert int(one.step) == int(two.step)
+        for name in ("params", "opt_state", "batch_stats"):
+            assert_bitwise(jax.tree.map(np.asarray, getattr(two, name)), jax.tree.map(np.asarray, getattr(one, name)))
+        assert jnp.array_equal(jax.random.key_data(one.key), jax.random.key_data(two.key))
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.dropout, self.out = nnx.Dropout(0.5, rngs=rngs), nnx.LoRALinear(8, 1, lora_rank=2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(self.dense(x))))
+
+
+def nnx_job(seed, wrt, noise_seed):
+    model = Module(nnx.Rngs(seed))
+    return model, jaxmp.nnx.Optimizer(model, make_tx(), wrt=wrt, policy=POLICY), nnx.Rngs(noise=noise_seed)
+
+
+def nnx_step(model, optimizer, rngs):
+    x = X + rngs.noise.normal(X.shape)
+    loss_fn = lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2)  # noqa: E731
+    _, grads = jaxmp.nnx.value_and_grad(loss_fn, wrt=optimizer.wrt)(model, x, opt_state=optimizer)
+    optimizer.update(model, grads)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["params", "adapters"])
+def test_modules_go_on_in_three_lines(wrt, tmp_path):
+    """Model, optimizer, statistics, the keys of dropout, a frozen base, and the keys of an object of its own."""
+    job, step = nnx_job(0, wrt, 5), nnx.jit(nnx_step)
+    with checkpoint.manager(tmp_path) as steps:
+        assert checkpoint.restore_job(steps, job).step is None
+        step(*job)
+        checkpoint.save_job(steps, 0, job, extra={"position": 7})
+    other = nnx_job(1, wrt, 6)
+    found = checkpoint.restore_job(tmp_path, other, extra={"position": 0})
+    assert found.step == 0 and found.job is other and found.extra == {"position": 7}
+    for _ in range(2):
+        for one, two in zip(job, other, strict=True):
+            leaves = [jax.tree.leaves(nnx.as_pure(nnx.state(x))) for x in (one, two)]
+            for a, b in zip(*leaves, strict=True):
+                if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                    a, b = jax.random.key_data(a), jax.random.key_data(b)
+                assert a.dtype == b.dtype and jnp.array_equal(a, b)
+        step(*job), step(*other)
+
+
+def test_what_is_no_job_and_what_is_not_in_the_checkpoint(tmp_path):
+    state = linen_job(WithStats, 0)
+    with checkpoint.manager(tmp_path) as steps:
+        for job, got in ((state.params, "dict"), ((state.params, state.opt_state), "dict, UnscaleState")):
+            with pytest.raises(TypeError, match=rf"a job is a TrainState .* got {got}\. For params and a state"):
+                checkpoint.save_job(steps, 0, job)
+        with pytest.raises(ValueError, match="the name 'job' in extra is that of the job itself"):
+            checkpoint.save_job(steps, 0, state, extra={"job": 3})
+        with pytest.raises(ValueError, match="no complete checkpoint of step 4"):
+            checkpoint.restore_job(steps, state, step=4)
+        checkpoint.save_job(steps, 0, state.replace(batch_stats={}))
+        with pytest.raises(ValueError, match="every leaf of extra=; job/batch_stats/norm/mean is missing"):
+            checkpoint.restore_job(steps, state)
+        found = checkpoint.restore_job(steps, state, partial="job/batch_stats/*")
+        assert found.report.fresh == ("job/batch_stats/norm/mean", "job/batch_stats/norm/var")
+        assert_bitwise(found.job.batch_stats, state.batch_stats)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    state, failing = linen_job(WithStats, 0), []
+    sync = checkpoint_writer.sync
+
+    def no_space(path):
+        if failing:
+            raise OSError(28, "No space left on device")
+        sync(path)
+
+    monkeypatch.setattr(checkpoint_writer, "sync", no_space)
+    steps = checkpoint.manager(tmp_path)
+    failing.append(True)
+    checkpoint.save_job(steps, 0, state)  # it fails while it is written
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save_job(steps, 1, state)
+    failing.clear()
+    checkpoint.save_job(steps, 2, state)
+    assert checkpoint.restore_job(steps, state).step == 2
+    failing.append(True)
+    checkpoint.save_job(steps, 3, state)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.restore_job(steps, state)
+    checkpoint.save_job(steps, 4, state)
+    with pytest.raises(OSError, match="No space left"):
+        steps.close()
+    failing.clear()
+    assert [x.name for x in sorted(tmp_path.iterdir()) if x.name.isdigit()] == ["2"]

@@ -1,0 +1,76 @@
+"""What a user installs: metadata, what the wheel holds, and extras."""
+
+import ast
+import re
+import tomllib
+
+import pytest
+
+from helpers import ROOT, python_blocks
+
+pytestmark = [pytest.mark.newest]
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def names_of(requirements):
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+def test_no_placeholder_is_left():
+    assert "[" not in (ROOT / "LICENSE").read_text().partition("Copyright 20")[2]
+    assert PROJECT["project"]["authors"] == [{"name": "jaxmp developers"}]
+
+
+def test_each_python_that_ci_runs_is_a_classifier():
+    classifiers = PROJECT["project"]["classifiers"]
+    found = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
+    assert found == ["3.11", "3.12", "3.13"]
+    assert PROJECT["project"]["requires-python"] == f">={found[0]}"
+
+
+def test_versions_agree():
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert cited == PROJECT["project"]["version"]
+
+
+def test_a_wheel_has_no_tests():
+    inside = [path.relative_to(ROOT) for folder in WHEEL for path in (ROOT / folder).rglob("*.py")]
+    assert len(inside) > 100
+    assert [path for path in inside if "test" in path.name or path.name == "conftest.py"] == []
+
+
+def imports_of(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_the_readme_needs_core_dependencies_only():
+    found = {name for block in python_blocks(ROOT / "README.md") for name in imports_of(block)}
+    assert found <= {"jaxmp"} | names_of(PROJECT["project"]["dependencies"])
+
+
+# Packages whose import has another name than the distribution, or that come with one of the extra.
+DISTRIBUTION = {"orbax": "orbax-checkpoint", "etils": "orbax-checkpoint"}
+
+
+def test_an_error_names_the_extra_that_installs_the_package():
+    named = []
+    for path in (ROOT / "jaxmp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional.load":
+                package = node.args[0].value.partition(".")[0]
+                named.append((DISTRIBUTION.get(package, package), node.keywords[0].value.value))
+    assert named
+    assert [(package, extra) for package, extra in named if package not in names_of(EXTRAS[extra])] == []
+
+
+def test_extras_on_the_pages_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    named = {extra for page in pages for extra in re.findall(r"'(?:\.|jaxmp)\[([\w-]+)\]'", page.read_text())}
+    assert named and named <= set(EXTRAS)

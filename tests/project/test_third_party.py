@@ -1,0 +1,72 @@
+"""examples/third_party: its table is the stored results, and its models trace in the precision that the table says."""
+
+import contextlib
+import json
+import sys
+
+import jax
+import pytest
+
+from helpers import ROOT
+
+FOLDER = ROOT / "examples" / "third_party"
+pytestmark = [pytest.mark.newest]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The script, imported from its folder, whose other modules have names that are too short for the path of all."""
+    before = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import run
+
+        yield run
+    finally:
+        sys.path[:] = before[0]
+        for name in ("run", "models", "plain_loop", "ported_loop"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads((ROOT / "benchmarks" / "results" / "third_party.json").read_text())
+
+
+def test_the_table_is_the_stored_results(run, results):
+    assert f"{run.BEGIN}\n\n{run.table(results)}\n\n{run.END}" in (FOLDER / "README.md").read_text()
+
+
+def test_the_stored_results_are_whole(run, results):
+    assert results["seeds"] == 3
+    assert {(r["model"], r["policy"], r["seed"]) for r in results["runs"]} == {
+        (model, policy, seed) for model in run.models.MODELS for policy in run.POLICIES for seed in range(3)
+    }
+    assert results["lines"] == {name: run.lines_changed() + more for name, (_, more) in run.models.MODELS.items()}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("package", ["haiku", "equinox", "transformers"])
+def test_matmuls_run_in_what_the_table_says(run, results, package, policy):
+    pytest.importorskip(package, reason="installed by the extra third-party")
+    name = next(name for name in run.models.MODELS if name.startswith(package))
+    if package == "transformers":
+        pytest.importorskip(
+            "transformers.models.gpt2.modeling_flax_gpt2", reason="this transformers has no Flax models"
+        )
+    is_in_vain = (package, policy) == ("haiku", "fp8")  # its convolutions have more than one pixel
+    warns = pytest.warns(UserWarning, match="no-matmul-in-fp8") if is_in_vain else contextlib.nullcontext()
+    with jax.numpy_rank_promotion("allow"), warns:
+        share = run.share_of_low_precision(name, policy)
+    assert abs(share - results["flops"][name][policy]) < 1
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_a_model_trains(run, policy):
+    pytest.importorskip("equinox", reason="installed by the extra third-party")
+    (name,) = [name for name in run.models.MODELS if name.startswith("equinox")]
+    with jax.numpy_rank_promotion("allow"):
+        found = run.run(name, policy, seed=0, steps=2)
+    assert 0 < found["held_out"] < 7 and found["skipped"] == 0

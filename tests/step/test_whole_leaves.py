@@ -1,0 +1,131 @@
+"""In shard_map an optimizer sees parts of the params that are cut: what needs whole leaves is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from jaxmp import fsdp
+
+MESH = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "w": jnp.asarray(RNG.normal(size=(128, 64)) / 8, jnp.float32),
+    "norm": jnp.ones((1, 128)),
+}
+LAYOUT = fsdp.layout_of(PARAMS, MESH, min_size=1024)
+WHERE = {"axis_name": "fsdp", "replicated": LAYOUT.whole}
+X = jnp.asarray(RNG.normal(size=(8, 128)), jnp.float32)
+
+WRONG = {
+    "split masters": (lambda: optax.lamb(1e-3), "reduce_sum"),
+    "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), "reduce_sum"),
+    "clip_by_block_rms": (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "reduce_sum"),
+    "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), "reduce_sum"),
+    "lamb": (lambda: optax.lamb(1e-3), "reduce_sum"),
+    "lars": (lambda: optax.lars(1e-3), "reduce_sum"),
+    "adafactor": (lambda: optax.adafactor(1e-3), "reduce_sum"),
+    "muon": (lambda: optax.contrib.muon(1e-3), ""),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and"),
+    "normalize": (lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)), "reduce_sum"),
+    "fused, clipped": (lambda: jaxmp.fused_adamw(1e-3, max_norm=1.0), ""),
+    "without axis_name": (lambda: optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum"),
+}
+RIGHT = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "schedule": lambda: optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda n: 0.1 / (1 + n))),
+    "clip": lambda: optax.chain(optax.clip(1.0), optax.rmsprop(1e-3)),
+    "clip over the axis": lambda: optax.chain(jaxmp.clip_by_global_norm(1.0, **WHERE), optax.adamw(1e-3)),
+    "ema": lambda: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.9)),
+    "int8": lambda: jaxmp.compress_moments(optax.adamw(1e-3), jnp.int8),
+    "fused int8": lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8),
+    "fused": lambda: jaxmp.fused_adamw(1e-3),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.adam(1e-3)),  # means of rows; w is cut by rows
+    "masked": lambda: optax.masked(optax.adamw(1e-3), {"w": True, "norm": False}),
+    "steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
+    "agc of what is whole": lambda: optax.chain(
+        optax.masked(optax.clip_by_block_rms(1.0), {"w": False, "norm": True}), optax.sgd(0.1)
+    ),
+}
+
+
+def loss_of(params, x):
+    x = (x * params["norm"]).astype(jnp.bfloat16)
+    return jnp.mean((x @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+
+def trace(tx, policy, check_vma):
+    """Traces a step of FSDP in shard_map."""
+    policy = jaxmp.get_policy(policy)
+    params, opt_state = policy.cast_to_param(PARAMS), tx.init(PARAMS)
+
+    def step(params, opt_state, x):
+        loss_fn = lambda params, x: loss_of(fsdp.gather(params, LAYOUT), x)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, LAYOUT), opt_state, params)
+
+    specs = (LAYOUT.specs, jaxmp.sharding_of(tx, PARAMS, LAYOUT.specs))
+    step = jax.shard_map(step, mesh=MESH, in_specs=(*specs, P("fsdp")), out_specs=specs, check_vma=check_vma)
+    return jax.eval_shape(step, params, opt_state, X)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_needs_whole_leaves_is_refused(name, check_vma):
+    make, primitive = WRONG[name]
+    tx = jaxmp.mixed_precision(make(), "bf16", remainder_bits=16 if name == "split masters" else None)
+    told = rf"cut over 'fsdp', so it must be elementwise, or reduce over 'fsdp'; got a {primitive}.* over a part \(.*"
+    with pytest.raises(ValueError, match=told + r"is made from it. Use a transform that takes the axis"):
+        trace(tx, "bf16", check_vma)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_elementwise_or_sums_over_the_axis_is_taken(name, check_vma):
+    trace(jaxmp.mixed_precision(RIGHT[name](), "bf16"), "bf16", check_vma)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_in_every_policy_and_never_under_jit(policy):
+    tx = jaxmp.mixed_precision(optax.lamb(1e-3), policy)
+    with pytest.raises(ValueError, match="must be elementwise"):
+        trace(tx, policy, True)
+
+    @functools.partial(jax.eval_shape, params=jaxmp.get_policy(policy).cast_to_param(PARAMS), opt_state=tx.init(PARAMS))
+    def step(params, opt_state):
+        loss_fn = lambda params: loss_of(fsdp.gather(params, LAYOUT), X)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    assert step[0]["w"].shape == (128, 64)
+
+
+def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_that_is_cut():
+    layouts = {
+        "rows": fsdp.layout_of({"w": PARAMS["w"]}, MESH, min_size=1),
+        "columns": fsdp.Layout(MESH, "fsdp", {"w": fsdp.Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)}),
+    }
+    tx = jaxmp.mixed_precision(optax.chain(optax.centralize(), optax.sgd(0.1)), "fp32")
+    params = {"w": PARAMS["w"]}
+
+    def traced(layout):
+        def step(params, opt_state, x):
+            loss_fn = lambda params, x: jnp.mean((x @ fsdp.gather(params, layout)["w"]) ** 2)  # noqa: E731
+            _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
+
+        specs = (layout.specs, jaxmp.sharding_of(tx, params, layout.specs))
+        step = jax.shard_map(step, mesh=MESH, in_specs=(*specs, P("fsdp")), out_specs=specs)
+        return jax.eval_shape(step, params, tx.init(params), X)
+
+    traced(layouts["rows"])
+    with pytest.raises(ValueError, match="got a reduce_sum over a part .*_subtract_mean"):
+        traced(layouts["columns"])
