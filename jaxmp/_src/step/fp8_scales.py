@@ -214,6 +214,7 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
     Example:
       >>> short, long = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=4)
       >>> state = update_amax(short).init({"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0)})
+      >>> import warnings
       >>> with warnings.catch_warnings(action="ignore"):
       ...     resize_history(state, long).amax_states[0].amax_history.shape
       (4, 1)
