@@ -149,6 +149,35 @@ def test_what_is_no_job_and_what_is_not_in_the_checkpoint(tmp_path):
         assert_bitwise(found.job.batch_stats, state.batch_stats)
 
 
+def test_trained_weights_do_not_get_lost_where_they_are_not_trained_any_more(tmp_path):
+    """LoRA with its own `wrt=`: the base is no param of the optimizer there."""
+
+    def job(layer, wrt):
+        model = layer(nnx.Rngs(0))
+        tx = jaxmp.mixed_precision(optax.sgd(1e-2), "bf16")
+        return model, jaxmp.nnx.Optimizer(model, tx, wrt=wrt, policy="bf16")
+
+    lora = lambda rngs: nnx.LoRALinear(4, 2, lora_rank=2, rngs=rngs)  # noqa: E731
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save_job(steps, 0, job(lambda rngs: nnx.Linear(4, 2, rngs=rngs), nnx.Param))
+        with pytest.raises(ValueError, match="weights of the checkpoint must come into the model; got .*kernel.*wrt="):
+            checkpoint.restore_job(steps, job(lora, nnx.LoRAParam), partial="*")
+        report = checkpoint.restore_job(steps, job(lora, nnx.Param), partial="*lora*").report
+    assert report.left_over == () and all("lora" in path for path in report.fresh)
+
+
+def test_a_step_may_be_a_scalar_of_jax_and_extra_holds_numbers_only(tmp_path):
+    state = linen_job(WithStats, 0)
+    with checkpoint.manager(tmp_path) as steps:
+        for leaf in (2**70, 1j, "text", np.array(["a"]), np.datetime64("2026-01-01")):
+            with pytest.raises(ValueError, match="holds arrays and numbers; got .* at loader/position"):
+                checkpoint.save_job(steps, 0, state, extra={"loader": {"position": leaf}})
+        checkpoint.save_job(steps, jnp.int32(3), state, extra={"position": 2**40})
+        with pytest.raises(ValueError, match="holds arrays and numbers; got str at position"):
+            checkpoint.restore_job(steps, state, extra={"position": "0"})
+        assert checkpoint.restore_job(steps, state, extra={"position": 0}).extra == {"position": 2**40}
+
+
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
     state, failing = linen_job(WithStats, 0), []
     sync = checkpoint_writer.sync

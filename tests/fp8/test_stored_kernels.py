@@ -206,6 +206,24 @@ def test_eval_gives_what_training_saw():
     assert_close(jax.jit(loss_fn)(params, X, Y), loss, rtol=1e-4)
 
 
+def test_models_whose_layers_name_no_dtype_are_evaluated():
+    model = nn.Sequential([nn.Dense(WIDTH) for _ in range(3)])
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    with jaxmp.fp8.autocast(recipe=RECIPE):
+        params = policy.cast_to_param(model.init(jax.random.key(1), X)["params"])
+    run = lambda params: model.apply({"params": params}, X)  # noqa: E731
+    expected = run(jaxmp.fp8.load_weights(params, jnp.float32))
+    assert params["layers_1"]["kernel"].dtype == jnp.float8_e4m3fn
+    with jaxmp.fp8.autocast(recipe=RECIPE):
+        in_fp8 = run(params)
+        with jaxmp.fp8.autocast(enabled=False):
+            off = run(params)
+    assert off.dtype == in_fp8.dtype == jnp.float32
+    assert_close(off, expected, rtol=2.0**-6, atol=2.0**-6)
+    assert_close(jaxmp.autocast(run, policy)(params).astype(jnp.float32), expected, rtol=0.1, atol=0.1)
+    assert_close(in_fp8, expected, rtol=0.1, atol=0.1)
+
+
 def test_switched_off_a_layer_multiplies_by_the_weight_itself():
     _, params, opt_state, _ = job()
 

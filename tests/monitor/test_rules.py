@@ -229,6 +229,25 @@ def test_params_that_do_not_move():
     assert {(f.kind, f.path) for f in monitor.findings} == {("dead_update", f"params/{name}") for name in SHAPES}
 
 
+@pytest.mark.parametrize(("rate", "is_named"), [(1e-2, False), (1e-12, True)], ids=["trains", "too-small"])
+def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed(rate, is_named):
+    tx = jaxmp.mixed_precision(optax.MultiSteps(optax.adam(rate), 4), "bf16")
+    params = jaxmp.get_policy("bf16").cast_to_param(PARAMS32)
+
+    def step(carry, _):
+        params, opt_state = carry
+        grads = jaxmp.value_and_grad(loss_of)(params, X, opt_state=opt_state)[1]
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, histogram=False)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params), stats
+
+    run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=20)[1])
+    monitor, stats = Monitor(warn=False), jax.device_get(run((params, tx.init(PARAMS32))))
+    for i in range(20):
+        monitor.update(i, {}, stats=jax.tree.map(lambda x, i=i: x[i], stats))
+    monitor.finish()
+    assert {f.kind for f in monitor.findings} == ({"dead_update"} if is_named else set())
+
+
 @pytest.mark.parametrize(("scale", "kind"), [(3e4, "near_overflow"), (3e6, "overflow")])
 def test_activations_that_leave_float16(scale, kind):
     """The scope that makes them is named, in a function without modules."""

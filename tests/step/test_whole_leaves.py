@@ -32,6 +32,10 @@ WRONG = {
     "adafactor": (lambda: optax.adafactor(1e-3), "reduce_sum"),
     "muon": (lambda: optax.contrib.muon(1e-3), ""),
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and"),
+    "noise": (
+        lambda: optax.chain(optax.add_noise(1.0, 0.5, key=0), optax.sgd(0.1)),
+        "random numbers that are the same for every part",
+    ),
     "normalize": (lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)), "reduce_sum"),
     "fused, clipped": (lambda: jaxmp.fused_adamw(1e-3, max_norm=1.0), ""),
     "without axis_name": (lambda: optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(0.1)), "reduce_sum"),
@@ -81,7 +85,8 @@ def trace(tx, policy, check_vma):
 def test_what_needs_whole_leaves_is_refused(name, check_vma):
     make, primitive = WRONG[name]
     tx = jaxmp.mixed_precision(make(), "bf16", remainder_bits=16 if name == "split masters" else None)
-    told = rf"cut over 'fsdp', so it must be elementwise, or reduce over 'fsdp'; got a {primitive}.* over a part \(.*"
+    cause = primitive if " " in primitive else f"a {primitive}.* over a part"
+    told = rf"cut over 'fsdp', so it must be elementwise, or reduce over 'fsdp'; got {cause}.* \(.*"
     with pytest.raises(ValueError, match=told + r"is made from it. Use a transform that takes the axis"):
         trace(tx, "bf16", check_vma)
 
@@ -129,3 +134,14 @@ def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_th
     traced(layouts["rows"])
     with pytest.raises(ValueError, match="got a reduce_sum over a part .*_subtract_mean"):
         traced(layouts["columns"])
+
+
+def test_a_leaf_of_which_parts_are_factored_otherwise_is_refused():
+    """Whole, w is factored; its parts of 32 rows are not."""
+    tx = jaxmp.mixed_precision(
+        optax.adafactor(1e-3, clipping_threshold=None, multiply_by_parameter_scale=False, min_dim_size_to_factor=33),
+        "fp32",
+    )
+    wanted = "must not change the shape of an array .*; got .* at .*/w. An optimizer that"
+    with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match=wanted):
+        trace(tx, "fp32", False)

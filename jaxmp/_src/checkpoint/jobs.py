@@ -162,13 +162,26 @@ def restore_job(
         layout=layout,
         partial=partial,
     )
+    _check_weights(restored.report)
     found = dict(restored.extra)
     new = parts.put(restored, found.pop(_REST, {}))
     return RestoredJob(restored.step, new, found, restored.report)
 
 
+def _check_weights(report: partial_lib.Report) -> None:
+    """Raises a ValueError for trained weights that `partial=` would drop, as here they are not trained."""
+    twice = [path for path in report.left_over if f"{_REST}/model/{path}" in report.fresh]
+    if twice:
+        raise ValueError(
+            f"weights of the checkpoint must come into the model; got {', '.join(twice[:3])}"
+            f"{', ...' if len(twice) > 3 else ''}, trained in the checkpoint, and values that this optimizer does not "
+            f"train in the job: they would keep their fresh values. Restore into a job whose optimizer has the wrt= of "
+            f"the checkpoint (nnx.Param), then make the optimizer of this one (nnx.LoRAParam)."
+        )
+
+
 def _with_rest(extra: Mapping[str, PyTree] | None, rest: dict[str, Any]) -> dict[str, Any]:
-    save_restore.check_extra_is_dict(extra)
+    save_restore.check_extra(extra)
     if extra is not None and _REST in extra:
         raise ValueError(f"the name {_REST!r} in extra is that of the job itself; got a tree of this name. Rename it.")
     return {**(extra or {}), **({_REST: rest} if rest else {})}

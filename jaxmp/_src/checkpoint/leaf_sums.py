@@ -106,14 +106,24 @@ def _kind(dtype: Any, shape: tuple[int, ...]) -> int:
     return zlib.crc32(f"{dtype.name}{tuple(shape)}".encode()) * 0x9E3779B97F4A7C15
 
 
+def check_leaf(path: str, x: Any) -> None:
+    """Raises a ValueError for what is neither an array of numbers, flags or keys, nor a number of at most 64 bits."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        is_saved = isinstance(x, float) or (isinstance(x, int) and -(2**63) <= x < 2**63)
+    else:
+        is_saved = dtype == jnp.bool_ or any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jax.dtypes.prng_key))
+    if not is_saved:
+        raise ValueError(
+            f"a checkpoint holds arrays and numbers; got {type(x).__name__} at {path}: {x!r:.80}. Put text and other "
+            f"values into metadata=, larger integers and complex numbers into an array, or leave them out."
+        )
+
+
 def _checked(path: str, x: Any) -> Any:
+    check_leaf(path, x)
     if isinstance(x, jax.Array):
         return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    if not isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
-        raise ValueError(
-            f"a checkpoint holds arrays and numbers; got {type(x).__name__} at {path}. Put text and other values into "
-            f"metadata=, or leave them out."
-        )
     return np.asarray(x)
 
 

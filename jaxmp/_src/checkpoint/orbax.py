@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
@@ -39,6 +40,12 @@ def check_manager(manager: Any, step: Any) -> None:
             f"the arguments are save(manager, step, params=, opt_state=), with the number of the step; got "
             f"{', '.join(got)}. jaxmp.checkpoint.manager(directory) makes a manager; keep it for the whole run."
         )
+
+
+def number_of(step: Any) -> Any:
+    """A step as an int, where it is a scalar of jax or NumPy, such as `state.step`; else as it is."""
+    is_scalar = isinstance(step, jax.Array | np.ndarray) and not isinstance(step, Tracer) and step.ndim == 0
+    return int(step) if is_scalar and jnp.issubdtype(step.dtype, jnp.integer) else step
 
 
 def is_manager(x: Any) -> bool:

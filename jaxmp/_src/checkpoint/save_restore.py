@@ -147,10 +147,11 @@ def save(
       7
     """
     ocp = orbax.package()
+    step = orbax.number_of(step)
     orbax.check_manager(manager, step)
     given = {"params": ("params", params), "opt_state": ("state", opt_state)}
     argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
-    check_extra_is_dict(extra)
+    check_extra(extra)
     taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
     if taken:
         raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
@@ -292,7 +293,7 @@ def restore(
     """
     optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
-    check_extra_is_dict(extra)
+    check_extra(extra)
     wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
     new = padding.of_layout(layout, params, "layout=")
     step, folder = orbax.find(source, step)
@@ -346,13 +347,15 @@ def restore(
     return restored
 
 
-def check_extra_is_dict(extra: Any) -> None:
-    """Raises a TypeError for trees without names."""
+def check_extra(extra: Any) -> None:
+    """Raises a TypeError for trees without names, a ValueError for leaves that are neither arrays nor numbers."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(
             f"extra= takes trees by name, such as {{'batch_stats': ..., 'epoch': 3}}; got {type(extra).__name__}. Give "
             f"each tree a name."
         )
+    for path, x in jax.tree_util.tree_leaves_with_path(dict(extra or {})):
+        leaf_sums.check_leaf(tree_paths.path_str(path), x)
 
 
 def _completed(

@@ -174,7 +174,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     """
     del kwargs
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
-    dtype = dtype or jnp.result_type(inputs, kernel)
+    dtype = dtype or jnp.result_type(inputs, jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel)
     cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
     shared_scales.note_converted(inputs, cast[0])
     return [cast[0], kernel, *cast[1:]]

@@ -207,10 +207,14 @@ class Monitor:
             *rules.saturation(step, stats, row),
             *rules.stale_master(step, stats),
         ]
-        if self._previous is not None and self._taken_since_sample:
-            suspicions += rules.dead_update(step, stats, self._previous, self._limits["dead"])
+        before, kept = self._previous, set()
+        if before is not None and before.updates is not None and before.updates == stats.updates:
+            # optax.MultiSteps only accumulated: nothing should have moved, and nothing is known of the next update.
+            kept = {key for key in (self._suspected[-1] if self._suspected else ()) if key[0] == "dead_update"}
+        elif before is not None and self._taken_since_sample:
+            suspicions += rules.dead_update(step, stats, before, self._limits["dead"])
         self._previous, self._taken_since_sample = stats, 0
-        self._suspected.append({(s.kind, s.path) for s in suspicions})
+        self._suspected.append({(s.kind, s.path) for s in suspicions} | kept)
         return [s for s in suspicions if self._is_believed(s)]
 
     def _is_believed(self, suspicion: Finding) -> bool:

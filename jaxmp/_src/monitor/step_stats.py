@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
@@ -63,6 +64,7 @@ class StepStats(NamedTuple):
       param_norm: float32[], of the params in the same way.
       stale_masters: path -> float32[], the share of a param that is not its master, rounded; for params with a float32
         master.
+      updates: int32[], how many updates `optax.MultiSteps` has made of accumulated gradients; None without it.
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -79,6 +81,7 @@ class StepStats(NamedTuple):
     grad_norm: Float[Array, ""] | float = math.nan
     param_norm: Float[Array, ""] | float = math.nan
     stale_masters: Mapping[str, Float[Array, ""]] = MappingProxyType({})
+    updates: Array | None = None
 
 
 def step_stats(
@@ -153,6 +156,7 @@ def _measure_step(
             path: collectives.max_over(stale_masters.share(*pair), axes)
             for path, pair in stale_masters.pairs(opt_state, params).items()
         },
+        updates=next((steps.gradient_step for steps in read_state.find(opt_state, optax.MultiStepsState)), None),
     )
 
 

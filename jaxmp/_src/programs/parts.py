@@ -6,6 +6,7 @@ there; a norm, a mean or a matrix product of a part is that of the part, and wha
     g * 0.1                              part of the result
     sum(g * g)                           of this part only
     psum(sum(g * g), "fsdp")             the same on every device
+    g + normal(key, g.shape)             the same noise in each part
     g / sqrt(sum(g * g))                 of this part only
 
 A reduction over axes that are not cut is right, as the mean of each row of an array that is cut by rows. So is one over
@@ -27,8 +28,9 @@ class Value(NamedTuple):
     kind: int  # WHOLE < PART < LOCAL
     dim: int | None = None  # of a part: the axis that is cut, if it is known
     is_grouped: bool = False
-    cause: str = ""  # of a local value: the operation that looked at all of a part,
-    equation: Any = None  # and the equation of the program that it is in
+    cause: str = ""  # of a local value: what is wrong with it,
+    equation: Any = None  # and the equation of the program that made it so
+    is_random: bool = False  # of a whole value: random numbers, several
 
 
 WHOLE, PART, LOCAL = 0, 1, 2
@@ -83,7 +85,13 @@ def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[V
         return [largest._replace(dim=_dim_after(eqn, operands), is_grouped=is_split or largest.is_grouped)]
     if name in _LOOKS_AT_ALL and largest.kind == PART and not is_own:
         if not _is_of_groups(eqn, operands) and not _leaves_the_cut_alone(eqn, operands):
-            return [Value(LOCAL, cause=name, equation=eqn)] * count
+            return [Value(LOCAL, cause=f"a {name} over a part", equation=eqn)] * count
+    if name == "random_bits" and largest.kind == WHOLE:
+        return [Value(WHOLE, is_random=v.aval.size > 1) for v in eqn.outvars]
+    if any(value.is_random for value in operands):
+        if largest.kind == PART:
+            return [Value(LOCAL, cause="random numbers that are the same for every part", equation=eqn)] * count
+        largest = largest._replace(is_random=True)
     return [largest._replace(dim=_dim_after(eqn, operands)) if largest.kind == PART else largest] * count
 
 

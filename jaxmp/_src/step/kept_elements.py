@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jaxmp._src.base import tree_paths
 from jaxmp._src.step import state_arrays
 from pallas_kernels import write_order
 
@@ -118,6 +119,7 @@ def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
     whole: list[list[Array]] = [[] for _ in leaves]
     ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
     for (path, n), o in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        _check_shapes(path, n, o)
         n, o = _alike(n, o)
         owner = _owner(paths, shapes, path, n)
         if owner is None or not jnp.issubdtype(n.dtype, jnp.inexact):
@@ -157,6 +159,16 @@ def _alike(new: Any, old: Any) -> tuple[Array, Array]:
     new = jnp.asarray(new)
     old = jnp.asarray(old, new.dtype) if isinstance(old, float) else jnp.asarray(old)
     return state_arrays.in_dtype_of(new, old), old
+
+
+def _check_shapes(path: _Path, new: Any, old: Any) -> None:
+    if not isinstance(old, float) and jnp.shape(new) != jnp.shape(old):
+        raise ValueError(
+            f"a step must not change the shape of an array of the optimizer's state; got {jnp.shape(new)} for "
+            f"{jnp.shape(old)} at {tree_paths.path_str(path[1:])}. An optimizer that factors large leaves only "
+            f"(optax.adafactor) takes the parts of shard_map for small leaves: use plain jax.jit, where it sees whole "
+            f"leaves."
+        )
 
 
 def _breaks(new: Array, old: Array) -> Bool[Array, "..."]:

@@ -63,7 +63,7 @@ def _check_over(
         if value.kind == parts.LOCAL:
             raise ValueError(
                 f"in shard_map an optimizer gets this device's part of each param that is cut over {axis!r}, so it "
-                f"must be elementwise, or reduce over {axis!r}; got a {value.cause} over a part"
+                f"must be elementwise, or reduce over {axis!r}; got {value.cause}"
                 f"{_place_of(value.equation)}, and {path} is made from it. Use a transform that takes the axis "
                 f"(jaxmp.clip_by_global_norm(..., axis_name={axis!r}, replicated=layout.whole)), or plain jax.jit with "
                 f"layout.shardings, where XLA sees whole leaves."
