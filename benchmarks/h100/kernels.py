@@ -179,8 +179,7 @@ def measure(kernel: Kernel) -> dict[str, Any]:
     row = {
         "kernel": kernel.name,
         "variant": kernel.variant,
-        "registers": max((int(n) for n in re.findall(r"Used (\d+) registers", said[0])), default=None),
-        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said[0])),
+        **_registers_and_spills(said[0]),
         "launches": len(ours),
         "beside": len(runs) - len(ours),
         "mib": round(sum(i.bytes_read + i.bytes_written for i in runs) / 2**20 - kernel.unread_mib, 2),
@@ -208,8 +207,7 @@ def measure_widths(n_leaves: int) -> Iterator[dict[str, Any]]:
         yield {
             "kernel": kernel.name,
             "leaves": n_leaves,
-            "registers": max(int(n) for n in re.findall(r"Used (\d+) registers", said[0])),
-            "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said[0])),
+            **_registers_and_spills(said[0]),
             "loads": [{str(size): n for size, n in sorted(widths.items())} for widths in found],
             "missed": [
                 f"{n} loads of {size} bytes"
@@ -218,6 +216,13 @@ def measure_widths(n_leaves: int) -> Iterator[dict[str, Any]]:
                 if size < LEAST_LOAD and n > (N_SCALARS if size == 4 else 0)
             ],
         }
+
+
+def _registers_and_spills(said: str) -> dict[str, int | None]:
+    return {
+        "registers": max((int(n) for n in re.findall(r"Used (\d+) registers", said)), default=None),
+        "spilled_bytes": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
+    }
 
 
 def _widths(ptx: str) -> Counter[int]:

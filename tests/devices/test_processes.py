@@ -60,6 +60,19 @@ def finish(workers, logs):
     assert codes == [0] * len(workers), "\n".join(pathlib.Path(log.name).read_text()[-3000:] for log in logs)
 
 
+def wait_for_the_kill(workers, logs, folder):
+    """Waits until the one process has killed itself, then kills the others."""
+    bad = resume_worker.BAD_RANK
+    try:
+        assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (folder / f"{bad}.out").read_text()[-3000:]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for log in logs:
+            log.close()
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     """The folder that the processes wrote into, and what each saved."""
@@ -111,21 +124,14 @@ def test_the_overflow_is_in_the_data_of_one_process():
 @pytest.mark.campaign
 def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path):
     """Params are cut over all processes; what an earlier life saved is restored in every bit."""
-    bad, lives = resume_worker.BAD_RANK, []
+    lives = []
     for processes, killed_in, steps in ((4, 2, 9), (2, 4, 9), (4, None, 7)):
         (tmp_path / "elastic.json").write_text(json.dumps({"kill_in_save_of": killed_in, "steps": steps}))
         workers, logs = start(resume_worker.__file__, tmp_path, processes, 1)
         if killed_in is None:
             finish(workers, logs)
         else:
-            try:
-                assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
-            finally:
-                for worker in workers:
-                    worker.kill()
-                    worker.wait()
-                for log in logs:
-                    log.close()
+            wait_for_the_kill(workers, logs, tmp_path)
         lives.append((tmp_path / "0.log").read_text().splitlines())
         (tmp_path / "0.log").write_text("")
     known = {}
@@ -146,14 +152,7 @@ def test_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
     """One process overflows, one dies between two checkpoints, both are killed and started again."""
     bad = resume_worker.BAD_RANK
     workers, logs = start(resume_worker.__file__, tmp_path, PROCESSES, 1)
-    try:
-        assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (tmp_path / f"{bad}.out").read_text()[-3000:]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        for log in logs:
-            log.close()
+    wait_for_the_kill(workers, logs, tmp_path)
     first = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(PROCESSES)]
     finish(*start(resume_worker.__file__, tmp_path, PROCESSES, 1))
     for rank, lines in enumerate(first):

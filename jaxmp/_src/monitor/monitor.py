@@ -210,7 +210,7 @@ class Monitor:
         before, kept = self._previous, set()
         if before is not None and before.updates is not None and before.updates == stats.updates:
             # optax.MultiSteps only accumulated: nothing should have moved, and nothing is known of the next update.
-            kept = {key for key in (self._suspected[-1] if self._suspected else ()) if key[0] == "dead_update"}
+            kept = {key for key in self._suspected[-1] if key[0] == "dead_update"}
         elif before is not None and self._taken_since_sample:
             suspicions += rules.dead_update(step, stats, before, self._limits["dead"])
         self._previous, self._taken_since_sample = stats, 0

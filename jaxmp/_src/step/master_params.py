@@ -153,8 +153,7 @@ def keep_master_params(
         _check_grads(grads, params)
         _check_dtypes(inner, policy, params, state.master_params)
         write_masters.check_masters(state.master_params, params, remainder)
-        full = casting.cast_floats(params, jnp.float32)
-        whole_leaves.check(inner, grads, state.master_inner, full, extra_args)
+        whole_leaves.check(inner, grads, state.master_inner, params, extra_args)
         with tree_paths.explained_by_shapes(grads, params):
             return write_masters.write(inner, grads, state, params, step, extra_args)
 

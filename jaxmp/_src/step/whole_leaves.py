@@ -18,12 +18,16 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import gathered_params
+from jaxmp._src.numerics import casting
 from jaxmp._src.programs import parts
 from jaxmp._src.step import extra_arguments
 
 
 def check(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> None:
-    """Raises a ValueError for the first result that is made from all of this device's part of a cut param."""
+    """Raises a ValueError for the first result that is made from all of this device's part of a cut param.
+
+    The inner optimizer sees `params` in float32.
+    """
     for axis, cut in gathered_params.cuts_of(params):
         _check_over(axis, cut, inner, updates, state, params, extra_args)
 
@@ -41,7 +45,8 @@ def _check_over(
     paths: list[str] = []
 
     def run(updates: PyTree, state: Any, params: PyTree) -> list[Any]:
-        results = extra_arguments.update(inner, updates, state, params, extra_args)
+        full = casting.cast_floats(params, jnp.float32)
+        results = extra_arguments.update(inner, updates, state, full, extra_args)
         leaves = tree_leaves_with_path(results)
         paths.extend(tree_paths.path_str(path[1:]) for path, _ in leaves)
         return [x for _, x in leaves]
