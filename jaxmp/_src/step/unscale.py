@@ -208,6 +208,7 @@ def unscale_and_skip(
         read_state.check_has_scaling(state)
         if destination is None:
             read_state.warn_if_followed(state, stacklevel=3)
+            read_state.warn_if_preceded(state, updates, stacklevel=3)
         else:
             destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)

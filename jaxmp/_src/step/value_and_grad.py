@@ -209,7 +209,7 @@ def scaled_value_and_grad(
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
     read_state.check_wrappers(opt_state)
-    read_state.note_followed(opt_state)
+    read_state.note_chains(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
