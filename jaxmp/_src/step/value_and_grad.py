@@ -235,7 +235,7 @@ def scaled_value_and_grad(
                 return loss * step_scale, (loss, aux, carry)
 
         look = _look_once(params, policy, opt_state, fp8.is_used, notes) if looks else lambda *_: None
-        grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
+        grad = fp8.grad(scaled_loss, lambda loss, check: compute_dtypes.differentiated(loss, look, check))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
