@@ -293,6 +293,20 @@ def test_a_penalty_takes_the_weights_by_load_weights():
     assert_bitwise(grads["Dense_1"]["Fp8DotGeneral_0"], without["Dense_1"]["Fp8DotGeneral_0"])
 
 
+def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    model, tx = Net(), jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=RECIPE)
+    state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params32(), tx=tx, policy=policy)
+    with pytest.raises(ValueError, match=r"got params/Dense_1/kernel for a model outside of fp8"):
+        state.apply_fn({"params": state.params}, X)
+    weights = jaxmp.fp8.load_weights(state.params, jnp.bfloat16)
+    expected = model.apply({"params": weights}, X)
+    assert_bitwise(state.apply_fn({"params": weights}, X), expected)
+    with jaxmp.autocast(policy):
+        assert_close(state.apply_fn({"params": state.params}, X), expected, rtol=0, atol=0.1)
+    assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
+
+
 @pytest.mark.costly
 def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     tx, params, opt_state = make(inner=optax.sgd(0.1), layers=4)

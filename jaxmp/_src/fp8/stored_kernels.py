@@ -121,10 +121,11 @@ def check_reads(pullback: Any, params: PyTree) -> None:
     marks = [nothing] * (len(inputs) - len(paths)) + [frozenset({p}) & kernels for p in paths]
     for path, eqn in readers.readers(linear, marks).items():
         raise ValueError(
-            f"a kernel in fp8 holds w * scale, which its fp8 layer divides by the scale; got a loss that reads argument "
-            f"{path} outside of an fp8 layer, in {jaxprs.name_of(eqn)}. For a penalty, or another use of the weights, take "
-            f"jaxmp.fp8.load_weights(params, jnp.float32) in the loss. If it is the layer itself that runs without fp8, "
-            f'pass policy="fp8" to jaxmp.value_and_grad, or put `with jaxmp.fp8.autocast()` around the call of the model.'
+            f"a kernel in fp8 holds w * scale, which its fp8 layer divides by the scale; got a loss that reads "
+            f"argument {path} outside of an fp8 layer, in {jaxprs.name_of(eqn)}. For a penalty, or another use of the "
+            f"weights, take jaxmp.fp8.load_weights(params, jnp.float32) in the loss. If it is the layer itself that "
+            f'runs without fp8, pass policy="fp8" to jaxmp.value_and_grad, or put `with jaxmp.fp8.autocast()` around '
+            f"the call of the model."
         )
 
 

@@ -1,9 +1,9 @@
 """Which equation of a program computes with an input, and not only moves it.
 
 Each input has a mark. Equations that move elements (a reshape, a cast, a gather, a slice) hand the marks of their
-operands on. The first equation that computes with a marked value is its reader. Functions with a derivative of their own
-are not looked into: they know what they get. One whose backward pass is called `hands_on` (a gather of sharded params)
-moves its operand.
+operands on. The first equation that computes with a marked value is its reader. Functions with a derivative of their
+own are not looked into: they know what they get. One whose backward pass is called `hands_on` (a gather of sharded
+params) moves its operand.
 """
 
 from collections.abc import Sequence
