@@ -83,7 +83,6 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
             f"use the scales that they have. Differentiate all params and freeze weights in the optimizer: "
             f"jaxmp.mixed_precision(optax.multi_transform({{'train': inner, 'frozen': optax.set_to_zero()}}, labels), "
             f"policy). With nnx add the scales to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale).",
-            stacklevel=2,
         )
 
 
@@ -103,4 +102,4 @@ def _tell_of_no_fp8(in_fp8: bool) -> None:
     )
     if ambient.now().fp8_calibrating:
         raise ValueError(text)
-    warn("fp8-layers-outside-fp8", text, stacklevel=2)
+    warn("fp8-layers-outside-fp8", text)

@@ -193,7 +193,7 @@ def note_followed(opt_state: Any) -> None:
             note_followed(state)
 
 
-def warn_if_followed(state: Any, *, stacklevel: int) -> None:
+def warn_if_followed(state: Any) -> None:
     """Warns of a transform behind masters, whose work on updates that a caller adds is lost; see `note_followed`."""
     noted = ambient.now().followed_masters
     for part in find(state, MasterState):
@@ -204,7 +204,6 @@ def warn_if_followed(state: Any, *, stacklevel: int) -> None:
                 "step computes 16-bit params from their masters, and takes back what follows; got a chain with a "
                 "transform behind it. Put that transform inside: "
                 "jaxmp.mixed_precision(optax.chain(inner, what_follows), policy).",
-                stacklevel=stacklevel + 1,
             )
 
 
