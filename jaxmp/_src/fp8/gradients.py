@@ -87,7 +87,6 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
             f"use the scales that they have. Differentiate all params and freeze weights in the optimizer: "
             f"jaxmp.mixed_precision(optax.multi_transform({{'train': inner, 'frozen': optax.set_to_zero()}}, labels), "
             f"policy). With nnx add the scales to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale).",
-            stacklevel=2,
         )
 
 
@@ -102,4 +101,4 @@ def _tell_of_no_fp8() -> None:
     )
     if ambient.now().fp8_calibrating:
         raise ValueError(text)
-    warn("fp8-layers-outside-fp8", text, stacklevel=2)
+    warn("fp8-layers-outside-fp8", text)

@@ -207,7 +207,7 @@ def note_chains(opt_state: Any) -> None:
 _OF_SCALED_GRADIENTS = (optax.EmptyState, optax.ScaleByAdamState, optax.TraceState, optax.AddNoiseState)
 
 
-def warn_if_preceded(state: UnscaleState, grads: PyTree, *, stacklevel: int) -> None:
+def warn_if_preceded(state: UnscaleState, grads: PyTree) -> None:
     """Warns of a transform before `mixed_precision` that a caller of `tx.update` uses; see `note_chains`.
 
     With `apply_gradients`, `before_unscaling` looks at what the transform computes. Here nobody can, so a transform
@@ -222,11 +222,10 @@ def warn_if_preceded(state: UnscaleState, grads: PyTree, *, stacklevel: int) -> 
             "must not look at their size: no clipping, no weight decay, no momentum, no noise; got a chain with a "
             "transform before it. Put it inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy). For one that "
             "only scales with its input, call jaxmp.apply_gradients in place of tx.update, which sees that.",
-            stacklevel=stacklevel + 1,
         )
 
 
-def warn_if_followed(state: Any, *, stacklevel: int) -> None:
+def warn_if_followed(state: Any) -> None:
     """Warns of a transform behind masters, whose work on updates that a caller adds is lost; see `note_chains`."""
     noted = ambient.now().followed_masters
     for part in find(state, MasterState):
@@ -237,7 +236,6 @@ def warn_if_followed(state: Any, *, stacklevel: int) -> None:
                 "step computes 16-bit params from their masters, and takes back what follows; got a chain with a "
                 "transform behind it. Put that transform inside: "
                 "jaxmp.mixed_precision(optax.chain(inner, what_follows), policy).",
-                stacklevel=stacklevel + 1,
             )
 
 

@@ -369,6 +369,5 @@ def _checked_loss(loss: Any) -> Float[Array, ""]:
             "the loss is float16, so the loss scale must fit into float16 in the backward pass: with a scale above "
             "65504, such as the default 65536, every step overflows. Compute the loss in float32, for instance from "
             "logits.astype(jnp.float32).",
-            stacklevel=2,
         )
     return jnp.asarray(loss).astype(jnp.float32)
