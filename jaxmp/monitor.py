@@ -17,6 +17,7 @@ Nothing here changes a result. With `when=False`, the compiled program does not 
 |---|---|
 | How large are the values of each tensor? (inside jit) | `tensor_stats`, `watch_activations`, `step_stats` |
 | What is wrong with this run? (on the host) | `Monitor`, `Finding`, `MonitorWarning` |
+| How do I watch it in a notebook? | `LiveMonitor` |
 | How do I log it, or report a run? | `log_metrics`, `write_report` |
 | How do I draw it? | `plot_loss_and_scale`, `plot_exponents`, `plot_fp8`, `plot_layers` |
 | Which leaf, which operation is not finite? | `first_nonfinite`, `first_bad_op` |
@@ -24,6 +25,7 @@ Nothing here changes a result. With `when=False`, the compiled program does not 
 """
 
 from jaxmp._src.monitor.activations import watch_activations as watch_activations
+from jaxmp._src.monitor.live import LiveMonitor as LiveMonitor
 from jaxmp._src.monitor.log import log_metrics as log_metrics
 from jaxmp._src.monitor.monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
 from jaxmp._src.monitor.plots import (

@@ -293,7 +293,7 @@ def test_patterns_remember_and_compare():
     with pytest.warns(
         UserWarning, match="keep: the pattern 'head' fits no leaf. Paths here: 'mlp/up', 'x'. A"
     ) as record:
-        assert patterns.warn_of_idle(stacklevel=1)
+        assert patterns.warn_of_idle()
     assert len(record) == 1 and record[0].filename == __file__
 
 

@@ -80,7 +80,7 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
-            lists.modules.warn_of_idle(stacklevel=1)
+            lists.modules.warn_of_idle()
             function = traced.jaxpr, traced.consts
             found.append(_explain(narrow_matmuls.plan(traced.planner, function, traced.inputs, lists)))
             with regions.region(cast_lists.OFF):

@@ -50,7 +50,7 @@ def mark() -> None:
         region = region.around
 
 
-def warn_if_idle(region: Region, *, stacklevel: int) -> None:
+def warn_if_idle(region: Region) -> None:
     """Warns if nothing in a region can have run by its lists. One inside of another leaves that to the outermost."""
     now, dtype = ambient.now(), region.lists.dtype
     is_reached = region.is_reached or now.autocast_tracing or region.lists in now.autocast_reached
@@ -63,5 +63,4 @@ def warn_if_idle(region: Region, *, stacklevel: int) -> None:
         f"jaxmp.value_and_grad; got a `with jaxmp.autocast(...)` for {name} in which nothing of these ran, so nothing "
         f"was cast. Transform what you call: jaxmp.autocast(model, jnp.{name})(x), with an nnx or equinox module or "
         f"any function; under jax.jit, inside: jax.jit(jaxmp.autocast(fn, jnp.{name})).",
-        stacklevel=stacklevel + 1,
     )

@@ -62,15 +62,15 @@ class Autocast:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.leave(exception, stacklevel=2)
+        self.leave(exception)
 
-    def leave(self, exception: tuple[Any, ...], *, stacklevel: int) -> None:
-        """Ends the region, and warns if it changed nothing; `stacklevel` as for `warnings.warn`."""
+    def leave(self, exception: tuple[Any, ...]) -> None:
+        """Ends the region, and warns if it changed nothing."""
         stack, region = self._entered.regions.pop()
         stack.__exit__(*exception)
         if exception[0] is None:
             self._lists.modules.warn_of_idle()
-            reach.warn_if_idle(region, stacklevel=stacklevel + 1)
+            reach.warn_if_idle(region)
 
 
 def autocast(

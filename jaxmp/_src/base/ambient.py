@@ -101,6 +101,8 @@ class Ambient:
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
       followed_masters: masters of a chain in which a transform follows, by their id. The same object everywhere.
+      preceded_scales: loss scales of a chain in which a transform without state comes before, by their id. The same
+        object everywhere.
     """
 
     autocast_lists: Any = None
@@ -116,6 +118,7 @@ class Ambient:
     checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     followed_masters: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    preceded_scales: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

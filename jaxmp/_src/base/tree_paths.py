@@ -119,19 +119,16 @@ def idle_messages(argument: str, patterns: str | Iterable[str], paths: Iterable[
     return found
 
 
-def warn_of_idle(
-    argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str, stacklevel: int = 2
-) -> bool:
+def warn_of_idle(argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str) -> bool:
     """Warns of each pattern that fits no path, if there are paths. Returns whether it warned.
 
     Args:
       argument, patterns, paths, of: as for `idle_messages`.
-      stacklevel: as for `warnings.warn`, where 1 is the function that calls this one.
     """
     paths = list(paths)
     messages = idle_messages(argument, patterns, paths, of=of) if paths else []
     for message in messages:
-        warn("pattern-fits-nothing", message, stacklevel=stacklevel + 1)
+        warn("pattern-fits-nothing", message)
     return bool(messages)
 
 
@@ -156,9 +153,9 @@ class Patterns:
             self._paths[path] = None
         return first_match(path, self.values)
 
-    def warn_of_idle(self, *, stacklevel: int = 2) -> bool:
+    def warn_of_idle(self) -> bool:
         """Warns of each pattern that no path has fitted, if there were paths. Returns whether it warned."""
-        return warn_of_idle(self._argument, self.values, self._paths, of=self._of, stacklevel=stacklevel + 1)
+        return warn_of_idle(self._argument, self.values, self._paths, of=self._of)
 
     def with_values(self, values: Mapping[str, Any]) -> "Patterns":
         """Other patterns of the same argument."""

@@ -224,14 +224,12 @@ def _kept_scale(start: dict[str, Any], group: str, saved: job_leaves.Saved) -> d
             "loss-scale-starts-again",
             f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts again "
             f"from {float(start['loss_scale'])}.",
-            stacklevel=4,
         )
         return start
     warn(
         "loss-scale-starts-again",
         f"{saved.what} has no loss scale of the kind that the new optimizer keeps. The scale starts from "
         f"{float(start['loss_scale'])} as in a new run, so the first steps may be skipped.",
-        stacklevel=4,
     )
     return start
 

@@ -114,7 +114,6 @@ def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any
             "fp8-histories-start-again",
             "histories of fp8 amaxes of several recipes (a dict of recipes) can only be moved between jobs with the "
             "same recipes and the same fp8 layers; these jobs differ. The histories start again; the scales are kept.",
-            stacklevel=5,
         )
     return groups
 

@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 from jaxmp._src.base import tables
+from jaxmp._src.base.progress import Progress
 from jaxmp._src.checkpoint import orbax
 
 
@@ -25,16 +26,18 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
     rows = [("step", "leaves", "MiB", "policy", "state")]
     newest: list[orbax.Leaf] = []
     whole = True
-    for one in steps:
-        try:
-            policy = orbax.record(one / orbax.ABOUT).get("policy", "not recorded")
-            newest = list(orbax.leaves(one))
-            state = _state(newest)
-        except ValueError as e:
-            policy, newest, state = "", [], f"DAMAGED: {e}"
-        whole = whole and not state.startswith("DAMAGED")
-        size = sum(leaf.nbytes for leaf in newest) / 2**20
-        rows.append((one.name, str(len(newest)), f"{size:.1f}", policy, state))
+    with Progress("reading checkpoints") as line:
+        for one in steps:
+            line.say(f"step {one.name}, {len(rows)} of {len(steps)}")
+            try:
+                policy = orbax.record(one / orbax.ABOUT).get("policy", "not recorded")
+                newest = list(orbax.leaves(one))
+                state = _state(newest)
+            except ValueError as e:
+                policy, newest, state = "", [], f"DAMAGED: {e}"
+            whole = whole and not state.startswith("DAMAGED")
+            size = sum(leaf.nbytes for leaf in newest) / 2**20
+            rows.append((one.name, str(len(newest)), f"{size:.1f}", policy, state))
     names = {None: "no checksum", True: "whole", False: "DAMAGED"}
     leaves = [("leaf", "dtype", "shape", "bytes", "state")]
     leaves += [(x.path, x.dtype, str(list(x.shape)), str(x.nbytes), names[x.whole]) for x in newest]

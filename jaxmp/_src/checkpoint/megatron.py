@@ -187,7 +187,6 @@ def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
             f"Megatron's optimizer has no copy of params that it keeps in float32: {', '.join(without[:4])}"
             f"{', ...' if len(without) > 4 else ''} stay as in params=. Take them from the model's part of the "
             f"checkpoint: in_float32={{path: array}}.",
-            stacklevel=3,
         )
     averages = [p for p in leaf_paths.essential_leaves(opt_state) if "/ema_params/" in f"/{p}"]
     if averages:
@@ -195,7 +194,6 @@ def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
             "megatron-import",
             f"Megatron's state has no average of the weights: {averages[0]} and the others stay as in opt_state. Start "
             f"it from the imported weights: put the state of ema_params' init in its place.",
-            stacklevel=3,
         )
 
 
@@ -239,7 +237,6 @@ def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, tells: bool) -
         warn(
             "megatron-import",
             f"this is the state of an old Megatron checkpoint: {old} is read as {name}.",
-            stacklevel=3,
         )
     return state_dict[old]
 
@@ -287,7 +284,6 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
                 "megatron-import",
                 f"Megatron's state has no grad_scaler: the loss scale stays {float(found[0].loss_scale)}. To choose "
                 f"another, use jaxmp.checkpoint.set_loss_scale.",
-                stacklevel=3,
             )
         return None
     if not state_dict["grad_scaler"]:  # a ConstantGradScaler has no state: its scale is an argument of the job
@@ -296,7 +292,6 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
                 "megatron-import",
                 f"Megatron's grad_scaler is empty, as that of a constant scale is: the loss scale stays "
                 f"{float(found[0].loss_scale)}. For the constant, pass loss_scale= with its value.",
-                stacklevel=3,
             )
         return None
     new = foreign_loss_scales.import_loss_scale(state_dict["grad_scaler"])
@@ -306,7 +301,6 @@ def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLoss
         "megatron-import",
         "Megatron's state has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is ignored. "
         'To go on with it, make the optimizer with loss_scale=jaxmp.DynamicLossScale.preset("megatron").',
-        stacklevel=3,
     )
     return None
 

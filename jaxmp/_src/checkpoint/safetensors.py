@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.progress import Progress
 from jaxmp._src.checkpoint import job_leaves, placement, tensor_files
 from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
@@ -186,6 +187,7 @@ def load_safetensors(
             raise ValueError(
                 f"{what} must have a tensor for each param; {name} ({path}) is missing. {_first_names(tensors)}"
             )
+        line.say(f"tensor {len(tensors) - len(left) + 1} of {len(tensors)}, {name}")
         left.difference_update({name, f"{name}_scale", _sibling(name, "input_scale")})
         tensor = _dequantized(tensors, name)
         tensor = _from_layout(tensor, path, layout)
@@ -207,7 +209,8 @@ def load_safetensors(
         value = take(path, x)
         return value if sharding is None else placement.put(value, sharding)
 
-    loaded = tree_paths.map_with_path(placed, like)
+    with Progress(f"reading {what}") as line:
+        loaded = tree_paths.map_with_path(placed, like)
     if strict and left:
         raise ValueError(
             f"{what} must be of this model; the tensor {min(left)} is not in the model. Pass strict=False to ignore "

@@ -332,7 +332,6 @@ def restore(
             f"{len(rounded)} of them {'is' if len(rounded) == 1 else 'are'} rounded to the codes of larger groups "
             f"({', '.join(rounded[:3])}{', ...' if len(rounded) > 3 else ''}). A layout that pads another axis avoids "
             f"it.",
-            stacklevel=2,
         )
     saved, report = _completed(saved, tx, params, patterns)
     opt_state = None

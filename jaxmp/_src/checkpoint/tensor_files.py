@@ -12,6 +12,7 @@ is split over processes is collected when its turn comes, and let go when it is 
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmp._src.base import optional
+from jaxmp._src.base.progress import Progress
 from jaxmp._src.checkpoint import writer
 
 _CODES = {
@@ -76,19 +78,26 @@ def write(path: Any, tensors: Mapping[str, Tensor], about: Mapping[str, str], ma
     beside = {file: file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp") for file in files}
     is_new = max_shard_size is not None and not path.exists()
     try:
-        for file, names in files.items():
-            names = sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
-            arrays = (_on_host(tensors[name].make()) for name in names)
-            if jax.process_index() == 0 and failure is None:
-                try:
-                    file.parent.mkdir(parents=max_shard_size is not None, exist_ok=True)
-                    _write_file(beside[file], _header(tensors, names, about), arrays)
-                except OSError as e:
-                    failure = e
-                    if jax.process_count() == 1:
-                        raise
-            for _ in arrays:  # the others take part, and so does a process that cannot write
-                pass
+        with Progress(f"writing {path}") as line:
+            ready = itertools.count(1)
+
+            def make(name: str) -> np.ndarray:
+                line.say(f"tensor {next(ready)} of {len(tensors)}, {name}")
+                return _on_host(tensors[name].make())
+
+            for file, names in files.items():
+                names = sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
+                arrays = (make(name) for name in names)
+                if jax.process_index() == 0 and failure is None:
+                    try:
+                        file.parent.mkdir(parents=max_shard_size is not None, exist_ok=True)
+                        _write_file(beside[file], _header(tensors, names, about), arrays)
+                    except OSError as e:
+                        failure = e
+                        if jax.process_count() == 1:
+                            raise
+                for _ in arrays:  # the others take part, and so does a process that cannot write
+                    pass
         if jax.process_index() == 0 and failure is None:
             try:
                 _put_in_place(path, beside, files, tensors, max_shard_size)

@@ -18,6 +18,10 @@ from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 
 
+class ReducedState(optax.EmptyState):
+    """The state of `reduce_gradients`: none, in a type of its own, since this transform may stand before the scale."""
+
+
 def reduce_gradients(
     axis_name: collectives.AxisName = "auto", dtype: Any = jnp.float32, *, predivide: float | None = None
 ) -> optax.GradientTransformation:
@@ -51,7 +55,7 @@ def reduce_gradients(
       FairScale, fairscale/nn/data_parallel/fully_sharded_data_parallel.py; torch FSDP's gradient_predivide_factor.
     """
 
-    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, optax.EmptyState]:
+    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ReducedState]:
         del params
         axes = collectives.bound_axes(axis_name)
         gathered_params.check_mean(updates, axes)
@@ -60,7 +64,7 @@ def reduce_gradients(
         amaxes, grads = scale_leaves.partition(updates)
         return scale_leaves.merge(amaxes, collectives.mean_over(grads, axes, dtype=dtype, predivide=factor)), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
+    return optax.GradientTransformation(lambda params: ReducedState(), update_fn)
 
 
 def predivide_factor(axes: tuple[str, ...]) -> float:

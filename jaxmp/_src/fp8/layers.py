@@ -210,14 +210,14 @@ def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
     return tree_paths.matches(path, chosen)
 
 
-def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str], *, stacklevel: int = 2) -> bool:
+def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str]) -> bool:
     """Warns of patterns of a filter and of a dict of recipes that fit no layer. Returns whether the filter's did.
 
-    `function` is the user's, `paths` are those of all layers that can run in fp8, `stacklevel` is 1 for the caller.
+    `function` is the user's, `paths` are those of all layers that can run in fp8.
     """
     patterns = () if chosen is None or callable(chosen) else chosen
-    warned = tree_paths.warn_of_idle(f"{function}(filter=)", patterns, paths, of="layer", stacklevel=stacklevel + 1)
-    scale_leaves.warn_of_idle(f"{function}(recipe)", recipe, paths, of="layer", stacklevel=stacklevel + 1)
+    warned = tree_paths.warn_of_idle(f"{function}(filter=)", patterns, paths, of="layer")
+    scale_leaves.warn_of_idle(f"{function}(recipe)", recipe, paths, of="layer")
     return warned
 
 

@@ -145,7 +145,7 @@ class Fp8Einsum(nn.Einsum):
         subscripts = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         reason = einsum.why_not_one_gemm(subscripts, jnp.ndim(inputs), len(self.shape))
         if reason:
-            matmul.warn_of_layer("/".join(self.path), reason, stacklevel=2)
+            matmul.warn_of_layer("/".join(self.path), reason)
             return nn.Einsum.__call__(self, inputs, None if einsum_str is None else subscripts)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = None
@@ -270,7 +270,7 @@ class _Interceptor:
                 f"{type(module).__name__}.__call__ does not call nn.{base.__name__}.__call__. Call it there, or use "
                 f"jaxmp.linen.Fp8DotGeneral() or Fp8Einsum in it, or leave the layer out by filter="
             )
-            matmul.warn_of_layer(path, reason, stacklevel=2)
+            matmul.warn_of_layer(path, reason)
         return out
 
 
@@ -432,4 +432,4 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     ):
         yield
     if interceptor.has_run:  # a method of a model may call some layers only
-        layers.warn_of_idle("jaxmp.fp8.autocast", recipe, filter, list(interceptor.seen), stacklevel=3)
+        layers.warn_of_idle("jaxmp.fp8.autocast", recipe, filter, list(interceptor.seen))

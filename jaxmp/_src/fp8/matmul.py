@@ -149,7 +149,7 @@ def dot_general(
         if reason or scales is None:  # not fused: rounded to the dtype of lhs, as in a network
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
-        warn_of_fallback(out_dtype, reason, layer, stacklevel=3)
+        warn_of_fallback(out_dtype, reason, layer)
         out = plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
         return out if bias is None else plus(out, bias)
     check_scales(recipe, scales)
@@ -306,21 +306,18 @@ class _Product(NamedTuple):
         return in_reverse(_current_dot)(gemm, self.recipe, lhs, rhs)
 
 
-def warn_of_layer(layer: str, reason: str, *, stacklevel: int) -> None:
-    """Warns that a layer, by its path, never runs in fp8; `stacklevel` is 1 for the caller."""
-    warn(
-        "fp8-fallback", f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning, stacklevel=stacklevel + 1
-    )
+def warn_of_layer(layer: str, reason: str) -> None:
+    """Warns that a layer, by its path, never runs in fp8."""
+    warn("fp8-fallback", f"the layer {layer} does not run in fp8: {reason}.", FallbackWarning)
 
 
-def warn_of_fallback(dtype: Any, reason: str, layer: str | None, *, stacklevel: int) -> None:
-    """Warns that a matmul (of a layer) runs in `dtype` instead of fp8; `stacklevel` is 1 for the caller."""
+def warn_of_fallback(dtype: Any, reason: str, layer: str | None) -> None:
+    """Warns that a matmul (of a layer) runs in `dtype` instead of fp8."""
     where = f" (layer {layer})" if layer else ""
     warn(
         "fp8-fallback",
         f"this matmul{where} runs in {traced_for(dtype)} instead of fp8: {reason}",
         FallbackWarning,
-        stacklevel=stacklevel + 1,
     )
 
 

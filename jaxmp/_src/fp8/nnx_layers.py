@@ -148,7 +148,7 @@ class Fp8Einsum(nnx.Module):
         if reason := einsum.why_not_one_gemm(subscripts, lhs.ndim, rhs.ndim):
             dtype = preferred_element_type or matmul.result_dtype(lhs, rhs)
             if layers_lib.is_enabled():
-                matmul.warn_of_layer(self.dot_general.layer or "(an Fp8Einsum)", reason, stacklevel=2)
+                matmul.warn_of_layer(self.dot_general.layer or "(an Fp8Einsum)", reason)
             operands = lhs.astype(dtype), rhs.astype(dtype)
             return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=dtype, **kwargs)
         dot = functools.partial(
@@ -281,7 +281,7 @@ def to_fp8(
             continue
         if reason := _why_not(layer, kind):
             left.append(path)
-            matmul.warn_of_layer(path, reason, stacklevel=2)
+            matmul.warn_of_layer(path, reason)
             continue
         own = layers_lib.recipe_at(recipe, path)
         product = kind.in_fp8(own, rngs=rngs, stack=_stack_of(path, layer), layer=path)
@@ -297,7 +297,6 @@ def to_fp8(
         warn(
             "no-fp8-layer",
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
-            stacklevel=2,
         )
     return converted
 

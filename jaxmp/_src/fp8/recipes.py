@@ -175,7 +175,6 @@ class DelayedScaling:
                 f"interval={self.interval!r} does nothing, here as in TransformerEngine: scales move at every update. "
                 f"Leave it out.",
                 UserWarning,
-                stacklevel=3,
             )
 
     def dtype(self, *, backward: bool = False) -> Any:

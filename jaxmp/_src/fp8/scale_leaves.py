@@ -91,10 +91,10 @@ def pattern_for(recipes: Mapping[str, Any], path: str, what: str) -> str:
     raise ValueError(f"each {what} needs a recipe; none of {list(recipes)} fits {path}. Add '*' as the last pattern.")
 
 
-def warn_of_idle(argument: str, recipe: Any, paths: Sequence[str], *, of: str, stacklevel: int = 2) -> None:
+def warn_of_idle(argument: str, recipe: Any, paths: Sequence[str], *, of: str) -> None:
     """Warns of patterns of a dict of recipes that fit none of `paths` and no level above; see `tree_paths`."""
     levels = [*paths, *(level for path in paths for level in _levels(path))]
-    tree_paths.warn_of_idle(argument, recipes_of(recipe), levels, of=of, stacklevel=stacklevel + 1)
+    tree_paths.warn_of_idle(argument, recipes_of(recipe), levels, of=of)
 
 
 def _levels(path: str) -> list[str]:

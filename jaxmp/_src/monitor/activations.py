@@ -98,7 +98,6 @@ def watch_activations(
             warn(
                 "pattern-fits-nothing",
                 f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.",
-                stacklevel=2,
             )
 
         def assemble() -> TensorStats:

@@ -166,7 +166,7 @@ class Monitor:
         new = [f for f in found if (f.kind, f.path) not in known]
         self.findings += new
         for finding in new if self._warn else ():
-            warn("monitor-finding", str(finding), MonitorWarning, stacklevel=3)
+            warn("monitor-finding", str(finding), MonitorWarning)
         return new
 
     def _of_step(self, step: int, row: dict[str, float]) -> list[Finding]:

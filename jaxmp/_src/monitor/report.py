@@ -49,13 +49,13 @@ def write_report(monitor: Monitor, path: Any, *, title: str = "A training run") 
       True
     """
     monitor.finish()
-    pictures = {name: _picture(figure) for name, figure in _figures(monitor).items()}
+    pictures = {name: picture(figure) for name, figure in _figures(monitor).items()}
     summary = str(monitor).splitlines()[0]
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>{summary}. Written {datetime.datetime.now():%Y-%m-%d %H:%M}.</p>",
         "<h2>Findings</h2>",
-        _findings(monitor),
+        findings(monitor),
         *(f'<h2>{name}</h2>\n<img alt="{name}" src="{source}">' for name, source in pictures.items()),
     ]
     page = (
@@ -85,13 +85,15 @@ def _figures(monitor: Monitor) -> dict[str, Any]:
     return found
 
 
-def _picture(figure: Any) -> str:
+def picture(figure: Any) -> str:
+    """A figure as the address of an image, which holds it whole."""
     file = io.BytesIO()
     figure.savefig(file, format="png", facecolor="white")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _findings(monitor: Monitor) -> str:
+def findings(monitor: Monitor) -> str:
+    """The findings as HTML."""
     parts = []
     for finding in monitor.findings:
         where = f" at <code>{html.escape(finding.path)}</code>" if finding.path else ""

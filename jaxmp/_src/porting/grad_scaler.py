@@ -493,5 +493,4 @@ def _warn_if_rounded(loss_dtype: np.dtype) -> None:
             f"the loss to scale is {loss_dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute the "
             f"loss in float32. A region `with jaxmp.autocast(...)` changes only the modules that are called in it; to "
             f"change a whole function use jaxmp.autocast(loss_fn).",
-            stacklevel=3,
         )

@@ -14,10 +14,10 @@ another lie below it, and outliers in a third leave no fp8 numbers for the other
 Five programs are compiled, for any number of modules, and one more for each proposal that does not train.
 """
 
-import sys
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optax
@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.autocast import explain
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.progress import Progress
 from jaxmp._src.precision_search import fake_quantize, format_noise
 from jaxmp._src.precision_search.fake_quantize import Roundings
 from jaxmp._src.precision_search.format_noise import BACKWARD, CAST_TO_FP8, FORMATS, TENSORS, Noise
@@ -69,10 +70,6 @@ class Thresholds(NamedTuple):
     mix_sqnr: float = 10.0
 
 
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def suggest_policy(
     model: Any,
     batch: Any,
@@ -85,7 +82,7 @@ def suggest_policy(
     has_aux: bool = False,
     thresholds: Thresholds = Thresholds(),  # noqa: B008
     time_budget: float | None = None,
-    progress: Callable[[str], Any] | None = _to_stderr,
+    progress: Callable[[str], Any] | Literal["terminal"] | None = "terminal",
 ) -> Suggestion:
     """Measures a model for a few steps and proposes which modules run in fp8, float16, bfloat16 or float32.
 
@@ -120,7 +117,8 @@ def suggest_policy(
       thresholds: the limits.
       time_budget: seconds after which no further module and no second proposal is tried; None: no limit. The
         measurement and the runs of float32 and of one proposal are always done.
-      progress: gets a line of text at each stage; by default it prints to stderr. None: silence.
+      progress: "terminal": the stage and the seconds, on one line of a terminal, which is gone at the end; nothing in a
+        log or a notebook. A function, such as `print`: it gets a line of text at each stage. None: silence.
 
     Returns:
       A `Suggestion`. Printed, it is a table of the evidence with the reasons, what was run, and code to paste. `code`
@@ -151,23 +149,29 @@ def suggest_policy(
                 f"suggest_policy: thresholds.{field} needs a number for each format in formats; it has none for "
                 f"{missing}. Add them, or remove these formats."
             )
-    clock = Clock(progress, time_budget)
+    if not (progress is None or progress == "terminal" or callable(progress)):
+        raise ValueError(
+            f'suggest_policy: progress must be "terminal", a function of a line, or None; got {progress!r}'
+        )
     optimizer = optimizer or optax.adam(1e-3)
-    with get_policy("fp32").default_matmul_precision():
-        subject = Subject(model, batch, params, loss_fn, has_aux)
-        clock.say(f"measuring {len(subject.gemms)} matmuls and convolutions in {steps} steps")
-        measured, loss_scale, trained = measure(subject, optimizer, steps)
-        clock.say("compiling the trials")
-        trial = Trial(subject, trained)
-        decision = _Decision(subject, measured, loss_scale, trial, tuple(formats), thresholds, clock)
-        first = decision.suggestion()
-    return _certified(decision, first, Rehearsal(subject, optimizer, decision.in_float32().code), clock)
+    with contextlib.ExitStack() as stack:
+        line = stack.enter_context(Progress("suggest_policy")) if isinstance(progress, str) else progress
+        clock = Clock(line, time_budget)
+        with get_policy("fp32").default_matmul_precision():
+            subject = Subject(model, batch, params, loss_fn, has_aux)
+            clock.say(f"measuring {len(subject.gemms)} matmuls and convolutions in {steps} steps")
+            measured, loss_scale, trained = measure(subject, optimizer, steps)
+            clock.say("compiling the trials")
+            trial = Trial(subject, trained)
+            decision = _Decision(subject, measured, loss_scale, trial, tuple(formats), thresholds, clock)
+            first = decision.suggestion()
+        return _certified(decision, first, Rehearsal(subject, optimizer, decision.in_float32().code), clock)
 
 
 class Clock:
     """Says what is being done, and knows when a time budget (seconds, or None) is spent."""
 
-    def __init__(self, progress: Callable[[str], Any] | None = None, budget: float | None = None):
+    def __init__(self, progress: Progress | Callable[[str], Any] | None = None, budget: float | None = None):
         self._progress, self._budget, self._start = progress, budget, time.perf_counter()
         self._said = 0.0
 
@@ -183,7 +187,9 @@ class Clock:
 
     def say(self, what: str, *, often: bool = False) -> None:
         """Reports what begins now; what is said `often`, every five seconds at most."""
-        if self._progress is not None and (not often or self.spent > self._said + 5):
+        if isinstance(self._progress, Progress):
+            self._progress.say(what)
+        elif self._progress is not None and (not often or self.spent > self._said + 5):
             self._said = self.spent
             self._progress(f"suggest_policy, {self.spent:.0f} s: {what}")
 

@@ -147,7 +147,6 @@ def capture(
         warn(
             "captures-are-full",
             f"{root} holds keep={keep} captures, so this step is not captured. Move them away, or increase keep.",
-            stacklevel=2,
         )
         return None
     options = {"argnums": argnums, "has_aux": has_aux, "accumulate": accumulate}

@@ -94,7 +94,6 @@ def check(
             f"with accumulate={k} every microbatch draws the same random numbers: the loss draws from a PRNG key that "
             f"it closes over, or that is passed on whole. Pass the key as an argument of the loss that holds the batch "
             f"(one that accumulate_argnums= names); there it is split into {k}.",
-            stacklevel=4,
         )
 
 

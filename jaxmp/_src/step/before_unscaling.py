@@ -33,7 +33,7 @@ class _Until(in_place.Destination):
         raise _Arrived(grads)
 
 
-def check(tx: Any, destination: in_place.Destination, opt_state: Any, params: PyTree, *, stacklevel: int) -> None:
+def check(tx: Any, destination: in_place.Destination, opt_state: Any, params: PyTree) -> None:
     """Warns, once for each `tx`, if gradients that arrived do not scale with those that were given."""
     given, arrived = jax.tree.leaves(destination.grads), destination.arrived
     checked = ambient.now().checked_chains
@@ -49,7 +49,6 @@ def check(tx: Any, destination: in_place.Destination, opt_state: Any, params: Py
             f"what stands before mixed_precision in a chain gets gradients that are multiplied by the loss scale, so "
             f"it must not look at their size: no clipping, no weight decay, no momentum, no noise; got a chain that "
             f"does, at {found}. Put it inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy).",
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -76,12 +76,10 @@ def check_optimizer(tx: optax.GradientTransformation, params: PyTree) -> bool | 
       >>> check_optimizer(optax.adam(1e-3), {"w": jnp.ones(3)})
       True
     """
-    return warn_of_underflow(tx, params, stacklevel=3)
+    return warn_of_underflow(tx, params)
 
 
-def warn_of_underflow(
-    tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: Any = None, stacklevel: int
-) -> bool | None:
+def warn_of_underflow(tx: optax.GradientTransformation, params: PyTree, *, grad_dtype: Any = None) -> bool | None:
     """`check_optimizer` for gradients of a given dtype; None: the dtype in which autodiff or jaxmp passes them."""
     try:
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
@@ -98,7 +96,6 @@ def warn_of_underflow(
         f"gradient of 1): its eps is 0, or too small, in the dtype of its state. Keep the state in float32, with "
         f"jaxmp.mixed_precision or, without masters, jaxmp.float32_moments(inner); or raise eps: to 1e-8 in float32, "
         f"to 1e-3 in float16.",
-        stacklevel=stacklevel,
     )
     return False
 

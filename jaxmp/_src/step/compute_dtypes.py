@@ -41,11 +41,21 @@ class Found(NamedTuple):
     fp8: bool
 
 
-def differentiated(loss: Callable[..., Any], look: Callable[[Any, Any], None]) -> Callable[..., tuple[PyTree, Any]]:
-    """`jax.grad(loss, has_aux=True)`, with `look(pullback, value)` called between the forward and the backward pass."""
+def differentiated(
+    loss: Callable[..., Any], look: Callable[[Any, Any], None], check: Callable[[Any, PyTree], None] | None
+) -> Callable[..., tuple[PyTree, Any]]:
+    """`jax.grad(loss, has_aux=True)`, with looks at the linear part between the forward and the backward pass.
+
+    Args:
+      loss: `(params, ...) -> (loss, aux)`.
+      look: called as `look(pullback, value)`.
+      check: called as `check(pullback, params)`, or None.
+    """
 
     def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
         value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
+        if check is not None:
+            check(pullback, params)
         look(pullback, value)
         return pullback(_one(value))[0], aux
 
@@ -89,12 +99,12 @@ def check(
     if wants_fp8 and not fp8_matmuls and not found.fp8:
         exact = look_into(jax.make_jaxpr(pullback)(_one(value)))
         if exact.matmuls and not exact.fp8:
-            warn("nothing-in-fp8", _NO_FP8, stacklevel=2)
+            warn("nothing-in-fp8", _NO_FP8)
             return True
     if wants_low and not fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
         exact = exact or look_into(jax.make_jaxpr(pullback)(_one(value)))
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
-            warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy), stacklevel=2)
+            warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy))
             return True
     if looks_for_float16 and _F16 in found.matmuls | found.hidden:
         name = "" if policy is None else f" (the policy is {policy})"
@@ -103,7 +113,6 @@ def check(
             f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Let the "
             f'modules compute in bfloat16; or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16"), or '
             f"loss_scale=jaxmp.DynamicLossScale() beside another policy.",
-            stacklevel=2,
         )
         return True
     return False

@@ -162,7 +162,6 @@ def _warn_of_state(count: int) -> None:
         "recipe-needs-state",
         f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with "
         f'weights runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
-        stacklevel=2,
     )
 
 
@@ -179,5 +178,4 @@ def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
         f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). Choose them by filter=, "
         f"as filter=lambda path, eqn: True. A flax module with a dtype of its own keeps it. "
         f"jaxmp.explain_autocast(fn, *args, recipe=...) shows all.",
-        stacklevel=2,
     )

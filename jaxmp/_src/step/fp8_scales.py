@@ -72,7 +72,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
-        scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale", stacklevel=5)
+        scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale")
         return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
@@ -238,7 +238,6 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
         warn(
             "history-resized",
             f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept",
-            stacklevel=2,
         )
     return jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, Fp8State))
 

@@ -180,8 +180,7 @@ def _warn_of_idle_patterns(policy: Policy, params: PyTree) -> None:
     if any(isinstance(x, optax.MaskedNode) for x in parts):
         return  # inside optax.masked or multi_transform: the pattern may be for the other params
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
-    # stacklevel: whoever calls mixed_precision(...).init
-    tree_paths.warn_of_idle("keep_fp32", policy.keep_fp32, paths, of="param", stacklevel=4)
+    tree_paths.warn_of_idle("keep_fp32", policy.keep_fp32, paths, of="param")
 
 
 def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> PyTree:

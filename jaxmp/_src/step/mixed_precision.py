@@ -175,14 +175,14 @@ def apply_gradients(
     tree_paths.check_no_broadcast(grads, params)
     fp8_scales.check_moves_all(opt_state, params)
     if not read_state.find(opt_state, state_tuples.UnscaleState):
-        scale_reads.check_not_scaled(grads, stacklevel=3)
+        scale_reads.check_not_scaled(grads)
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
     tx = optax.with_extra_args_support(tx)
     before = opt_state
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
-    before_unscaling.check(tx, destination, before, params, stacklevel=2)
+    before_unscaling.check(tx, destination, before, params)
     _check_is_last(destination, updates, opt_state, params)
     if "destination" in extra_args:
         _check_no_gradient(grads, updates)

@@ -74,7 +74,7 @@ class PolicyRegion:
     def __exit__(self, *exception: Any) -> None:
         region, others = self._entered.regions.pop()
         others.__exit__(*exception)
-        region.leave(exception, stacklevel=2)
+        region.leave(exception)
 
 
 class _Options(TypedDict, total=False):

@@ -116,7 +116,7 @@ def check_progress(
     if params is not None and (path := stale_masters.first(opt_state, params)) is not None:
         found["stale"] = f"a param must be its master, rounded; got others at {path}: {stale_masters.CAUSE}"
     for message in _not_named_yet(opt_state, steps, found):
-        warn("run-in-trouble", message, stacklevel=2)
+        warn("run-in-trouble", message)
 
 
 def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:

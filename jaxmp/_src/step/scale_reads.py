@@ -95,7 +95,7 @@ def _scale_of(grads: PyTree) -> Array | None:
     return scale() if is_known and scale is not None else None
 
 
-def check_not_scaled(grads: PyTree, *, stacklevel: int) -> None:
+def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
     scale = _scale_of(grads)
     if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
@@ -107,11 +107,10 @@ def check_not_scaled(grads: PyTree, *, stacklevel: int) -> None:
         "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
         "value_and_grad.",
         UnreadLossScale,
-        stacklevel=stacklevel,
     )
 
 
-def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
+def check(grads: PyTree, scale: Array) -> None:
     """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
     reads = ambient.now().scale_reads
     scaled_by = _scale_of(grads)
@@ -123,7 +122,6 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
             "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
             "another one: pass the copy to both.)",
             UnreadLossScale,
-            stacklevel=stacklevel,
         )
         return
     if not isinstance(scale, Tracer):
@@ -137,7 +135,6 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
             "opt_state=opt_state) in place of jax.value_and_grad. (If the gradients were scaled elsewhere, read the "
             "scale by jaxmp.get_loss_scale(opt_state), or ignore the category jaxmp.UnreadLossScale.)",
             UnreadLossScale,
-            stacklevel=stacklevel,
         )
     made, read = reads.made.get(id(scale)) is scale, reads.read.get(id(scale)) is scale
     if made and not read and compat.trace_state() in reads.traces:
@@ -147,5 +144,4 @@ def check(grads: PyTree, scale: Array, *, stacklevel: int) -> None:
             "update in this trace made, and no loss was scaled by it: the same gradients twice, or those of an older "
             "opt_state. Compute them by jaxmp.value_and_grad with the opt_state that this update gets.",
             UnreadLossScale,
-            stacklevel=stacklevel,
         )

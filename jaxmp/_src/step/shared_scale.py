@@ -92,7 +92,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
                 "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
         if is_dynamic:
-            scale_reads.check(grads, scale_state.scaling.loss_scale, stacklevel=3)
+            scale_reads.check(grads, scale_state.scaling.loss_scale)
         finite = collectives.all_finite(grads, axis_name)
         params, opt_state = mixed_precision.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args

@@ -163,7 +163,6 @@ def unscale_and_skip(
             "float16-without-loss-scale",
             'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto" for a '
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics reports this as unscaled_fp16.',
-            stacklevel=3,
         )
     guarded: Any = optax.with_extra_args_support(as_transformation(inner))
     largest = None if clamp_inf is None else largest_of(clamp_inf)
@@ -178,7 +177,7 @@ def unscale_and_skip(
         guarded_state = tree_paths.with_boxes_inside(guarded.init(params))
         read_state.check_not_nested(guarded_state)
         if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(guarded_state)):
-            check_optimizer.warn_of_underflow(guarded, params, grad_dtype=jnp.float32, stacklevel=3)
+            check_optimizer.warn_of_underflow(guarded, params, grad_dtype=jnp.float32)
         fresh = kind(
             scaling=read_state.scaling_state(template),
             skipped=jnp.zeros((), bool),
@@ -207,7 +206,8 @@ def unscale_and_skip(
         tree_paths.check_no_broadcast(updates, params)
         read_state.check_has_scaling(state)
         if destination is None:
-            read_state.warn_if_followed(state, stacklevel=3)
+            read_state.warn_if_followed(state)
+            read_state.warn_if_preceded(state, updates)
         else:
             destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)
@@ -217,7 +217,7 @@ def unscale_and_skip(
         used_scale = state.scaling.loss_scale if loss_scale is None else loss_scale
         is_dynamic = own_scale_moves and not isinstance(template, static.StaticLossScale)
         if is_dynamic:
-            scale_reads.check(updates if destination is None else destination.grads, used_scale, stacklevel=4)
+            scale_reads.check(updates if destination is None else destination.grads, used_scale)
 
         grads, clamped = _unscale(updates, scaler if own_scale_moves else None, used_scale, rule, largest)
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)

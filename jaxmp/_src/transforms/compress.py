@@ -139,7 +139,6 @@ def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
         f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
         f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
         f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
-        stacklevel=4,
     )
 
 
