@@ -272,6 +272,16 @@ def test_unsent_parts_lie_over_their_axis_and_else_as_their_params():
     assert_bitwise(fsdp.pad(fsdp.trim(state, layout), layout), state)
 
 
+def test_the_plan_counts_what_is_unsent_on_one_device():
+    params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+    few = functools.partial(jaxmp.reduce_gradients, "data", wire_dtype=jnp.int8)
+    sizes = [
+        jaxmp.memory.plan(params, "bf16", optimizer=jaxmp.mixed_precision(inner, "bf16")).optimizer
+        for inner in (optax.sgd(0.1), optax.chain(few(devices=8), optax.sgd(0.1)))
+    ]
+    assert sizes[1] - sizes[0] == 4 * 64 * 256 + 4  # and the number of the device
+
+
 @pytest.mark.costly
 def test_cut_inside_a_node_and_eight_bits_between_nodes():
     """HSDP: the first hop, inside the node, is a reduce-scatter in float32."""

@@ -1,6 +1,6 @@
 """Arrays in an optimizer's state of which each device of a mesh axis has its own."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -17,11 +17,7 @@ class PerDevice(NamedTuple):
     by_axis: dict[str, Any]
 
 
-def is_per_device(x: Any) -> bool:
-    """Whether `x` is a `PerDevice`."""
-    return isinstance(x, PerDevice)
-
-
-def is_inside(path: Iterable[Any]) -> bool:
-    """Whether a path of `jax.tree_util` leads into a `PerDevice`."""
-    return any(getattr(key, "name", None) == "by_axis" for key in path)
+def axis_of(path: Sequence[Any]) -> str | None:
+    """The mesh axis of an array inside a `PerDevice`, from its path of `jax.tree_util`; None for any other array."""
+    names = [getattr(key, "name", None) for key in path]
+    return path[names.index("by_axis") + 1].key if "by_axis" in names else None

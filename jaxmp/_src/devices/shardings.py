@@ -63,7 +63,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     owners = {keystr(path): (x.shape, given[tree_paths.path_str(path)]) for path, x in leaves}
     mesh = next((s.mesh for s in given.values() if isinstance(s, NamedSharding)), None)
 
-    def place(path: Any, x: Any, axis: str | None = None) -> Any:
+    def place(path: Any, x: Any) -> Any:
         name = owner_of(keystr(path), owners)
         shape, sharding = (None, None) if name is None else owners[name]
 
@@ -76,25 +76,13 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         if moments.is_quantized(x):
             scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
             return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
-        if axis is not None:
+        if (axis := per_device.axis_of(path)) is not None:
             rest = _spec_of(sharding) if shape is not None and x.shape[1:] == shape else ()
             return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
 
-    def place_all(path: Any, x: Any) -> Any:
-        if not per_device.is_per_device(x):
-            return place(path, x)
-        return per_device.PerDevice(
-            {
-                axis: jax.tree_util.tree_map_with_path(lambda end, y, axis=axis: place((*path, *end), y, axis), tree)
-                for axis, tree in x.by_axis.items()
-            }
-        )
-
     state = jax.eval_shape(tx.init, params)
-    return jax.tree_util.tree_map_with_path(
-        place_all, state, is_leaf=lambda x: moments.is_quantized(x) or per_device.is_per_device(x)
-    )
+    return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
 
 
 def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:

@@ -175,9 +175,9 @@ def _hops_of(wire_dtype: Any) -> tuple[Any, Any]:
     """The dtypes of the two hops; a TypeError for others than those of `few_bytes`."""
     pair = tuple(wire_dtype) if isinstance(wire_dtype, Sequence) and not isinstance(wire_dtype, str) else (wire_dtype,)
     try:
-        hops = tuple(jnp.dtype(given) for given in pair)
+        hops = [jnp.dtype(given) for given in pair]
     except TypeError:
-        hops = ()
+        hops = []
     known = [jnp.dtype(dtype) for dtype in few_bytes.DTYPES]
     if len(hops) not in (1, 2) or any(hop not in known for hop in hops):
         raise TypeError(

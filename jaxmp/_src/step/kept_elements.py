@@ -188,7 +188,7 @@ def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."
 
 
 def _owner(paths: dict[_Path, int], shapes: list[tuple[int, ...]], path: _Path, x: Array) -> _Owner | None:
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or per_device.is_inside(path):
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or per_device.axis_of(path) is not None:
         return None
     for start in range(len(path) + 1):  # the longest end first
         i = paths.get(tuple(path[start:]))

@@ -191,7 +191,7 @@ class EmaParamsState(NamedTuple):
     ema_count: Int[Array, ""]
     ema_weight: Float[Array, ""]
     ema_params: PyTree
-    ema_batch_stats: PyTree | None = None
+    ema_batch_stats: Any = None
 
 
 class SharedLossScaleState(NamedTuple):
