@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Does low precision cost quality? Paired seeds of every policy and fp8 recipe, on the model of train.py.
 
     make parity            (or: python examples/parity.py; --help lists all options)

@@ -92,6 +92,20 @@ def kernels() -> list[Kernel]:
             values=2,
             wide=True,
         ),
+        *_matrix(
+            "norm_cast_transpose_amax of an RMSNorm",
+            lambda x, s, d, w: k.norm_cast_transpose_amax(x, d, s, e4m3, weight=w, rounded=jnp.bfloat16),
+            inputs=1,
+            vectors=2,
+        ),
+        *_matrix(
+            "norm_cast_transpose_amax of a LayerNorm",
+            lambda x, s, d, m, w, b: k.norm_cast_transpose_amax(
+                x, d, s, e4m3, mean=m, weight=w, bias=b, rounded=jnp.bfloat16
+            ),
+            inputs=1,
+            vectors=4,
+        ),
         *_over_trees(),
     ]
 
@@ -157,15 +171,16 @@ def _over_trees(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Kernel]:
 
 
 def _matrix(
-    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False
+    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False, vectors: int = 0
 ) -> Iterator[Kernel]:
     """Rows of a kernel on square matrices: reads each once, writes each value twice in fp8, and wide if `wide`."""
+    vector = jax.ShapeDtypeStruct((SIDE,), jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = jnp.dtype(dtype).itemsize
         x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         least = (inputs * size + values * (2 + wide * size)) * SIDE**2 / 2**20
-        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values, least)
+        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values + (vector,) * vectors, least)
 
 
 def measure(kernel: Kernel) -> dict[str, Any]:

@@ -12,7 +12,8 @@ If one of them would become non-finite, all of them keep their old values, as if
 
 This is elementwise, so XLA computes it in the optimizer's pass over memory. Where an array of the state has another
 shape than its param (rows and columns of Adafactor, a norm of each leaf), one value serves many elements: a non-finite
-one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements.
+one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements; so does one
+of which each device has its own (`PerDevice`), as all devices must hold the same elements.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import per_device
 from jaxmp._src.step import state_arrays
 from pallas_kernels import write_order
 
@@ -186,7 +188,7 @@ def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."
 
 
 def _owner(paths: dict[_Path, int], shapes: list[tuple[int, ...]], path: _Path, x: Array) -> _Owner | None:
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or per_device.axis_of(path) is not None:
         return None
     for start in range(len(path) + 1):  # the longest end first
         i = paths.get(tuple(path[start:]))
