@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat
-from jaxmp._src.numerics import casting, few_bytes
+from jaxmp._src.numerics import casting, few_bytes, reductions
 
 AxisName = str | Sequence[str] | None
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
     found = jnp.zeros((), bool)
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            found = found | jnp.any(~jnp.isfinite(x))
+            found = found | reductions.any_nonfinite(x)
     return found
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import per_device
 from jaxmp._src.step import state_arrays
-from pallas_kernels import write_order
+from pallas_kernels import flags, write_order
 
 _Path = tuple[Any, ...]
 _NOTHING = -0.0  # the old value of an update
@@ -82,23 +82,18 @@ class Held:
         Args:
           others: for each param None, or bools of its shape.
         """
-        if all(other is None for other in others):
-            return sum(self.counts(), start=jnp.zeros((), jnp.float32)), jnp.zeros((), jnp.float32)
-        pairs = zip(self._masks, others, strict=True)
-        return write_order.sums_of_pairs(
-            [(mask, jnp.zeros_like(mask) if other is None else other) for mask, other in pairs]
-        )
+        return flags.count_in_pass(self._masks, others)
 
-    def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", write_order.Flags, PyTree]:
+    def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", flags.Flags, PyTree]:
         """(self, bytes to count, rest): on a CPU they are behind a barrier, and a byte holds both flags of an element.
 
         Args:
           others: as in `count_beside`.
           rest: any pytree of arrays.
         """
-        flags = write_order.in_bytes(self._masks, others)
-        flags, whole, rest = write_order.behind((flags, self._whole, rest))
-        return Held(self._paths, write_order.first_of(flags), whole), flags, rest
+        both = flags.in_bytes(self._masks, others)
+        both, whole, rest = write_order.behind((both, self._whole, rest))
+        return Held(self._paths, flags.first_of(both), whole), both, rest
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
         return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
