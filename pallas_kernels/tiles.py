@@ -1,6 +1,7 @@
 """One pass over a matrix in tiles: computes values, casts them to fp8 and transposes the cast, and takes the amax.
 
-    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers
+    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; it may also take a number
+                                                                         for each row and for each column
                                 q tile       <- fp8(clip(v * scale))
                                 q.T tile     <- the same, read back from shared memory by columns
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
@@ -88,41 +89,22 @@ def run_tiles(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     m, n = inputs[0].shape
-    tm, tn = _tile(m, n, plain=compute is None or bool(of_rows))
+    tm, tn = tile = _tile(m, n, plain=compute is None or bool(of_rows))
     columns = n // tn
-    layout = plgpu.Layout
-
-    def smem(shape: tuple[int, int], dtype: Any) -> Any:
-        """Shared memory without bank conflicts for rows and for columns of a fragment."""
-        size = jnp.dtype(dtype).itemsize
-        width = min(128, shape[1] * size)
-        tiling: Any = plgpu.TilingTransform
-        swizzle: Any = plgpu.SwizzleTransform
-        return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
-
-    def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout.WGMMA_8BIT, optimized=False).astype(jnp.float32)
-
-    def load_vector(ref: Any, axis: int) -> Array:
-        """A vector along `axis` of a tile, as a tile."""
-        vector = plgpu.load(ref, layout=layout.WGMMA_8BIT.reduce(1 - axis), optimized=False)
-        return plgpu.layout_cast(lax.broadcast_in_dim(vector, (tm, tn), (axis,)), layout.WGMMA_8BIT)
-
-    def load_transposed(ref: Any) -> Array:
-        x = plgpu.load(ref.T, layout=layout.WGMMA_TRANSPOSED, optimized=False)
-        return plgpu.layout_cast(x, layout.WGMMA).astype(jnp.float32)
+    optional = _Optional(None if compute is None else rounded, wide_dtype, sums)
 
     def body(ins: Any, rows: Any, cols: Any, factors: Any, outs: Any, tiles: Any, barriers: Any, scratch: Any) -> None:
-        tile = lax.axis_index("tile")
-        i, j = lax.div(tile, columns), lax.rem(tile, columns)
+        number = lax.axis_index("tile")
+        i, j = lax.div(number, columns), lax.rem(number, columns)
         row, column = pl.ds(i * tm, tm), pl.ds(j * tn, tn)
         for ref, at, barrier in zip(ins, tiles, barriers, strict=True):
             plgpu.copy_gmem_to_smem(ref.at[row, column], at, barrier)
         factors = [ref[0] for ref in factors]
-        vectors = [load_vector(ref.at[row], 0) for ref in rows] + [load_vector(ref.at[column], 1) for ref in cols]
+        vectors = [_load_vector(ref.at[row], 0, tile) for ref in rows]
+        vectors += [_load_vector(ref.at[column], 1, tile) for ref in cols]
         for barrier in barriers:
             plgpu.barrier_wait(barrier)
-        values = [load(ref) for ref in tiles]
+        values = [_load(ref) for ref in tiles]
         if compute is not None:
             made = compute(*values, *vectors)
             values = list(made) if isinstance(made, tuple | list) else [made]
@@ -134,13 +116,13 @@ def run_tiles(
             at.q[...] = reference.saturating_cast(value * factor, dtype)
             magnitude = jnp.abs(value)
             magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-            out.amax[tile] = jnp.max(jnp.max(magnitude, axis=1))
+            out.amax[number] = jnp.max(jnp.max(magnitude, axis=1))
             if wide_dtype is not None:
                 at.wide[...] = value.astype(wide_dtype)
                 copies.append((at.wide, out.wide.at[row, column]))
             if compute is not None:
                 plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
-            turned = load_transposed(tiles[0] if compute is None else at.value)
+            turned = _load_transposed(tiles[0] if compute is None else at.value)
             at.q_t[...] = reference.saturating_cast(turned * factor, dtype)
             if sums:
                 at.sums[...] = jnp.sum(turned, axis=1)
@@ -151,27 +133,13 @@ def run_tiles(
             plgpu.copy_smem_to_gmem(at, ref)
         plgpu.wait_smem_to_gmem(0)
 
-    written = _PerValue(
-        q=jax.ShapeDtypeStruct((m, n), dtype),
-        q_t=jax.ShapeDtypeStruct((n, m), dtype),
-        amax=jax.ShapeDtypeStruct((m // tm * columns,), jnp.float32),
-        wide=None if wide_dtype is None else jax.ShapeDtypeStruct((m, n), wide_dtype),
-        sums=jax.ShapeDtypeStruct((m // tm, n), jnp.float32) if sums else None,
-    )
-    on_chip = _PerValue(
-        q=smem((tm, tn), dtype),
-        q_t=smem((tn, tm), dtype),
-        wide=None if wide_dtype is None else smem((tm, tn), wide_dtype),
-        sums=plgpu.SMEM((tn,), jnp.float32) if sums else None,
-        value=None if compute is None else smem((tm, tn), rounded),
-    )
     kernel = plgpu.kernel(
         body,
-        out_type=([written] * len(scales),),
+        out_type=([optional.in_memory((m, n), tile, dtype)] * len(scales),),
         scratch_types=(
-            [smem((tm, tn), x.dtype) for x in inputs],
+            [_shared(tile, x.dtype) for x in inputs],
             [plgpu.Barrier() for _ in inputs],
-            [on_chip] * len(scales),
+            [optional.on_chip(tile, dtype)] * len(scales),
         ),
         grid=(m // tm * columns,),
         grid_names=("tile",),
@@ -182,8 +150,15 @@ def run_tiles(
     return [Output(v.q, v.q_t, jnp.max(v.amax), v.wide, jnp.sum(v.sums, axis=0) if sums else None) for v in found]
 
 
+def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:
+    """Sides of a tile: rows of 128 bytes of fp8 if they fit; smaller if `compute` needs many registers."""
+    if plain and n % 128 == 0:
+        return 64, 128
+    return (128, 64) if plain and m % 128 == 0 else (64, 64)
+
+
 class _PerValue(NamedTuple):
-    """What the kernel writes for one value, in memory or a tile of it on the chip."""
+    """What the kernel writes for one value: the arrays, or a tile of them on the chip."""
 
     q: Any
     q_t: Any
@@ -193,8 +168,65 @@ class _PerValue(NamedTuple):
     value: Any = None  # rounded, on the chip only
 
 
-def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:
-    """Sides of a tile: rows of 128 bytes of fp8 if they fit; smaller if `compute` needs many registers."""
-    if plain and n % 128 == 0:
-        return 64, 128
-    return (128, 64) if plain and m % 128 == 0 else (64, 64)
+class _Optional(NamedTuple):
+    """What is written beside the casts: computed values, rounded so, on the chip; values in a wide dtype; sums."""
+
+    rounded: Any
+    wide_dtype: Any
+    sums: bool
+
+    def in_memory(self, shape: tuple[int, int], tile: tuple[int, int], dtype: Any) -> _PerValue:
+        """The arrays for a value of this shape."""
+        (m, n), array = shape, jax.ShapeDtypeStruct
+        return _PerValue(
+            q=array((m, n), dtype),
+            q_t=array((n, m), dtype),
+            amax=array((m // tile[0] * (n // tile[1]),), jnp.float32),
+            wide=None if self.wide_dtype is None else array((m, n), self.wide_dtype),
+            sums=array((m // tile[0], n), jnp.float32) if self.sums else None,
+        )
+
+    def on_chip(self, tile: tuple[int, int], dtype: Any) -> _PerValue:
+        """The tiles."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return _PerValue(
+            q=_shared(tile, dtype),
+            q_t=_shared(tile[::-1], dtype),
+            wide=None if self.wide_dtype is None else _shared(tile, self.wide_dtype),
+            sums=plgpu.SMEM(tile[1:], jnp.float32) if self.sums else None,
+            value=None if self.rounded is None else _shared(tile, self.rounded),
+        )
+
+
+def _shared(shape: tuple[int, int], dtype: Any) -> Any:
+    """Shared memory without bank conflicts for rows and for columns of a fragment."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    size = jnp.dtype(dtype).itemsize
+    width = min(128, shape[1] * size)
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
+
+
+def _load(tile: Any) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(tile, layout=plgpu.Layout.WGMMA_8BIT, optimized=False).astype(jnp.float32)
+
+
+def _load_transposed(tile: Any) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = plgpu.load(tile.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _load_vector(ref: Any, axis: int, tile: tuple[int, int]) -> Array:
+    """A vector along `axis` of a tile, as a tile."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA_8BIT
+    vector = plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, tile, (axis,)), layout)
