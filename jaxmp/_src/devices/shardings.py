@@ -186,3 +186,11 @@ def spec_of_scales(shape: tuple[int, ...], sharding: Any) -> PartitionSpec:
 def is_explicit(x: Array) -> bool:
     """Whether `x` is on a mesh with explicit axes: there, some operations must name the sharding of their result."""
     return jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def whole_if_explicit(x: Array) -> NamedSharding | None:
+    """The sharding of an uncut result of `x` where it must be named; else None.
+
+    It holds the mesh: a PartitionSpec alone is an error outside of `jax.set_mesh`.
+    """
+    return NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec()) if is_explicit(x) else None
