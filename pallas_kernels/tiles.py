@@ -192,7 +192,7 @@ class _Optional(NamedTuple):
 
         return _PerValue(
             q=_shared(tile, dtype),
-            q_t=_shared(tile[::-1], dtype),
+            q_t=_shared((tile[1], tile[0]), dtype),
             wide=None if self.wide_dtype is None else _shared(tile, self.wide_dtype),
             sums=plgpu.SMEM(tile[1:], jnp.float32) if self.sums else None,
             value=None if self.rounded is None else _shared(tile, self.rounded),
