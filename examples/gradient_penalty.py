@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """A gradient penalty in fp16: torch.amp's example of a scaled gradient inside a scaled loss.
 
     python examples/gradient_penalty.py

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """A PyTorch AMP loop, ported: the same training in float32, with a GradScaler, and in jaxmp's own way.
 
     python examples/port_torch_amp.py                    (or --framework nnx)

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Trains one small transformer in float32, bfloat16, float16 and fp8, and shows that the curves coincide.
 
     make train                                  (or: python examples/train.py; --help lists all options)

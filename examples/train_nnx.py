@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The transformer of train.py in flax.nnx, under `nnx.jit`, with params and optimizer state sharded over a mesh.
 
     python examples/train_nnx.py

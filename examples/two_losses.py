@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Two losses on one trunk, two optimizers, one loss scale: torch.amp's rule.
 
     python examples/two_losses.py

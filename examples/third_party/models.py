@@ -9,6 +9,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import flax_examples
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,6 +201,51 @@ def equinox(seed: int, dtype: Any) -> Model:
     return Model(params, None, loss, *drawn(text()))
 
 
+def lm1b(seed: int, dtype: Any) -> Model:
+    """Its params are boxes with the names of their axes, and stay boxes."""
+    module = flax_examples.load("lm1b/models.py")
+    config = module.TransformerConfig(
+        vocab_size=256,
+        output_vocab_size=256,
+        dtype=dtype,
+        emb_dim=64,
+        num_heads=4,
+        num_layers=2,
+        qkv_dim=64,
+        mlp_dim=256,
+        max_len=LENGTH,
+        dropout_rate=0.0,
+        attention_dropout_rate=0.0,
+    )
+    model = module.TransformerLM(config)
+    params = jax.jit(model.init)(jax.random.key(seed), text()[:2])["params"]
+
+    def loss(params, state, ids):
+        # This model shifts its inputs itself: the logits of a place are about the byte at that place.
+        return cross_entropies(model.apply({"params": params}, ids), ids).mean(), state
+
+    return Model(params, None, loss, *drawn(text()))
+
+
+def mnist(seed: int, dtype: Any) -> Model:
+    """The layers have no dtype: autocast chooses it. BatchNorm's statistics and the keys of dropout are the state."""
+    from flax import nnx
+
+    model, rngs = flax_examples.load("mnist/train.py").CNN(nnx.Rngs(seed)), nnx.Rngs(seed)
+    graph, params, state = nnx.split((model, rngs), nnx.Param, ...)
+    images, labels = digits()
+    # The model asks for 28 x 28 pixels.
+    images = np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2), (0, 0)))
+
+    def loss(params, state, batch):
+        x, y = batch
+        model, rngs = nnx.merge(graph, params, state, copy=True)
+        loss = cross_entropies(model(x, rngs), y).mean()
+        return loss, nnx.state((model, rngs), nnx.Not(nnx.Param))
+
+    return Model(params, state, loss, *drawn((images, labels)))
+
+
 # Each model by the name of its package and class, and the lines that change beside those of the loop. The models of
 # transformers name float32 in each layer: they need dtype= of their constructor, and a loss of logits in float32.
 MODELS: dict[str, tuple[Callable[[int, Any], Model], int]] = {
@@ -208,4 +254,6 @@ MODELS: dict[str, tuple[Callable[[int, Any], Model], int]] = {
     "transformers, FlaxViTForImageClassification": (vit, 2),
     "haiku, nets.ResNet": (resnet, 0),
     "equinox, a transformer of its layers": (equinox, 0),
+    "flax's examples, lm1b, TransformerLM": (lm1b, 2),
+    "flax's examples, mnist, CNN": (mnist, 0),
 }

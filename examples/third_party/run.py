@@ -1,6 +1,7 @@
 """Trains each model of models.py in four precisions, and writes the table of README.md.
 
 pip install '.[third-party]'
+pip download --no-deps --no-binary flax flax==VERSION -d examples/third_party     flax's examples, of the flax installed
 python examples/third_party/run.py                 all of it: minutes on two cores
 python examples/third_party/run.py --models haiku --steps 5 --seeds 1 --no-table
 """

@@ -8,6 +8,7 @@ import re
 import pytest
 
 import links
+import markup
 import names
 from helpers import ROOT, python_blocks
 
@@ -161,3 +162,17 @@ def test_the_checker_of_the_site_finds_what_leads_nowhere(tmp_path):
     (tmp_path / "a.html").write_text('<h1 id="top"></h1><a href="b/c.html#x"></a><a href="#top"></a><img src="no.png">')
     (tmp_path / "b" / "c.html").write_text('<a href="../a.html#nowhere"></a><a href="https://example.org/x"></a>')
     assert links.faults(tmp_path) == ["a.html: b/c.html#x", "a.html: no.png", "b/c.html: ../a.html#nowhere"]
+
+
+def test_markdown_that_is_shown_as_text_is_found():
+    pytest.importorskip("markdown")
+    import markdown
+
+    def left(text):
+        return markup.leftovers(markdown.markdown(text, extensions=["sane_lists", "tables"]))
+
+    assert left("* one\n\n    more of it\n* two") == ["* two"]
+    assert left("* one\n\n    more of it\n\n* two") == []
+    assert left("text\n* one") == ["* one"]
+    assert left("text `* x`\n\n    * code\n\n| a | b |\n|---|---|\n| 1 | 2 |") == []
+    assert left("text\n| a | b |\n|---|---|") == ["| a | b |"]

@@ -195,3 +195,17 @@ def test_port_torch_amp(run):
 def test_port_torch_amp_in_nnx(run):
     out = run("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
     assert re.search(r"native( +\d\.\d{4}){2} ", out)
+
+
+def test_a_script_completes_its_options(run, capsys):
+    """In bash: by its own name, which needs the first line and the mode of the file."""
+    script = ROOT / "examples" / "two_losses.py"
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env python\n")
+    with pytest.raises(SystemExit) as stopped:
+        run("two_losses.py", "--tyro-print-completion", "bash")
+    assert not stopped.value.code
+    completion = capsys.readouterr().out
+    name = re.search(r"complete -F (\w+)", completion)[1]
+    ask = f'COMP_WORDS=({script.name} --st); COMP_CWORD=1; {name}; echo "${{COMPREPLY[@]}}"'
+    found = subprocess.run(["bash", "-c", f"{completion}\n{ask}"], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["--steps"]

@@ -1,6 +1,7 @@
 """What a user installs: metadata, what the wheel holds, and extras."""
 
 import ast
+import itertools
 import re
 import tomllib
 
@@ -74,3 +75,23 @@ def test_extras_on_the_pages_exist():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     named = {extra for page in pages for extra in re.findall(r"'(?:\.|jaxmp)\[([\w-]+)\]'", page.read_text())}
     assert named and named <= set(EXTRAS)
+
+
+def test_the_workflow_runs_all_of_ci_and_the_built_wheel():
+    yaml = pytest.importorskip("yaml", reason="comes with mkdocs")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    runs = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs.items()}
+    assert "bash .ci/run" in runs["test"]
+    assert any("pip wheel" in run for run in runs["wheel"]) and any("pip install dist/" in run for run in runs["wheel"])
+    for run in itertools.chain.from_iterable(runs.values()):
+        for path in re.findall(r"\.ci/[\w./-]+", run):
+            assert (ROOT / path).is_file(), path
+    for job in jobs.values():
+        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+
+
+def test_pre_commit_runs_ruff():
+    yaml = pytest.importorskip("yaml", reason="comes with mkdocs")
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [hook["id"] for hook in repo["hooks"]] == ["ruff-check", "ruff-format"]
+    assert re.fullmatch(r"v\d+\.\d+\.\d+", repo["rev"])

@@ -1,8 +1,12 @@
 """examples/third_party: its table is the stored results, and its models trace in the precision that the table says."""
 
 import contextlib
+import importlib.metadata
+import io
 import json
+import math
 import sys
+import tarfile
 
 import jax
 import pytest
@@ -24,7 +28,7 @@ def run():
         yield run
     finally:
         sys.path[:] = before[0]
-        for name in ("run", "models", "plain_loop", "ported_loop"):
+        for name in ("run", "flax_examples", "models", "plain_loop", "ported_loop"):
             sys.modules.pop(name, None)
 
 
@@ -47,9 +51,17 @@ def test_the_stored_results_are_whole(run, results):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("package", ["haiku", "equinox", "transformers"])
+@pytest.mark.parametrize(
+    "package", ["haiku", "equinox", "transformers", "flax's examples, lm1b", "flax's examples, mnist"]
+)
 def test_matmuls_run_in_what_the_table_says(run, results, package, policy):
-    pytest.importorskip(package, reason="installed by the extra third-party")
+    if package.startswith("flax"):
+        try:
+            run.models.flax_examples.archive()
+        except FileNotFoundError as missing:
+            pytest.skip(str(missing))
+    else:
+        pytest.importorskip(package, reason="installed by the extra third-party")
     name = next(name for name in run.models.MODELS if name.startswith(package))
     if package == "transformers":
         pytest.importorskip(
@@ -70,3 +82,19 @@ def test_a_model_trains(run, policy):
     with jax.numpy_rank_promotion("allow"):
         found = run.run(name, policy, seed=0, steps=2)
     assert 0 < found["held_out"] < 7 and found["skipped"] == 0
+
+
+def test_a_file_of_flax_is_executed_as_it_is(run, tmp_path, monkeypatch):
+    flax_examples = sys.modules["flax_examples"]
+    version = importlib.metadata.version("flax")
+    monkeypatch.setattr(flax_examples, "HERE", tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"pip download --no-deps --no-binary flax flax=={version}"):
+        flax_examples.load("mnist/train.py")
+    source = b"import tensorflow as tf\nimport math\n\nAREA = math.pi\n\ndef data() -> tf.data.Dataset: ...\n"
+    with tarfile.open(tmp_path / f"flax-{version}.tar.gz", "w:gz") as files:
+        entry = tarfile.TarInfo(f"flax-{version}/examples/mnist/train.py")
+        entry.size = len(source)
+        files.addfile(entry, io.BytesIO(source))
+    before = sys.modules.get("tensorflow")
+    assert flax_examples.load("mnist/train.py").AREA == math.pi
+    assert sys.modules.get("tensorflow") is before  # the mock is gone

@@ -421,11 +421,10 @@ def test_accumulation_on_an_explicit_mesh():
     def loss_fn(w, x):
         return jnp.mean((x.astype(F16) @ w).astype(F32))
 
-    with jax.set_mesh(mesh):
-        w = jax.device_put(jnp.ones((2, 4), F16), NamedSharding(mesh, P(None, "model")))
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        f = jax.jit(jaxmp.value_and_grad(loss_fn, accumulate=2))
-        loss, grads = f(w, x, opt_state=state_with(4.0))
+    w = jax.device_put(jnp.ones((2, 4), F16), NamedSharding(mesh, P(None, "model")))
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    f = jax.jit(jaxmp.value_and_grad(loss_fn, accumulate=2))
+    loss, grads = f(w, x, opt_state=state_with(4.0))  # the arrays name their mesh: it needs no jax.set_mesh
     assert_bitwise(loss, F32(3.5))
     assert_bitwise(grads, np.broadcast_to(MEAN_X[:, None], (2, 4)).astype(F32))
     assert grads.sharding.spec == P(None, "model")

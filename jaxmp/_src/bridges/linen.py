@@ -25,6 +25,7 @@ from jaxmp._src.step import (
     policy as policy_lib,
     read_state,
     reload_masters,
+    state_tuples,
 )
 from jaxmp._src.step.calibrate import calibrate
 
@@ -167,8 +168,9 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Args:
           grads: scaled gradients, reduced over devices.
-          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped; other
-            arguments go to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
+          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped, and
+            averaged by `jaxmp.ema_params(batch_stats=)` if the optimizer has it; other arguments go to `tx.update`
+            (`value=loss` for `optax.contrib.reduce_on_plateau`).
 
         Returns:
           The next state.
@@ -179,6 +181,9 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
+        averages = read_state.find(self.opt_state, state_tuples.EmaParamsState)
+        if "batch_stats" in fields and any(found.ema_batch_stats is not None for found in averages):
+            extra["batch_stats"] = fields["batch_stats"]
         extra_arguments.check(self.tx, extra, fields=known)
         params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)

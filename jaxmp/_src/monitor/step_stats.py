@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
@@ -187,5 +186,5 @@ def _probe(x: Array) -> Array:
     stride = -(-x.size // PROBES) | 1
     # x.ravel() would gather an array that is split over devices.
     places = np.unravel_index(np.arange(0, x.size, stride), x.shape)
-    sharding = PartitionSpec() if shardings.is_explicit(x) else None
-    return x.at[places].get(mode="promise_in_bounds", out_sharding=sharding).astype(jnp.float32).reshape(-1)
+    whole = shardings.whole_if_explicit(x)
+    return x.at[places].get(mode="promise_in_bounds", out_sharding=whole).astype(jnp.float32).reshape(-1)

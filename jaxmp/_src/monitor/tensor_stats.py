@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import compat, tables, tree_paths
@@ -271,8 +270,9 @@ def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> LeafCounts:
     # values are zero).
     x = x.astype(jnp.float32) if scale is None else x.astype(jnp.float32) * scale
     count: Any = functools.partial(_of_float32, histogram=histogram)
-    if shardings.is_explicit(x):  # XLA chooses how to combine its parts
-        count = jax.sharding.auto_axes(count, out_sharding=(PartitionSpec(), PartitionSpec()))
+    whole = shardings.whole_if_explicit(x)
+    if whole is not None:  # XLA chooses how to combine its parts
+        count = jax.sharding.auto_axes(count, out_sharding=(whole, whole))
     return count(x)
 
 

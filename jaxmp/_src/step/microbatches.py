@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
@@ -106,7 +106,8 @@ def _cut(x: Array, k: int) -> Array:
         return x.reshape(k, n // k, *rest)
     spec = tuple(sharding.spec)
     if any(axis is not None for axis in spec):  # a mesh with explicit axes needs the sharding of the result
-        x = lax.reshape(x, (n // k, k, *rest), out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+        cut = NamedSharding(sharding.mesh, PartitionSpec(spec[0], None, *spec[1:]))  # a spec alone needs jax.set_mesh
+        x = lax.reshape(x, (n // k, k, *rest), out_sharding=cut)
     else:
         x = x.reshape(n // k, k, *rest)
     return x.swapaxes(0, 1)
