@@ -1,7 +1,7 @@
 """One pass over a matrix in tiles: computes values, casts them to fp8 and transposes the cast, and takes the amax.
 
-    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; it may also take a number
-                                                                         for each row and for each column
+    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; compute may
+                                                                         also take a number for each row or column
                                 q tile       <- fp8(clip(v * scale))
                                 q.T tile     <- the same, read back from shared memory by columns
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
