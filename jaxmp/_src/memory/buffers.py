@@ -183,17 +183,17 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
     readers = _readers_that_store(program, forced)
     bases = {i: {i} for i in program.inputs}
     stored = set(program.inputs)
+    wide: set[int] = set()  # costly ones in float32: XLA stores them, or what is made from them
     for op in program.ops:
         read = set().union(*(bases[r] for r in op.reads))
+        again = sum(program.sizes[b] for b in read - wide)
         for w in op.writes:
             shared = op.name not in _VIEWS and len(readers[w]) > 1
-            costly = op.name in _COSTLY and _LARGE < program.sizes[w]
-            if (
-                w in forced
-                or (shared and costly)
-                or (shared and sum(program.sizes[b] for b in read) > _SLACK * program.sizes[w] > 0)
-            ):
+            costly = shared and op.name in _COSTLY and _LARGE < program.sizes[w]
+            if w in forced or costly or (shared and again > _SLACK * program.sizes[w] > 0):
                 stored.add(w)
+                if costly and op.eqn.outvars[0].aval.dtype.itemsize > 2:
+                    wide.add(w)
                 bases[w] = {w}
             else:
                 bases[w] = read
