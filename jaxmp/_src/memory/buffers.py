@@ -18,6 +18,7 @@ Where this differs from XLA: order (XLA may move equations), workspaces of libra
 that XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -254,6 +255,11 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
     matmuls = [t for t, op in enumerate(program.ops) if op.name in _MATMULS]
     for b in {w for op in program.ops if op.name == _GATHERS for w in op.writes} & last.keys():
         last[b] = next((t for t in matmuls if t > last[b]), last[b])
+    # XLA computes the gradients of convolutions' kernels late: what they read lives until the next convolution.
+    convolutions = [t for t, op in enumerate(program.ops) if op.name == "conv_general_dilated"]
+    for t, after in itertools.pairwise(convolutions):
+        read = set().union(*(bases[r] for r in program.ops[t].reads))
+        last |= {b: after for b in read if last.get(b) == t}
     return last
 
 
