@@ -18,6 +18,7 @@ Where this differs from XLA: order (XLA may move equations), workspaces of libra
 that XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -183,17 +184,17 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
     readers = _readers_that_store(program, forced)
     bases = {i: {i} for i in program.inputs}
     stored = set(program.inputs)
+    wide: set[int] = set()  # costly ones in float32: XLA stores them, or what is made from them
     for op in program.ops:
         read = set().union(*(bases[r] for r in op.reads))
+        again = sum(program.sizes[b] for b in read - wide)
         for w in op.writes:
             shared = op.name not in _VIEWS and len(readers[w]) > 1
-            costly = op.name in _COSTLY and _LARGE < program.sizes[w]
-            if (
-                w in forced
-                or (shared and costly)
-                or (shared and sum(program.sizes[b] for b in read) > _SLACK * program.sizes[w] > 0)
-            ):
+            costly = shared and op.name in _COSTLY and _LARGE < program.sizes[w]
+            if w in forced or costly or (shared and again > _SLACK * program.sizes[w] > 0):
                 stored.add(w)
+                if costly and op.eqn.outvars[0].aval.dtype.itemsize > 2:
+                    wide.add(w)
                 bases[w] = {w}
             else:
                 bases[w] = read
@@ -254,6 +255,11 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
     matmuls = [t for t, op in enumerate(program.ops) if op.name in _MATMULS]
     for b in {w for op in program.ops if op.name == _GATHERS for w in op.writes} & last.keys():
         last[b] = next((t for t in matmuls if t > last[b]), last[b])
+    # XLA computes the gradients of convolutions' kernels late: what they read lives until the next convolution.
+    convolutions = [t for t, op in enumerate(program.ops) if op.name == "conv_general_dilated"]
+    for t, after in itertools.pairwise(convolutions):
+        read = set().union(*(bases[r] for r in program.ops[t].reads))
+        last |= {b: after for b in read if last.get(b) == t}
     return last
 
 
