@@ -63,10 +63,10 @@ class Choice(NamedTuple):
 
 E4M3 = fp8.DelayedScaling(fp8_format="E4M3")
 CHOICES = {
-    "fp32": Choice("fp32", 3),
+    "fp32": Choice("fp32", 4),
     "bf16": Choice("bf16", 20),
-    "fp16": Choice("fp16", 3),
-    "bf16+8bit": Choice("bf16+8bit", 3),
+    "fp16": Choice("fp16", 4),
+    "bf16+8bit": Choice("bf16+8bit", 4),
     "fp8": Choice("fp8", 20),
     "fp8, E4M3": Choice("fp8", 6, E4M3),
     "fp8, first qkv in bf16": Choice("fp8", 10, None, ("Block_0/qkv",)),
@@ -74,12 +74,12 @@ CHOICES = {
     "fp8, first block in bf16": Choice("fp8", 4, None, ("Block_0/",)),
     "fp8, last block in bf16": Choice("fp8", 4, None, ("Block_1/",)),
     "fp16+fp8": Choice("fp16+fp8", 4),
-    "CurrentScaling": Choice("fp8", 3, fp8.CurrentScaling()),
-    "RowwiseScaling": Choice("fp8", 3, fp8.RowwiseScaling()),
-    "BlockScaling": Choice("fp8", 3, fp8.BlockScaling()),
-    "MXFP8": Choice("fp8", 3, fp8.MXFP8()),
+    "CurrentScaling": Choice("fp8", 4, fp8.CurrentScaling()),
+    "RowwiseScaling": Choice("fp8", 4, fp8.RowwiseScaling()),
+    "BlockScaling": Choice("fp8", 4, fp8.BlockScaling()),
+    "MXFP8": Choice("fp8", 4, fp8.MXFP8()),
     "NVFP4": Choice("fp8", 2, fp8.NVFP4()),
-    "NVFP4, last block in bf16": Choice("fp8", 2, fp8.NVFP4(), ("Block_1/",)),
+    "NVFP4, last block in bf16": Choice("fp8", 3, fp8.NVFP4(), ("Block_1/",)),
 }
 
 

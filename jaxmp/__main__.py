@@ -101,7 +101,15 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
         if not 1 <= number < 1e18:
             raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
         return plan.overview(number)
-    made = _function_of(what)()
+    try:
+        made = _function_of(what)()
+    except argparse.ArgumentTypeError:
+        raise
+    except Exception as e:  # a function of the user's, which may raise anything
+        raise argparse.ArgumentTypeError(
+            f"{what!r} must be a function without arguments that returns a jaxmp.memory.Plan, or a dict of them; it "
+            f"raised {type(e).__name__}: {e}"
+        ) from e
     plans = {what.rpartition(":")[2]: made} if isinstance(made, plan.Plan) else made
     if not isinstance(plans, dict) or not all(isinstance(p, plan.Plan) for p in plans.values()):
         raise argparse.ArgumentTypeError(

@@ -9,7 +9,7 @@ One idea per file:
   and under vmap;
 - `leaves`, `launch`, `aligned`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same for leaves that
   are split over devices; `tree`: the same for whole trees; `moments`: optimizer state in 16 or 8 bits;
-- one file for each kernel or family of kernels: `cast_transpose`, `activation`; `unscale`, `cast`, `update`.
+- one file for each kernel or family of kernels: `cast_transpose`, `activation`, `norm`; `unscale`, `cast`, `update`.
 
 This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.
 """
@@ -23,6 +23,7 @@ from pallas_kernels.activation import (
 from pallas_kernels.backend import why_no_kernels as why_no_kernels
 from pallas_kernels.cast import cast_tree as cast_tree
 from pallas_kernels.cast_transpose import cast_transpose_amax as cast_transpose_amax
+from pallas_kernels.norm import norm_cast_transpose_amax as norm_cast_transpose_amax
 from pallas_kernels.unscale import gradient_norm as gradient_norm, unscale_and_check as unscale_and_check
 from pallas_kernels.update import (
     AdamW as AdamW,

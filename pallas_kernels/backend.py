@@ -108,6 +108,11 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
     return None
 
 
+def default_platform() -> str:
+    """The platform of the default device: where a function that is traced now most likely runs."""
+    return jax.default_backend()
+
+
 def oldest_gpu() -> float | None:
     """The lowest compute capability of this machine's GPUs; None without a GPU."""
     try:

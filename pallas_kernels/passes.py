@@ -1,7 +1,8 @@
 """A pass of `tiles` as a JAX function: for arrays of any rank, on one device or several, and under vmap.
 
 - **Rank.** A tensor is read as a matrix whose rows are its first `rows` axes. Its transpose has these axes last, so
-  tensors that are split over devices need no reshape.
+  tensors that are split over devices need no reshape. A vector that a pass takes beside its tensors has their first
+  `rows` axes (a number for each row), or the others.
 - **Devices.** Inside `jax.shard_map` and `jax.pmap` a kernel gets the device's own arrays. Under plain `jax.jit`, XLA
   does not know what a kernel does and would gather its operands. `custom_partitioning` tells XLA that every axis may be
   split, that the cast is split like the tensor and the transpose like the transposed tensor, and that amax is the MAX
@@ -37,6 +38,9 @@ class Pass(NamedTuple):
     rows: int
     unmet: str | None = None  # why no kernel supports this pass, for any shape; None if one does
     sums: bool = False  # whether each value is also summed over its rows, in float32
+    of_rows: int = 0  # the number of vectors with a number for each row, then of those with one for each column
+    of_columns: int = 0
+    rounded: Any = jax.numpy.dtype("float32")  # the dtype that computed values are rounded to first
 
 
 def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: Any, rows: int | None = None) -> None:
@@ -57,20 +61,41 @@ def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: An
             raise TypeError(f"{name} takes one float32 scale, shape (); got {scale.dtype}{list(scale.shape)}.")
 
 
+def check_vectors(name: str, x: Array, of_rows: Sequence[Array], of_columns: Sequence[Array]) -> None:
+    """Raises for vectors of the rows and columns of a matrix that no backend supports."""
+    for side, vectors in zip(x.shape, (of_rows, of_columns), strict=True):
+        for v in vectors:
+            if v.shape != (side,) or v.dtype != jax.numpy.float32:
+                raise TypeError(
+                    f"{name} of {x.shape} takes vectors float32[{x.shape[0]}] of its rows and float32[{x.shape[1]}] of "
+                    f"its columns; got {v.dtype}{list(v.shape)}."
+                )
+
+
 def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: str) -> list[tiles.Output]:
     """Runs the pass with `backend`; see `pallas_kernels.backend`."""
     flat = _by_backend(plan, backend)(*arrays, *scales)
     return _outputs(plan, flat)
 
 
-def run_or(plan: Pass, instead: Callable[..., Any], args: Sequence[Array], backend: str = "auto") -> list[Array]:
-    """The kernel of `plan` on `args` (tensors, then scales), or `instead(*args)`, as `backend` says.
+def run_or(
+    plan: Pass,
+    instead: Callable[..., Any],
+    args: Sequence[Array],
+    backend: str = "auto",
+    *,
+    unread: Sequence[Array] = (),
+) -> list[Array]:
+    """The kernel of `plan` on `args`, or `instead(*unread, *args)`, as `backend` says.
 
-    Returns a flat list: for each value q, its transpose, amax, the wide value if `plan` has a `wide_dtype`, and the
-    sums if it has those.
+    `args` are the tensors, the vectors of rows, those of columns, and the scales. Returns a flat list: for each value
+    q, its transpose, amax, the wide value if `plan` has a `wide_dtype`, and the sums if it has those.
     """
-    kernel = functools.partial(_kernel, plan)
-    return backends.run(backend, kernel, instead, *args, unmet=why_not(plan, args))
+
+    def kernel(*given: Array, interpret: Any) -> list[Array]:
+        return _kernel(plan, *given[len(unread) :], interpret=interpret)
+
+    return backends.run(backend, kernel, instead, *unread, *args, unmet=why_not(plan, args))
 
 
 def why_not(plan: Pass, args: Sequence[Array]) -> str | None:
@@ -104,14 +129,22 @@ def _by_backend(plan: Pass, backend: str) -> Callable[..., list[Array]]:
     return run_one
 
 
+def _parts(plan: Pass, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The tensors, the vectors of rows, those of columns, and the scales."""
+    ends = plan.inputs, plan.inputs + plan.of_rows, plan.inputs + plan.of_rows + plan.of_columns
+    return args[: ends[0]], args[ends[0] : ends[1]], args[ends[1] : ends[2]], args[ends[2] :]
+
+
 def _reference(plan: Pass, *args: Array) -> list[Array]:
-    arrays, scales = args[: plan.inputs], args[plan.inputs :]
-    values = [x.astype(jax.numpy.float32) for x in arrays]
+    arrays, of_rows, of_columns, scales = _parts(plan, args)
     if plan.compute is None:
         values = [arrays[0]]
     else:
-        made = plan.compute(*values)
-        values = list(made) if isinstance(made, tuple) else [made]
+        ndim = arrays[0].ndim
+        vectors = [v.reshape(*v.shape, *[1] * (ndim - v.ndim)) for v in of_rows]
+        vectors += [v.reshape(*[1] * (ndim - v.ndim), *v.shape) for v in of_columns]
+        made = plan.compute(*(x.astype(jax.numpy.float32) for x in arrays), *vectors)
+        values = [v.astype(plan.rounded) for v in (made if isinstance(made, tuple) else [made])]
     outs: list[Array] = []
     for value, scale in zip(values, scales, strict=True):
         outs += reference.cast_transpose_amax(value, scale, plan.dtype, plan.rows)
@@ -122,7 +155,7 @@ def _reference(plan: Pass, *args: Array) -> list[Array]:
 
 def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
     """The kernel on this device's own arrays; the reference if a shard has a size that the kernel does not support."""
-    arrays, scales = args[: plan.inputs], args[plan.inputs :]
+    arrays, of_rows, of_columns, scales = _parts(plan, args)
     shape = arrays[0].shape
     if tiles.why_not(shape, plan.rows):
         return _reference(plan, *args)
@@ -134,6 +167,9 @@ def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
         scales,
         plan.dtype,
         name=plan.name,
+        of_rows=[v.reshape(sides[0]) for v in of_rows],
+        of_columns=[v.reshape(sides[1]) for v in of_columns],
+        rounded=plan.rounded,
         wide_dtype=plan.wide_dtype,
         sums=plan.sums,
         interpret=interpret,
@@ -175,8 +211,9 @@ def _partition(plan: Pass, on_device: Any, mesh: Any, operands: Sequence[Any], r
             outs[last] = lax.psum(outs[last], of_rows) if plan.sums and of_rows else outs[last]
         return outs
 
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return mesh, lowered, _results(plan, sharding, ndim), (*[sharding] * plan.inputs, *[whole] * plan.values)
+    vectors = [spec[: plan.rows]] * plan.of_rows + [spec[plan.rows :]] * plan.of_columns
+    others = [NamedSharding(sharding.mesh, PartitionSpec(*own)) for own in (*vectors, *[()] * plan.values)]
+    return mesh, lowered, _results(plan, sharding, ndim), (*[sharding] * plan.inputs, *others)
 
 
 def _results(plan: Pass, sharding: Any, ndim: int) -> list[Any]:
@@ -203,7 +240,8 @@ def _sharding_rule(plan: Pass, ndim: int) -> str:
     same, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
     one = [same, turned, ""] + ([] if plan.wide_dtype is None else [same])
     one += [" ".join(axes[plan.rows :])] if plan.sums else []
-    return f"{', '.join([same] * plan.inputs + [''] * plan.values)} -> {', '.join(one * plan.values)}"
+    vectors = [" ".join(axes[: plan.rows])] * plan.of_rows + [" ".join(axes[plan.rows :])] * plan.of_columns
+    return f"{', '.join([same] * plan.inputs + vectors + [''] * plan.values)} -> {', '.join(one * plan.values)}"
 
 
 def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:

@@ -1,6 +1,7 @@
 """One pass over a matrix in tiles: computes values, casts them to fp8 and transposes the cast, and takes the amax.
 
-    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers
+    for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; it may also take a number
+                                                                         for each row and for each column
                                 q tile       <- fp8(clip(v * scale))
                                 q.T tile     <- the same, read back from shared memory by columns
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
@@ -64,6 +65,9 @@ def run_tiles(
     dtype: Any,
     *,
     name: str,
+    of_rows: Sequence[Array] = (),
+    of_columns: Sequence[Array] = (),
+    rounded: Any = jnp.float32,
     wide_dtype: Any = None,
     sums: bool = False,
     interpret: Any = False,
@@ -71,11 +75,13 @@ def run_tiles(
     """Runs the pass of the module's docstring.
 
     Args:
-      compute: makes the values from float32 tiles of the inputs; None: the value is the one input.
+      compute: makes the values from float32 tiles of the inputs, and of the vectors; None: the value is the one input.
       inputs: [M, N] each, in one of `DTYPES`; M and N multiples of 64.
       scales: float32[] each, one for each value.
       dtype: one of `FP8_DTYPES`.
       name: of the kernel, for profiles.
+      of_rows, of_columns: float32 [M] and [N] each, more arguments of `compute`, which gets them as tiles.
+      rounded: computed values are rounded to this dtype first.
       wide_dtype: if given, the unscaled values are also written in this dtype.
       sums: whether the unscaled values are also summed over their rows.
       interpret: the argument of `plgpu.kernel`.
@@ -83,108 +89,65 @@ def run_tiles(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     m, n = inputs[0].shape
-    tm, tn = _tile(m, n, plain=compute is None)
+    tm, tn = tile = _tile(m, n, plain=compute is None or bool(of_rows))
     columns = n // tn
-    compiled_for = [jnp.dtype(x.dtype) for x in inputs]
-    layout = plgpu.Layout
+    optional = _Optional(None if compute is None else rounded, wide_dtype, sums)
 
-    def smem(shape: tuple[int, int], dtype: Any) -> Any:
-        """Shared memory without bank conflicts for rows and for columns of a fragment."""
-        size = jnp.dtype(dtype).itemsize
-        width = min(128, shape[1] * size)
-        tiling: Any = plgpu.TilingTransform
-        swizzle: Any = plgpu.SwizzleTransform
-        return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
-
-    def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout.WGMMA_8BIT, optimized=False).astype(jnp.float32)
-
-    def load_transposed(ref: Any) -> Array:
-        x = plgpu.load(ref.T, layout=layout.WGMMA_TRANSPOSED, optimized=False)
-        return plgpu.layout_cast(x, layout.WGMMA).astype(jnp.float32)
-
-    def body(*refs: Any) -> None:
-        ins, refs = refs[: len(inputs)], refs[len(inputs) :]
-        scale_refs, refs = refs[: len(scales)], refs[len(scales) :]
-        outs, scratch = refs[: len(out_type)], refs[len(out_type) :]
-        tile = lax.axis_index("tile")
-        i, j = lax.div(tile, columns), lax.rem(tile, columns)
+    def body(ins: Any, rows: Any, cols: Any, factors: Any, outs: Any, tiles: Any, barriers: Any, scratch: Any) -> None:
+        number = lax.axis_index("tile")
+        i, j = lax.div(number, columns), lax.rem(number, columns)
         row, column = pl.ds(i * tm, tm), pl.ds(j * tn, tn)
-        in_smem, scratch = scratch[: len(inputs)], scratch[len(inputs) :]
-        barriers, scratch = scratch[: len(inputs)], scratch[len(inputs) :]
-        for ref, at, barrier in zip(ins, in_smem, barriers, strict=True):
+        for ref, at, barrier in zip(ins, tiles, barriers, strict=True):
             plgpu.copy_gmem_to_smem(ref.at[row, column], at, barrier)
-        factors = [ref[0] for ref in scale_refs]
+        factors = [ref[0] for ref in factors]
+        vectors = [_load_vector(ref.at[row], 0, tile) for ref in rows]
+        vectors += [_load_vector(ref.at[column], 1, tile) for ref in cols]
         for barrier in barriers:
             plgpu.barrier_wait(barrier)
-        values = [load(ref) for ref in in_smem]
+        values = [_load(ref) for ref in tiles]
         if compute is not None:
-            made = compute(*values)
+            made = compute(*values, *vectors)
             values = list(made) if isinstance(made, tuple | list) else [made]
-        per_value = len(out_type) // len(scales)
         copies = []
-        for k, (value, factor) in enumerate(zip(values, factors, strict=True)):
-            q, q_t, partial, *more = outs[k * per_value : (k + 1) * per_value]
-            q_smem, q_t_smem, *scratch = scratch
-            if compute is None:
-                value_smem = in_smem[0]
-            else:
-                value_smem, *scratch = scratch
-                value_smem[...] = value
-            q_smem[...] = reference.saturating_cast(value * factor, dtype)
+        for value, factor, out, at in zip(values, factors, outs, scratch, strict=True):
+            if compute is not None:
+                at.value[...] = value.astype(rounded)
+                value = value.astype(rounded).astype(jnp.float32)
+            at.q[...] = reference.saturating_cast(value * factor, dtype)
             magnitude = jnp.abs(value)
             magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
-            partial[tile] = jnp.max(jnp.max(magnitude, axis=1))
+            out.amax[number] = jnp.max(jnp.max(magnitude, axis=1))
             if wide_dtype is not None:
-                wide, *more = more
-                wide_smem, *scratch = scratch
-                wide_smem[...] = value.astype(wide_dtype)
-                copies.append((wide_smem, wide.at[row, column]))
+                at.wide[...] = value.astype(wide_dtype)
+                copies.append((at.wide, out.wide.at[row, column]))
             if compute is not None:
                 plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
-            turned = load_transposed(value_smem)
-            q_t_smem[...] = reference.saturating_cast(turned * factor, dtype)
+            turned = _load_transposed(tiles[0] if compute is None else at.value)
+            at.q_t[...] = reference.saturating_cast(turned * factor, dtype)
             if sums:
-                sums_smem, *scratch = scratch
-                sums_smem[...] = jnp.sum(turned, axis=1)
-                copies.append((sums_smem, more[0].at[i, column]))
-            copies += [(q_smem, q.at[row, column]), (q_t_smem, q_t.at[column, row])]
+                at.sums[...] = jnp.sum(turned, axis=1)
+                copies.append((at.sums, out.sums.at[i, column]))
+            copies += [(at.q, out.q.at[row, column]), (at.q_t, out.q_t.at[column, row])]
         plgpu.commit_smem()
         for at, ref in copies:
             plgpu.copy_smem_to_gmem(at, ref)
         plgpu.wait_smem_to_gmem(0)
 
-    out_type, scratch_types = [], [smem((tm, tn), d) for d in compiled_for]
-    scratch_types += [plgpu.Barrier() for _ in inputs]
-    for _ in scales:
-        out_type += [jax.ShapeDtypeStruct((m, n), dtype), jax.ShapeDtypeStruct((n, m), dtype)]
-        out_type += [jax.ShapeDtypeStruct((m // tm * columns,), jnp.float32)]
-        scratch_types += [smem((tm, tn), dtype), smem((tn, tm), dtype)]
-        if compute is not None:
-            scratch_types += [smem((tm, tn), jnp.float32)]
-        if wide_dtype is not None:
-            out_type += [jax.ShapeDtypeStruct((m, n), wide_dtype)]
-            scratch_types += [smem((tm, tn), wide_dtype)]
-        if sums:
-            out_type += [jax.ShapeDtypeStruct((m // tm, n), jnp.float32)]
-            scratch_types += [plgpu.SMEM((tn,), jnp.float32)]
     kernel = plgpu.kernel(
         body,
-        out_type=tuple(out_type),
-        scratch_types=tuple(scratch_types),
+        out_type=([optional.in_memory((m, n), tile, dtype)] * len(scales),),
+        scratch_types=(
+            [_shared(tile, x.dtype) for x in inputs],
+            [plgpu.Barrier() for _ in inputs],
+            [optional.on_chip(tile, dtype)] * len(scales),
+        ),
         grid=(m // tm * columns,),
         grid_names=("tile",),
         kernel_name=name,
         interpret=interpret,
     )
-    flat = kernel(*inputs, *(scale.reshape(1) for scale in scales))
-    per_value = len(flat) // len(scales)
-    found = [flat[k * per_value : (k + 1) * per_value] for k in range(len(scales))]
-    outputs = []
-    for q, q_t, partial, *more in found:
-        wide = more.pop(0) if wide_dtype is not None else None
-        outputs.append(Output(q, q_t, jnp.max(partial), wide, jnp.sum(more[0], axis=0) if sums else None))
-    return outputs
+    (found,) = kernel(inputs, of_rows, of_columns, [scale.reshape(1) for scale in scales])
+    return [Output(v.q, v.q_t, jnp.max(v.amax), v.wide, jnp.sum(v.sums, axis=0) if sums else None) for v in found]
 
 
 def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:
@@ -192,3 +155,78 @@ def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:
     if plain and n % 128 == 0:
         return 64, 128
     return (128, 64) if plain and m % 128 == 0 else (64, 64)
+
+
+class _PerValue(NamedTuple):
+    """What the kernel writes for one value: the arrays, or a tile of them on the chip."""
+
+    q: Any
+    q_t: Any
+    amax: Any = None  # partial ones, in memory only
+    wide: Any = None
+    sums: Any = None  # partial ones
+    value: Any = None  # rounded, on the chip only
+
+
+class _Optional(NamedTuple):
+    """What is written beside the casts: computed values, rounded so, on the chip; values in a wide dtype; sums."""
+
+    rounded: Any
+    wide_dtype: Any
+    sums: bool
+
+    def in_memory(self, shape: tuple[int, int], tile: tuple[int, int], dtype: Any) -> _PerValue:
+        """The arrays for a value of this shape."""
+        (m, n), array = shape, jax.ShapeDtypeStruct
+        return _PerValue(
+            q=array((m, n), dtype),
+            q_t=array((n, m), dtype),
+            amax=array((m // tile[0] * (n // tile[1]),), jnp.float32),
+            wide=None if self.wide_dtype is None else array((m, n), self.wide_dtype),
+            sums=array((m // tile[0], n), jnp.float32) if self.sums else None,
+        )
+
+    def on_chip(self, tile: tuple[int, int], dtype: Any) -> _PerValue:
+        """The tiles."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return _PerValue(
+            q=_shared(tile, dtype),
+            q_t=_shared((tile[1], tile[0]), dtype),
+            wide=None if self.wide_dtype is None else _shared(tile, self.wide_dtype),
+            sums=plgpu.SMEM(tile[1:], jnp.float32) if self.sums else None,
+            value=None if self.rounded is None else _shared(tile, self.rounded),
+        )
+
+
+def _shared(shape: tuple[int, int], dtype: Any) -> Any:
+    """Shared memory without bank conflicts for rows and for columns of a fragment."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    size = jnp.dtype(dtype).itemsize
+    width = min(128, shape[1] * size)
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, width // size)), swizzle(width)))
+
+
+def _load(tile: Any) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.load(tile, layout=plgpu.Layout.WGMMA_8BIT, optimized=False).astype(jnp.float32)
+
+
+def _load_transposed(tile: Any) -> Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x = plgpu.load(tile.T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
+    return plgpu.layout_cast(x, plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
+def _load_vector(ref: Any, axis: int, tile: tuple[int, int]) -> Array:
+    """A vector along `axis` of a tile, as a tile."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WGMMA_8BIT
+    vector = plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False)
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, tile, (axis,)), layout)

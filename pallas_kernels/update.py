@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import backend as backends, meshes, moments as _moments, multi_tensor, reference, write_order
+from pallas_kernels import backend as backends, flags, meshes, moments as _moments, multi_tensor, reference, write_order
 from pallas_kernels.moments import Quantized
 
 
@@ -358,14 +358,14 @@ def _in_order(
     def with_flags(values: multi_tensor.Values) -> Any:
         results, sums = f(values)
         held, saturated = sums[0] != 0, sums[1] != 0 if len(sums) == 2 else None
-        return [*results, *write_order.in_bytes([held], [saturated])], sums
+        return [*results, *flags.in_bytes([held], [saturated])], sums
 
     asked = [leaf._replace(outs=(jnp.int8,)) for leaf in leaves]
-    flags = [new[-1] for new in multi_tensor.reference(with_flags, asked, scalars).leaves]
-    flags, old = write_order.behind((flags, [(leaf.states, leaf.writes) for leaf in leaves]))
+    both = [new[-1] for new in multi_tensor.reference(with_flags, asked, scalars).leaves]
+    both, old = write_order.behind((both, [(leaf.states, leaf.writes) for leaf in leaves]))
     leaves = [
         leaf._replace(reads=(*leaf.reads, x), states=states, writes=writes)
-        for leaf, x, (states, writes) in zip(leaves, flags, old, strict=True)
+        for leaf, x, (states, writes) in zip(leaves, both, old, strict=True)
     ]
     weights = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
     n_weights = [2 if leaf.kind.is_split else 1 for leaf in leaves]
@@ -381,7 +381,7 @@ def _in_order(
         (*weight, *new[n : len(leaf.states)], *params)
         for leaf, n, (weight, params), new in zip(leaves, n_weights, written, rest, strict=True)
     ]
-    return multi_tensor.Result(together, write_order.count(flags)[:n_sums])
+    return multi_tensor.Result(together, flags.count(both)[:n_sums])
 
 
 def _breaks(new: Array, old: Array) -> Array:

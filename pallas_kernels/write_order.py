@@ -13,18 +13,13 @@ The update is written down in each part, from old arrays behind a barrier. XLA r
 other platforms there is no barrier, so the parts are equal programs, and XLA makes them one: one pass computes all.
 """
 
-import functools
-from collections.abc import Sequence
-
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int8, PyTree
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
 
 from pallas_kernels import backend
-
-Flags = list[Int8[Array, "..."]]
 
 
 def pays(tree: PyTree) -> bool:
@@ -32,11 +27,33 @@ def pays(tree: PyTree) -> bool:
 
     Without a trace, nothing is donated. On a mesh, a part more is a collective more.
     """
-    leaves = jax.tree.leaves(tree)
-    is_traced = any(isinstance(x, Tracer) for x in leaves)
-    if not is_traced or jax.default_backend() != "cpu" or not backend.BARRIERS_HOLD:
+    if backend.default_platform() != "cpu" or not backend.BARRIERS_HOLD or not _is_traced(tree):
         return False
-    return jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in leaves)
+    return all(mesh.empty for mesh in _meshes(tree))
+
+
+def is_one_pass(tree: PyTree) -> bool:
+    """Whether a step is traced for a GPU, where XLA makes one pass of it, and each array is whole on its device.
+
+    Inside `jax.shard_map` and `jax.pmap` each device has its own arrays. Under `jax.jit` on a mesh, arrays of one shape
+    may be split in different ways: what joins or adds them would be a collective.
+    """
+    return is_for_gpu(tree) and all(
+        mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names) for mesh in _meshes(tree)
+    )
+
+
+def is_for_gpu(tree: PyTree) -> bool:
+    """Whether a step is traced on a machine whose default device is a GPU."""
+    return backend.default_platform() in ("gpu", "cuda", "rocm") and _is_traced(tree)
+
+
+def _is_traced(tree: PyTree) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
+def _meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
+    return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]
 
 
 def behind(tree: PyTree) -> PyTree:
@@ -53,45 +70,3 @@ def _barrier(*arrays: Array) -> list[Array]:
 
 def _unchanged(*arrays: Array) -> list[Array]:
     return list(arrays)
-
-
-def in_bytes(first: Sequence[Array], second: Sequence[Array | None]) -> Flags:
-    """Two flags for each element of each param in the lowest bits of an int8; None stands for no flag set."""
-    return [
-        x.astype(jnp.int8) if y is None else x.astype(jnp.int8) + 2 * y.astype(jnp.int8)
-        for x, y in zip(first, second, strict=True)
-    ]
-
-
-def first_of(flags: Flags) -> list[Bool[Array, "..."]]:
-    """The first flags of `in_bytes`."""
-    return [(x & 1) != 0 for x in flags]
-
-
-def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """How many of the first, and of the second flags are set; float32[] each. XLA for CPU counts only if any is set."""
-    if not flags:
-        return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.platform_dependent(flags, cpu=_count_if_any, default=_count)
-
-
-def _count(flags: Flags) -> tuple[Array, Array]:
-    return sums_of_pairs([(x & 1, x >> 1) for x in flags])
-
-
-def sums_of_pairs(pairs: Sequence[tuple[Array, Array]]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The sum of all first, and of all second arrays; float32[] each.
-
-    Both are one sum of complex numbers: XLA makes two reductions part of the optimizer's pass over memory only if they
-    are one operation on one array.
-    """
-    both = jnp.zeros((), jnp.complex64)
-    for first, second in pairs:
-        both += jnp.sum(lax.complex(first.astype(jnp.float32), second.astype(jnp.float32)))
-    return jnp.real(both), jnp.imag(both)
-
-
-def _count_if_any(flags: Flags) -> tuple[Array, Array]:
-    most = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in flags])
-    nothing = (jnp.zeros((), jnp.float32),) * 2
-    return lax.cond(most > 0, lambda: _count(flags), lambda: nothing)

@@ -54,6 +54,7 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
         add(f"activation_cast_transpose_amax, {activation}", forward, "bfloat16")
         backward = functools.partial(_activation_grad, activation=activation)
         add(f"activation_grad_cast_transpose_amax, {activation}", backward, "bfloat16 bfloat16")
+    add("norm_cast_transpose_amax", lambda x, backend: _norm(x, backend), "bfloat16")
     gated = pallas_kernels.silu_gated_cast_transpose_amax
     add(
         "silu_gated_cast_transpose_amax",
@@ -97,6 +98,13 @@ def normal(shape: tuple[int, ...], seed: int, dtype: str) -> jax.Array:
 
 def _cast(x: jax.Array, backend: str) -> Any:
     return pallas_kernels.cast_transpose_amax(x, jnp.float32(4.0), E4M3, backend=backend)
+
+
+def _norm(x: jax.Array, backend: str) -> Any:
+    wide = x.astype(jnp.float32)
+    inv_std, mean, (weight, bias) = jnp.exp(wide[:, 0]), wide[:, 1], wide[:2]
+    vectors = {"mean": mean, "weight": weight, "bias": bias}
+    return pallas_kernels.norm_cast_transpose_amax(x, inv_std, jnp.float32(4.0), E4M3, **vectors, backend=backend)
 
 
 def _activation(x: jax.Array, *, activation: str, backend: str) -> Any:

@@ -11,6 +11,8 @@ Five kinds of programs are compiled for H100, and their final HLO is read:
         write q and q^T             32 + 32 each              16 + 16             352 in total; 432 if q is read again
                                                                                   to make q^T
     The same after a gelu. The gelu need not be in memory; its gradient reads x and a gradient (64 each) and writes 64.
+    The same after a norm. Its result need not be in memory either; its statistics read x (64), and its gradient reads x
+    and a gradient twice and writes 64. By policy "fp8" a layer without a dtype must move no more.
 
 2.  The optimizer's side of a step with 24 fp8 layers, which updates 72 scales and their histories.
 3.  A data-parallel step of these layers on 8 devices: one small all-reduce must carry all flags and amaxes.
@@ -21,8 +23,9 @@ Five kinds of programs are compiled for H100, and their final HLO is read:
 """
 
 import functools
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +34,7 @@ import optax
 from flax import linen as nn
 from flax.linen import fp8_ops
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
@@ -101,8 +104,36 @@ def layers() -> list[Layer]:
         Layer('jaxmp.fp8.dot_general(activation="gelu")', by_vjp(_gelu_fused), (w, scales), behind_gelu),
         Layer("gelu, then jaxmp.fp8.dot_general", by_vjp(_behind_gelu(_delayed)), (w, scales)),
         Layer("gelu, then flax Fp8DirectDotGeneralOp", by_vjp(_behind_gelu(_flax)), _params(flax_dense, False)),
+        *behind_norms(),
         *qwix_layers(),
     ]
+
+
+class Normed(nn.Module):
+    """A Dense layer after a norm: flax's, which the cast of its result computes, or the same by hand."""
+
+    norm: type[nn.Module]
+    by_hand: bool = False
+    dtype: Any = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        y = self.norm(dtype=self.dtype)(x)
+        y = lax.optimization_barrier(y) if self.by_hand else y
+        return nn.Dense(WIDTH, use_bias=False, dtype=self.dtype)(y)
+
+
+def behind_norms() -> Iterator[Layer]:
+    """A layer after each norm: beside the norm in a pass of its own, and by policy in place of dtypes."""
+    for norm in (nn.RMSNorm, nn.LayerNorm):
+        once = Target(kernels=22, mib=745, after_a_gemm=3)  # the norm's gradient
+        for name, model, target, options in (
+            (f"{norm.__name__} by itself, then linen Dense", Normed(norm, by_hand=True), None, {}),
+            (f"{norm.__name__}, then linen Dense", Normed(norm), once, {}),
+            ("the same without a dtype, by policy", Normed(norm, dtype=None), once, {"policy": "fp8"}),
+        ):
+            params = _params(functools.partial(_of, model), True)
+            yield Layer(name, functools.partial(trained, model, in_order=True, **options), params, target)
 
 
 def qwix_layers() -> list[Layer]:
@@ -173,19 +204,43 @@ def linen_autocast(variables: PyTree, x: Array, g: Array) -> Any:
     return trained(nn.Dense(WIDTH, use_bias=False, dtype=x.dtype), variables, x, g)
 
 
-def trained(model: nn.Module, variables: PyTree, x: Array, g: Array) -> Any:
-    """y = model(x), one array or several, and the gradients of sum(y * g), by jaxmp in the context of fp8."""
+def trained(
+    model: nn.Module, variables: PyTree, x: Array, g: Array, *, in_order: bool = False, policy: Any = None
+) -> Any:
+    """y = model(x), one array or several, and the gradients of sum(y * g), by jaxmp in the context of fp8.
+
+    `in_order`: the gradient of y is made when y is there, as in a network; XLA would fuse forward and backward passes.
+    """
 
     def loss_fn(params: PyTree, x: Array) -> Any:
         y: Any = model.apply({"params": params}, x)
+        if in_order:
+            y = y.astype(g.dtype)
+            return _with_gradient(y, g), y
         return sum(jnp.sum(part.astype(jnp.float32) * g.astype(jnp.float32)) for part in jax.tree.leaves(y)), y
 
     params = variables["params"]
     opt_state = jaxmp.mixed_precision(optax.identity(), "fp8").init(params)
     with fp8.autocast(filter=everywhere):
-        grad_fn = jaxmp.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+        grad_fn = jaxmp.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True, policy=policy)
         (_, y), grads = grad_fn(params, x, opt_state=opt_state)
     return y, grads
+
+
+@jax.custom_vjp
+def _with_gradient(y: Array, g: Array) -> Array:
+    """A loss whose gradient with respect to y is g, which is there when y is."""
+    del y, g
+    return jnp.zeros(())
+
+
+_with_gradient.defvjp(lambda y, g: (jnp.zeros(()), (y, g)), lambda kept, _: (lax.optimization_barrier(kept)[1], None))
+
+
+def _of(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`model`, whatever a layer's arguments are."""
+    del args, kwargs
+    return model
 
 
 def _params(dense: Callable[..., Any], autocast: bool, *, use_bias: bool = False) -> PyTree:
@@ -234,6 +289,38 @@ def _missed(row: dict[str, Any], target: Target) -> list[str]:
         (row["mib"] <= target.mib, f"over {target.mib} MiB"),
     )
     return [what for holds, what in checks if not holds]
+
+
+def measure_split_weight() -> dict[str, Any]:
+    """One layer under jit on eight devices, its weight split by rows and x by rows: how the weight is gathered."""
+    m, whole, rows = aot.mesh(8), P(), P("data")
+    x, w = aot.spec(m, (ROWS, WIDTH), jnp.bfloat16, rows), aot.spec(m, (WIDTH, WIDTH), jnp.float32, rows)
+    scales = [aot.spec(m, (), jnp.float32, whole)] * 3
+
+    def run(params: PyTree, x: Array, g: Array) -> Any:
+        y, backward = jax.vjp(_delayed, params, x)
+        (dw, d_scales), dx = backward(lax.optimization_barrier((y, g))[1])
+        return y, lax.with_sharding_constraint(dw, NamedSharding(m, rows)), d_scales, dx
+
+    compiled = aot.compile_for(run, (w, fp8.Scales(*scales)), x, x, compiler_options=OPTIONS)
+    report, runs = aot.report(compiled), aot.instructions(compiled)
+    gathers = re.findall(r"= \(*(\w+)\[[^\n]* all-gather(?:-start)?\(", compiled.as_text() or "")
+    beside = [i for i in runs if not i.kind.startswith(GEMM) and i.kind]
+    per_weight = [size * 8 / WIDTH**2 for size in report["collectives"]["all-gather"]]
+    checks = (
+        (
+            set(gathers) == {"f8e4m3fn"} and per_weight == [1.0, 1.0],
+            f"gathers of {gathers}, {per_weight} bytes a weight",
+        ),
+        (sum("mosaic" in i.kind for i in beside) == 2, "x and g are not cast by the kernel"),
+    )
+    return {
+        "gathered": gathers,
+        "bytes_per_weight": per_weight,
+        "kernels": len(beside),
+        "mib": round(sum(i.bytes_read + i.bytes_written for i in beside) / 2**20, 1),
+        "missed": [what for holds, what in checks if not holds],
+    }
 
 
 # --- a transformer block ----------------------------------------------------------------------------------------------
@@ -514,7 +601,20 @@ def render(results: dict[str, Any]) -> str:
         [str(r["layers"]), str(r["scales"]), *(_sizes(r[key]) for key in ("small_all_reduces", "other_all_reduces"))]
         for r in results["exchanges"]
     ]
-    tables = (cells, mlp_cells(results["mlps"]), block_cells(results["blocks"]), updates, exchanges)
+    row = results["split_weight"][0]
+    split = [
+        ["8 devices, jit: one layer with its weight split", "bytes a weight", "kernels beside", "MiB beside", "holds"]
+    ]
+    split += [
+        [
+            f"gathered in {', then '.join(row['gathered'])}",
+            ", then ".join(f"{size:.0f}" for size in row["bytes_per_weight"]),
+            str(row["kernels"]),
+            f"{row['mib']:.0f}",
+            holds(row),
+        ]
+    ]
+    tables = (cells, split, mlp_cells(results["mlps"]), block_cells(results["blocks"]), updates, exchanges)
     return "\n\n".join(markdown(part) for part in tables)
 
 
@@ -528,6 +628,8 @@ def measure_all() -> dict[str, Any]:
     for layer in layers():
         print(f"compiling: {layer.name}", file=sys.stderr, flush=True)
         rows.append(measure_layer(layer))
+    print("compiling: a layer with its weight split", file=sys.stderr, flush=True)
+    split = [measure_split_weight()]
     gated = []
     for mlp in mlps():
         print(f"compiling: a gated MLP, {mlp.name}", file=sys.stderr, flush=True)
@@ -544,6 +646,7 @@ def measure_all() -> dict[str, Any]:
         "layer": {"x": [ROWS, WIDTH], "kernel": [WIDTH, WIDTH]},
         "versions": found,
         "layers": rows,
+        "split_weight": split,
         "mlps": gated,
         "blocks": blocks,
         "updates": updates,

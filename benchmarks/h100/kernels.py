@@ -40,6 +40,7 @@ LEAVES = (1, 2, 12, 37, 148)
 LEAST_LOAD = 8  # bytes that a thread loads at once from a leaf
 N_SCALARS = 8  # loads of 4 bytes that a kernel may have: the flag, the scalars, numbers of the leaf
 SLACK = 0.5  # MiB: partial sums and scalars
+CAST, NORM = "cast_transpose_amax", "norm_cast_transpose_amax"  # whose splits over devices are looked at
 
 
 class Kernel(NamedTuple):
@@ -91,6 +92,20 @@ def kernels() -> list[Kernel]:
             inputs=3,
             values=2,
             wide=True,
+        ),
+        *_matrix(
+            "norm_cast_transpose_amax of an RMSNorm",
+            lambda x, s, d, w: k.norm_cast_transpose_amax(x, d, s, e4m3, weight=w, rounded=jnp.bfloat16),
+            inputs=1,
+            vectors=2,
+        ),
+        *_matrix(
+            "norm_cast_transpose_amax of a LayerNorm",
+            lambda x, s, d, m, w, b: k.norm_cast_transpose_amax(
+                x, d, s, e4m3, mean=m, weight=w, bias=b, rounded=jnp.bfloat16
+            ),
+            inputs=1,
+            vectors=4,
         ),
         *_over_trees(),
     ]
@@ -157,15 +172,16 @@ def _over_trees(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Kernel]:
 
 
 def _matrix(
-    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False
+    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False, vectors: int = 0
 ) -> Iterator[Kernel]:
     """Rows of a kernel on square matrices: reads each once, writes each value twice in fp8, and wide if `wide`."""
+    vector = jax.ShapeDtypeStruct((SIDE,), jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = jnp.dtype(dtype).itemsize
         x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         least = (inputs * size + values * (2 + wide * size)) * SIDE**2 / 2**20
-        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values, least)
+        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values + (vector,) * vectors, least)
 
 
 def measure(kernel: Kernel) -> dict[str, Any]:
@@ -250,11 +266,16 @@ def said_by_ptxas() -> Iterator[list[str]]:
             said.append(file.read())
 
 
-def measure_split(spec: P) -> dict[str, Any]:
-    """cast_transpose_amax of a matrix split over eight devices, under plain jit."""
+def measure_split(name: str, spec: P) -> dict[str, Any]:
+    """A kernel on a matrix split over eight devices, under plain jit; vectors of its rows and columns are whole."""
     m = aot.mesh(8, ("a", "b"), (4, 2))
     arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
-    compiled = aot.compile_for(lambda x, s: pallas_kernels.cast_transpose_amax(x, s, jnp.float8_e4m3fn), *arguments)
+    run, e4m3 = getattr(pallas_kernels, name), jnp.float8_e4m3fn
+    if name.startswith("norm"):
+        vector = aot.spec(m, (SIDE,), jnp.float32)
+        compiled = aot.compile_for(lambda x, s, d, w: run(x, d, s, e4m3, weight=w), *arguments, vector, vector)
+    else:
+        compiled = aot.compile_for(lambda x, s: run(x, s, e4m3), *arguments)
     report = aot.report(compiled)
     found = report["collectives"]
     small = sum(found.get("all-reduce", [])) <= 4 and set(found) <= {"all-reduce"}
@@ -265,7 +286,12 @@ def measure_split(spec: P) -> dict[str, Any]:
         (_padded(q.spec) == _padded(spec), f"q is split as {q.spec}"),
         (_padded(q_t.spec) == _padded(spec)[::-1], f"q.T is split as {q_t.spec}"),
     )
-    return {"x": str(spec), "collectives": found, "missed": [what for holds, what in checks if not holds]}
+    return {
+        "kernel": name,
+        "x": str(spec),
+        "collectives": found,
+        "missed": [what for holds, what in checks if not holds],
+    }
 
 
 def _padded(spec: P) -> tuple[Any, ...]:
@@ -289,9 +315,10 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in results["kernels"]
     ]
-    split = [["cast_transpose_amax under jit, x on a 4 x 2 mesh (a, b) as", "collectives", "holds"]]
+    split = [["kernel under jit", "x on a 4 x 2 mesh (a, b) as", "collectives", "holds"]]
     split += [
         [
+            row["kernel"],
             row["x"],
             ", ".join(f"{kind} of {sum(sizes)} B" for kind, sizes in row["collectives"].items()) or "none",
             holds(row),
@@ -331,7 +358,10 @@ def measure_all() -> dict[str, Any]:
         "versions": found,
         "kernels": rows,
         "widths": [row for n in LEAVES for row in measure_widths(n)],
-        "split": [measure_split(spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())],
+        "split": [
+            *(measure_split(CAST, spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())),
+            *(measure_split(NORM, spec) for spec in (P("a"), P(None, "b"))),
+        ],
     }
 
 

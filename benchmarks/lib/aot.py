@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels import write_order
+from pallas_kernels import backend
 
 _TARGET = Path(__file__).resolve().with_name("h100_sxm.txtpb")
 _ITEMSIZE = {
@@ -127,14 +127,15 @@ def compile_for(
     f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
 ) -> jax.stages.Compiled:
     """Lowers `jax.jit(f, **jit_kwargs)` on abstract `args` and compiles it for their devices."""
-    with as_there():
+    described = [x.sharding for x in jax.tree.leaves(args) if getattr(x, "sharding", None) is not None]
+    with as_there(next(iter(described[0].device_set)).platform):
         lowered = jax.jit(f, **jit_kwargs).lower(*args)
     return lowered.compile(compiler_options=compiler_options)
 
 
-def as_there() -> contextlib.AbstractContextManager[Any]:
-    """For the trace of a step: as on a machine with the described device, where the default device is no CPU."""
-    return mock.patch.object(write_order, "pays", lambda tree: False)
+def as_there(platform: str = "gpu") -> contextlib.AbstractContextManager[Any]:
+    """For the trace of a step: as on a machine whose default device is the described one, and no CPU."""
+    return mock.patch.object(backend, "default_platform", lambda: platform)
 
 
 def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:

@@ -533,6 +533,10 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, elas
         ),
         "save(step)": (lambda m, tx, s, p: jaxmp.checkpoint.save(m, "9", params=p, opt_state=s), "str as step"),
         "save(swapped)": (lambda m, tx, s, p: jaxmp.checkpoint.save(m, 9, params=s, opt_state=p), "state as params"),
+        "save(swapped, of optax)": (
+            lambda m, tx, s, p: jaxmp.checkpoint.save(m, 9, params=optax.adam(1.0).init(p), opt_state=p),
+            "got an optimizer's state as params",
+        ),
         "save(extra=[])": (
             lambda m, tx, s, p: jaxmp.checkpoint.save(m, 9, params=p, opt_state=s, extra=[p]),
             r"extra= takes trees by name.*; got list. Give each tree a name",

@@ -678,7 +678,7 @@ def test_a_loss_outside_of_autocast_is_warned_of():
         jaxmp.value_and_grad(loss_fn)(params, opt_state=tx.init(params))
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
-    with pytest.warns(UserWarning, match="kernels that are stored in fp8 as if they were the weights"):
+    with pytest.raises(ValueError, match="reads .*/kernel outside of an fp8 layer, in dot_general"):
         jaxmp.value_and_grad(loss_fn)(policy.cast_to_param(params), opt_state=tx.init(params))
 
 

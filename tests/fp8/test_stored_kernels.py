@@ -241,6 +241,72 @@ def test_switched_off_a_layer_multiplies_by_the_weight_itself():
     assert_close(grads["Dense_1"]["kernel"], gradient.astype(jnp.bfloat16), rtol=2.0**-6, atol=2.0**-12)
 
 
+def norm(params):
+    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for k, x in jaxmp_leaves(params) if k.endswith("kernel"))
+
+
+def jaxmp_leaves(params):
+    return [("/".join(str(k.key) for k in path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+
+
+READS = {
+    "a penalty": lambda p, x, y: loss_fn(p, x, y) + 1e-4 * norm(p),
+    "remat": lambda p, x, y: loss_fn(p, x, y) + 1e-4 * jax.checkpoint(norm)(p),
+    "jit": lambda p, x, y: loss_fn(p, x, y) + 1e-4 * jax.jit(norm)(p),
+    "scan": lambda p, x, y: loss_fn(p, x, y) + jax.lax.scan(lambda c, _: (c + norm(p), None), 0.0, None, length=2)[0],
+    "cond": lambda p, x, y: loss_fn(p, x, y) + jax.lax.cond(y[0, 0] > 0, norm, lambda p: 0.0, p),
+    "rearranged": lambda p, x, y: loss_fn(p, x, y) + jnp.mean(p["Dense_1"]["kernel"].T.reshape(-1)[:4]),
+    "vmap": lambda p, x, y: loss_fn(p, x, y) + jnp.sum(jax.vmap(lambda w: w @ w)(p["Dense_1"]["kernel"])),
+    "a layer outside of autocast": lambda p, x, y: jnp.mean(Net().apply({"params": p}, x).astype(jnp.float32) - y),
+    "policy": lambda p, x, y: norm(p),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.sampled(4))])
+def test_a_loss_that_reads_a_kernel_outside_of_its_layer_is_refused(name, kept):
+    if kept:  # cast once for two microbatches, not stored
+        policy, options = "fp8", {"accumulate": 2, "keep_fp8_weights": True}
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
+        params, opt_state = jaxmp.get_policy(policy).cast_to_param(params32()), tx.init(params32())
+    else:
+        (_, params, opt_state, _), options = job(), {"policy": "fp8"} if name == "policy" else {}
+    grad = jaxmp.value_and_grad(READS[name], **options)
+    with pytest.raises(
+        ValueError, match=r"reads argument 0/Dense_1/kernel outside of an fp8 layer.*load_weights\(params"
+    ):
+        jax.eval_shape(lambda p, s: grad(p, X, Y, opt_state=s), params, opt_state)
+
+
+def test_a_penalty_takes_the_weights_by_load_weights():
+    _, params, opt_state, _ = job()
+    penalized = lambda p, x, y: loss_fn(p, x, y) + 0.5 * norm(jaxmp.fp8.load_weights(p, jnp.float32))  # noqa: E731
+    loss, grads = jax.jit(jaxmp.value_and_grad(penalized))(params, X, Y, opt_state=opt_state)
+    plain, without = first_gradients()
+    weights = {k: np.asarray(v, np.float64) for k, v in jaxmp_leaves(jaxmp.fp8.load_weights(params, jnp.float32))}
+    kernels = {k: v for k, v in weights.items() if k.endswith("kernel")}
+    assert_close(loss - plain, np.float32(0.5 * sum((w**2).sum() for w in kernels.values())), rtol=1e-4)
+    for name, w in kernels.items():
+        layer = name.split("/")[0]
+        moved = np.asarray(grads[layer]["kernel"], np.float64) - np.asarray(without[layer]["kernel"], np.float64)
+        assert_close(moved, w, rtol=2.0**-6, atol=2.0**-6)  # gradients of such kernels are bfloat16
+    assert_bitwise(grads["Dense_1"]["Fp8DotGeneral_0"], without["Dense_1"]["Fp8DotGeneral_0"])
+
+
+def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    model, tx = Net(), jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=RECIPE)
+    state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params32(), tx=tx, policy=policy)
+    with pytest.raises(ValueError, match=r"got params/Dense_1/kernel for a model outside of fp8"):
+        state.apply_fn({"params": state.params}, X)
+    weights = jaxmp.fp8.load_weights(state.params, jnp.bfloat16)
+    expected = model.apply({"params": weights}, X)
+    assert_bitwise(state.apply_fn({"params": weights}, X), expected)
+    with jaxmp.autocast(policy):
+        assert_close(state.apply_fn({"params": state.params}, X), expected, rtol=0, atol=0.1)
+    assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
+
+
 @pytest.mark.costly
 def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     tx, params, opt_state = make(inner=optax.sgd(0.1), layers=4)

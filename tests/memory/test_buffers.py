@@ -68,6 +68,20 @@ def test_what_is_cheap_is_recomputed_and_jax_would_save_it():
     assert of_gradient(f) == (5, 1)
 
 
+@pytest.mark.parametrize("costly", [jnp.tanh, lax.erf, jax.nn.sigmoid])
+def test_what_is_costly_is_not_computed_again_for_each_reader(costly):
+    """XLA writes the tanh of a gelu once. It keeps it for the backward pass beside what it is computed from."""
+    large = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def kept(f):
+        def loss(x, w):
+            return jnp.sum(f(x @ w) @ w)
+
+        return usage(jax.value_and_grad(loss, argnums=(0, 1)), large, large).kept / buffers.nbytes(large)
+
+    assert kept(lambda y: y * costly(y)) == kept(lambda y: y * jnp.abs(y)) + 1
+
+
 def test_a_sum_of_two_is_stored_where_two_read_it():
     """x @ w + sin(w @ x): recomputing would read two, storing it reads one. Two matmuls' results die."""
 

@@ -67,3 +67,21 @@ def test_a_run_without_steps_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no step was recorded"):
         monitor.write_report(monitor.Monitor(), tmp_path / "run.html")
     assert not (tmp_path / "run.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "told"),
+    {
+        "no monitor": ((None, "run.html"), TypeError, r"got NoneType, str, str"),
+        "no title": ((monitor.Monitor(), "run.html", None), TypeError, r"title='...'.*got Monitor, str, NoneType"),
+        "swapped": (("run.html", monitor.Monitor()), TypeError, r"got str, Monitor, str"),
+        "no folder": ((monitor.Monitor(), "none/run.html"), ValueError, r"none/run.html lies in a folder"),
+        "folder": ((monitor.Monitor(), "."), ValueError, r"is a folder. Make the folder, or name a file"),
+    }.values(),
+)  # fmt: skip
+def test_arguments_that_no_report_can_be_written_from(arguments, kind, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, path, *title = arguments
+    with pytest.raises(kind, match=told):
+        monitor.write_report(run, path, **({"title": title[0]} if title else {}))
+    assert not list(tmp_path.iterdir())

@@ -220,6 +220,7 @@ def test_memory_prints_plans_of_a_user(planner, capsys, what, head):
         ("no_such_module:plan", "'no_such_module:plan' is not there: No module named 'no_such_module'"),
         ("my_plans:three", "'my_plans:three' is not there: module 'my_plans' has no attribute 'three'"),
         ("my_plans:none", "must return a jaxmp.memory.Plan or a dict of them; got dict"),
+        ("json:dumps", r"'json:dumps' must be a function without arguments that returns.*raised TypeError: dumps\(\)"),
     ],
 )
 def test_memory_names_what_is_wrong(planner, capsys, what, message):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training import train_state
 
 import jaxmp
 
@@ -145,3 +146,68 @@ def test_over_devices():
         over = jax.pmap(lambda s, _, run=run: run(s), axis_name="data", in_axes=(None, 0), out_axes=None)
         with pytest.warns(UserWarning, match=LOOKS) if wrong else silence():
             over(tx.init(PARAMS), np.zeros(2))
+
+
+def plain_step(tx, dtype=jnp.float16):
+    """One step by tx.update, as flax's own TrainState makes it, after jaxmp.value_and_grad."""
+
+    def run(params, opt_state):
+        loss, grads = jaxmp.value_and_grad(
+            lambda p: sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(p))
+        )(params, opt_state=opt_state)
+        return loss, tx.update(grads, opt_state, params)
+
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    return jax.jit(run)(params, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "decay", "adam", "behind others"])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_tx_update_warns_of_what_its_chain_has_before_it(name, scale):
+    tx = chained(WRONG[name]) if scale is None else chained(WRONG[name], loss_scale=scale)
+    with pytest.warns(UserWarning, match=LOOKS) as caught:
+        plain_step(tx)
+    assert [LOOKS in str(w.message) for w in caught] == [True]
+
+
+@pytest.mark.parametrize("name", ["identity", "zero_nans", "schedule", "frozen", "mean of devices"])
+def test_tx_update_is_silent_where_nothing_looks(name):
+    with silence():
+        plain_step(chained(RIGHT[name]))
+
+
+def test_tx_update_is_silent_without_a_scale_and_inside():
+    clip = optax.clip_by_global_norm(1.0)
+    with silence():
+        plain_step(optax.chain(clip, jaxmp.mixed_precision(optax.sgd(0.1), "bf16")), jnp.bfloat16)
+        plain_step(jaxmp.mixed_precision(optax.chain(clip, optax.sgd(0.1)), "fp16"))
+        tx = chained(clip)
+        jaxmp.value_and_grad(lambda p: jnp.sum(p["a"].astype(jnp.float32) ** 2))(
+            PARAMS, opt_state=tx.init(PARAMS)
+        )  # no update
+
+
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_states_and_optimizers_of_flax_are_warned(module):
+    tx = chained(optax.clip_by_global_norm(1.0))
+    if module == "linen":
+        state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+        def run(state):
+            grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["a"].astype(jnp.float32) ** 2))(
+                state.params, opt_state=state
+            )[1]
+            return state.apply_gradients(grads=grads)
+
+        args = (state,)
+    else:
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float16)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        def run(model, optimizer):
+            loss = lambda m: jnp.sum(m(jnp.ones((2, 4), jnp.float16)).astype(jnp.float32))  # noqa: E731
+            optimizer.update(model, jaxmp.nnx.value_and_grad(loss)(model, opt_state=optimizer.opt_state)[1])
+
+        args = (model, optimizer)
+    with pytest.warns(UserWarning, match=LOOKS):
+        (nnx.jit if module == "nnx" else jax.jit)(run)(*args)

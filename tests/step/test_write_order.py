@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxmp
+from pallas_kernels import backend
 
 SIDE = 64
 HUGE = 3e38  # its square is infinite: Adam's second moment cannot take it
@@ -64,6 +65,32 @@ def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
     skipped = compiled(*found, grads | {"b": grads["b"].at[1, 1].set(jnp.nan)})
     for got, x in zip(jax.tree.leaves(skipped[0]), jax.tree.leaves(found[0]), strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(x))
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "split"])
+def test_a_step_traced_for_a_gpu_counts_and_keeps_the_same_elements(name, monkeypatch):
+    monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
+    given = {"remainder_bits": 16} if name == "split" else {"loss_scale": 1.0} if name == "fp16" else {}
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "fp16" if name == "fp16" else "bf16", **given)
+    rng = np.random.default_rng(0)
+    shapes = {"m": (300, 128), "n": (300, 128), **{f"b{i}": (8,) for i in range(9)}}
+    params32 = {x: jnp.asarray(rng.normal(size=shape), jnp.float32) for x, shape in shapes.items()}
+    if name == "fp16":
+        params32 |= {"n": params32["n"].at[0].set(1e5), "b8": params32["b8"].at[1:3].set(-1e6)}
+    params = jaxmp.get_policy("fp16" if name == "fp16" else "bf16").cast_to_param(params32)
+    ordinary = {x: jnp.asarray(rng.normal(size=shape), jnp.float32) for x, shape in shapes.items()}
+    huge = ordinary | {"m": ordinary["m"].at[5:7].set(1e20), "b3": ordinary["b3"].at[2].set(-1e25)}
+    broken = ordinary | {"n": ordinary["n"].at[299, 127].set(-jnp.inf)}
+    found, compiled = (params, tx.init(params32)), jax.jit(step(tx))
+    for grads, kept, skips in ((ordinary, 0, 0), (huge, 2 * 128 + 1, 0), (broken, 0, 1)):
+        before, found = found, compiled(*found, grads)
+        metrics = jaxmp.get_metrics(found[1])
+        assert (metrics["kept_elements"], metrics["skipped_steps"]) == (kept, skips)
+        assert metrics["saturated_params"] == (128 + 2 if name == "fp16" else 0)
+        old, new = (jaxmp.get_master_params(state, params) for params, state in (before, found))
+        stays = jax.tree.map(lambda o, n: np.asarray(o == n), old, new)
+        for x in grads:
+            np.testing.assert_array_equal(stays[x], np.full(shapes[x], True) if skips else np.abs(grads[x]) > 1e18)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA for CPU of jax 0.10 drops barriers too early")

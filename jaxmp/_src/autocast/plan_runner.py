@@ -17,6 +17,7 @@ from jax.extend import core
 from jaxmp._src.autocast import regions, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, is_repeated
+from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs
 
 
@@ -73,6 +74,8 @@ class PlanRunner:
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
             return jaxprs.run_as_traced(eqn, operands)
+        if step.how == "again":
+            return [vmap_rules.call(eqn.params["fun"], eqn.params["rule"], *operands)]
         if step.how == "repeat":
             return [_repeated(eqn, operands)]
         if callable(step.narrow):

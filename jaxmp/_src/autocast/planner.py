@@ -29,6 +29,7 @@ from jax.extend import core
 from jaxmp._src.autocast import cast_lists, constants, regions, roundings, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
+from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs
 
 FLOAT32 = np.dtype(np.float32)
@@ -58,8 +59,8 @@ class Step(NamedTuple):
     Attributes:
       eqn: the equation as traced.
       how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
-        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"call"`: it has
-        functions inside, with a plan each.
+        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"again"`: its function
+        is traced in the dtypes that arrive; `"call"`: it has functions inside, with a plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
@@ -171,6 +172,8 @@ class Planner:
         ):
             result = Value(lists.dtype, operands[0].votes, computed=True)
             return Step(eqn, "same", "allow", (lists.dtype,), (result,), (), lists)
+        if eqn.primitive.name == vmap_rules.NAME:
+            return _again(eqn, operands, lists)
         functions = jaxprs.functions_of(eqn)
         group = cast_lists.group_of(eqn, lists)
         if cast_lists.is_linear_algebra(eqn):
@@ -318,6 +321,13 @@ def written(eqn: Any, lists: CastLists, group: str = "written") -> Step:
     results = tuple(value_of(v.aval)._replace(computed=True) for v in eqn.outvars)
     casts = tuple(getattr(v.aval, "dtype", None) for v in eqn.invars)
     return Step(eqn, "written", group, casts, results, (), lists)
+
+
+def _again(eqn: Any, operands: list[Value], lists: CastLists) -> Step:
+    """A function with a rule for vmap: it is traced anew, in the dtypes that arrive."""
+    arrives = [v.aval.update(dtype=o.dtype) for v, o in zip(eqn.invars, operands, strict=True)]
+    result = value_of(vmap_rules.result(eqn.params["fun"], arrives))._replace(computed=True)
+    return Step(eqn, "again", "written", tuple(o.dtype for o in operands), (result,), (), lists)
 
 
 def _with_origin(step: Step, operands: list[Value]) -> Step:

@@ -45,6 +45,7 @@ class Notes:
       gathered_params: which trees of params were gathered from their parts.
       casts: which layer first cast an array to fp8, and how, by the ids of what it was given (`fp8.shared_scales`).
       converted: what a layer converted an array from, by the id of the result.
+      norms: how a norm made an array, by the id of the array (`fp8.norms`).
     """
 
     fp8_matmuls: int = 0
@@ -52,6 +53,7 @@ class Notes:
     gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
     casts: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
     converted: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
+    norms: dict[int, tuple[weakref.ref, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -99,6 +101,8 @@ class Ambient:
       replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
         same object everywhere.
       followed_masters: masters of a chain in which a transform follows, by their id. The same object everywhere.
+      preceded_scales: loss scales of a chain in which a transform without state comes before, by their id. The same
+        object everywhere.
     """
 
     autocast_lists: Any = None
@@ -114,6 +118,7 @@ class Ambient:
     checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
     replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
     followed_masters: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
+    preceded_scales: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

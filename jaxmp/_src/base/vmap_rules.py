@@ -24,8 +24,16 @@ Rule = Callable[[int, Sequence[Array], Sequence[bool]], tuple[Array, int]]
 
 def call(fun: Callable[..., Array], rule: Rule, *args: Array) -> Array:
     """`fun(*args)`, one array of arrays, with a rule for vmap; see the module's docstring. `fun` is hashable."""
-    body = _jitted(fun).trace(*(jax.typeof(x) for x in args)).jaxpr
-    return _call.bind(*args, body=body, fun=fun, rule=rule)
+    return _call.bind(*args, body=_body(fun, [jax.typeof(x) for x in args]), fun=fun, rule=rule)
+
+
+def result(fun: Callable[..., Array], avals: Sequence[Any]) -> Any:
+    """The type of `fun` of arrays of these types."""
+    return _body(fun, avals).out_avals[0]
+
+
+def _body(fun: Callable[..., Array], avals: Sequence[Any]) -> Any:
+    return _jitted(fun).trace(*avals).jaxpr
 
 
 @functools.lru_cache(maxsize=512)

@@ -16,6 +16,8 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.step import (
     argument_kinds,
     extra_arguments,
@@ -23,6 +25,7 @@ from jaxmp._src.step import (
     policy as policy_lib,
     read_state,
     reload_masters,
+    state_tuples,
 )
 from jaxmp._src.step.calibrate import calibrate
 
@@ -66,6 +69,27 @@ def _replace(self: Any, **updates: Any) -> Any:
     if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
         reload_masters.check_is_state_of(updates["tx"], self.opt_state, self.params)
     return dataclasses.replace(self, **updates)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AppliesFp8Kernels:
+    """The `apply` of a model with kernels in fp8: refuses them where flax's own layers would multiply by w * scale."""
+
+    apply: Any
+
+    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        if ambient.now().fp8_layers is None:
+            for path, x in tree_paths.leaves_by_path(variables).items():
+                if stored_kernels.is_stored(x):
+                    raise ValueError(
+                        f"a kernel in fp8 holds w * scale, which only an fp8 layer divides by the scale; got {path} "
+                        f"for a model outside of fp8. Call apply_fn in `with jaxmp.autocast(policy):`, or on "
+                        f"jaxmp.fp8.load_weights(params, jnp.bfloat16)."
+                    )
+        return self.apply(variables, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "apply"), name)  # __self__: the model
 
 
 class TrainState(_Replaced, train_state.TrainState):
@@ -112,7 +136,8 @@ class TrainState(_Replaced, train_state.TrainState):
         """As flax's. With `policy`, `params` may be float32: masters start from them, and the model gets cast params.
 
         Args:
-          apply_fn: the model's `apply`.
+          apply_fn: the model's `apply`. With `fp8_weights=True` the state's `apply_fn` refuses kernels in fp8 outside
+            of `autocast`.
           params: float32 params (with `policy`), or params cast by the policy of `tx`.
           tx: the optimizer.
           policy: the policy that `tx` was made with, or its name. The state carries it.
@@ -134,6 +159,7 @@ class TrainState(_Replaced, train_state.TrainState):
             policy = policy_lib.get_policy(policy)
             read_state.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
+            apply_fn = _AppliesFp8Kernels(apply_fn) if policy.fp8_weights and apply_fn is not None else apply_fn
         step = jax.numpy.zeros((), jax.numpy.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, policy=policy, **kwargs)
 
@@ -142,8 +168,9 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Args:
           grads: scaled gradients, reduced over devices.
-          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped; other
-            arguments go to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
+          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped, and
+            averaged by `jaxmp.ema_params(batch_stats=)` if the optimizer has it; other arguments go to `tx.update`
+            (`value=loss` for `optax.contrib.reduce_on_plateau`).
 
         Returns:
           The next state.
@@ -154,6 +181,9 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
+        averages = read_state.find(self.opt_state, state_tuples.EmaParamsState)
+        if "batch_stats" in fields and any(found.ema_batch_stats is not None for found in averages):
+            extra["batch_stats"] = fields["batch_stats"]
         extra_arguments.check(self.tx, extra, fields=known)
         params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)

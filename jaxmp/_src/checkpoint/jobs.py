@@ -126,7 +126,8 @@ def restore_job(
     Args:
       source: a manager, or its directory.
       job: as for `save_job`, made as at the start of a run. Modules of nnx are changed in place.
-      extra: the trees and numbers to restore, by name, like the saved ones.
+      extra: the trees and numbers to restore, by name, like the saved ones; {} for none. None: all that were saved, as
+        dicts and lists of arrays and numbers (of keys their bits).
       step: which step, which must be there; default: the newest, if there is one.
       layout, partial: as for `restore`. Leaves of the job beside params and state are called `job/batch_stats/...`,
         `job/model/...`.
@@ -153,6 +154,9 @@ def restore_job(
         source.wait_until_finished()
         if source.latest_step() is None:
             return RestoredJob(None, job, dict(extra or {}))
+    if extra is None:
+        saved = save_restore.descriptions_of_extra(source, step)
+        extra = {name: tree for name, tree in saved.items() if name != _REST}
     restored = save_restore.restore(
         source,
         parts.tx,

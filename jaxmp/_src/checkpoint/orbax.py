@@ -4,12 +4,15 @@ Orbax describes a saved tree as nested dicts and lists with a shape and a dtype 
 tree in this form. So a checkpoint can be compared with a job before any array is read.
 """
 
+import contextlib
+import gc
 import hashlib
 import json
+import logging
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,11 +121,8 @@ def tree_in(folder: pathlib.Path) -> pathlib.Path:
 
 def described(folder: pathlib.Path) -> Any:
     """The saved tree with a description (shape, dtype) in place of each array; reads no array."""
-    try:
-        found = package().StandardCheckpointHandler().metadata(_epath(folder))
-        tree = getattr(found, "tree", found)
-    except Exception as e:
-        raise _unreadable(folder, e) from e
+    found = _read_by_orbax(lambda: package().StandardCheckpointHandler().metadata(_epath(folder)), folder)
+    tree = getattr(found, "tree", found)
     if tree is None:
         raise _unreadable(folder, "no description of a tree")
     return tree
@@ -188,6 +188,32 @@ def _check_json(path: str, x: Any) -> None:
 
 def _epath(folder: pathlib.Path) -> Any:
     return optional.load("etils.epath", extra="checkpoint").Path(folder)
+
+
+def _read_by_orbax(read: Callable[[], Any], folder: pathlib.Path) -> Any:
+    """`read()`; where Orbax cannot, one error in place of the pages that it raises and logs."""
+    with _without_errors_of_tasks():
+        try:
+            return read()
+        except Exception as e:
+            why = _first_line(e)
+        gc.collect()
+    raise _unreadable(folder, why)
+
+
+@contextlib.contextmanager
+def _without_errors_of_tasks() -> Iterator[None]:
+    """Orbax reads each leaf in a task; asyncio logs the error of each that nobody asked for, when the task is freed."""
+    log = logging.getLogger("asyncio")
+    log.addFilter(_is_of_no_task)
+    try:
+        yield
+    finally:
+        log.removeFilter(_is_of_no_task)
+
+
+def _is_of_no_task(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Task exception was never retrieved")
 
 
 def _unreadable(folder: pathlib.Path, why: Any) -> ValueError:
@@ -264,13 +290,16 @@ def _checksum(state: pathlib.Path, tree: Any, path: str, padded: padding.Padding
     ocp = package()
     only = tree_paths.map_with_path(lambda at, _: 0 if at == path else ocp.PLACEHOLDER, tree)
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    try:
-        with ocp.PyTreeCheckpointer() as reader:
-            found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
-        x = tree_paths.leaves_by_path(found)[path]
-        return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
-    except Exception:  # whatever Orbax says of a damaged file
-        return None
+    with _without_errors_of_tasks():
+        try:
+            with ocp.PyTreeCheckpointer() as reader:
+                found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
+            x = tree_paths.leaves_by_path(found)[path]
+            return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
+        except Exception:  # whatever Orbax says of a damaged file
+            pass
+        gc.collect()
+    return None
 
 
 def parts(tree: Any, folder: pathlib.Path) -> dict[str, Any]:
@@ -314,10 +343,8 @@ def read(
         sharding = others[head].of(rest or "<root>", x.shape) if head in others else shardings.of(path, x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or shardings.replicated or default)
 
-    try:
-        found = reader.restore(folder, tree_paths.map_with_path(target, tree), strict=False)
-    except Exception as e:
-        raise _unreadable(folder, e) from e
+    wanted = tree_paths.map_with_path(target, tree)
+    found = _read_by_orbax(lambda: reader.restore(folder, wanted, strict=False), folder)
     if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, change.whole), checksums)):
         raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())

@@ -92,6 +92,8 @@ def _resized(path: str, shape: Shape, changes: Mapping[str, tuple[Shape, Shape]]
     before, after = changes[owner]
     if field == "scales":
         return (*after[:-1], shape[-1]) if shape[:-1] == before[:-1] else shape
+    if shape[1:] == before:  # an array that holds several of its param: those of each device, or of the last steps
+        return shape[0], *after
     return after if shape == before else shape
 
 

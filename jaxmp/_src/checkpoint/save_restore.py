@@ -395,6 +395,20 @@ def _saved_of(
     return regroup.fitted(saved, convert_lib.structure_of(tx, like), change)
 
 
+def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
+    """The trees of `extra` in a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
+    numbers = orbax.package().metadata.ScalarMetadata
+
+    def like(x: Any) -> Any:
+        dtype = jnp.dtype(x.dtype)
+        return dtype.type(0).item() if isinstance(x, numbers) else jax.ShapeDtypeStruct(x.shape, dtype)
+
+    _, folder = orbax.find(source, step)
+    folder = orbax.tree_in(folder)
+    parts = orbax.parts(orbax.described(folder), folder)
+    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
+
+
 def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
     """The leaves of a tree of `extra` that the checkpoint has not, by path."""
     there = leaf_paths.plain_leaves(parts.get(name, {}))

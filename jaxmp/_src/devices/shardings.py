@@ -17,6 +17,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import per_device
 from pallas_kernels import moments
 
 
@@ -26,8 +27,9 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
 
     A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). The scales of
-    8-bit moments are cut as their codes are, so each device has the scales of its codes. A leaf of another shape, such
-    as Adafactor's rows and columns, is replicated.
+    8-bit moments are cut as their codes are, so each device has the scales of its codes. What is unsent of
+    gradients (`reduce_gradients(wire_dtype=)`) is cut over the axis of its devices, and else as its param. A leaf of
+    another shape, such as Adafactor's rows and columns, is replicated.
 
     Args:
       tx: any optax transform.
@@ -74,6 +76,9 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         if moments.is_quantized(x):
             scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
             return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
+        if (axis := per_device.axis_of(path)) is not None:
+            rest = _spec_of(sharding) if shape is not None and x.shape[1:] == shape else ()
+            return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
 
     state = jax.eval_shape(tx.init, params)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, scale_leaves, shared_scales
+from jaxmp._src.fp8 import gemms, matmul, norms, operands, padding, recipes, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -106,22 +106,28 @@ def gated_mlp(
     axes = tuple(frozenset().union(*(compat.varying_axes(t) for t in (x, *weights))))
     leaves = [leaf for part in scales for leaf in part]
     by_own_amax = matmul.by_own_amax(leaves, layer)
+    made = None
     if not by_own_amax:  # x is cast with the scale of gate
         leaves[0] = shared_scales.leaf_for(scales.gate.lhs, (recipe, None), x)
+        made = norms.made_by_norm(x, (x.ndim - 1,))
+    arrays, treedef = jax.tree.flatten(made)
 
-    def at_once(x: Array, gate: Array, up: Array, down: Array, *leaves: Array) -> Array:
-        scales = GatedScales(*(Scales(*leaves[i : i + 3]) for i in (0, 3, 6)))
+    def at_once(x: Array, gate: Array, up: Array, down: Array, *more: Array) -> Array:
+        scales = GatedScales(*(Scales(*more[i : i + 3]) for i in (0, 3, 6)))
         into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
         both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
         zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
-        return padding.crop(in_reverse(_mlp)(both, padding.pad(x, zeros), gate, up, down, scales), zeros)
+        made = None if zeros or len(more) == 9 else jax.tree.unflatten(treedef, more[9:])
+        return padding.crop(in_reverse(_mlp)(both, padding.pad(x, zeros), gate, up, down, scales, made), zeros)
 
     def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
+        args, batched = args[:13], batched[:13]  # x is cast as it is
         if not any(batched[1:]):  # a batch of x is more rows
             return vmap_rules.call(at_once, vmapped, *args), 0
         return jax.vmap(at_once, [0 if has_axis else None for has_axis in batched], axis_size=size)(*args), 0
 
-    return vmap_rules.call(at_once, vmapped, *(compat.as_varying(t, axes) for t in (x, *weights)), *leaves)
+    tensors, arrays = ([compat.as_varying(t, axes) for t in part] for part in ((x, *weights), arrays))
+    return vmap_rules.call(at_once, vmapped, *tensors, *leaves, *arrays)
 
 
 def _gemm(x: Array, rhs: Array, lhs_dtype: Any, recipe: Any, *, by_own_amax: bool) -> Gemm:
@@ -163,7 +169,10 @@ def of_layers(dot: Callable[[Array, Array, str], Array], x: Array, weights: Sequ
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales) -> Array:
+def _mlp(
+    gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales, made: norms.Made | None
+) -> Array:
+    del made
     x_q, _ = operands.quantize(gemm.into, x, scales.gate.lhs, gemm.into.forward_dtype)
     a, b = (
         gemms.fprop(gemm.into, x_q, matmul.quantize_rhs(gemm.into, w, part.rhs, None)[0])
@@ -173,10 +182,12 @@ def _mlp(gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: Ga
     return gemms.fprop(gemm.down, h_q, matmul.quantize_rhs(gemm.down, down, scales.down.rhs, None)[0])
 
 
-def _forward(gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales) -> tuple[Array, Any]:
+def _forward(
+    gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales, made: norms.Made | None
+) -> tuple[Array, Any]:
     x, gate, up, down = (once(t) for t in (x, gate, up, down))
     into, rows = gemm.into, x.ndim - 1
-    x_q, x_amax = operands.quantize(into, x, scales.gate.lhs, into.forward_dtype, rows=rows)
+    x_q, x_amax = operands.quantize(into, x, scales.gate.lhs, into.forward_dtype, rows=rows, made=made)
     gate_q, gate_amax = matmul.quantize_rhs(into, gate, scales.gate.rhs, 1)
     up_q, up_amax = matmul.quantize_rhs(into, up, scales.up.rhs, 1)
     a, b = gemms.fprop(into, x_q, gate_q), gemms.fprop(into, x_q, up_q)
@@ -207,7 +218,7 @@ def _backward(gemm: _Gemms, residuals: Any, grad: Array) -> tuple[Any, ...]:
         up=Scales(lax.convert_element_type(x_amax, up_lhs.dtype), up_amax, b_amax),
         down=Scales(h_amax, down_amax, grad_amax),
     )
-    return from_a + from_b, d_gate, d_up, d_down, of_scales
+    return from_a + from_b, d_gate, d_up, d_down, of_scales, None
 
 
 _mlp.defvjp(_forward, _backward)

@@ -22,7 +22,8 @@ from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 
-Grad = Callable[[Callable[..., Any]], Callable[..., tuple[PyTree, Any]]]
+Check = Callable[[Any, PyTree], None]
+Grad = Callable[[Callable[..., Any], Check | None], Callable[..., tuple[PyTree, Any]]]
 
 
 class Fp8Gradients:
@@ -41,23 +42,26 @@ class Fp8Gradients:
         self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
 
     def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
-        """`differentiated(loss)`; in its gradients, scale leaves hold the amaxes of unscaled gradients.
+        """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients.
 
-        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`.
+        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, params)` before
+        the backward pass.
+
+        Raises:
+          ValueError: `loss` reads a kernel in fp8 outside of its layer.
 
         Warns:
           UserWarning: the params hold fp8 scales, and `loss` multiplied nothing in fp8.
         """
         if not self.is_used:
-            return differentiated(loss)
+            return differentiated(loss, None)
 
         def differentiate(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
-            in_fp8 = bool(self._kernels) or any(stored_kernels.is_stored(x) for x in jax.tree.leaves(params))
             params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
             before = ambient.now().notes.fp8_matmuls
-            grads, aux = differentiated(loss)(params, *args)
+            grads, aux = differentiated(loss, stored_kernels.check_reads)(params, *args)
             if ambient.now().notes.fp8_matmuls == before:
-                _tell_of_no_fp8(in_fp8)
+                _tell_of_no_fp8()
             return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
 
         return differentiate
@@ -86,14 +90,9 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
         )
 
 
-def _tell_of_no_fp8(in_fp8: bool) -> None:
+def _tell_of_no_fp8() -> None:
     """A warning; in a calibration, which would calibrate nothing, a ValueError."""
-    wrong = (
-        "so it computes with kernels that are stored in fp8 as if they were the weights"
-        if in_fp8
-        else "so it trains without fp8"
-    )
-    wrong = "so there is nothing to calibrate" if ambient.now().fp8_calibrating else wrong
+    wrong = "so there is nothing to calibrate" if ambient.now().fp8_calibrating else "so it trains without fp8"
     text = (
         f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
         f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '

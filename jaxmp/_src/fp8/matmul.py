@@ -31,6 +31,7 @@ from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import (
     block_matmul,
     gemms,
+    norms,
     operands,
     padding,
     recipes,
@@ -152,20 +153,28 @@ def dot_general(
         out = plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
         return out if bias is None else plus(out, bias)
     check_scales(recipe, scales)
+    lhs, run_dtype = _as_run(lhs), traced_for(out_dtype)
     own_amax = by_own_amax(scales or (), layer)
+    made = None
     if scales is not None and not own_amax:
         scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, activation), lhs))
+        made = norms.made_by_norm(lhs, lhs_contract) if activation is None and not lhs_batch else None
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    product = _Product(recipe, contract, batch, out_dtype, out_sharding, activation, own_amax)
+    product = _Product(recipe, contract, batch, run_dtype, out_sharding, activation, own_amax)
     seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
-    if bias is None:
-        return product.call(lhs, rhs, *(scales or seeds))
-    if scales is None or lhs_batch or not bias.ndim or _on_explicit_axes(lhs, rhs, bias):  # jax sums
-        return plus(product.call(lhs, rhs, *(scales or seeds)), bias)
-    bias = compat.as_varying(bias, axes)
-    return plus(product.call(lhs, rhs, *scales, bias), lax.stop_gradient(bias))
+    given = [lhs, rhs, *(scales or seeds)]
+    jax_sums = scales is None or lhs_batch or bias is None or not bias.ndim or _on_explicit_axes(lhs, rhs, bias)
+    if bias is not None and not jax_sums:
+        given.append(compat.as_varying(bias, axes))
+        bias = lax.stop_gradient(given[-1])
+    if made is not None:
+        arrays, treedef = jax.tree.flatten(made)
+        product = product._replace(made=treedef)
+        given += [compat.as_varying(x, axes) for x in arrays]
+    out = product.call(*given).astype(out_dtype)
+    return out if bias is None else plus(out, bias)
 
 
 def plus(out: Array, bias: Array) -> Array:
@@ -199,7 +208,7 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 class _Product(NamedTuple):
     """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any, a bias, if any).
 
-    The bias is not added; but its gradient is what it would be.
+    The bias is not added; but its gradient is what it would be. The arrays of a `norms.Made` of lhs come last.
     """
 
     recipe: Any
@@ -209,6 +218,7 @@ class _Product(NamedTuple):
     out_sharding: Any
     activation: str | None
     by_own_amax: bool
+    made: Any = None  # the structure of this `Made`
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *args: Array) -> Array:
@@ -217,7 +227,9 @@ class _Product(NamedTuple):
 
     def vmapped(self, size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         """The rule for vmap: a batch of lhs alone becomes rows of lhs."""
-        del size
+        if self.made is not None:  # lhs is cast as it is
+            n = len(args) - self.made.num_leaves
+            return self._replace(made=None).vmapped(size, args[:n], batched[:n])
         lhs, *others = args
         if any(batched[1:]) or self.out_sharding is not None:
             return self._replace(members=(*self.members, tuple(batched))).call(*args), 0
@@ -266,6 +278,10 @@ class _Product(NamedTuple):
         zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
         if operands.is_whole(lhs) and operands.is_whole(rhs):
             zeros = padding.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
+        made = None
+        if self.made is not None:
+            n = len(more) - self.made.num_leaves
+            made, more = jax.tree.unflatten(self.made, more[n:]), more[:n]
         gemm = Gemm(
             contract=self.contract,
             batch=self.batch,
@@ -283,10 +299,10 @@ class _Product(NamedTuple):
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
         )
-        if len(more) == 4:
-            return in_reverse(_delayed_dot)(gemm._replace(bias_dtype=more[3].dtype), lhs, rhs, *more)
         if more:
-            return in_reverse(_delayed_dot)(gemm, lhs, rhs, *more, None)
+            leaves, bias = more[:3], more[3] if len(more) == 4 else None
+            gemm = gemm._replace(bias_dtype=None if bias is None else bias.dtype)
+            return in_reverse(_delayed_dot)(gemm, lhs, rhs, *leaves, bias, made)
         return in_reverse(_current_dot)(gemm, self.recipe, lhs, rhs)
 
 
@@ -329,6 +345,14 @@ def traced_for(dtype: Any) -> Any:
     return dtype if lists is None or lists.dtype is None else jnp.dtype(lists.dtype)
 
 
+def _as_run(x: Array) -> Array:
+    """`x` in the dtype in which a matmul that reads it will run."""
+    dtype = traced_for(x.dtype)
+    converted = x if dtype == x.dtype else x.astype(dtype)
+    shared_scales.note_converted(x, converted)
+    return converted
+
+
 def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
     """Why a matmul cannot run in fp8; None if it can.
 
@@ -344,9 +368,16 @@ def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _delayed_dot(
-    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array, bias: Array | None
+    gemm: Gemm,
+    lhs: Array,
+    rhs: Array,
+    lhs_leaf: Array,
+    rhs_leaf: Array,
+    grad_leaf: Array,
+    bias: Array | None,
+    made: norms.Made | None,
 ) -> Array:
-    del grad_leaf, bias
+    del grad_leaf, bias, made
     lhs_q, _ = operands.quantize(
         gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
     )
@@ -355,7 +386,14 @@ def _delayed_dot(
 
 
 def _delayed_forward(
-    gemm: Gemm, lhs: Array, rhs: Array, lhs_leaf: Array, rhs_leaf: Array, grad_leaf: Array, bias: Array | None
+    gemm: Gemm,
+    lhs: Array,
+    rhs: Array,
+    lhs_leaf: Array,
+    rhs_leaf: Array,
+    grad_leaf: Array,
+    bias: Array | None,
+    made: norms.Made | None,
 ) -> tuple[Array, Any]:
     del bias
     lhs, rhs = once(lhs), once(rhs)
@@ -368,6 +406,7 @@ def _delayed_forward(
         rows=lhs_rows,
         activation=gemm.activation,
         zeros=gemm.lhs_zeros,
+        made=made,
     )
     rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
     before = None if gemm.activation is None else lhs
@@ -390,7 +429,7 @@ def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Any, ...
     if gemm.activation is not None:
         with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
             d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
-    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax, d_bias
+    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax, d_bias, None
 
 
 _delayed_dot.defvjp(_delayed_forward, _delayed_backward)

@@ -5,8 +5,8 @@ Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA ca
 same. The kernel always writes both forms, so it serves only the forward pass of a differentiated function: without a
 gradient no GEMM reads the transposed form.
 
-With an activation f, f(x) in float32 is cast, and never written to memory. The gradient of a bias is the sum of a
-tensor that is cast, over its rows: the same kernel takes it.
+With an activation f, f(x) in float32 is cast, and never written to memory. The result of a norm is cast from the norm's
+input (`norms`). The gradient of a bias is the sum of a tensor that is cast, over its rows: the same kernel takes it.
 """
 
 import functools
@@ -22,6 +22,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
+from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.padding import Zeros
 from jaxmp._src.numerics import float_bits, quantize as quantize_lib
 from pallas_kernels import activation as activations, backend, passes, reference
@@ -47,13 +48,17 @@ def quantize(
     rows: int | None = None,
     activation: str | None = None,
     zeros: Zeros = (),
+    made: Made | None = None,
 ) -> tuple[Quantized, Array]:
     """`x`, or its activation, cast to the fp8 `dtype` with the leaf's scale, and its amax in the leaf's dtype.
 
     With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that. `zeros` are
-    added to `x` (each activation of 0 is 0); then no kernel runs, which would read `x` from memory once more.
+    added to `x` (each activation of 0 is 0); then no kernel runs, which would read `x` from memory once more. With
+    `made`, if a norm made `x`, a kernel reads the norm's input in its place.
     """
-    quantized, amax, _ = quantize_and_sum(gemm, x, leaf, dtype, rows=rows, activation=activation, zeros=zeros)
+    quantized, amax, _ = quantize_and_sum(
+        gemm, x, leaf, dtype, rows=rows, activation=activation, zeros=zeros, made=made
+    )
     return quantized, amax
 
 
@@ -67,6 +72,7 @@ def quantize_and_sum(
     activation: str | None = None,
     zeros: Zeros = (),
     summed: int | None = None,
+    made: Made | None = None,
 ) -> tuple[Quantized, Array, Array | None]:
     """`quantize`, and the float32 sums of `x` over its first `summed` axes; None without `summed`."""
     padded = padding.pad(x, zeros)
@@ -82,7 +88,11 @@ def quantize_and_sum(
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
             in_kernel = False
         else:
-            found = _both_ways(jnp.dtype(dtype), rows, activation, in_kernel)(padded, scale)
+            if made is None:
+                plan = _plan(dtype, rows, activation, in_kernel)
+                found = _both_ways(plan, activation)(padded, scale)
+            else:
+                found = _both_ways(made.norm.plan(dtype, x.dtype, rows), None)(x, *made.arguments(), scale)
             values, transposed, observed = found[:3]
             sums = found[3] if in_kernel else None
         if summed is not None and not in_kernel:
@@ -125,26 +135,31 @@ def _plan(dtype: Any, rows: int, activation: str | None, sums: bool = False) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _both_ways(dtype: Any, rows: int, activation: str | None, sums: bool) -> Callable[[Array, Array], Any]:
-    """(x, scale) -> (q, q transposed, amax, perhaps the sums over rows), by the kernel if it can."""
-    plan = _plan(dtype, rows, activation, sums)
+def _both_ways(plan: passes.Pass, activation: str | None) -> Callable[..., Any]:
+    """(x, scale) -> (q, q transposed, amax, perhaps the sums over rows), by the kernel of `plan` if it can.
 
-    def by_xla(x: Array, scale: Array) -> list[Array]:
-        y = activated(x, activation)
-        q = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype))
-        found = [q, reference.transpose(q, rows), quantize_lib.observe(y, scale)]
-        return [*found, reference.sums_over_rows(y, rows)] if sums else found
+    The arguments of a norm's plan lie between x and the scale: the kernel reads these, and all else reads x.
+    """
+
+    def by_xla(x: Array, *others: Array) -> list[Array]:
+        y, scale = activated(x, activation), others[-1]
+        q = quantize_lib.stored(quantize_lib.quantize(y, scale, plan.dtype))
+        found = [q, reference.transpose(q, plan.rows), quantize_lib.observe(y, scale)]
+        return [*found, reference.sums_over_rows(y, plan.rows)] if plan.sums else found
 
     @jax.custom_batching.custom_vmap
-    def both(x: Array, scale: Array) -> list[Array]:
-        return passes.run_or(plan, by_xla, (x, scale))
+    def both(x: Array, *others: Array) -> list[Array]:
+        if plan.of_rows:
+            return passes.run_or(plan, by_xla, others, unread=(x,))
+        return passes.run_or(plan, by_xla, (x, *others))
 
     @both.def_vmap
-    def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, scale: Array) -> Any:
-        in_axes = [0 if batched else None for batched in in_batched]
+    def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, *others: Array) -> Any:
+        batched, scale = (in_batched[0], in_batched[-1]), others[-1]
+        in_axes = [0 if has_axis else None for has_axis in batched]
         q, transposed, _, *more = jax.vmap(by_xla, in_axes, axis_size=axis_size)(x, scale)
         # One amax for all members that share a scale.
-        observed, by_member = quantize_lib.observe_batch(axis_size, in_batched, activated(x, activation), scale)
+        observed, by_member = quantize_lib.observe_batch(axis_size, batched, activated(x, activation), scale)
         return [q, transposed, observed, *more], [True, True, by_member, *[True] * len(more)]
 
     return both

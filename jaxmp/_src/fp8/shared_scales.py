@@ -31,7 +31,7 @@ def leaf_for(leaf: Float[Array, ""], alike: Hashable, *arrays: Array) -> Float[A
     if not ambient.is_in_loss():
         return leaf
     casts = ambient.now().notes.casts
-    sources = tuple(_source(x) for x in arrays)
+    sources = tuple(before_conversion(x) for x in arrays)
     how = (alike, [x.dtype for x in arrays], jax.typeof(leaf), compat.trace_state())
     key = tuple(id(x) for x in sources)
     for known, first, its_how in casts.get(key, ()):
@@ -48,7 +48,7 @@ def note_converted(x: Any, converted: Any) -> None:
         ambient.now().notes.converted[id(converted)] = weakref.ref(converted), weakref.ref(x)
 
 
-def _source(x: Array) -> Array:
+def before_conversion(x: Array) -> Array:
     """What `x` was converted from by a layer, or `x` itself."""
     noted = ambient.now().notes.converted.get(id(x))
     found = None if noted is None or noted[0]() is not x else noted[1]()

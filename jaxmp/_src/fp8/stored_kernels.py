@@ -10,7 +10,7 @@ An fp8 layer casts its kernel in every forward pass. There are two ways to save 
 Autodiff gives gradients the dtype of the params, and 8 bits are too few for a gradient. So while the loss is
 differentiated, such a kernel holds its fp8 numbers in a wider dtype (bfloat16 if it is stored). The layer casts them
 back to fp8, and XLA drops the two casts. The dtype of its rhs leaf tells the layer that the kernel holds fp8 numbers;
-the gradient is that of the weight w. Other code in the loss that reads such a kernel sees w * s.
+the gradient is that of the weight w. Other code in the loss that reads such a kernel would see w * s, and is refused.
 
 A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above the leaf that
 has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
@@ -29,6 +29,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits, quantize
+from jaxmp._src.programs import jaxprs, readers
 
 _DTYPE = jnp.float8_e4m3fn
 
@@ -94,10 +95,38 @@ def load_weights(params: PyTree, dtype: Any) -> PyTree:
       >>> load_weights(store(params), jnp.bfloat16)["kernel"].tolist()
       [[3.0, 3.0], [3.0, 3.0]]
     """
-    by_path, found = tree_paths.leaves_by_path(params), stored_pairs(params)
+    by_path = tree_paths.leaves_by_path(params)
+    found = {kernel: leaf for kernel, leaf in pairs(params).items() if holds_fp8(by_path[kernel], by_path[leaf])}
     return tree_paths.map_with_path(
         lambda path, x: dequantized(x, by_path[found[path]], dtype) if path in found else x, params
     )
+
+
+def check_reads(pullback: Any, params: PyTree) -> None:
+    """Raises a ValueError for a loss that reads a kernel in fp8 as if it were the weight: outside of its layer.
+
+    The linear part of the loss shows who reads a kernel (`programs.readers`), at no cost: `jax.vjp` has traced it. A
+    layer and `load_weights` have a derivative of their own.
+
+    Args:
+      pullback: of the loss, from `jax.vjp`.
+      params: as they were differentiated; see `enter`.
+    """
+    linear, kernels = compat.linear_jaxpr(pullback), marked_kernels(params)
+    if linear is None or not kernels:
+        return
+    paths = list(tree_paths.leaves_by_path(params))
+    inputs = jaxprs.open_jaxpr(linear)[0].invars
+    nothing: readers.Marks = frozenset()
+    marks = [nothing] * (len(inputs) - len(paths)) + [frozenset({p}) & kernels for p in paths]
+    for path, eqn in readers.readers(linear, marks).items():
+        raise ValueError(
+            f"a kernel in fp8 holds w * scale, which its fp8 layer divides by the scale; got a loss that reads "
+            f"argument {path} outside of an fp8 layer, in {jaxprs.name_of(eqn)}. For a penalty, or another use of the "
+            f"weights, take jaxmp.fp8.load_weights(params, jnp.float32) in the loss. If it is the layer itself that "
+            f'runs without fp8, pass policy="fp8" to jaxmp.value_and_grad, or put `with jaxmp.fp8.autocast()` around '
+            f"the call of the model."
+        )
 
 
 def cast(w: Float[Array, "..."], leaf: Float[Array, "..."]) -> Array:

@@ -32,6 +32,7 @@ from jaxmp._src.programs import jaxprs
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
 _VIEWS = jaxprs.REARRANGES | jaxprs.HANDS_ON  # the same bytes, or read as such
 _LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
+_COSTLY = frozenset({"tanh", "erf", "logistic"})  # XLA does not compute these again for each reader
 _BODIES = jaxprs.CONTROL_FLOW | {"shard_map"}
 _KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
 _WRITES = frozenset(
@@ -186,7 +187,12 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
         read = set().union(*(bases[r] for r in op.reads))
         for w in op.writes:
             shared = op.name not in _VIEWS and len(readers[w]) > 1
-            if w in forced or (shared and sum(program.sizes[b] for b in read) > _SLACK * program.sizes[w] > 0):
+            costly = op.name in _COSTLY and _LARGE < program.sizes[w]
+            if (
+                w in forced
+                or (shared and costly)
+                or (shared and sum(program.sizes[b] for b in read) > _SLACK * program.sizes[w] > 0)
+            ):
                 stored.add(w)
                 bases[w] = {w}
             else:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import shardings
+from jaxmp._src.devices import per_device, shardings
 from jaxmp._src.memory import buffers
 
 AnyMesh = Mesh | AbstractMesh
@@ -46,6 +46,11 @@ def of_array(x: Any, spec: PartitionSpec, mesh: AnyMesh | None) -> int:
     devices = shardings.devices_per_dim(spec, len(x.shape), mesh.shape)
     here = tuple(-(-n // k) for n, k in zip(x.shape, devices, strict=True))
     return buffers.nbytes(jax.ShapeDtypeStruct(here, x.dtype))
+
+
+def own_part(path: Sequence[Any], x: Any) -> Any:
+    """`x`, without its axis of devices if each device has its own (`PerDevice`); `path` is of `jax.tree_util`."""
+    return x if per_device.axis_of(path) is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]]) -> PartitionSpec:

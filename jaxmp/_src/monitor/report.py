@@ -4,6 +4,7 @@ import base64
 import datetime
 import html
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def write_report(monitor: Monitor, path: Any, *, title: str = "A training run") 
 
     Raises:
       ImportError: matplotlib is not installed.
-      ValueError: no step was recorded.
+      TypeError: arguments in the place of others, or a title that is no text.
+      ValueError: no step was recorded; there is no folder for the file.
 
     Example:
       >>> import tempfile, jaxmp
@@ -48,6 +50,7 @@ def write_report(monitor: Monitor, path: Any, *, title: str = "A training run") 
       >>> "3 steps, 1 skipped" in path.read_text()
       True
     """
+    target = _checked(monitor, path, title)
     monitor.finish()
     pictures = {name: picture(figure) for name, figure in _figures(monitor).items()}
     summary = str(monitor).splitlines()[0]
@@ -63,8 +66,25 @@ def write_report(monitor: Monitor, path: Any, *, title: str = "A training run") 
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
     )
-    target = Path(path)
     target.write_text(page + "\n".join(parts) + "\n</body>\n</html>\n", encoding="utf-8")
+    return target
+
+
+def _checked(monitor: Any, path: Any, title: Any) -> Path:
+    """The path of the file, before anything is drawn."""
+    if not isinstance(monitor, Monitor) or not isinstance(path, str | os.PathLike) or not isinstance(title, str):
+        got = ", ".join(type(x).__name__ for x in (monitor, path, title))
+        raise TypeError(
+            f"the arguments are write_report(monitor, path, title='...'), a jaxmp.monitor.Monitor, a path and a text; "
+            f"got {got}."
+        )
+    target = Path(path)
+    if target.is_dir() or not target.parent.is_dir():
+        wrong = "is a folder" if target.is_dir() else "lies in a folder that does not exist"
+        raise ValueError(
+            f"the report is written to a file in a folder that is there; {target} {wrong}. Make the "
+            f"folder, or name a file in another one."
+        )
     return target
 
 

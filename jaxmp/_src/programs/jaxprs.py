@@ -55,12 +55,17 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
+def name_of(eqn: Any) -> str:
+    """The name of an equation's primitive; in the linear part that `jax.vjp` holds, jax wraps those of calls."""
+    return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
+
+
 def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     """The functions inside an equation that calls, branches or loops, each with its constants; else `()`.
 
     The bodies of reductions, scatters and kernels do not count.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = name_of(eqn), eqn.params
     if name == "cond":
         return tuple(open_jaxpr(branch) for branch in params["branches"])
     if name == "while":

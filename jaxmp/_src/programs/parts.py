@@ -41,7 +41,8 @@ _LOOKS_AT_ALL = frozenset(
 _COLLECTIVES = frozenset(
     "psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter all_to_all".split()
 )
-_OWN = "jaxmp.compress_moments"  # a scope in which groups of neighbours are reduced
+# Scopes in which groups of neighbours are reduced, or numbers of several devices.
+_OWN = ("jaxmp.compress_moments", "jaxmp.reduce_gradients")
 
 
 def values(program: Any, inputs: Sequence[Value], axis: str) -> list[Value]:
@@ -57,7 +58,7 @@ def _values(jaxpr: Any, consts: Any, inputs: Sequence[Value], axis: str, *, is_o
         return Value(WHOLE) if isinstance(v, core.Literal) else known.get(v, Value(WHOLE))
 
     for eqn in jaxpr.eqns:
-        own = is_own or _OWN in str(eqn.source_info.name_stack)
+        own = is_own or any(scope in str(eqn.source_info.name_stack) for scope in _OWN)
         known |= dict(zip(eqn.outvars, _results(eqn, [of(v) for v in eqn.invars], axis, own), strict=True))
     return [of(v) for v in jaxpr.outvars]
 

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jmp
 import numpy as np
+import optax
 
 from jaxmp._src.step import read_state, scale_reads, state_tuples
 
 _KINDS = {
     "optimizer": "an optimizer",
     "state": "an optimizer's state",
+    "plain state": "an optimizer's state",  # of optax alone; a part of a job's state where it stands elsewhere
     "holder": "a TrainState or nnx.Optimizer",
     "policy": "a policy",
     "dtype": "a dtype",
@@ -44,11 +46,15 @@ def check(call: str, **given: tuple[str, Any]) -> None:
       **given: by name of the argument, what is wanted there (a key of `_TAKES`) and what was given.
     """
     found = {name: (kind, kind_of(x), x) for name, (kind, x) in given.items()}
-    wrong = [f"{_text(got, x)} as {name}" for name, (kind, got, x) in found.items() if got not in _TAKES[kind]]
+    wrong = [f"{_text(got, x)} as {name}" for name, (kind, got, x) in found.items() if not _fits(got, kind)]
     if wrong:
         is_holder = any(got == "holder" for _, got, _ in found.values())
         parts = " Its parts are state.params and state.opt_state." if is_holder else ""
         raise TypeError(f"the arguments are {call}; got {', '.join(wrong)}.{parts}")
+
+
+def _fits(got: str, kind: str) -> bool:
+    return kind != "params" if got == "plain state" else got in _TAKES[kind]
 
 
 def kind_of(x: Any) -> str:
@@ -63,10 +69,18 @@ def kind_of(x: Any) -> str:
         return "dtype"
     if read_state.find(x, state_tuples.UnscaleState) or read_state.find(x, state_tuples.MasterState):
         return "state"
+    if any(map(_is_of_optax, jax.tree.leaves(x, is_leaf=_is_of_optax))):
+        return "plain state"
     if scale_reads.holds_gradients(x):
         return "gradients"
     is_tree = jax.tree.structure(x) != jax.tree.structure(0)
     return "function" if callable(x) and not is_tree else "other"
+
+
+def _is_of_optax(x: Any) -> bool:
+    """Whether this is a state of one of optax's transforms: none of its tuples that stand among params."""
+    is_tuple = hasattr(x, "_fields") and type(x).__module__.partition(".")[0] == "optax"
+    return is_tuple and not isinstance(x, optax.MaskedNode | optax.LookaheadParams)
 
 
 def _text(kind: str, x: Any) -> str:

@@ -41,11 +41,21 @@ class Found(NamedTuple):
     fp8: bool
 
 
-def differentiated(loss: Callable[..., Any], look: Callable[[Any, Any], None]) -> Callable[..., tuple[PyTree, Any]]:
-    """`jax.grad(loss, has_aux=True)`, with `look(pullback, value)` called between the forward and the backward pass."""
+def differentiated(
+    loss: Callable[..., Any], look: Callable[[Any, Any], None], check: Callable[[Any, PyTree], None] | None
+) -> Callable[..., tuple[PyTree, Any]]:
+    """`jax.grad(loss, has_aux=True)`, with looks at the linear part between the forward and the backward pass.
+
+    Args:
+      loss: `(params, ...) -> (loss, aux)`.
+      look: called as `look(pullback, value)`.
+      check: called as `check(pullback, params)`, or None.
+    """
 
     def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
         value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
+        if check is not None:
+            check(pullback, params)
         look(pullback, value)
         return pullback(_one(value))[0], aux
 

@@ -12,7 +12,8 @@ If one of them would become non-finite, all of them keep their old values, as if
 
 This is elementwise, so XLA computes it in the optimizer's pass over memory. Where an array of the state has another
 shape than its param (rows and columns of Adafactor, a norm of each leaf), one value serves many elements: a non-finite
-one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements.
+one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements; so does one
+of which each device has its own (`PerDevice`), as all devices must hold the same elements.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,9 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import per_device
 from jaxmp._src.step import state_arrays
-from pallas_kernels import write_order
+from pallas_kernels import flags, write_order
 
 _Path = tuple[Any, ...]
 _NOTHING = -0.0  # the old value of an update
@@ -80,23 +82,18 @@ class Held:
         Args:
           others: for each param None, or bools of its shape.
         """
-        if all(other is None for other in others):
-            return sum(self.counts(), start=jnp.zeros((), jnp.float32)), jnp.zeros((), jnp.float32)
-        pairs = zip(self._masks, others, strict=True)
-        return write_order.sums_of_pairs(
-            [(mask, jnp.zeros_like(mask) if other is None else other) for mask, other in pairs]
-        )
+        return flags.count_in_pass(self._masks, others)
 
-    def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", write_order.Flags, PyTree]:
+    def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", flags.Flags, PyTree]:
         """(self, bytes to count, rest): on a CPU they are behind a barrier, and a byte holds both flags of an element.
 
         Args:
           others: as in `count_beside`.
           rest: any pytree of arrays.
         """
-        flags = write_order.in_bytes(self._masks, others)
-        flags, whole, rest = write_order.behind((flags, self._whole, rest))
-        return Held(self._paths, write_order.first_of(flags), whole), flags, rest
+        both = flags.in_bytes(self._masks, others)
+        both, whole, rest = write_order.behind((both, self._whole, rest))
+        return Held(self._paths, flags.first_of(both), whole), both, rest
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
         return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
@@ -186,7 +183,7 @@ def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."
 
 
 def _owner(paths: dict[_Path, int], shapes: list[tuple[int, ...]], path: _Path, x: Array) -> _Owner | None:
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or per_device.axis_of(path) is not None:
         return None
     for start in range(len(path) + 1):  # the longest end first
         i = paths.get(tuple(path[start:]))

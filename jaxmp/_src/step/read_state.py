@@ -181,20 +181,52 @@ _MOVERS = {
 }
 
 
-def note_followed(opt_state: Any) -> None:
-    """Notes which masters have a transform behind theirs in a chain, for `warn_if_followed`."""
+def note_chains(opt_state: Any) -> None:
+    """Notes what stands in a chain with another transform: masters before one, a loss scale behind one.
+
+    For `warn_if_followed` and `warn_if_preceded`. An update sees its own state only, and not its chain's.
+    """
     for states in filter(_is_plain_tuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=_is_plain_tuple)):
         own = [i for i, state in enumerate(states) if find(state, MasterState)]
         is_followed = own and any(not _is_plain_tuple(x) or x for x in states[own[-1] + 1 :])
         for state in find(states, MasterState) if is_followed else ():
             for master in jax.tree.leaves(state.master_params)[:1]:
                 ambient.now().followed_masters[id(master)] = master
+        is_behind_one = False
         for state in states:
-            note_followed(state)
+            for scaling in _scalings(find(state, UnscaleState)) if is_behind_one and may_scale(state) else ():
+                ambient.now().preceded_scales[id(scaling.loss_scale)] = scaling.loss_scale
+            parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, (*_OF_SCALED_GRADIENTS, optax.MaskedState)))
+            is_behind_one |= any(type(x) in _OF_SCALED_GRADIENTS for x in parts)
+        for state in states:
+            note_chains(state)
+
+
+# The states of transforms that look at the size of gradients: of clipping and weight decay (EmptyState), of moments, of
+# noise. That of reduce_gradients is another.
+_OF_SCALED_GRADIENTS = (optax.EmptyState, optax.ScaleByAdamState, optax.TraceState, optax.AddNoiseState)
+
+
+def warn_if_preceded(state: UnscaleState, grads: PyTree) -> None:
+    """Warns of a transform before `mixed_precision` that a caller of `tx.update` uses; see `note_chains`.
+
+    With `apply_gradients`, `before_unscaling` looks at what the transform computes. Here nobody can, so a transform
+    that does not look at the size of gradients is named too.
+    """
+    scale = state.scaling.loss_scale
+    is_preceded = ambient.now().preceded_scales.pop(id(scale), None) is scale
+    if is_preceded and not scale_reads.holds_gradients(grads):
+        warn(
+            "clipping-before-unscaling",
+            "what stands before mixed_precision in a chain gets gradients that are multiplied by the loss scale, so it "
+            "must not look at their size: no clipping, no weight decay, no momentum, no noise; got a chain with a "
+            "transform before it. Put it inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy). For one that "
+            "only scales with its input, call jaxmp.apply_gradients in place of tx.update, which sees that.",
+        )
 
 
 def warn_if_followed(state: Any) -> None:
-    """Warns of a transform behind masters, whose work on updates that a caller adds is lost; see `note_followed`."""
+    """Warns of a transform behind masters, whose work on updates that a caller adds is lost; see `note_chains`."""
     noted = ambient.now().followed_masters
     for part in find(state, MasterState):
         if any(noted.pop(id(x), None) is x for x in jax.tree.leaves(part.master_params)[:1]):

@@ -178,6 +178,22 @@ class ZeroCountState(NamedTuple):
     zero_grads: Float[Array, ""]
 
 
+class EmaParamsState(NamedTuple):
+    """State of `ema_params`.
+
+    Attributes:
+      ema_count: int32[], steps taken so far.
+      ema_weight: float32[], the sum of the weights in the average: 1 - d^count with `debias`, else 1.
+      ema_params: the tree of the params in float32.
+      ema_batch_stats: the statistics that are averaged too, float32 in nested dicts; None without them.
+    """
+
+    ema_count: Int[Array, ""]
+    ema_weight: Float[Array, ""]
+    ema_params: PyTree
+    ema_batch_stats: Any = None
+
+
 class SharedLossScaleState(NamedTuple):
     """State of `shared_loss_scale`: one scale, and whether every optimizer so far in this step had finite gradients.
 

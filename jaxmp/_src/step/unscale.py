@@ -207,6 +207,7 @@ def unscale_and_skip(
         read_state.check_has_scaling(state)
         if destination is None:
             read_state.warn_if_followed(state)
+            read_state.warn_if_preceded(state, updates)
         else:
             destination.arrive(updates)
         scaler = read_state.scaler_of(template, state.scaling)

@@ -210,7 +210,7 @@ def scaled_value_and_grad(
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
     read_state.check_wrappers(opt_state)
-    read_state.note_followed(opt_state)
+    read_state.note_chains(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
@@ -236,7 +236,7 @@ def scaled_value_and_grad(
                 return loss * step_scale, (loss, aux, carry)
 
         look = _look_once(params, policy, opt_state, fp8.is_used, notes) if looks else lambda *_: None
-        grad = fp8.grad(scaled_loss, lambda loss: compute_dtypes.differentiated(loss, look))
+        grad = fp8.grad(scaled_loss, lambda loss, check: compute_dtypes.differentiated(loss, look, check))
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)

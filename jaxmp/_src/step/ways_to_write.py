@@ -22,7 +22,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
 from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_tuples
-from pallas_kernels import write_order
+from pallas_kernels import flags, write_order
 
 
 class Gradients(NamedTuple):
@@ -151,10 +151,10 @@ class PlainUpdate:
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
             saturated = read_state.saturated_masters(state, params, updates)
             if in_order:
-                held, flags, (state, params) = held.behind(saturated, (state, params))
+                held, both, (state, params) = held.behind(saturated, (state, params))
                 only_writes = self._destination is not None
                 updates, new = _in_order(update, grads, state, params, held, taken, only_writes=only_writes)
-                counts = write_order.count(flags)
+                counts = flags.count(both)
             else:
                 updates, new = _selected(updates, new, state, held, taken)
                 counts = held.count_beside(saturated)

@@ -20,7 +20,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
-from pallas_kernels import moments, write_order
+from pallas_kernels import flags, moments, write_order
 
 
 class Remainder16(NamedTuple):
@@ -130,11 +130,12 @@ def by_updates(
         update = jax.jit(update)  # called three times, traced once
     new_weights, new_state, old_weights = update(state, pairs)
     held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
-    counts = held.counts()
+    nothing = [None] * treedef.num_leaves
+    counts = held.counts() if leaf_by_leaf else [held.count_beside(nothing)[0]]
     if in_order:
-        held, flags, (state, pairs) = held.behind([None] * treedef.num_leaves, (state, pairs))
+        held, both, (state, pairs) = held.behind(nothing, (state, pairs))
         new_weights, new_state, old_weights = update(state, pairs)
-        counts = [write_order.count(flags)[0]]
+        counts = [flags.count(both)[0]]
     new_weights = held.keep(new_weights, old_weights, taken=step.taken)
 
     def after(number: int, pair: Pair, new: Array) -> Pair:

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, reductions
 from jaxmp._src.step.state_tuples import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
@@ -181,7 +181,7 @@ def _max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float
 
 def _power_sum(x: Array, ord: float) -> Float[Array, ""]:
     x = x.astype(jnp.float32)
-    return jnp.sum(x * x) if _is_two(ord) else jnp.sum(jnp.abs(x) ** ord)
+    return reductions.sum_of_squares(x) if _is_two(ord) else jnp.sum(jnp.abs(x) ** ord)
 
 
 def _is_two(ord: Any) -> bool:

@@ -10,37 +10,28 @@ and other policies treat it like moments.
 With `debias` the average starts at zero and is divided by the sum of its weights when it is read, as Adam does with its
 moments: after one step it is w_1, not w_1 / 10,000. Without `debias` the average starts at the initial weights, and a
 large d keeps a part of them for many steps.
+
+A net with BatchNorm is evaluated with statistics that fit its weights. Where asked, those of the step are averaged with
+the weights, by the same d.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from flax import traverse_util
+from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import read_state
-
-
-class EmaParamsState(NamedTuple):
-    """State of `ema_params`.
-
-    Attributes:
-      ema_count: int32[], steps taken so far.
-      ema_weight: float32[], the sum of the weights in the average: 1 - d^count with `debias`, else 1.
-      ema_params: the tree of the params in float32.
-    """
-
-    ema_count: Int[Array, ""]
-    ema_weight: Float[Array, ""]
-    ema_params: PyTree
+from jaxmp._src.step.state_tuples import EmaParamsState
 
 
 def ema_params(
-    decay: float | Callable[[Int[Array, ""]], Any], *, debias: bool = True
+    decay: float | Callable[[Int[Array, ""]], Any], *, debias: bool = True, batch_stats: PyTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """A transform that averages the weights after each step, and does not change the updates.
 
@@ -52,12 +43,17 @@ def ema_params(
         as `lambda n: jnp.minimum(0.999, (1 + n) / (10 + n))`.
       debias: whether the average starts at zero and is divided by the sum of its weights when it is read. False: it
         starts at the initial params.
+      batch_stats: the initial statistics of BatchNorm, linen's or `nnx.state(model, nnx.BatchStat)`, to average them
+        too (with `debias` shapes are enough). Then `update` needs the new ones of each step as an extra argument:
+        `jaxmp.apply_gradients(..., batch_stats=new)`, `optimizer.update(model, grads, batch_stats=new)`.
+        `jaxmp.linen.TrainState` passes its field `batch_stats`. Read the average by `get_ema_batch_stats`.
 
     Returns:
       A transform with `EmaParamsState`: four bytes per parameter.
 
     Raises:
-      ValueError: `decay` outside its range; `update` without params.
+      ValueError: `decay` outside its range; `update` without params; `update` without the statistics that are averaged,
+        with others (by path), or with some where none are averaged.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1.0), ema_params(0.5))
@@ -79,14 +75,24 @@ def ema_params(
         full = casting.cast_floats(params, jnp.float32)
         start = jax.tree.map(lambda x: jnp.zeros_like(x) if debias and casting.is_float(x) else jnp.copy(x), full)
         weight = jnp.zeros((), jnp.float32) if debias else jnp.ones((), jnp.float32)
-        return EmaParamsState(jnp.zeros((), jnp.int32), weight, start)
+        stats = None if batch_stats is None else jax.tree.map(first, _by_path(batch_stats))
+        return EmaParamsState(jnp.zeros((), jnp.int32), weight, start, stats)
+
+    def first(x: Any) -> Array:
+        return jnp.zeros(jnp.shape(x), jnp.float32) if debias else jnp.array(x, jnp.float32)
 
     def update_fn(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        batch_stats: PyTree | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, EmaParamsState]:
         del extra_args
         if params is None:
             raise ValueError("ema_params needs the params; got none. Call tx.update(grads, opt_state, params)")
+        new_stats = _checked(batch_stats, state.ema_batch_stats)
         keep = jnp.asarray(decay(state.ema_count) if callable(decay) else decay, jnp.float32)
 
         def average(old: Array, param: Array, update: Array) -> Array:
@@ -97,9 +103,10 @@ def ema_params(
 
         with jax.named_scope("jaxmp.ema_params"):
             averages = jax.tree.map(average, state.ema_params, params, updates)
+            stats = jax.tree.map(lambda e, x: e + (1 - keep) * (x - e), state.ema_batch_stats, new_stats)
             weight = state.ema_weight + (1 - keep) * (1 - state.ema_weight)
         count: Any = optax.safe_increment(state.ema_count)
-        return updates, EmaParamsState(count, weight, averages)
+        return updates, EmaParamsState(count, weight, averages, stats)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -126,13 +133,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
       >>> get_ema_params(opt_state, params)
       {'w': Array([0.75], dtype=float32)}
     """
-    found = read_state.find(opt_state, EmaParamsState)
-    if len(found) != 1:
-        raise ValueError(
-            f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "
-            f"inside mixed_precision, after the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
-        )
-    weight = found[0].ema_weight
+    found = _state_of(opt_state)
+    weight = found.ema_weight
 
     def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
@@ -142,5 +144,78 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         )
 
     units, treedef = jax.tree.flatten(read_state.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
-    averages = treedef.flatten_up_to(found[0].ema_params)
+    averages = treedef.flatten_up_to(found.ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
+
+
+def get_ema_batch_stats(opt_state: Any, batch_stats: PyTree) -> PyTree:
+    """The average of the statistics that `ema_params(batch_stats=)` took along, in float32.
+
+    Args:
+      opt_state: state of a chain with one `ema_params(batch_stats=)`.
+      batch_stats: the statistics of the same step. Before the first step, the result is these.
+
+    Returns:
+      The tree of `batch_stats`.
+
+    Raises:
+      ValueError: `opt_state` has no average, several, or one without statistics; `batch_stats` of another tree.
+
+    Example:
+      >>> stats = {"mean": jnp.array([4.0])}
+      >>> tx = optax.chain(optax.sgd(1.0), ema_params(0.5, batch_stats=stats))
+      >>> params = jnp.array([1.0])
+      >>> _, opt_state = tx.update(params, tx.init(params), params, batch_stats={"mean": jnp.array([8.0])})
+      >>> get_ema_batch_stats(opt_state, stats)
+      {'mean': Array([8.], dtype=float32)}
+    """
+    found = _state_of(opt_state)
+    averages = tree_paths.leaves_by_path(found.ema_batch_stats)
+    _checked(batch_stats, found.ema_batch_stats)
+
+    def read(path: str, now: Any) -> Array:
+        now = jnp.asarray(now, jnp.float32)
+        return jnp.where(found.ema_weight > 0, averages[path] / found.ema_weight, now)
+
+    return tree_paths.map_with_path(read, batch_stats)
+
+
+def _state_of(opt_state: Any) -> EmaParamsState:
+    found = read_state.find(opt_state, EmaParamsState)
+    if len(found) != 1:
+        raise ValueError(
+            f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "
+            f"inside mixed_precision, after the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
+        )
+    return found[0]
+
+
+def _by_path(batch_stats: PyTree) -> dict[str, Any]:
+    """The statistics as nested dicts, whatever holds them: a FrozenDict, a State of nnx."""
+    return traverse_util.unflatten_dict(tree_paths.leaves_by_path(batch_stats), sep="/")
+
+
+def _checked(batch_stats: PyTree | None, averages: PyTree | None) -> PyTree | None:
+    """The new statistics in float32, like their averages; a ValueError if they are not."""
+    if (batch_stats is None) != (averages is None):
+        got = "none" if batch_stats is None else "some, where ema_params was made without"
+        raise ValueError(
+            f"ema_params(batch_stats=) averages the statistics that each update gets; got {got}. Make the transform "
+            f"with ema_params(decay, batch_stats=variables['batch_stats']), and pass those of the step: "
+            f"jaxmp.apply_gradients(tx, grads, opt_state, params, batch_stats=new_stats)."
+        )
+    if averages is None:
+        return None
+    new = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), _by_path(batch_stats))
+    where = "Pass the collection that ema_params was made with."
+    tree_paths.check_same_structure(new, averages, "batch_stats", "the averages of ema_params", where)
+    tree_paths.map_with_path(_check_shape, new, averages)
+    return new
+
+
+def _check_shape(path: str, new: Array, average: Array) -> None:
+    if new.shape != average.shape:
+        raise ValueError(
+            f"batch_stats must have the shapes of their averages; got {new.shape} at {path}, expected "
+            f"{average.shape}. Make ema_params with the statistics of this model."
+        )

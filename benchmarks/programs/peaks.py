@@ -1,0 +1,292 @@
+"""Twelve models whose planned peak is compared with XLA's: six that the planner's rules are tuned on, and six others.
+
+All are written in flax.linen with a `dtype`, and trained by AdamW under bf16 or fp32; nothing is allocated.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+import jaxmp
+from benchmarks.programs.memory import Case, gpt2
+
+F32 = jnp.float32
+TUNED, OTHERS = "tuned on", "not tuned on"
+
+
+class MLP(nn.Module):
+    """[B, D] -> [B, 10], in layers with a norm."""
+
+    dtype: Any
+    width: int = 1024
+    layers: int = 6
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for _ in range(self.layers):
+            x = nn.gelu(nn.Dense(self.width, dtype=self.dtype)(nn.LayerNorm(dtype=F32)(x)))
+        return nn.Dense(16, dtype=F32)(x)
+
+
+class CNN(nn.Module):
+    """[B, H, W, 3] -> [B, 16]: convolutions with strides, without statistics."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for width in (64, 128, 256):
+            x = nn.relu(nn.Conv(width, (3, 3), dtype=self.dtype)(x))
+            x = nn.relu(nn.Conv(width, (3, 3), strides=2, dtype=self.dtype)(x))
+        return nn.Dense(16, dtype=F32)(x.mean((1, 2)))
+
+
+class Bottleneck(nn.Module):
+    """A block of a ResNet, with batch statistics."""
+
+    width: int
+    stride: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
+        y = nn.relu(norm()(conv(self.width, (3, 3), strides=self.stride)(y)))
+        y = norm()(conv(4 * self.width, (1, 1))(y))
+        if x.shape != y.shape:
+            x = norm()(conv(4 * self.width, (1, 1), strides=self.stride)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """[B, H, W, 3] -> [B, 16]."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.Conv(64, (7, 7), strides=2, use_bias=False, dtype=self.dtype)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for i, width in enumerate((64, 128, 256)):
+            for j in range(2):
+                x = Bottleneck(width, 2 if i and not j else 1, self.dtype)(x)
+        return nn.Dense(16, dtype=F32)(x.mean((1, 2)))
+
+
+class LSTM(nn.Module):
+    """[B, T, D] -> [B, 16]: two layers, each a scan over time."""
+
+    dtype: Any
+    width: int = 512
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for _ in range(2):
+            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+        return nn.Dense(16, dtype=F32)(x[:, -1])
+
+
+class Attention(nn.Module):
+    """Softmax attention in plain operations: `x` asks, `memory` answers."""
+
+    heads: int
+    dtype: Any
+    is_causal: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array, memory: Array) -> Array:
+        width = x.shape[-1]
+        split = (*x.shape[:-1], self.heads, width // self.heads)
+        q = nn.Dense(width, dtype=self.dtype)(x).reshape(split)
+        kv = nn.Dense(2 * width, dtype=self.dtype)(memory)
+        k, v = jnp.split(kv.reshape(*memory.shape[:-1], self.heads, 2 * width // self.heads), 2, -1)
+        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(F32) * split[-1] ** -0.5
+        if self.is_causal:
+            scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e30)
+        y = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(self.dtype), v)
+        return nn.Dense(width, dtype=self.dtype)(y.reshape(x.shape))
+
+
+class Block(nn.Module):
+    """A transformer's block; with `memory` it also reads that of an encoder."""
+
+    heads: int
+    dtype: Any
+    is_causal: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array, memory: Array | None = None) -> Array:
+        norm = functools.partial(nn.LayerNorm, dtype=F32)
+        h = norm()(x).astype(self.dtype)
+        x = x + Attention(self.heads, self.dtype, self.is_causal)(h, h)
+        if memory is not None:
+            x = x + Attention(self.heads, self.dtype)(norm()(x).astype(self.dtype), memory)
+        width = x.shape[-1]
+        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(norm()(x)))
+        return x + nn.Dense(width, dtype=self.dtype)(y)
+
+
+class ViT(nn.Module):
+    """[B, H, W, 3] -> [B, 16]: patches of 16 x 16."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.Conv(384, (16, 16), strides=16, dtype=self.dtype)(x).reshape(x.shape[0], -1, 384)
+        x = x + self.param("positions", nn.initializers.normal(0.02), x.shape[1:]).astype(self.dtype)
+        for _ in range(6):
+            x = Block(6, self.dtype)(x)
+        return nn.Dense(16, dtype=F32)(x.mean(1))
+
+
+class ScannedGPT(nn.Module):
+    """int32 [B, T] -> [B, T, V]: the blocks are one scan over stacked params."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(8192, 512, dtype=self.dtype)(tokens)
+        block = Block(8, self.dtype, is_causal=True)
+        blocks = nn.scan(
+            lambda module, x, _: (module(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=6
+        )
+        x, _ = blocks(block, x, None)
+        return nn.Dense(8192, dtype=self.dtype)(nn.LayerNorm(dtype=F32)(x)).astype(F32)
+
+
+class EncoderDecoder(nn.Module):
+    """(int32 [B, S], int32 [B, T]) as one array [B, S + T] -> [B, T, V]."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        embed = nn.Embed(8192, 512, dtype=self.dtype)
+        source, target = jnp.split(embed(tokens), 2, axis=1)
+        for _ in range(3):
+            source = Block(8, self.dtype)(source)
+        for _ in range(3):
+            target = Block(8, self.dtype, is_causal=True)(target, source)
+        return nn.Dense(8192, dtype=self.dtype)(target).astype(F32)
+
+
+class Experts(nn.Module):
+    """int32 [B, T] -> [B, T, V]: each token goes to two of eight experts, all of which see all tokens, weighted."""
+
+    dtype: Any
+    experts: int = 8
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(4096, 512, dtype=self.dtype)(tokens)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        for i in range(3):
+            h = nn.LayerNorm(dtype=F32)(x).astype(self.dtype)
+            x = x + Attention(8, self.dtype, is_causal=True)(h, h)
+            h = nn.LayerNorm(dtype=F32)(x)
+            top, chosen = jax.lax.top_k(jax.nn.softmax(nn.Dense(self.experts, dtype=F32)(h)), 2)
+            gates = jnp.sum(jax.nn.one_hot(chosen, self.experts) * top[..., None], -2).astype(self.dtype)
+            up = self.param(f"up_{i}", init, (self.experts, 512, 1024)).astype(self.dtype)
+            down = self.param(f"down_{i}", init, (self.experts, 1024, 512)).astype(self.dtype)
+            y = nn.gelu(jnp.einsum("btd,edf->ebtf", h.astype(self.dtype), up)) * jnp.moveaxis(gates, -1, 0)[..., None]
+            x = x + jnp.einsum("ebtf,efd->btd", y, down)
+        return nn.Dense(4096, dtype=self.dtype)(x).astype(F32)
+
+
+class UNet(nn.Module):
+    """[B, H, W, 3] -> [B, H, W, 16]: down and up again, with skips between."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        def twice(x: Array, width: int) -> Array:
+            for _ in range(2):
+                x = nn.Conv(width, (3, 3), dtype=self.dtype)(x)
+                x = nn.silu(nn.GroupNorm(num_groups=8, dtype=F32)(x)).astype(self.dtype)
+            return x
+
+        skips = []
+        for width in (32, 64, 128):
+            x = twice(x, width)
+            skips.append(x)
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = twice(x, 256)
+        for width, skip in zip((128, 64, 32), reversed(skips), strict=True):
+            x = nn.ConvTranspose(width, (2, 2), strides=(2, 2), dtype=self.dtype)(x)
+            x = twice(jnp.concatenate([x, skip], -1), width)
+        return nn.Conv(16, (1, 1), dtype=F32)(x)
+
+
+class LoRA(nn.Module):
+    """int32 [B, T] -> [B, T, V]: frozen matrices with trained factors of rank 16."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(8192, 512, dtype=self.dtype, name="base_embed")(tokens)
+        for i in range(4):
+            h = nn.LayerNorm(dtype=F32)(x).astype(self.dtype)
+            y = nn.Dense(2048, dtype=self.dtype, name=f"base_up_{i}")(h)
+            low = nn.Dense(16, dtype=self.dtype, name=f"down_{i}")(h)
+            y = nn.gelu(y + nn.Dense(2048, dtype=self.dtype, name=f"up_{i}")(low))
+            x = x + nn.Dense(512, dtype=self.dtype, name=f"base_down_{i}")(y)
+        return nn.Dense(8192, dtype=self.dtype, name="base_logits")(x).astype(F32)
+
+
+def case(name: str, precision: str, model: Callable[[Any], nn.Module], x: Any, labels: Any, **kwargs: Any) -> Case:
+    """A step of AdamW on the mean cross-entropy."""
+    policy = jaxmp.get_policy(precision)
+    net = model(policy.compute_dtype)
+    variables: Any = jax.eval_shape(net.init, jax.random.key(0), x)
+    rest = {key: variables[key] for key in variables if key != "params"}
+    inner = kwargs.pop("inner", optax.adamw(1e-3))
+
+    def loss_fn(params: PyTree, rest: PyTree, x: Array, labels: Array) -> Any:
+        logits = net.apply({"params": params, **rest}, x, mutable=list(rest))[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    tx = jaxmp.mixed_precision(inner, policy)
+    return Case(name, precision, policy, variables["params"], tx, loss_fn, (rest, x, labels), **kwargs)
+
+
+def _frozen(params: PyTree) -> PyTree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if "base" in jax.tree_util.keystr(path) else "train", params
+    )
+
+
+def cases() -> Iterator[tuple[str, Case]]:
+    """(whether the rules were tuned on it, the step)."""
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    images, labels = jax.ShapeDtypeStruct((32, 128, 128, 3), F32), i32((32,))
+    words, pairs = i32((8, 512)), i32((8, 1024))
+    for precision in ("bf16", "fp32"):
+        make = functools.partial(case, precision=precision)
+        rows, sequences = jax.ShapeDtypeStruct((8192, 1024), F32), jax.ShapeDtypeStruct((64, 128, 512), F32)
+        yield TUNED, make("MLP, 6 x 1024", model=MLP, x=rows, labels=i32((8192,)))
+        yield TUNED, make("CNN", model=CNN, x=images, labels=labels)
+        yield TUNED, make("ResNet with BatchNorm", model=ResNet, x=images, labels=labels)
+        yield TUNED, make("LSTM, 2 layers", model=LSTM, x=sequences, labels=i32((64,)))
+        yield TUNED, make("GPT, scan over 6 blocks", model=ScannedGPT, x=words, labels=words)
+        sizes = {"batch": 8, "length": 512, "layers": 4, "width": 512, "heads": 8, "vocabulary": 8192}
+        yield TUNED, gpt2(precision, **sizes)._replace(model="GPT, tied")
+        yield OTHERS, gpt2(f"{precision}+remat", **sizes)._replace(model="GPT, blocks under remat")
+        yield OTHERS, make("ViT", model=ViT, x=jax.ShapeDtypeStruct((64, 224, 224, 3), F32), labels=i32((64,)))
+        yield OTHERS, make("encoder and decoder", model=EncoderDecoder, x=pairs, labels=words)
+        yield OTHERS, make("mixture of experts", model=Experts, x=words, labels=words)
+        yield OTHERS, make("U-Net", model=UNet, x=images, labels=i32((32, 128, 128)))
+        frozen = optax.multi_transform({"train": optax.adamw(1e-3), "frozen": optax.set_to_zero()}, _frozen)
+        yield OTHERS, make("LoRA, rank 16", model=LoRA, x=words, labels=words, inner=frozen)

@@ -1,0 +1,23 @@
+"""Arrays in an optimizer's state of which each device of a mesh axis has its own."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class PerDevice(NamedTuple):
+    """Arrays with a leading axis of devices, cut over the mesh axis that they are filed under.
+
+    In `jax.shard_map` a device sees its own part, with a leading axis of length one. `jaxmp.sharding_of` gives the
+    specs. Where an array belongs to a param, the other axes are those of the param, and are cut as the param is.
+
+    Attributes:
+      by_axis: {name of a mesh axis: tree of arrays [devices, ...]}.
+    """
+
+    by_axis: dict[str, Any]
+
+
+def axis_of(path: Sequence[Any]) -> str | None:
+    """The mesh axis of an array inside a `PerDevice`, from its path of `jax.tree_util`; None for any other array."""
+    names = [getattr(key, "name", None) for key in path]
+    return path[names.index("by_axis") + 1].key if "by_axis" in names else None

@@ -1,0 +1,93 @@
+"""A norm before fp8 layers is computed in the pass that casts its result: the result is not stored in 16 bits.
+
+An fp8 layer casts its input y. If y is the result of a norm of x, a kernel makes the cast from x, the statistics of its
+rows, and the norm's weight and bias (`pallas_kernels.norm`). Nothing else reads y then, and XLA drops it. The kernel
+rounds y to its dtype before the cast, so the layer gets the same numbers, and its derivative is still that of y: the
+gradient of the norm is flax's own.
+
+A layer is given y, an array like others. So a norm notes what it made, and the layer finds it by the identity of y, at
+the same level of a trace (as `shared_scales` finds arrays that several layers read). A note lives as long as its y.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxmp._src.base import ambient
+from jaxmp._src.fp8 import shared_scales
+from pallas_kernels import passes
+from pallas_kernels.norm import Norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """How a norm over the last axis made an array: (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias.
+
+    Attributes:
+      x: the input; one of float32, bfloat16, float16.
+      weight, bias: of the last axis of x; None without.
+      epsilon: as above.
+      centers: whether the norm subtracts a mean; var(x) is the mean of x^2 without it.
+      fast_variance: whether var(x) is computed as the mean of x^2 minus the square of the mean.
+    """
+
+    x: Array
+    weight: Array | None
+    bias: Array | None
+    epsilon: float = dataclasses.field(metadata={"static": True})
+    centers: bool = dataclasses.field(metadata={"static": True})
+    fast_variance: bool = dataclasses.field(metadata={"static": True})
+
+    @property
+    def norm(self) -> Norm:
+        """What the kernel computes."""
+        return Norm(self.centers, self.weight is not None, self.bias is not None)
+
+    def arguments(self) -> list[Array]:
+        """The arguments of `norm`. The statistics are flax's expressions, which XLA computes once."""
+        wide = self.x.astype(jnp.float32)
+        mean = jnp.mean(wide, axis=-1) if self.centers else None
+        if mean is None:
+            variance = jnp.mean(lax.square(wide), axis=-1)
+        elif self.fast_variance:
+            variance = jnp.maximum(0.0, jnp.mean(lax.square(wide), axis=-1) - lax.square(mean))
+        else:
+            variance = jnp.mean(lax.square(wide - jnp.expand_dims(mean, -1)), axis=-1)
+        of_columns = [v.astype(jnp.float32) for v in (self.weight, self.bias) if v is not None]
+        return [self.x, *([] if mean is None else [mean]), lax.rsqrt(variance + self.epsilon), *of_columns]
+
+
+def note(y: Any, made: Made) -> None:
+    """Notes in a loss how a norm made `y`, if a kernel can make its cast."""
+    vectors = [v for v in (made.weight, made.bias) if v is not None]
+    is_last_axis = all(v.shape == jnp.shape(made.x)[-1:] for v in vectors)
+    if not ambient.is_in_loss() or not isinstance(y, jax.Array) or not is_last_axis or jnp.ndim(made.x) < 2:
+        return
+    if y.dtype in passes.DTYPES and jnp.result_type(made.x) in passes.DTYPES:
+        made_by, key = ambient.now().notes.norms, id(y)
+        made_by[key] = weakref.ref(y, lambda _: made_by.pop(key, None)), made
+
+
+def is_plain(norm: Any, x: Any) -> bool:
+    """Whether a norm of flax takes its statistics over the last axis of x, on each device, and has its params there."""
+    axes = (*np.ravel(norm.reduction_axes), *np.ravel(norm.feature_axes))
+    return norm.axis_name is None and len(axes) == 2 and all(axis in (-1, jnp.ndim(x) - 1) for axis in axes)
+
+
+def made_by_norm(y: Array, summed: Sequence[int]) -> Made | None:
+    """How a norm made `y`, which a layer sums over these axes; None if the layer casts y itself."""
+    if not ambient.is_in_loss() or tuple(summed) != (y.ndim - 1,):
+        return None
+    before = shared_scales.before_conversion(y)
+    reference, made = ambient.now().notes.norms.get(id(before), (None, None))
+    if reference is None or reference() is not before or (before is not y and before.dtype != jnp.float32):
+        return None  # a float32 result that the layer converted is rounded once, too
+    return made

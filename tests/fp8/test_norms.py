@@ -1,0 +1,260 @@
+"""A norm before fp8 layers is computed in the pass that casts its result, by a kernel; the numbers stay the same."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp._src.base import ambient
+from jaxmp._src.fp8 import norms
+from jaxmp.fp8 import DelayedScaling
+from pallas_kernels import backend as backends, passes
+
+HAS_KERNELS = backends.why_no_kernels() is None
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason=str(backends.why_no_kernels()))
+RECIPE = DelayedScaling(amax_history_len=2)
+SIDE = 64
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, SIDE)) + 1, jnp.bfloat16)
+TX = jaxmp.mixed_precision(optax.identity(), "fp8", recipe=RECIPE)
+
+
+def everywhere(path, layer):
+    return True
+
+
+class Pair(nn.Module):
+    """A norm that two layers read."""
+
+    norm: type[nn.Module] = nn.RMSNorm
+    options: tuple = ()
+    dtype: object = jnp.bfloat16
+    between: object = staticmethod(lambda y: y)
+
+    @nn.compact
+    def __call__(self, x):
+        y = self.between(self.norm(**{"dtype": self.dtype} | dict(self.options))(x))
+        dense = functools.partial(nn.Dense, SIDE, dtype=jnp.bfloat16)
+        return x + dense(name="a")(y) * dense(name="b", use_bias=False)(y)
+
+
+class Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm(dtype=jnp.bfloat16)(x, mask=jnp.ones(x.shape, bool))
+        return nn.Dense(SIDE, dtype=jnp.bfloat16)(y)
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(lambda block, x, _: (block(x), None), **split, length=2)(Pair(), x, None)[0]
+
+
+class Vmapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.vmap(Pair, variable_axes={"params": None}, split_rngs={"params": False})()(x)
+
+
+class Gated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        return jaxmp.linen.GatedMLP(SIDE, recipe=RECIPE, dtype=jnp.bfloat16)(y)
+
+
+class OwnNorm(nn.RMSNorm):
+    """It does more than flax's."""
+
+    @nn.compact
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class InNnx(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, norm):
+        rngs = nnx.Rngs(0)
+        self.norm = norm(SIDE, dtype=jnp.bfloat16, rngs=rngs)
+        self.a = nnx.Linear(SIDE, SIDE, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.a(self.norm(x))
+
+
+LAYER, RMS = nn.LayerNorm, nn.RMSNorm
+MODELS = {  # and how many casts a kernel makes from a norm's input, before XLA merges those that are alike
+    "rms": (Pair(), 2),
+    "layer": (Pair(LAYER), 2),
+    "no scale": (Pair(options=(("use_scale", False),)), 2),
+    "no bias": (Pair(LAYER, options=(("use_bias", False), ("use_scale", False))), 2),
+    "slow variance": (Pair(LAYER, options=(("use_fast_variance", False),)), 2),
+    "16-bit params": (Pair(LAYER, options=(("param_dtype", jnp.bfloat16),)), 2),
+    "float32 norm": (Pair(dtype=None), 2),
+    "remat": (nn.remat(Pair)(), 4),
+    "save_quantized": (nn.remat(Pair, policy=jaxmp.fp8.save_quantized)(), 2),
+    "scan": (Scanned(), 2),
+    "gated": (Gated(), 1),
+    "vmap": (Vmapped(), 0),
+    "a class of one's own": (Pair(OwnNorm), 0),
+    "mask": (Masked(), 0),
+    "two axes": (Pair(LAYER, options=(("reduction_axes", (-2, -1)),)), 0),
+    "16-bit sums": (Pair(options=(("force_float32_reductions", False),)), 0),
+    "an operation between": (Pair(between=lambda y: y * 1.5), 0),
+    "group norm": (Pair(nn.GroupNorm, options=(("num_groups", 4),)), 0),
+}
+
+
+def trained(model, policy=None):
+    """(loss and gradients as a function of params and x, params)."""
+    with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+        params = model.init(jax.random.key(0), X)["params"]
+    keys = iter(jax.random.split(jax.random.key(1), 99))
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape, p.dtype) if p.ndim else p, params)
+
+    def loss_fn(params, x):
+        with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+            y = model.apply({"params": params}, x).astype(jnp.float32)
+            return jnp.sum(y**2)  # gradients that e5m2 holds by a scale of 1
+
+    grad_fn = jaxmp.value_and_grad(loss_fn, (0, 1), policy=policy)
+    return lambda params, x: grad_fn(params, x, opt_state=TX.init(params)), params
+
+
+def kernels(f, *args):
+    """The tensors that kernels of norms read in a program for an NVIDIA GPU: a list of types for each launch."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "norm_cast_transpose_amax" in line]
+    return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
+
+
+@pytest.mark.costly
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", MODELS)
+def test_which_norms_a_kernel_computes(name):
+    model, count = MODELS[name]
+    assert len(kernels(*trained(model), X)) == (count if HAS_KERNELS else 0)
+
+
+@pytest.mark.costly
+@needs_kernels
+@pytest.mark.parametrize("name", ["rms", "float32 norm"])
+def test_by_autocast_the_kernel_reads_what_arrives(name):
+    """The loss is traced in float32; a bfloat16 input of the norm is not widened for the kernel."""
+    found = kernels(*trained(MODELS[name][0], policy="fp8"), X)
+    assert [reads[0] for reads in found] == ["64x64xbf16"] * 2
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Where a kernel can run on a GPU, it is interpreted."""
+    run_or = passes.run_or
+
+    def on_this_device(plan, instead, args, **more):
+        return run_or(plan, instead, args, "xla" if passes.why_not(plan, args) else "interpret", **more)
+
+    def switch():
+        monkeypatch.setattr(passes, "run_or", on_this_device)
+        jax.clear_caches()
+
+    yield switch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@pytest.mark.costly
+@pytest.mark.optimized  # the last bit of a sum decides a rounding
+@needs_kernels
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["rms", "layer", "16-bit params", "float32 norm", "remat", "gated"])
+def test_the_numbers_are_those_of_the_norm_and_its_cast(name, interpreted):
+    """A sum in another order moves 1 in 1000 roundings to bfloat16 by its last bit: 2^-8, also of the amax.
+
+    Both round where they say that they do, as on a GPU, where a kernel reads the rounded tensor from memory.
+    """
+    run, params = trained(MODELS[name][0])
+    as_written = {"compiler_options": {"xla_allow_excess_precision": False}}
+    expected = jax.jit(run, **as_written)(params, X)
+    interpreted()
+    assert "norm_cast_transpose_amax" in str(jax.make_jaxpr(lambda *args: run(*args))(params, X))
+    got = jax.jit(lambda *args: run(*args), **as_written)(params, X)
+    amaxes, others = [], []
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        (others if a.ndim else amaxes).append((np.asarray(a, np.float64), np.asarray(b, np.float64)))
+    for a, b in amaxes:  # and the loss
+        np.testing.assert_allclose(a, b, rtol=2**-8)
+    for a, b in others:
+        assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("norm", [nnx.RMSNorm, nnx.LayerNorm])
+def test_in_nnx(norm):
+    """`to_fp8` gives norms a class that notes what it made; their params, results and other norms stay."""
+    model, plain = InNnx(norm), InNnx(norm)
+    before = nnx.to_pure_dict(nnx.state(model.norm))
+    jaxmp.nnx.to_fp8(model, RECIPE, filter=everywhere)
+    assert isinstance(model.norm, norm) and nnx.to_pure_dict(nnx.state(model.norm)).keys() == before.keys()
+    np.testing.assert_array_equal(model.norm(X), plain.norm(X))
+    graph, state = nnx.split(model)
+
+    def run(state, x):
+        grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2))
+        return grad_fn(nnx.merge(graph, state), x, opt_state=TX.init(state))
+
+    assert [reads[0] for reads in kernels(run, state, X)] == (["64x64xbf16"] if HAS_KERNELS else [])
+    with pytest.warns(UserWarning, match="no layer was turned to fp8"):
+        jaxmp.nnx.to_fp8(plain, RECIPE, filter=lambda path, layer: False)
+    assert type(plain.norm) is norm
+
+
+def made(x):
+    return norms.Made(x, None, None, 1e-6, False, True)
+
+
+def test_what_is_found():
+    """The noted array itself, and a float32 result that a layer rounded; not in another loss, nor outside of all."""
+    x = jnp.ones((4, 8))
+    y, low = x * 2, (x * 3).astype(jnp.bfloat16)
+    with ambient.noting() as notes:
+        norms.note(y, made(x))
+        norms.note(low, made(x))
+        assert norms.made_by_norm(y, (1,)).x is x
+        assert norms.made_by_norm(y, (0,)) is None and norms.made_by_norm(x, (1,)) is None
+        rounded, again = (jaxmp.fp8.promote_all_but_kernel(a, a, None, dtype=jnp.float16)[0] for a in (y, low))
+        assert norms.made_by_norm(rounded, (1,)).x is x
+        assert norms.made_by_norm(again, (1,)) is None  # it is rounded twice
+        norms.note(x, made(x[0]))
+        norms.note(x, made(x.astype(jnp.int32)))
+        assert len(notes.norms) == 2
+        with ambient.noting():
+            assert norms.made_by_norm(y, (1,)) is None
+        del y, low
+        assert not notes.norms  # nothing is kept alive
+    norms.note(x, made(x))
+    assert norms.made_by_norm(x, (1,)) is None
+
+
+def test_no_tracer_leaves_its_trace():
+    x = jnp.ones((4, 8))
+
+    def inside(x):
+        y = x * 2
+        norms.note(y, made(x))
+        return jnp.sum(norms.made_by_norm(y, (1,)).x)
+
+    def f(x):
+        total = jax.checkpoint(inside)(x) + jax.lax.cond(x[0, 0] > 0, inside, inside, x)
+        return total + jax.lax.scan(lambda c, _: (c + inside(x), None), 0.0, None, length=2)[0]
+
+    with jax.checking_leaks(), ambient.noting() as notes:
+        assert jax.jit(f)(x) == 4 * 32 and not notes.norms

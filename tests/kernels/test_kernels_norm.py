@@ -1,0 +1,105 @@
+"""A norm that is cast as it is made: on every backend, against the formula by hand; and that Mosaic can lower it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from test_kernels_activation import assert_rounds_to
+from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, by_hand, text_for_cuda
+
+import pallas_kernels
+from helpers import assert_bitwise
+
+pytestmark = pytest.mark.optimized  # a bound of one rounding
+KERNEL = "norm_cast_transpose_amax"
+PARTS = {"rms": ("weight",), "rms without weight": (), "layer": ("mean", "weight", "bias"), "layer, bias": ("bias",)}
+EACH_NORM = pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+
+
+def arguments(shape, source, parts, seed=0):
+    """(x, statistics of its rows and params of its columns) at random."""
+    rng = np.random.default_rng(seed)
+    sides = {"mean": shape[0], "weight": shape[1], "bias": shape[1]}
+    x = rng.normal(size=shape).astype(source)
+    vectors = {name: rng.normal(size=sides[name]).astype(F32) for name in parts}
+    return x, {"inv_std": np.exp(rng.normal(size=shape[0])).astype(F32), **vectors}
+
+
+def in_numpy(x, inv_std, mean=None, weight=None, bias=None):
+    """The norm in float32, each operation rounded."""
+    y = x.astype(F32) if mean is None else x.astype(F32) - mean[:, None]
+    y = y * (inv_std[:, None] if weight is None else inv_std[:, None] * weight)
+    return y if bias is None else y + bias
+
+
+def cast(x, inv_std, scale, dtype, **more):
+    return pallas_kernels.norm_cast_transpose_amax(jnp.asarray(x), inv_std, jnp.float32(scale), dtype, **more)
+
+
+@pytest.mark.sampled(6)
+@EACH_BACKEND
+@pytest.mark.parametrize("source", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
+@EACH_NORM
+def test_it_is_the_cast_of_the_norm(backend, source, parts):
+    """Products and differences are rounded alike by all programs; a bias may come in by a fused multiply-add."""
+    x, vectors = arguments((64, 192), source, parts)
+    q, q_t, amax = cast(x, scale=4.0, dtype=E4M3, rounded=BF16, backend=backend, **vectors)
+    y = in_numpy(x, **vectors).astype(BF16)
+    if "bias" not in parts:
+        assert_bitwise((q, q_t, amax), by_hand(y, 4.0, E4M3))
+    else:
+        assert_rounds_to(q, np.clip(y.astype(F32) * 4, -448, 448), E4M3)
+        assert_bitwise(q_t, np.asarray(q).T)
+        np.testing.assert_allclose(amax, np.abs(y.astype(F32)).max(), rtol=2**-8)
+
+
+@EACH_BACKEND
+def test_it_is_rounded_before_the_cast(backend):
+    """1 + 2^-4 + 2^-10 is 1 + 2^-4 in bfloat16, a tie that e4m3 rounds down; without that rounding it goes up."""
+    x = np.full((64, 64), 1 + 2**-4 + 2**-10, F32)
+    for rounded, q, amax in ((BF16, 1.0, 1 + 2**-4), (F32, 1.125, 1 + 2**-4 + 2**-10)):
+        found, _, largest = cast(x, np.ones(64, F32), 1.0, E4M3, rounded=rounded, backend=backend)
+        assert set(np.asarray(found, F32).ravel()) == {q} and largest == amax
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 128)], ids=str)
+@EACH_NORM
+def test_a_gpu_gets_the_kernel(shape, parts):
+    x, vectors = arguments(shape, BF16, parts)
+    text = text_for_cuda(lambda x, vectors: cast(x, scale=1.0, dtype=E5M2, **vectors), x, vectors)
+    assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b")], ids=str)
+def test_under_jit_vectors_are_split_like_the_matrix(spec):
+    """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100/kernels.py."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Auto))
+    x, vectors = arguments((256, 128), F32, PARTS["rms"])
+    split = jax.device_put(x, NamedSharding(mesh, spec))
+    f = jax.jit(lambda x, vectors: cast(x, scale=2.0, dtype=E4M3, **vectors))
+    assert_bitwise(f(split, vectors), by_hand(in_numpy(x, **vectors), 2.0, E4M3))
+    text = f.trace(split, vectors).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("CustomSPMDPartitioning" in text) == HAS_KERNELS
+
+
+def test_under_vmap_each_member_is_cast():
+    members = [arguments((64, 64), F32, PARTS["rms"], seed) for seed in range(3)]
+    x, vectors = jax.tree.map(lambda *parts: np.stack(parts), *members)
+    found = jax.vmap(lambda x, vectors: cast(x, scale=2.0, dtype=E4M3, **vectors))(x, vectors)
+    expected = [by_hand(in_numpy(x, **vectors), 2.0, E4M3) for x, vectors in members]
+    assert_bitwise(found, tuple(np.stack(part) for part in zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"inv_std": np.ones(3, F32)}, r"takes vectors float32\[2\] of its rows .*; got float32\[3\]"),
+        ({"weight": np.ones(4, F16)}, r".* float32\[4\] of its columns; got float16\[4\]"),
+    ],
+    ids=["length", "dtype"],
+)
+def test_bad_vectors_are_named(given, message):
+    with pytest.raises(TypeError, match=rf"{KERNEL} of \(2, 4\) {message}"):
+        cast(np.ones((2, 4), F32), **{"inv_std": np.ones(2, F32), "scale": 1.0, "dtype": E4M3, **given})
