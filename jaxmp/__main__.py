@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxmp", description="What jaxmp does on this machine.")
     parser.set_defaults(run=functools.partial(_print_help, parser))
     commands = parser.add_subparsers(title="commands", metavar="command")
-    served = "versions, devices, what serves each operation, and what to do next"
-    command = commands.add_parser("doctor", aliases=["backends"], help=served)
+    shown = "versions, devices, the backend of each operation, and what to do next"
+    command = commands.add_parser("doctor", aliases=["backends"], help=shown)
     command.set_defaults(run=_print_backends)
     command = commands.add_parser("formats", help="formats from fp32 to fp4 in numbers, and recipes as measured")
     command.set_defaults(run=_print_formats)

@@ -14,7 +14,7 @@ In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScali
 `dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
 `save_quantized` (what remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
 `calibrate` (scales from one batch, before the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at
-them, and restoring). `backends` says what serves all this on the machine.
+them, and restoring). `backends` says which backend runs each of these on this machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends

@@ -1,7 +1,9 @@
 """flax.nnx modules: Optimizer, state that moves in the forward pass, metadata, shared and lifted layers."""
 
 import functools
+import inspect
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -619,3 +621,36 @@ def test_the_filter_may_come_as_flax_s_diff_state():
         run(wrt=nnx.DiffState(0, nnx.Param))
     with pytest.raises(ValueError, match="said once"):
         run(argnums=nnx.DiffState(0, nnx.Param), wrt=is_bias)
+
+
+def test_the_optimizer_has_the_metrics_of_its_state():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), policy="fp16")
+    assert_bitwise(optimizer.metrics, jaxmp.get_metrics(optimizer.opt_state))
+
+
+def test_calibrate_in_the_order_of_the_function_says_its_own():
+    """`jaxmp.fp8.calibrate` begins with the loss, the method with the model."""
+    model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
+    jaxmp.nnx.to_fp8(model)
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp8"), policy="fp8")
+    message = (
+        r"the arguments are optimizer.calibrate\(model, loss_fn, \*batch\); got function as model, Sequential as loss"
+    )
+    with pytest.raises(TypeError, match=message):
+        optimizer.calibrate(lambda model, x: jnp.sum(model(x)), model, jnp.ones((16, 16)))
+
+
+def test_keywords_of_a_step_are_in_its_signature():
+    """Libraries that bind arguments by the signature, as equinox.filter_jit does, find opt_state."""
+
+    def loss_fn(params, x, *, key=None):
+        return jnp.sum(params * x)
+
+    for value_and_grad in (jaxmp.value_and_grad, jaxmp.nnx.value_and_grad):
+        assert str(inspect.signature(value_and_grad(loss_fn))) == "(params, x, *, key=None, opt_state=None)"
+        assert str(inspect.signature(value_and_grad(lambda p, **more: p))) == "(p, *, opt_state=None, **more)"
+    params, x = jnp.ones(3), jnp.ones(3)
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(params)
+    loss, _ = eqx.filter_jit(jaxmp.value_and_grad(loss_fn))(params, x, opt_state=opt_state)
+    assert float(loss) == 3.0

@@ -14,8 +14,9 @@ import jax
 import jmp
 import optax
 from flax import nnx
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
+from jaxmp._src.base import signatures
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale
 from jaxmp._src.step import (
@@ -124,6 +125,7 @@ def value_and_grad(
         nnx.update(model, rest)
         return ((loss, aux) if has_aux else loss), grads
 
+    signatures.with_keyword(wrapped, "opt_state")
     return wrapped
 
 
@@ -213,6 +215,19 @@ class Optimizer(nnx.Optimizer):
         if self.policy is not None:
             cast_to_param(model, self.policy, wrt=self.wrt)
 
+    @property
+    def metrics(self) -> dict[str, Array]:
+        """`jaxmp.get_metrics` of this optimizer's state.
+
+        Example:
+          >>> import jaxmp, optax
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), policy="fp16")
+          >>> float(optimizer.metrics["loss_scale"])
+          65536.0
+        """
+        return read_state.get_metrics(nnx.as_pure(self.opt_state))
+
     def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
 
@@ -223,7 +238,15 @@ class Optimizer(nnx.Optimizer):
           fun: the loss, called as `fun(model, *args)`.
           *args: its arguments behind the module.
           **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
+
+        Raises:
+          TypeError: the loss and the module stand in each other's place.
         """
+        if isinstance(fun, nnx.Module):
+            raise TypeError(
+                f"the arguments are optimizer.calibrate(model, loss_fn, *batch); got {type(model).__name__} as model, "
+                f"{type(fun).__name__} as loss_fn."
+            )
         graphdef, params, rest = nnx.split(model, self.wrt, ...)
 
         def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:

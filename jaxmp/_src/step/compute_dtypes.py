@@ -153,7 +153,8 @@ def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
 
 _SAY_WHICH = (
     "Say in which precision the loss runs: jaxmp.value_and_grad(loss_fn, policy=...), with the policy of the "
-    "optimizer; or opt_state=state, a jaxmp.linen.TrainState that was created with policy=; or give the layers dtype="
+    "optimizer; or opt_state=state, a jaxmp.linen.TrainState, or opt_state=optimizer, a jaxmp.nnx.Optimizer, that was "
+    "created with policy=; or give the layers dtype="
 )
 
 

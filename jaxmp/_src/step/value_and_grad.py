@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.autocast import regions, rewrite
-from jaxmp._src.base import ambient, compat, tree_paths
+from jaxmp._src.base import ambient, compat, signatures, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import gathered_params
@@ -172,6 +172,7 @@ def value_and_grad(
         aux = carried_arguments.put_back(aux, carry)
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
 
+    signatures.with_keyword(wrapped, "opt_state")
     return wrapped
 
 
