@@ -76,7 +76,7 @@ ATTENTION = {"fp32": 8, "bf16": 6}  # bytes of a score and its weight: scores ar
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("precision", "width", "heads"), [("fp32", 64, 4), ("bf16", 128, 8)])
 def test_a_transformer_layer_has_12_h_h_params_and_20_h_activations_a_token(precision, width, heads):
-    """And two for each pair of tokens and head; with a relu in place of the gelu and its tanh, which is recomputed, 12 h."""
+    """And two for each pair of tokens and head; with a relu in place of the gelu, which is recomputed, 12 h."""
     rows, length, size = 4, 64, 4 if precision == "fp32" else 2
     tokens = rows * length
     sizes = {"batch": rows, "length": length, "width": width, "heads": heads, "vocabulary": 256}
