@@ -22,23 +22,22 @@ from pallas_kernels import write_order
 
 Flags = list[Int8[Array, "..."]]
 
-_SHIFT = 3  # the second flag is this bit of a byte
-_MOST = 2**_SHIFT - 1  # so many bytes can be added, and still say how many of both flags were set
+_MOST = 7  # so many bytes can be added, if the second flag is 8, and still say how many of both flags were set
 _SMALL = 2**15  # elements; up to here the flags of a param are written as bytes, and not summed at once
 _ROW = 128  # elements that are summed at least, so that the sums are few beside the param
 
 
-def in_bytes(first: Sequence[Array], second: Sequence[Array | None]) -> Flags:
-    """Two flags for each element of each param in an int8; None stands for no flag set."""
+def in_bytes(first: Sequence[Array], second: Sequence[Array | None], *, bit: int = 1) -> Flags:
+    """Two flags for each element of each param in an int8, in bit 0 and in `bit`; None stands for no flag set."""
     return [
-        x.astype(jnp.int8) if y is None else x.astype(jnp.int8) + (y.astype(jnp.int8) << _SHIFT)
+        x.astype(jnp.int8) if y is None else x.astype(jnp.int8) + 2**bit * y.astype(jnp.int8)
         for x, y in zip(first, second, strict=True)
     ]
 
 
 def first_of(flags: Flags) -> list[Bool[Array, "..."]]:
     """The first flags of `in_bytes`."""
-    return [(x & _MOST) != 0 for x in flags]
+    return [(x & 1) != 0 for x in flags]
 
 
 def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -55,7 +54,7 @@ def _count_if_any(flags: Flags) -> tuple[Array, Array]:
 
 
 def _count(flags: Flags) -> tuple[Array, Array]:
-    return count_in_pass([x & _MOST for x in flags], [x >> _SHIFT for x in flags])
+    return count_in_pass([x & 1 for x in flags], [x >> 1 for x in flags])
 
 
 def count_in_pass(first: Sequence[Array], second: Sequence[Array | None]) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -86,11 +85,11 @@ def _sum_of(first: Sequence[Array], second: Sequence[Array | None], number: Call
     large = [i for i, x in enumerate(first) if x.size > _SMALL]
     bytes_, rows = lax.optimization_barrier(
         (
-            in_bytes([first[i] for i in small], [second[i] for i in small]),
+            in_bytes([first[i] for i in small], [second[i] for i in small], bit=3),
             [_row_sums(number(first[i], second[i])) for i in large],
         )
     )
-    parts = [number(x & _MOST, x >> _SHIFT) for x in _added(bytes_, at_most=_MOST)] + rows
+    parts = [number(x & _MOST, x >> 3) for x in _added(bytes_, at_most=_MOST)] + rows
     return sum((jnp.sum(x) for x in _added(parts, at_most=len(parts))), start=jnp.zeros(()))
 
 
