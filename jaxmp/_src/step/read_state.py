@@ -440,7 +440,8 @@ def _with_masks_at_leaves(masters: PyTree, params: PyTree) -> PyTree:
             return master
         return jax.tree.map(lambda _: optax.MaskedNode(), param, is_leaf=tree_paths.is_box)
 
-    return jax.tree.map(expanded, masters, params, is_leaf=is_masked)
+    # The remainder of a split master is a NamedTuple in the place of its param.
+    return jax.tree.map(expanded, masters, params, is_leaf=lambda x: hasattr(x, "_fields"))
 
 
 def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:
