@@ -337,6 +337,15 @@ def holds(directory):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def test_a_closed_manager_saves_nothing_and_says_so(tmp_path):
+    """It returned True, wrote nothing, and the process hung at its end."""
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 1, params={"w": jnp.ones(3)}, opt_state=())
+    with pytest.raises(ValueError, match=r"saves until it is closed; the one of .* is closed: its `with` has ended.*"):
+        checkpoint.save(manager, 2, params={"w": jnp.ones(3)}, opt_state=())
+    assert manager.all_steps() == [1] and checkpoint.restore(manager, None, params={"w": jnp.ones(3)}).step == 1
+
+
 def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch):
     """Each file that stands in the step was brought to the disk, while the folder had another name."""
     synced = []

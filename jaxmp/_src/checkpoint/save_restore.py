@@ -132,8 +132,8 @@ def save(
 
     Raises:
       ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
-        cannot hold, by path; another process that saves into this directory; a step that is not newer than all saved
-        steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
+        cannot hold, by path; another process that saves into this directory; a manager that is closed; a step that is not newer
+        than all saved steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
         are raised before anything is written.
 
     Example:
