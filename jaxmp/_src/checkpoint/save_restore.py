@@ -132,9 +132,9 @@ def save(
 
     Raises:
       ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
-        cannot hold, by path; another process that saves into this directory; a manager that is closed; a step that is not newer
-        than all saved steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
-        are raised before anything is written.
+        cannot hold, by path; a manager that is closed; another process that saves into this directory; a step that is
+        not newer than all saved steps. To continue from an earlier step, delete the later ones first, with
+        `manager.delete(step)`. All of these are raised before anything is written.
 
     Example:
       >>> import jaxmp, tempfile
@@ -301,10 +301,13 @@ def restore(
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    change = padding.Change(padding.recorded(about), new, leaf_paths.plain_leaves(params))
+    described = orbax.described(folder)
+    there, here = (leaf_paths.plain_leaves(x) for x in (orbax.parts(described, folder)["params"], params))
+    change = padding.Change(padding.recorded(about), new, there, here)
+    change.check(patterns)
     with ocp.StandardCheckpointer() as reader:
-        tree = change.onto(orbax.described(folder))
-        parts = orbax.parts(tree, folder)
+        tree = change.onto(described)
+        parts = orbax.parts(change.without_other_params(tree), folder)
         saved, _ = _saved_of(parts, params, order, tx, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
@@ -323,7 +326,8 @@ def restore(
             convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, change), folder)
+        tree = orbax.read(reader, folder, tree, params, wanted, checksums, change)
+    parts = orbax.parts(change.without_other_params(tree), folder)
     saved, rounded = _saved_of(parts, params, order, tx, change)
     if rounded:
         warn(
