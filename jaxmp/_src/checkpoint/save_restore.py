@@ -257,8 +257,8 @@ def restore(
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
         default device.
-      extra: other trees to restore, by name: trees like the saved ones. Numbers of Python and arrays of NumPy come back
-        as such, with all of their bits.
+      extra: other trees to restore, by name: trees like the saved ones, with all of their leaves. Numbers of Python and
+        arrays of NumPy come back as such, with all of their bits.
       step: which step; default: the newest complete one.
       layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
         layout, for another number of devices, or with none.
@@ -316,7 +316,12 @@ def restore(
             )
         if patterns:
             state = leaf_paths.essential_leaves(() if tx is None else convert_lib.structure_of(tx, params))
-            of_extra = [_at(name, path) for name, like in wanted.items() for path in leaf_paths.plain_leaves(like)]
+            of_extra = [
+                _at(name, path)
+                for name, like in wanted.items()
+                for tree in (like, parts.get(name, {}))
+                for path in leaf_paths.plain_leaves(tree)
+            ]
             paths = dict.fromkeys([*saved.params, *saved.state, *leaf_paths.plain_leaves(params), *state, *of_extra])
             tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
         completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
@@ -345,8 +350,9 @@ def restore(
         params, opt_state = convert_lib.assemble(saved, tx, params)
     found = {name: _fill(like, leaf_paths.plain_leaves(parts.get(name, {}))) for name, like in wanted.items()}
     fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
+    left = [path for name, like in wanted.items() for path in _left_over(name, like, parts)]
     restored = Restored(step, params, opt_state, found)
-    restored.report = report._replace(fresh=(*report.fresh, *fresh))
+    restored.report = report._replace(fresh=(*report.fresh, *fresh), left_over=(*report.left_over, *left))
     return restored
 
 
@@ -419,6 +425,12 @@ def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
     return [_at(name, path) for path in leaf_paths.plain_leaves(like) if path not in there]
 
 
+def _left_over(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+    """The leaves of a tree of `extra` that only the checkpoint has, by path."""
+    here = leaf_paths.plain_leaves(like)
+    return [_at(name, path) for path in leaf_paths.plain_leaves(parts.get(name, {})) if path not in here]
+
+
 def _at(name: str, path: str) -> str:
     return name if path == "<root>" else f"{name}/{path}"
 
@@ -454,6 +466,12 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
             raise ValueError(
                 f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
                 f"{x.dtype}{list(x.shape)}."
+            )
+    for at in _left_over(name, like, parts):
+        if not tree_paths.matches(at, patterns):
+            raise ValueError(
+                f"the trees of extra= must have every leaf that was saved; {at} is in the checkpoint and not in the "
+                f"job, where it would be lost. Give the job what it had at the save, or name the leaf in partial=."
             )
 
 
