@@ -470,6 +470,28 @@ def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(me
     assert [x.name for x in tmp_path.iterdir()] in ([], [writer._LOCK])
 
 
+def test_arrays_without_elements_are_saved(tmp_path, capsys):
+    """A layer of no units trains; Orbax refuses to save it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+    params32 = {"none": jnp.zeros((0, 4)), "w": jnp.ones((4, 2))}
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
+    extra = {"seen": np.zeros((3, 0), np.int64), "order": jnp.zeros(0, jnp.int32)}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=opt_state, extra=extra)
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, tx, params=params, extra=extra)
+        assert_bitwise((restored.params, restored.opt_state, restored.extra), (params, opt_state, extra))
+        split = NamedSharding(mesh, P("data"))
+        there = checkpoint.restore(manager, tx, params=jax.device_put(params, split))
+        assert there.params["none"].sharding.is_equivalent_to(split, 2) and there.params["none"].shape == (0, 4)
+        with pytest.raises(ValueError, match=r"none has shape \(0, 4\) in the checkpoint and \(1, 1\) in the model"):
+            checkpoint.restore(manager, tx, params=params | {"none": jnp.zeros((1, 1), jnp.bfloat16)})
+        assert "empty" not in checkpoint.read_metadata(manager)
+    assert command.main(["checkpoint", str(tmp_path)]) == 0
+    assert re.search(r"params/none +bfloat16 +\[0, 4\] +0 +whole", capsys.readouterr().out)
+
+
 def test_names_that_are_taken(steps):
     with pytest.raises(ValueError, match="got a tree called 'params'. Rename it"):
         checkpoint.save(steps, 6, params=trained()[0], opt_state=trained()[1], extra={"params": 1})

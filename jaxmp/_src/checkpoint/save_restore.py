@@ -166,9 +166,11 @@ def save(
         return False
     padded = padding.of_layout(layout, params, "layout=")
     about["layout"] = padded.as_json()
+    stored, empty = orbax.without_empty(tree)
+    about |= {orbax.EMPTY: empty} if empty else {}
     orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
     about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
-    items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
+    items = {orbax.STATE: ocp.args.StandardSave(stored), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
 
@@ -231,7 +233,8 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = orbax.find(source, step)
-    return {name: x for name, x in orbax.record(folder / orbax.ABOUT).items() if name != orbax.CHECKSUMS}
+    about = orbax.record(folder / orbax.ABOUT)
+    return {name: x for name, x in about.items() if name not in (orbax.CHECKSUMS, orbax.EMPTY)}
 
 
 def restore(
@@ -301,7 +304,7 @@ def restore(
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    described = orbax.described(folder)
+    described = orbax.described(folder, about)
     there, here = (leaf_paths.plain_leaves(x) for x in (orbax.parts(described, folder)["params"], params))
     change = padding.Change(padding.recorded(about), new, there, here)
     change.check(patterns)
@@ -414,8 +417,8 @@ def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
         return dtype.type(0).item() if isinstance(x, numbers) else jax.ShapeDtypeStruct(x.shape, dtype)
 
     _, folder = orbax.find(source, step)
-    folder = orbax.tree_in(folder)
-    parts = orbax.parts(orbax.described(folder), folder)
+    about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
+    parts = orbax.parts(orbax.described(folder, about), folder)
     return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
 
 
