@@ -216,6 +216,10 @@ def test_nothing_there(tmp_path, steps):
         checkpoint.restore(steps, TX, params=PARAMS, step=9)
     with checkpoint.manager(tmp_path / "empty") as empty, pytest.raises(ValueError, match="no complete .*: none"):
         checkpoint.restore(empty, TX, params=PARAMS)
+    (tmp_path / "empty" / ".writer").write_text("process 1")
+    (tmp_path / "empty" / "3.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(ValueError, match="no complete checkpoint in .*empty: nothing was saved there, or no save has"):
+        checkpoint.restore(tmp_path / "empty", TX, params=PARAMS)
 
 
 def test_files_of_something_else(tmp_path):

@@ -72,6 +72,11 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
         if step is None and not (folder / "_METADATA").exists() and tree_in(folder) == folder:
             # Orbax renames a step when it is complete: before, its name is no number.
             step = max((int(x.name) for x in steps_in(folder)), default=None)
+            if step is None and folder.is_dir() and all(map(_is_no_step, folder.iterdir())):
+                raise ValueError(
+                    f"there is no complete checkpoint in {folder}: nothing was saved there, or no save has ended. Pass "
+                    f"the directory that the manager of the run was made with."
+                )
         if step is not None:
             folder = folder / str(step)
         if not folder.is_dir():
@@ -92,6 +97,11 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
             f"pass the path of the step instead of the manager."
         )
     return found, folder
+
+
+def _is_no_step(path: pathlib.Path) -> bool:
+    """Whether this lies beside steps: a lock, or a step that is being written, or was when its process was killed."""
+    return path.name.startswith(".") or path.name.endswith(".orbax-checkpoint-tmp")
 
 
 def steps_in(folder: pathlib.Path) -> list[pathlib.Path]:
