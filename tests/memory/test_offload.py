@@ -124,6 +124,16 @@ def test_gradients_on_the_host_too():
     assert compiled == 1
 
 
+@pytest.mark.parametrize("what", [("masters",), ("moments",), ("masters", "moments")])
+def test_an_average_is_read_whichever_part_is_on_the_host(what):
+    tx = jaxmp.mixed_precision(offload.stream_updates(optax.chain(optax.sgd(0.5), jaxmp.ema_params(0.5))), "bf16")
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    opt_state = offload.put(tx.init(params), what=what)
+    params, opt_state = jax.jit(lambda s, p: jaxmp.apply_gradients(tx, {"w": jnp.ones(4)}, s, p))(opt_state, params)
+    for read in (jaxmp.get_ema_params, jax.jit(jaxmp.get_ema_params)):
+        assert_bitwise(read(opt_state, params), {"w": jnp.full(4, 0.5)})
+
+
 @pytest.mark.parametrize("on_host", ["masters", "moments"])
 def test_one_part_of_the_state_alone(on_host):
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.sgd(0.5, momentum=0.9)), "bf16")

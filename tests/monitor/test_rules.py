@@ -181,6 +181,7 @@ def test_gradients_that_were_never_scaled():
 
 
 @pytest.mark.costly
+@pytest.mark.filterwarnings("ignore:what stands before mixed_precision")  # apply_gradients says so first
 @pytest.mark.parametrize(("clip", "words"), [("by hand", "1 / loss scale"), ("around", "before the gradients are uns")])
 def test_gradients_that_were_clipped_while_they_were_scaled(clip, words):
     start, run = program("fp16", clip=clip)
@@ -279,3 +280,26 @@ def test_a_loss_that_explodes_between_skips():
         monitor.update(step, {"skipped": float(skipped), "loss_scale": 2.0 ** (16 - max(step - 64, 0))}, loss=high)
     found = [f for f in monitor.findings if f.kind == "loss_jump"]
     assert found and found[0].step <= 69 and "before the skip" in found[0].message
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_a_scale_that_falls_to_its_level_is_healthy_where_every_step_is_sampled(hysteresis):
+    policy, x = jaxmp.get_policy("fp16"), jax.random.normal(jax.random.key(0), (16, 4))
+    scale = jaxmp.DynamicLossScale(jnp.float32(65536), hysteresis=hysteresis)
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=scale)
+    params = {"w": jnp.full((4, 4), 8.0)}
+    params, opt_state = policy.cast_to_param(params), tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state):
+        loss_fn = lambda p: jnp.mean((x.astype(jnp.float16) @ p["w"]).astype(jnp.float32) ** 2)  # noqa: E731
+        loss, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss, stats
+
+    monitor = Monitor()
+    for i in range(20):
+        params, opt_state, loss, stats = step(params, opt_state)
+        monitor.update(i, jaxmp.get_metrics(opt_state), loss=loss, stats=stats)
+    monitor.finish()
+    assert jaxmp.get_metrics(opt_state)["skipped_steps"] >= 2 and monitor.findings == []

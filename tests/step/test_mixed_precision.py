@@ -466,6 +466,34 @@ def test_updates_that_are_changed_behind_masters_are_warned_of(jit):
     run(optax.chain(optax.scale(1.0), mixed()))
     run(optax.chain(optax.chain(mixed())))
     run(optax.chain(mixed("fp32"), optax.scale(0.5)), "fp32")
+    others = optax.masked(optax.set_to_zero(), {"w": False})  # of params that have no masters
+    run(optax.chain(optax.masked(mixed(), {"w": True}), others))
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize("around", ["labels", "masks"])
+def test_labels_and_masks_around_may_be_prefixes(policy, around):
+    params = {"a": {"w": jnp.ones(2), "v": jnp.ones(3)}, "b": {"w": jnp.ones(3), "v": {"u": jnp.ones(1)}}}
+
+    def step(spread):
+        mixed = jaxmp.mixed_precision(optax.sgd(0.125), policy, loss_scale=4.0)
+        if around == "labels":
+            labels = jax.tree.map(spread, {"a": "train", "b": "frozen"}, params)
+            tx = optax.multi_transform({"train": mixed, "frozen": optax.set_to_zero()}, labels)
+        else:
+            mine, others = (
+                jax.tree.map(spread, mask, params) for mask in ({"a": True, "b": False}, {"a": False, "b": True})
+            )
+            tx = optax.chain(optax.masked(optax.set_to_zero(), others), optax.masked(mixed, mine))
+        cast, opt_state = jaxmp.get_policy(policy).cast_to_param(params), tx.init(params)
+        for _ in range(2):
+            cast, opt_state = jax.jit(lambda s, p: jaxmp.apply_gradients(tx, grads_like(p), s, p))(opt_state, cast)
+        return cast, jaxmp.get_master_params(opt_state, cast)
+
+    whole = step(lambda label, subtree: jax.tree.map(lambda _: label, subtree))
+    assert_bitwise(step(lambda label, subtree: label), whole)
+    assert_bitwise(whole[0]["b"], jaxmp.get_policy(policy).cast_to_param(params["b"]))
+    assert not np.array_equal(whole[1]["a"]["w"], params["a"]["w"])
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])

@@ -234,9 +234,13 @@ def holds_fp8(kernel: Array, leaf: Array) -> bool:
 
 
 def used(leaf: Array) -> Array:
-    """The gradient of a kernel's leaf if its layer ran: 1.0, in the dtype of the leaf."""
-    ones = compat.as_varying(jnp.ones(leaf.shape, jnp.float32), tuple(compat.varying_axes(leaf)))
-    return mark(ones) if is_marked(leaf) else ones.astype(leaf.dtype)
+    """The gradient of a kernel's leaf if its layer ran: 1.0, in the dtype of the leaf.
+
+    Without a mark the kernel is not differentiated, so nobody writes it again, and its scale must stay: 0.0, no amax.
+    """
+    number = 1.0 if is_marked(leaf) else 0.0
+    numbers = compat.as_varying(jnp.full(leaf.shape, number, jnp.float32), tuple(compat.varying_axes(leaf)))
+    return mark(numbers) if is_marked(leaf) else numbers.astype(leaf.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

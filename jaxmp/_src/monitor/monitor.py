@@ -21,6 +21,8 @@ from jaxmp._src.monitor import log, rules
 from jaxmp._src.monitor.rules import Finding
 from jaxmp._src.monitor.step_stats import StepStats
 
+_LONGEST_SEARCH = 12  # skipped steps: from 65536 with hysteresis down to 32
+
 
 class MonitorWarning(UserWarning):
     """The warning that `Monitor` gives for a finding.
@@ -102,6 +104,7 @@ class Monitor:
         self._high = 0  # number of losses in a row that were too high
         self._previous: StepStats | None = None
         self._taken_since_sample = 0
+        self._search = 0  # samples since the first overflow of a scale that falls to its level
         self._suspected: deque[set[tuple[str, str]]] = deque(maxlen=10 * patience)
 
     def update(
@@ -213,9 +216,18 @@ class Monitor:
             kept = {key for key in self._suspected[-1] if key[0] == "dead_update"}
         elif before is not None and self._taken_since_sample:
             suspicions += rules.dead_update(step, stats, before, self._limits["dead"])
+        self._search = self._search + 1 if before is not None and self._searches(before, stats, row) else 0
+        if 0 < self._search <= _LONGEST_SEARCH:  # the overflow that was seen before
+            suspicions = [s for s in suspicions if s.kind != "overflow" or s.path.startswith("activations/")]
         self._previous, self._taken_since_sample = stats, 0
         self._suspected.append({(s.kind, s.path) for s in suspicions} | kept)
         return [s for s in suspicions if self._is_believed(s)]
+
+    def _searches(self, before: StepStats, stats: StepStats, row: dict[str, float]) -> bool:
+        """Whether a scale falls to its level: one overflow after the other, no step taken, and the loss is finite."""
+        both = all(np.any(x.grads.nonfinite > 0) for x in (before, stats))
+        falls = float(stats.loss_scale) <= float(before.loss_scale)  # hysteresis keeps it for a step
+        return both and falls and not self._taken_since_sample and bool(np.isfinite(row.get("loss", np.nan)))
 
     def _is_believed(self, suspicion: Finding) -> bool:
         key = (suspicion.kind, suspicion.path)

@@ -188,7 +188,10 @@ def note_chains(opt_state: Any) -> None:
     """
     for states in filter(_is_plain_tuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=_is_plain_tuple)):
         own = [i for i, state in enumerate(states) if find(state, MasterState)]
-        is_followed = own and any(not _is_plain_tuple(x) or x for x in states[own[-1] + 1 :])
+        later = states[own[-1] + 1 :] if own else ()
+        if own and isinstance(states[own[-1]], optax.MaskedState):  # optax.masked behind it is for the other params
+            later = [x for x in later if not isinstance(x, optax.MaskedState)]
+        is_followed = any(not _is_plain_tuple(x) or x for x in later)
         for state in find(states, MasterState) if is_followed else ():
             for master in jax.tree.leaves(state.master_params)[:1]:
                 ambient.now().followed_masters[id(master)] = master
@@ -334,8 +337,9 @@ def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale; got an opt_state with {len(found)} loss scales. Put one mixed_precision around "
-            f"the whole optimizer (mixed_precision(optax.multi_transform(...))), or share one scale with "
+            f"one loss has one scale; got an opt_state with {len(found)} loss scales, one of each mixed_precision "
+            f"(without a loss scale it is 1). Put one mixed_precision around the whole optimizer "
+            f"(mixed_precision(optax.multi_transform(...))), which decides for all params, or share one scale with "
             f"jaxmp.shared_loss_scale."
         )
     return found[0].loss_scale if found else jnp.ones((), jnp.float32)
@@ -403,7 +407,7 @@ def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
       ValueError: the params have other leaves than those that `tx.init` got.
     """
     try:
-        return treedef.flatten_up_to(masters)
+        return treedef.flatten_up_to(_with_masks_at_leaves(masters, params))
     except ValueError as e:
         is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         known, given = (
@@ -425,6 +429,18 @@ def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
             + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
             'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
         ) from e
+
+
+def _with_masks_at_leaves(masters: PyTree, params: PyTree) -> PyTree:
+    """`masters`, with a mask of a whole subtree (`optax.masked` and labels take prefixes) at each of its units."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+
+    def expanded(master: Any, param: Any) -> Any:
+        if not is_masked(master):
+            return master
+        return jax.tree.map(lambda _: optax.MaskedNode(), param, is_leaf=tree_paths.is_box)
+
+    return jax.tree.map(expanded, masters, params, is_leaf=is_masked)
 
 
 def saturated_masters(opt_state: Any, params: PyTree, like: PyTree) -> list[Array | None]:

@@ -25,6 +25,7 @@ from flax import traverse_util
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import read_state
 from jaxmp._src.step.state_tuples import EmaParamsState
@@ -139,9 +140,14 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
             return param
-        return jax.tree.map(
-            lambda e, w: jnp.where(weight > 0, e / weight, w) if casting.is_float(w) else w, average, param
-        )
+        return jax.tree.map(of_leaf, average, param)
+
+    def of_leaf(e: Any, w: Any) -> Any:
+        if not casting.is_float(w):
+            return w
+        if host_memory.is_on_host(e) != host_memory.is_on_host(w):  # only masters, or only moments were offloaded
+            e, w = host_memory.to_device((e, w))
+        return jnp.where(weight > 0, e / weight, w)
 
     units, treedef = jax.tree.flatten(read_state.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = treedef.flatten_up_to(found.ema_params)
