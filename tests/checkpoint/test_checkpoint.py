@@ -216,6 +216,10 @@ def test_nothing_there(tmp_path, steps):
         checkpoint.restore(steps, TX, params=PARAMS, step=9)
     with checkpoint.manager(tmp_path / "empty") as empty, pytest.raises(ValueError, match="no complete .*: none"):
         checkpoint.restore(empty, TX, params=PARAMS)
+    (tmp_path / "empty" / ".writer").write_text("process 1")
+    (tmp_path / "empty" / "3.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(ValueError, match="no complete checkpoint in .*empty: nothing was saved there, or no save has"):
+        checkpoint.restore(tmp_path / "empty", TX, params=PARAMS)
 
 
 def test_files_of_something_else(tmp_path):
@@ -335,6 +339,15 @@ def holds(directory):
     )
     command = [sys.executable, "-c", code, str(directory / writer._LOCK)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_closed_manager_saves_nothing_and_says_so(tmp_path):
+    """It returned True, wrote nothing, and the process hung at its end."""
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 1, params={"w": jnp.ones(3)}, opt_state=())
+    with pytest.raises(ValueError, match=r"saves until it is closed; the one of .* is closed: its `with` has ended.*"):
+        checkpoint.save(manager, 2, params={"w": jnp.ones(3)}, opt_state=())
+    assert manager.all_steps() == [1] and checkpoint.restore(manager, None, params={"w": jnp.ones(3)}).step == 1
 
 
 def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch):
@@ -459,6 +472,28 @@ def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(me
         with pytest.raises(ValueError, match="arrays and numbers; got str at name"):
             checkpoint.save(manager, 0, params={"w": jnp.ones(2)}, opt_state=(), extra={"name": "a"})
     assert [x.name for x in tmp_path.iterdir()] in ([], [writer._LOCK])
+
+
+def test_arrays_without_elements_are_saved(tmp_path, capsys):
+    """A layer of no units trains; Orbax refuses to save it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+    params32 = {"none": jnp.zeros((0, 4)), "w": jnp.ones((4, 2))}
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
+    extra = {"seen": np.zeros((3, 0), np.int64), "order": jnp.zeros(0, jnp.int32)}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=opt_state, extra=extra)
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, tx, params=params, extra=extra)
+        assert_bitwise((restored.params, restored.opt_state, restored.extra), (params, opt_state, extra))
+        split = NamedSharding(mesh, P("data"))
+        there = checkpoint.restore(manager, tx, params=jax.device_put(params, split))
+        assert there.params["none"].sharding.is_equivalent_to(split, 2) and there.params["none"].shape == (0, 4)
+        with pytest.raises(ValueError, match=r"none has shape \(0, 4\) in the checkpoint and \(1, 1\) in the model"):
+            checkpoint.restore(manager, tx, params=params | {"none": jnp.zeros((1, 1), jnp.bfloat16)})
+        assert "empty" not in checkpoint.read_metadata(manager)
+    assert command.main(["checkpoint", str(tmp_path)]) == 0
+    assert re.search(r"params/none +bfloat16 +\[0, 4\] +0 +whole", capsys.readouterr().out)
 
 
 def test_names_that_are_taken(steps):

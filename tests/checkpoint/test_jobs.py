@@ -151,6 +151,28 @@ def test_what_is_no_job_and_what_is_not_in_the_checkpoint(tmp_path):
         assert_bitwise(found.job.batch_stats, state.batch_stats)
 
 
+def test_what_only_the_checkpoint_has_of_a_job_is_named(tmp_path):
+    """The keys of a third object were dropped in silence, and the job went on with other ones."""
+
+    def job(*others):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        tx = jaxmp.mixed_precision(optax.sgd(1e-2), "bf16")
+        return model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="bf16"), *others
+
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save_job(steps, 0, job(nnx.Rngs(noise=1)), extra={"data": {"seen": 3, "epoch": 1}})
+        with pytest.raises(
+            ValueError, match="every leaf that was saved; job/2/noise/count is in the checkpoint and not"
+        ):
+            checkpoint.restore_job(steps, job())
+        found = checkpoint.restore_job(steps, job(), partial="job/2/*")
+        assert found.report == ((), ("job/2/noise/count", "job/2/noise/key"), ())
+        assert found.extra == {"data": {"seen": 3, "epoch": 1}}
+        with pytest.raises(ValueError, match="data/epoch is in the checkpoint and not in the job"):
+            checkpoint.restore_job(steps, job(nnx.Rngs(noise=1)), extra={"data": {"seen": 0}})
+        assert checkpoint.restore_job(steps, job(nnx.Rngs(noise=1)), extra={}).report == ((), (), ())
+
+
 def test_trained_weights_do_not_get_lost_where_they_are_not_trained_any_more(tmp_path):
     """LoRA with its own `wrt=`: the base is no param of the optimizer there."""
 

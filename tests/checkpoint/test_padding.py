@@ -231,3 +231,54 @@ def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
     for name in ("mu", "nu"):
         was, now = (optax.tree.get(s, name)["w"] for s in (opt_state, back.opt_state))
         assert_bitwise(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize("change", ["another shape", "the same padded shape", "gone", "renamed"])
+def test_a_padded_leaf_that_partial_names_starts_fresh_or_is_left_over(change, devices, saved_on_8):
+    """Whole files were called damaged: the checksum of a leaf that is not padded anew is that of the padding it has."""
+    rows = {"another shape": 45, "the same padded shape": 53}.get(change, 51)  # 53 rows are padded to 56, as 51 are
+    new = {"dense": PARAMS["dense"]}
+    if change != "gone":
+        new["head" if change == "renamed" else "embed"] = jnp.full((rows, 6), 2.0)
+    layout, patterns = layout_of(devices, new), ("embed", "head") if change == "renamed" else "embed"
+    params = jax.device_put(POLICY.cast_to_param(fsdp.pad(new, layout)), layout.shardings)
+    restored = checkpoint.restore(saved_on_8, TX, params=params, layout=layout, partial=patterns)
+    of_leaf = {x for x in (*restored.report.fresh, *restored.report.left_over) if x.split("/")[-1] in ("embed", "head")}
+    assert of_leaf == {*restored.report.fresh, *restored.report.left_over} and len(of_leaf) >= 4
+    got = fsdp.trim((restored.params, restored.opt_state), layout)
+    mu = optax.tree.get(got[1], "mu")
+    assert_bitwise(jax.tree.map(np.asarray, mu["dense"]), optax.tree.get(trained()[1], "mu")["dense"])
+    masters, before = jaxmp.get_master_params(got[1], got[0]), jaxmp.get_master_params(*trained()[::-1])
+    assert_bitwise(jax.tree.map(np.asarray, masters["dense"]), jax.tree.map(np.asarray, before["dense"]))
+    for name in new.keys() - {"dense"}:
+        assert_bitwise(np.asarray(masters[name]), np.asarray(new[name]))
+        assert not np.any(mu[name])
+
+
+def test_a_layout_that_one_side_forgot_is_named(saved_on_8, tmp_path):
+    """The padded shapes agree, and whole files were called damaged."""
+    layout = layout_of(8)
+    params, opt_state = fsdp.pad(trained(), layout)
+    told = (
+        r"dense/kernel has shape \(6, 13\), padded to \(6, 16\), in the checkpoint and \(6, 16\) in the model.*layout="
+    )
+    with pytest.raises(ValueError, match=told):
+        checkpoint.restore(saved_on_8, TX, params=params)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=params, opt_state=opt_state)
+        told = r"dense/kernel has shape \(6, 16\) in the checkpoint and \(6, 13\), padded to \(6, 16\), in the model"
+        with pytest.raises(ValueError, match=f"{told}.*saved without it is restored without it"):
+            checkpoint.restore(steps, TX, params=params, layout=layout)
+        restored = checkpoint.restore(steps, TX, params=params)
+    assert_bitwise((restored.params, restored.opt_state), (params, opt_state))
+
+
+def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path):
+    """`block/w` has the padded shape of `w`: its last rows were cut off, and were not in its checksum."""
+    tree = {"w": jnp.ones((14, 3)), "block": {"w": jnp.full((16, 3), 2.0)}}
+    layout = layout_of(8, tree)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=fsdp.pad(tree, layout), opt_state=(), layout=layout)
+        steps.wait_until_finished()
+        assert_bitwise(checkpoint.restore(steps, None, params=tree).params, tree)

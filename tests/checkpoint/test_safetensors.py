@@ -173,6 +173,14 @@ def test_what_does_not_fit(tmp_path):
         load_safetensors(path, {}, layout="tf")  # pyright: ignore
     with pytest.raises(ValueError, match="dtype must be one of float32, .*; got int8"):
         save_safetensors(path, {}, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="dtype must be one of float32, .*; got 'bf16'"):
+        save_safetensors(path, {}, dtype="bf16")
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx, policy="bf16")
+    with pytest.raises(
+        TypeError, match="got a TrainState .* as params. Its parts are state.params and state.opt_state"
+    ):
+        save_safetensors(path, state)
     with pytest.raises(ValueError, match="needs its own name; got 'x' for mlp/kernel"):
         save_safetensors(path, {"mlp": PARAMS["mlp"]}, rename=lambda name: "x")
     safetensors.numpy.save_file({"k": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}, tmp_path / "bare")

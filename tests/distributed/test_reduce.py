@@ -355,6 +355,12 @@ def test_places_where_it_cannot_stand():
     grads = {"w": jnp.ones((DEVICES, 16, 64))}
     with pytest.raises(ValueError, match="must stand inside mixed_precision"):
         step(grads, state)
+    on_mesh = {"w": NamedSharding(mesh_of(), P())}
+    with pytest.raises(ValueError, match=r"axis 'data'; got it for 1 at .*, and the mesh has 4.*devices="):
+        jaxmp.sharding_of(jaxmp.mixed_precision(few(), "fp32"), params, on_mesh)
+    with pytest.raises(ValueError, match=r"got it for 4 at .*, and the mesh has no such axis \(fsdp\)"):
+        other = NamedSharding(jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4]), P())
+        jaxmp.sharding_of(tx, params, {"w": other})
     state, step = job_of(jaxmp.mixed_precision(few(devices=8), "fp32"), params, "shard_map")
     with pytest.raises(ValueError, match=r"\(1, 16, 64\); got \(2, 16, 64\) at w.*devices="):
         step(grads, state)

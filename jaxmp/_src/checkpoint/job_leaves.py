@@ -132,5 +132,5 @@ def check_state(saved: Saved, structure: Any) -> None:
             )
     for path in given:
         if path not in wanted:
-            first = leaf_paths.first_paths(wanted)
+            first = leaf_paths.first_paths(wanted) if wanted else "The new one has no leaves."
             raise ValueError(f"{rule}; {path} is in its optimizer state and not in the new one. {first}")

@@ -137,7 +137,7 @@ def restore_job(
 
     Raises:
       TypeError: a job of another kind.
-      ValueError: as `restore`; what of the job is not in the checkpoint, by path.
+      ValueError: as `restore`; what of the job is not in the checkpoint, or only there, by path.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax

@@ -27,6 +27,7 @@ from jaxmp._src.step import leaf_paths
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
 CHECKSUMS = "checksums"  # in the record: {path: checksum} of the leaves
+EMPTY = "empty"  # in the record: {path: shape} of the arrays without elements
 _DIGEST = "record_checksum"
 
 
@@ -71,6 +72,11 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
         if step is None and not (folder / "_METADATA").exists() and tree_in(folder) == folder:
             # Orbax renames a step when it is complete: before, its name is no number.
             step = max((int(x.name) for x in steps_in(folder)), default=None)
+            if step is None and folder.is_dir() and all(map(_is_no_step, folder.iterdir())):
+                raise ValueError(
+                    f"there is no complete checkpoint in {folder}: nothing was saved there, or no save has ended. Pass "
+                    f"the directory that the manager of the run was made with."
+                )
         if step is not None:
             folder = folder / str(step)
         if not folder.is_dir():
@@ -91,6 +97,11 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
             f"pass the path of the step instead of the manager."
         )
     return found, folder
+
+
+def _is_no_step(path: pathlib.Path) -> bool:
+    """Whether this lies beside steps: a lock, or a step that is being written, or was when its process was killed."""
+    return path.name.startswith(".") or path.name.endswith(".orbax-checkpoint-tmp")
 
 
 def steps_in(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -119,13 +130,38 @@ def tree_in(folder: pathlib.Path) -> pathlib.Path:
     return next((folder / item for item in (STATE, "default") if (folder / item).exists()), folder)
 
 
-def described(folder: pathlib.Path) -> Any:
-    """The saved tree with a description (shape, dtype) in place of each array; reads no array."""
+def without_empty(tree: PyTree) -> tuple[PyTree, dict[str, list[int]]]:
+    """(`tree` with one element in place of each array that has none, which Orbax cannot save; {path: its shape})."""
+    shapes: dict[str, list[int]] = {}
+
+    def stored(path: str, x: Any) -> Any:
+        if not _is_empty(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        shapes[leaf_paths.plain(path)] = list(x.shape)
+        return np.zeros((1,) * x.ndim, x.dtype)
+
+    return tree_paths.map_with_path(stored, tree), shapes
+
+
+def _is_empty(x: Any) -> bool:
+    return 0 in getattr(x, "shape", ())
+
+
+def described(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
+    """The saved tree with a description (shape, dtype) in place of each array; reads no array. `about`: the record."""
     found = _read_by_orbax(lambda: package().StandardCheckpointHandler().metadata(_epath(folder)), folder)
     tree = getattr(found, "tree", found)
     if tree is None:
         raise _unreadable(folder, "no description of a tree")
-    return tree
+    if EMPTY not in about:
+        return tree
+    empty = about[EMPTY]
+
+    def with_shape(path: str, x: Any) -> Any:
+        shape = empty.get(leaf_paths.plain(path))
+        return x if shape is None else jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    return tree_paths.map_with_path(with_shape, tree)
 
 
 def write_record(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,7 +300,7 @@ def leaves(folder: pathlib.Path) -> Iterator[Leaf]:
     about = record(folder / ABOUT)
     recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
     state = tree_in(folder)
-    tree = described(state)
+    tree = described(state, about)
     found = tree_paths.leaves_by_path(tree)
     for path, x in found.items():
         dtype = jnp.dtype(x.dtype)
@@ -295,6 +331,8 @@ def _checksum(state: pathlib.Path, tree: Any, path: str, padded: padding.Padding
             with ocp.PyTreeCheckpointer() as reader:
                 found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
             x = tree_paths.leaves_by_path(found)[path]
+            like = tree_paths.leaves_by_path(tree)[path]
+            x = np.zeros(like.shape, x.dtype) if _is_empty(like) else x
             return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
         except Exception:  # whatever Orbax says of a damaged file
             pass
@@ -344,11 +382,18 @@ def read(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or shardings.replicated or default)
 
     wanted = tree_paths.map_with_path(target, tree)
-    found = _read_by_orbax(lambda: reader.restore(folder, wanted, strict=False), folder)
+    stored = jax.tree.map(lambda x: np.zeros((1,) * x.ndim, x.dtype) if _is_empty(x) else x, wanted)
+    found = _read_by_orbax(lambda: reader.restore(folder, stored, strict=False), folder)
+    found = jax.tree.map(lambda like, x: _empty(like) if _is_empty(like) else x, wanted, found)
     if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, change.whole), checksums)):
         raise _changed(folder, changed)
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
     return found if placed else jax.tree.map(_uncommitted, found)
+
+
+def _empty(like: Any) -> Any:
+    """The array without elements that `like` describes; an array of NumPy is one."""
+    return like if isinstance(like, np.ndarray) else jnp.zeros(like.shape, like.dtype, device=like.sharding)
 
 
 def _uncommitted(x: Any) -> Any:

@@ -7,7 +7,7 @@ padding, so it is the same in all layouts.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,17 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """{path of a param: (its shape without padding, its shape)} of the params that are padded."""
+    """{path of a param: (its shape without padding, its shape)} of the params of a layout."""
 
     shapes: Mapping[str, tuple[Shape, Shape]]
 
     def whole(self, path: str, shape: Shape) -> Shape:
         """The shape without padding of a leaf of params or state; `shape` if it is not padded."""
-        return _resized(path, tuple(shape), {name: (padded, whole) for name, (whole, padded) in self.shapes.items()})
+        owner, field = _owner_of(path, self.shapes)
+        if owner is None:
+            return tuple(shape)
+        whole, padded = self.shapes[owner]
+        return _resized(tuple(shape), field, padded, whole)
 
     def as_json(self) -> dict[str, Any]:
         """For the record."""
@@ -37,22 +41,47 @@ class Padding:
 
 
 class Change:
-    """From the padding of a save to that of the job that restores it."""
+    """From the padding of a save to that of the job that restores it; for the params of both, arrays or shapes."""
 
-    def __init__(self, old: Padding, new: Padding, params: Mapping[str, Any]) -> None:
+    def __init__(self, old: Padding, new: Padding, saved: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         self._old, self._new = old, new
+        self._names = {**saved, **params}  # a leaf belongs to the param with the longest name, changed or not
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._whole: dict[str, Shape] = {}
-        for path, x in params.items():
-            here = new.shapes.get(path, (tuple(x.shape),) * 2)
-            there = old.shapes.get(path, (here[0],) * 2)
+        self._others: dict[str, tuple[tuple[Shape, Shape], tuple[Shape, Shape]]] = {}
+        for path in params.keys() & saved.keys():
+            there = old.shapes.get(path) or _without_padding(saved[path])
+            here = new.shapes.get(path) or _without_padding(params[path])
             if here[0] == there[0] and here[1] != there[1]:  # another model is named where all leaves are compared
                 self._shapes[path], self._whole[path] = (there[1], here[1]), here[0]
+            if here[0] != there[0] and here[1] == there[1]:  # but not there, as the padded shapes agree
+                self._others[path] = there, here
 
     @property
     def is_empty(self) -> bool:
         """Whether no param has another padding."""
         return not self._shapes
+
+    def check(self, patterns: Sequence[str]) -> None:
+        """Raises a ValueError for a param that only looks as the saved one, as one of them is padded, unless named."""
+        for path in sorted(self._others):
+            if tree_paths.matches(path, patterns):
+                continue
+            there, here = (
+                f"{whole}" if whole == padded else f"{whole}, padded to {padded},"
+                for whole, padded in self._others[path]
+            )
+            raise ValueError(
+                f"the checkpoint must be of this model; {path} has shape {there} in the checkpoint and {here} in the "
+                f"model. If both are padded (jaxmp.fsdp.pad), pass the layout= to save and to restore; a step that was "
+                f"saved without it is restored without it, with params of the same padding."
+            )
+
+    def without_other_params(self, tree: PyTree) -> PyTree:
+        """A saved tree without the leaves of params that only look as those of the job; `check` allowed them."""
+        if not self._others:
+            return tree
+        return tree_paths.map_with_path(lambda path, x: None if self._owner(path)[0] in self._others else x, tree)
 
     def onto(self, tree: PyTree) -> PyTree:
         """A description of the saved tree in the shapes that it is read in: those of the job.
@@ -61,35 +90,40 @@ class Change:
         """
 
         def resized(path: str, x: Any) -> Any:
-            shape = tuple(x.shape) if self._keeps(path) else _resized(path, tuple(x.shape), self._shapes)
+            owner, field = self._owner(path)
+            if owner is None or not self._is_resized(owner, field):
+                return x
+            shape = _resized(tuple(x.shape), field, *self._shapes[owner])
             return x if shape == tuple(x.shape) else jax.ShapeDtypeStruct(shape, x.dtype)
 
         return tree_paths.map_with_path(resized, tree) if self._shapes else tree
 
     def whole(self, path: str, shape: Shape) -> Shape:
         """The shape without padding of a leaf that was read in the shape of `onto`."""
-        return (self._old if self._keeps(path) else self._new).whole(path, shape)
+        return (self._new if self._is_resized(*self._owner(path)) else self._old).whole(path, shape)
 
     def of(self, path: str) -> tuple[Shape, Shape] | None:
         """(the shape without padding, that of the job) for a leaf of a param whose padding changes; else None."""
-        owner, _ = _owner_of(path, self._shapes)
-        return None if owner is None else (self._whole[owner], self._shapes[owner][1])
+        owner, _ = self._owner(path)
+        return (self._whole[owner], self._shapes[owner][1]) if owner in self._shapes else None
 
-    def _keeps(self, path: str) -> bool:
-        """Whether a leaf is a part of a moment in 8 bits, along whose groups the padding changes."""
-        owner, field = _owner_of(path, self._shapes)
-        if owner is None or not field:
+    def _owner(self, path: str) -> tuple[str | None, str]:
+        return _owner_of(path, self._names)
+
+    def _is_resized(self, owner: str | None, field: str) -> bool:
+        """Whether a leaf is read in another shape: not moments in 8 bits, along whose groups the padding changes."""
+        if owner not in self._shapes:
             return False
         before, after = self._shapes[owner]
-        return before[-1] != after[-1]
+        return not field or before[-1] == after[-1]
 
 
-def _resized(path: str, shape: Shape, changes: Mapping[str, tuple[Shape, Shape]]) -> Shape:
-    """`shape`, with {path of a param: (shape, other shape)} applied to the leaves that belong to these params."""
-    owner, field = _owner_of(path, changes)
-    if owner is None:
-        return shape
-    before, after = changes[owner]
+def _without_padding(x: Any) -> tuple[Shape, Shape]:
+    return tuple(x.shape), tuple(x.shape)
+
+
+def _resized(shape: Shape, field: str, before: Shape, after: Shape) -> Shape:
+    """The shape of a leaf that belongs to a param (`field` of a moment), where the param goes to another shape."""
     if field == "scales":
         return (*after[:-1], shape[-1]) if shape[:-1] == before[:-1] else shape
     if shape[1:] == before:  # an array that holds several of its param: those of each device, or of the last steps
@@ -115,7 +149,7 @@ def _end_of(parts: list[str], found: Mapping[str, Any]) -> str | None:
 
 
 def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str) -> Padding:
-    """The padding of params that have the shapes of a layout; a ValueError names the first that has not."""
+    """The shapes of params under a layout; a ValueError names the first that has not."""
     if layout is None:
         return Padding({})
     param_layout.check_is_layout(layout, argument)
@@ -123,8 +157,8 @@ def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str)
 
     def note(path: str, x: Any, cut: param_layout.Cut) -> None:
         param_layout.check_length(path, x, cut, cut.padded, f"with {argument}, a padded")
-        if cut.dim is not None and cut.padded != cut.size:
-            found[leaf_paths.plain(path)] = (cut.shape, tuple(x.shape))
+        # Those without padding too: what ends as the name of a padded one may be theirs.
+        found[leaf_paths.plain(path)] = (cut.shape, tuple(x.shape))
 
     param_layout.map_leaves(note, params, layout)
     return Padding(found)

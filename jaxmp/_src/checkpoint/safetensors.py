@@ -27,7 +27,7 @@ from jaxmp._src.checkpoint import job_leaves, placement, tensor_files
 from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step import argument_kinds, leaf_paths
 from jaxmp._src.step.read_state import get_master_params, masters_of
 
 Layout = Literal["flax", "torch"]
@@ -78,6 +78,7 @@ def save_safetensors(
     Raises:
       ImportError: safetensors is not installed; names the extra.
       OSError: the first process could not write; raised in all processes.
+      TypeError: a TrainState, or an optimizer's state, in the place of params.
       ValueError: another dtype; two tensors with one name; masters of other shapes than `params` (`jaxmp.fsdp.trim`
         takes both); a kernel that has no torch layout, named by path.
 
@@ -91,9 +92,8 @@ def save_safetensors(
       {'Dense_0.bias': ('bfloat16', (3,)), 'Dense_0.weight': ('float8_e4m3fn', (3, 2)), 'Dense_0.weight_scale': \
 ('float32', ())}
     """
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {dtype}")
+    argument_kinds.check("save_safetensors(path, params, opt_state=)", params=("params", params))
+    dtype = _dtype_of(dtype)
     _check_layout(layout)
     limit = tensor_files.size_of(max_shard_size)
     tensors: dict[str, Tensor] = {}
@@ -237,6 +237,17 @@ def read_safetensors(path: Any) -> dict[str, np.ndarray]:
       {'dense.kernel': (3, 2)}
     """
     return {name: tensor.make() for name, tensor in tensor_files.tensors_of(path).items()}
+
+
+def _dtype_of(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:  # no dtype: the name of a policy
+        found = None
+    if found is None or found.name not in _DTYPES:
+        got = repr(dtype) if found is None else found
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}; got {got}")
+    return found
 
 
 def _quantize(weight: Any, path: str) -> tuple[Any, Any]:

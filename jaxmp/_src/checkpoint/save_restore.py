@@ -132,9 +132,9 @@ def save(
 
     Raises:
       ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
-        cannot hold, by path; another process that saves into this directory; a step that is not newer than all saved
-        steps. To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these
-        are raised before anything is written.
+        cannot hold, by path; a manager that is closed; another process that saves into this directory; a step that is
+        not newer than all saved steps. To continue from an earlier step, delete the later ones first, with
+        `manager.delete(step)`. All of these are raised before anything is written.
 
     Example:
       >>> import jaxmp, tempfile
@@ -166,9 +166,11 @@ def save(
         return False
     padded = padding.of_layout(layout, params, "layout=")
     about["layout"] = padded.as_json()
+    stored, empty = orbax.without_empty(tree)
+    about |= {orbax.EMPTY: empty} if empty else {}
     orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
     about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
-    items = {orbax.STATE: ocp.args.StandardSave(tree), orbax.ABOUT: ocp.args.JsonSave(about)}
+    items = {orbax.STATE: ocp.args.StandardSave(stored), orbax.ABOUT: ocp.args.JsonSave(about)}
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
 
@@ -231,7 +233,8 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
       ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
     """
     _, folder = orbax.find(source, step)
-    return {name: x for name, x in orbax.record(folder / orbax.ABOUT).items() if name != orbax.CHECKSUMS}
+    about = orbax.record(folder / orbax.ABOUT)
+    return {name: x for name, x in about.items() if name not in (orbax.CHECKSUMS, orbax.EMPTY)}
 
 
 def restore(
@@ -257,8 +260,8 @@ def restore(
       params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
         and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
         default device.
-      extra: other trees to restore, by name: trees like the saved ones. Numbers of Python and arrays of NumPy come back
-        as such, with all of their bits.
+      extra: other trees to restore, by name: trees like the saved ones, with all of their leaves. Numbers of Python and
+        arrays of NumPy come back as such, with all of their bits.
       step: which step; default: the newest complete one.
       layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
         layout, for another number of devices, or with none.
@@ -301,10 +304,13 @@ def restore(
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    change = padding.Change(padding.recorded(about), new, leaf_paths.plain_leaves(params))
+    described = orbax.described(folder, about)
+    there, here = (leaf_paths.plain_leaves(x) for x in (orbax.parts(described, folder)["params"], params))
+    change = padding.Change(padding.recorded(about), new, there, here)
+    change.check(patterns)
     with ocp.StandardCheckpointer() as reader:
-        tree = change.onto(orbax.described(folder))
-        parts = orbax.parts(tree, folder)
+        tree = change.onto(described)
+        parts = orbax.parts(change.without_other_params(tree), folder)
         saved, _ = _saved_of(parts, params, order, tx, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
@@ -313,7 +319,12 @@ def restore(
             )
         if patterns:
             state = leaf_paths.essential_leaves(() if tx is None else convert_lib.structure_of(tx, params))
-            of_extra = [_at(name, path) for name, like in wanted.items() for path in leaf_paths.plain_leaves(like)]
+            of_extra = [
+                _at(name, path)
+                for name, like in wanted.items()
+                for tree in (like, parts.get(name, {}))
+                for path in leaf_paths.plain_leaves(tree)
+            ]
             paths = dict.fromkeys([*saved.params, *saved.state, *leaf_paths.plain_leaves(params), *state, *of_extra])
             tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
         completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
@@ -323,7 +334,8 @@ def restore(
             convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
-        parts = orbax.parts(orbax.read(reader, folder, tree, params, wanted, checksums, change), folder)
+        tree = orbax.read(reader, folder, tree, params, wanted, checksums, change)
+    parts = orbax.parts(change.without_other_params(tree), folder)
     saved, rounded = _saved_of(parts, params, order, tx, change)
     if rounded:
         warn(
@@ -341,8 +353,9 @@ def restore(
         params, opt_state = convert_lib.assemble(saved, tx, params)
     found = {name: _fill(like, leaf_paths.plain_leaves(parts.get(name, {}))) for name, like in wanted.items()}
     fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
+    left = [path for name, like in wanted.items() for path in _left_over(name, like, parts)]
     restored = Restored(step, params, opt_state, found)
-    restored.report = report._replace(fresh=(*report.fresh, *fresh))
+    restored.report = report._replace(fresh=(*report.fresh, *fresh), left_over=(*report.left_over, *left))
     return restored
 
 
@@ -404,8 +417,8 @@ def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
         return dtype.type(0).item() if isinstance(x, numbers) else jax.ShapeDtypeStruct(x.shape, dtype)
 
     _, folder = orbax.find(source, step)
-    folder = orbax.tree_in(folder)
-    parts = orbax.parts(orbax.described(folder), folder)
+    about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
+    parts = orbax.parts(orbax.described(folder, about), folder)
     return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
 
 
@@ -413,6 +426,12 @@ def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
     """The leaves of a tree of `extra` that the checkpoint has not, by path."""
     there = leaf_paths.plain_leaves(parts.get(name, {}))
     return [_at(name, path) for path in leaf_paths.plain_leaves(like) if path not in there]
+
+
+def _left_over(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+    """The leaves of a tree of `extra` that only the checkpoint has, by path."""
+    here = leaf_paths.plain_leaves(like)
+    return [_at(name, path) for path in leaf_paths.plain_leaves(parts.get(name, {})) if path not in here]
 
 
 def _at(name: str, path: str) -> str:
@@ -450,6 +469,12 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
             raise ValueError(
                 f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
                 f"{x.dtype}{list(x.shape)}."
+            )
+    for at in _left_over(name, like, parts):
+        if not tree_paths.matches(at, patterns):
+            raise ValueError(
+                f"the trees of extra= must have every leaf that was saved; {at} is in the checkpoint and not in the "
+                f"job, where it would be lost. Give the job what it had at the save, or name the leaf in partial=."
             )
 
 

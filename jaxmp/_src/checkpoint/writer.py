@@ -32,13 +32,21 @@ def manager_class() -> Any:
         """Orbax's manager, as the only process that writes into its directory."""
 
         _lock: int | None = None
+        _is_closed = False
 
         def hold(self) -> None:
-            """Takes the lock of the directory; a ValueError if another process has it."""
+            """Takes the lock of the directory; a ValueError if another process has it, or if this manager is closed."""
+            if self._is_closed:
+                raise ValueError(
+                    f"a manager saves until it is closed; the one of {self.directory} is closed: its `with` has ended, "
+                    f"or close() was called. Keep one manager open for the whole run, or make a new one with "
+                    f"jaxmp.checkpoint.manager."
+                )
             if self._lock is None and jax.process_index() == 0 and fcntl is not None:
                 self._lock = _lock(pathlib.Path(self.directory))
 
         def close(self) -> None:
+            self._is_closed = True
             try:
                 super().close()
             finally:
