@@ -111,3 +111,5 @@ def test_suggest_policy_says_its_stages_to_the_line_or_to_a_function():
     assert line._what == "compiling the trials" and said == ["suggest_policy, 0 s: compiling the trials"]
     with pytest.raises(ValueError, match='progress must be "terminal", a function of a line, or None; got True'):
         jaxmp.suggest_policy(lambda p: jnp.sum(p), (), params=jnp.ones(3), progress=True)
+    with pytest.raises(ValueError, match="time_budget must be seconds, at least 0, or None; got -1"):
+        jaxmp.suggest_policy(lambda p: jnp.sum(p), (), params=jnp.ones(3), time_budget=-1)

@@ -523,6 +523,12 @@ def test_plans_stand_side_by_side():
     assert "what it keeps on a CPU is not known" in lines[-1] and "CPU" not in str(without)
 
 
+@pytest.mark.parametrize("number", [0, -3, float("nan")])
+def test_the_overview_needs_params(number):
+    with pytest.raises(ValueError, match=r"number of params above 0; got"):
+        memory.overview(number)
+
+
 def test_the_overview_has_the_bytes_that_the_docs_promise():
     expected = {"fp32": 12, "fp16": 14, "bf16": 14, "bf16, remainder_bits=16": 12, "bf16, 8-bit": 5.03}
     expected |= {"bf16, no masters": 10, "fp8": 12, "fp8 weights": 13}

@@ -274,11 +274,16 @@ def overview(num_params: float) -> dict[str, Plan]:
     Returns:
       `Plan`s by the name of the recipe.
 
+    Raises:
+      ValueError: `num_params` is not positive.
+
     Example:
       >>> {name: round((p.stored + p.gradients) / p.num_params, 2) for name, p in overview(2**24).items()}
       {'fp32': 16.0, 'fp16': 16.0, 'bf16': 16.0, 'bf16, remainder_bits=16': 14.0, 'bf16, 8-bit': 7.03,
        'bf16, no masters': 12.0, 'fp8': 16.0, 'fp8 weights': 15.0}
     """
+    if not num_params > 0:
+        raise ValueError(f"overview plans a number of params above 0; got {num_params!r}")
     return {
         name: plan(tree, policy, optimizer=tx) for name, (tree, policy, tx) in overview_lib.recipes(num_params).items()
     }

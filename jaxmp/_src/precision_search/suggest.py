@@ -126,8 +126,9 @@ def suggest_policy(
       `fp8_layers` and `modules` are the rules as data; `worst("fp8")` lists the modules that cost most.
 
     Raises:
-      ValueError: an unknown format, or one without thresholds; no steps; a model without matmuls; a loss or gradient
-        that is not finite in float32; params with fp8 scales; no params, or no loss function for a module.
+      ValueError: an unknown format, or one without thresholds; no steps; a negative `time_budget`; a model without
+        matmuls; a loss or gradient that is not finite in float32; params with fp8 scales; no params, or no loss
+        function for a module.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -153,6 +154,8 @@ def suggest_policy(
         raise ValueError(
             f'suggest_policy: progress must be "terminal", a function of a line, or None; got {progress!r}'
         )
+    if time_budget is not None and not time_budget >= 0:
+        raise ValueError(f"suggest_policy: time_budget must be seconds, at least 0, or None; got {time_budget!r}")
     optimizer = optimizer or optax.adam(1e-3)
     with contextlib.ExitStack() as stack:
         line = stack.enter_context(Progress("suggest_policy")) if isinstance(progress, str) else progress
