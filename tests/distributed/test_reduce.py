@@ -134,6 +134,7 @@ def test_one_bad_value_on_one_device_skips_the_step_and_changes_nothing_unsent(h
     assert_bitwise(jax.tree.map(np.asarray, keep(after)), jax.tree.map(np.asarray, keep(opt_state)))
 
 
+@pytest.mark.costly
 def test_a_step_that_skip_if_refuses_changes_nothing_unsent():
     opt_state, step = plain_job("shard_map", skip_if=_is_large)
     _, opt_state = step(gradients(0), opt_state)
@@ -147,6 +148,7 @@ def _is_large(grads, metrics):
     return jnp.max(jnp.abs(grads["even"])) > 100
 
 
+@pytest.mark.costly
 def test_where_no_step_is_skipped_an_overflow_holds_its_elements():
     """`skip_nonfinite=False` takes every step: the codes of the block say NaN, so nothing that was inf looks finite."""
     opt_state, step = plain_job("shard_map", skip_nonfinite=False)
