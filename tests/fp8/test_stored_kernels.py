@@ -14,6 +14,7 @@ from flax import nnx
 import jaxmp
 import regimes
 from helpers import assert_bitwise, assert_close
+from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import stored_kernels
 
 pytestmark = pytest.mark.xdist_group("weights")
@@ -242,11 +243,11 @@ def test_switched_off_a_layer_multiplies_by_the_weight_itself():
 
 
 def norm(params):
-    return sum(jnp.sum(x.astype(jnp.float32) ** 2) for k, x in jaxmp_leaves(params) if k.endswith("kernel"))
-
-
-def jaxmp_leaves(params):
-    return [("/".join(str(k.key) for k in path), x) for path, x in jax.tree_util.tree_leaves_with_path(params)]
+    return sum(
+        jnp.sum(x.astype(jnp.float32) ** 2)
+        for k, x in tree_paths.leaves_by_path(params).items()
+        if k.endswith("kernel")
+    )
 
 
 READS = {
@@ -283,7 +284,10 @@ def test_a_penalty_takes_the_weights_by_load_weights():
     penalized = lambda p, x, y: loss_fn(p, x, y) + 0.5 * norm(jaxmp.fp8.load_weights(p, jnp.float32))  # noqa: E731
     loss, grads = jax.jit(jaxmp.value_and_grad(penalized))(params, X, Y, opt_state=opt_state)
     plain, without = first_gradients()
-    weights = {k: np.asarray(v, np.float64) for k, v in jaxmp_leaves(jaxmp.fp8.load_weights(params, jnp.float32))}
+    weights = {
+        k: np.asarray(v, np.float64)
+        for k, v in tree_paths.leaves_by_path(jaxmp.fp8.load_weights(params, jnp.float32)).items()
+    }
     kernels = {k: v for k, v in weights.items() if k.endswith("kernel")}
     assert_close(loss - plain, np.float32(0.5 * sum((w**2).sum() for w in kernels.values())), rtol=1e-4)
     for name, w in kernels.items():

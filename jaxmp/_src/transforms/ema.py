@@ -215,13 +215,10 @@ def _checked(batch_stats: PyTree | None, averages: PyTree | None) -> PyTree | No
     new = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), _by_path(batch_stats))
     where = "Pass the collection that ema_params was made with."
     tree_paths.check_same_structure(new, averages, "batch_stats", "the averages of ema_params", where)
-    tree_paths.map_with_path(_check_shape, new, averages)
-    return new
-
-
-def _check_shape(path: str, new: Array, average: Array) -> None:
-    if new.shape != average.shape:
+    if found := tree_paths.first_of_other_shape(new, averages):
+        path, shape, expected = found
         raise ValueError(
-            f"batch_stats must have the shapes of their averages; got {new.shape} at {path}, expected "
-            f"{average.shape}. Make ema_params with the statistics of this model."
+            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. Make "
+            f"ema_params with the statistics of this model."
         )
+    return new
