@@ -1,4 +1,4 @@
-"""`python -m jaxmp`: what jaxmp does on this machine, and some tools.
+"""`python -m jaxmp`: shows what jaxmp does on this machine, and runs some tools.
 
 python -m jaxmp              this list
 python -m jaxmp doctor       versions, devices, which backend runs each operation and why, and what to do next

@@ -1,19 +1,19 @@
 """Checkpoints: params and optimizer state, saved with Orbax and restored on another mesh or in another precision.
 
-All state of this library is plain arrays, so Orbax can save and restore it without help. `save` writes an ordinary
-Orbax checkpoint: a step has the item `state`, a tree {"params", "opt_state", ...}, and the item `jaxmp`, a small JSON
-record of the policy, the loss scale and the versions. This module adds what Orbax cannot know:
+All state of jaxmp is plain arrays, so Orbax alone can save and restore it. `save` writes an ordinary Orbax checkpoint:
+a step has the item `state`, a tree {"params", "opt_state", ...}, and the item `jaxmp`, a small JSON record of the
+policy, the loss scale and the versions. This module adds what Orbax cannot know:
 
 -   `restore` converts a checkpoint from other dtypes, other masters, with or without fp8 (see `convert`).
--   `restore` compares the checkpoint with the model and the optimizer before it reads an array, and names the first
-    leaf that does not fit. All-or-nothing restore: a job continues with all of its state, or raises.
--   The record holds a checksum of each leaf, which does not depend on the devices. `restore` verifies them, as does
-    `python -m jaxmp checkpoint DIRECTORY`.
+- `restore` compares the checkpoint with the model and the optimizer before it reads an array, and names the first leaf
+  that does not fit. So a job continues with all of its state, or raises an error.
+- The record holds a checksum of each leaf, which does not depend on the devices. `restore` and `python -m jaxmp
+  checkpoint DIRECTORY` verify the checksums.
 
-Saving is atomic and, by default, runs in the background: Orbax writes into a folder with another name and renames the
-folder when it is complete and on the disk. If a process dies during a save, the newest checkpoint is the last complete
-one. One process at a time saves into a directory. `save` copies the arrays before it returns, so the next step may
-donate them.
+Saving is atomic and, by default, runs in the background: Orbax writes into a folder with a temporary name, and renames
+the folder when it is complete and on the disk. If a process dies during a save, the newest checkpoint is the last
+complete one. One process at a time saves into a directory. `save` copies the arrays before it returns, so the next step
+may donate them.
 """
 
 from jaxmp._src.checkpoint.convert import convert as convert

@@ -5,10 +5,10 @@
     with jaxmp.fp8.autocast(recipe):                                           # linen; nnx: jaxmp.nnx.to_fp8(model)
         params32 = model.init(key, x)["params"]
 
-A matmul in fp8 multiplies 8-bit numbers of 3 or 2 bits of mantissa; a scale per tensor moves each tensor into their
-range. Where the scale comes from is the *recipe*; with `DelayedScaling` it comes from the largest magnitudes (amaxes)
-of earlier steps. The scales are leaves of the params, the amaxes are their gradients, the histories lie in `opt_state`:
-so fp8 works in any loop, and never meets clipping, weight decay, Adam or the loss scale.
+A matmul in fp8 multiplies 8-bit numbers with 3 or 2 bits of mantissa; a scale per tensor moves each tensor into their
+range. The *recipe* says how the scale is computed. `DelayedScaling` computes it from the largest magnitudes (amaxes) of
+earlier steps. The scales are leaves of the params, the amaxes are their gradients, and the histories are in
+`opt_state`. So fp8 works in any loop, and clipping, weight decay, Adam and the loss scale do not change the scales.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
 `dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),

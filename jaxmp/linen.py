@@ -1,10 +1,10 @@
 """flax.linen: fp8 layers, and a TrainState whose step goes through `jaxmp.apply_gradients`.
 
-`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into a model as it is.
-`GatedMLP` is silu(gate) * up and down in one fp8 operation.
+`Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into an unchanged model.
+`GatedMLP` computes silu(gate) * up and the down projection in one fp8 operation.
 
-flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, hands extra arguments on to
-the optimizer, and keeps what belongs to a skipped step (batch_stats, `step`) as it was.
+flax's own TrainState works with `mixed_precision` too. jaxmp's TrainState writes 16-bit params directly, passes extra
+arguments to the optimizer, and does not change batch_stats and `step` in a skipped step.
 """
 
 from jaxmp._src.bridges.linen import TrainState as TrainState

@@ -1,9 +1,9 @@
-"""flax.nnx: gradients of a scaled loss of a module with state, and steps that can be taken back.
+"""flax.nnx: gradients of a scaled loss of a module with state, and undoing the state of a skipped step.
 
-`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works as it is; `cast_to_param` gives the module its
-16-bit params after the optimizer was made from float32. What nnx adds is state that moves in the forward pass: the
-statistics of BatchNorm and the counts of Dropout's keys. `value_and_grad` threads them through the microbatches and
-writes them back into the module; `restore_if_skipped` takes the statistics of a skipped step back.
+`nnx.Optimizer(model, jaxmp.mixed_precision(...), wrt=nnx.Param)` works unchanged; `cast_to_param` gives the module its
+16-bit params after the optimizer was made from float32. nnx modules also have state that changes in the forward pass:
+BatchNorm's statistics and the counts of Dropout's keys. `value_and_grad` passes this state through the microbatches and
+writes it back into the module; `restore_if_skipped` restores the statistics after a skipped step.
 """
 
 from jaxmp._src.bridges.nnx import (

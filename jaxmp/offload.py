@@ -1,7 +1,7 @@
 """Optimizer state and layers in host memory.
 
 With Adam, a 16-bit parameter has a master and two moments in float32: 12 bytes that are used only in the update. They
-can be stored in host memory, and go through the device a few leaves at a time during the update. The host memory is
+can be stored in host memory, and be copied to the device a few leaves at a time during the update. The host memory is
 pinned, so that the device can copy from it directly:
 
     host:     master, moments ──copy in──> device: inner update, cast to the model's params ──copy out──> host
@@ -13,8 +13,8 @@ differs.
 
 A skipped step copies nothing, and the arrays in host memory do not change. In other steps the leaves are updated in
 windows, so that the device never has more than a few of them. The device does the arithmetic. FairScale and DeepSpeed's
-ZeRO-Offload run Adam on the CPU instead: they move gradients and 16-bit params (4 bytes per parameter), and we move the
-state (24 bytes per parameter).
+ZeRO-Offload run Adam on the CPU instead: they move gradients and 16-bit params (4 bytes per parameter), and jaxmp moves
+the state (24 bytes per parameter).
 
 `stream_layers` does the same with the layers of a model, forward and backward.
 """

@@ -1,1 +1,1 @@
-"""The private rooms of jaxmp: a room imports only rooms below it; the list stands in pyproject.toml."""
+"""The private rooms of jaxmp. A room imports only rooms below it; pyproject.toml lists the order."""

@@ -1,8 +1,8 @@
 """Operations with functions inside, run by their plans: calls, branches, loops, functions with their own derivatives.
 
-The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule was written for the dtypes that the
-function was written in. So the rule is traced once more in these dtypes, planned like any function, and run in the
-dtypes that arrive. A rule that asks for it (`symbolic_zeros=True`) is told which inputs are differentiated.
+The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule expects the dtypes in which the function
+was written. So autocast traces the rule once more in these dtypes, plans it like any function, and runs it in the
+dtypes that arrive. If a rule asks for it (`symbolic_zeros=True`), autocast tells it which inputs are differentiated.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Which dtype each operation runs in under autocast: torch.autocast's lists, for JAX's primitives.
 
-An operation is a primitive of a jaxpr (`dot_general`, `exp`) or a function that stands in it by name (`elu`). There
+An operation is a primitive of a jaxpr (`dot_general`, `exp`) or a function that the jaxpr calls by name (`elu`). There
 are four groups:
 
     allow       float16 or bfloat16: tensor cores make these fast              matmuls, convolutions
@@ -10,8 +10,8 @@ are four groups:
                 without a matrix (`jnp.vdot`) is a sum
     (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks
 
-PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the parts
-that matter, and `value_uses` joins them: operations that feed only float32 operations run in float32 too.
+PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the
+important parts, and `value_uses` combines them: operations that feed only float32 operations run in float32 too.
 
 References:
   torch/csrc/autograd, ATen/autocast_mode.h (PyTorch 2.13), CUDA lists.

@@ -1,7 +1,7 @@
 """Numbers that a function computes from constants alone, such as `jnp.sqrt(1e-12)`: known before anything runs.
 
-A plan asks whether a 16-bit dtype can hold a number. The number need not be a literal: it may be the result of a few
-operations on scalars, which JAX traces like all others.
+A plan checks whether a 16-bit dtype can hold a number. The number need not be a literal: it may be the result of a few
+operations on scalars, because JAX traces them like all operations.
 """
 
 from collections.abc import Callable

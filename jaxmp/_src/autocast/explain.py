@@ -1,4 +1,4 @@
-"""What autocast would do with a function, and why: a table to read before it runs."""
+"""A table of what autocast would do with a function, and why. Nothing is run."""
 
 import math
 import re

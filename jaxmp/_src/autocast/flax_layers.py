@@ -1,11 +1,11 @@
 """Flax layers under autocast: dtypes of modules, by path or their own, layers that are one operation, and regions.
 
-A module with a `dtype` of its own keeps it: it counts as if `modules` named it. (In a function traced in float32,
-`nn.Dense(dtype=float32)` leaves no cast that the planner could see.)
+A module with a `dtype` of its own keeps it, as if `modules` named it. (In a function traced in float32,
+`nn.Dense(dtype=float32)` leaves no cast that the planner could find.)
 
-Some layers are one operation to PyTorch, which decides the dtype they return: batch norm computes in float32 and
-returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr they are many
-operations that look like any others. So their results are marked by a name that the planner reads.
+PyTorch treats some layers as one operation and decides the dtype that they return: batch norm computes in float32 and
+returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr, such a layer is
+many ordinary operations. So autocast marks its result with a name that the planner reads.
 """
 
 import contextlib

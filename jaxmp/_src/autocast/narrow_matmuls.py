@@ -1,12 +1,13 @@
 """Matmuls of a rewritten function that run narrower than autocast's dtype: found here, chosen and multiplied elsewhere.
 
-A matmul is one by its weight: an operand that is an input, or made of inputs alone (`weights`).
-Autocast shows the operations with weights of a function, in the order in which they run, to the chooser of its lists.
-That names a product for a matmul, or the reason why it has none. A place (the number of the equation, of the function
-in that equation, of the equation in that function, ...) carries the choice to the planner, which makes it a step.
+Only matmuls with a weight count: an operand that is an input, or is computed from inputs alone (`weights`). Autocast
+passes the operations with weights of a function, in the order in which they run, to the chooser of its lists. The
+chooser returns a product for a matmul, or the reason why it has none. A place (the number of the equation, of the
+function in that equation, of the equation in that function, ...) identifies the matmul for the planner, which makes the
+choice a step.
 
-What a derivative inside the function multiplies stays in autocast's dtype, and so does a function with a derivative of
-its own, which knows its dtypes: a product brings its derivative, and is differentiated from outside.
+Matmuls of a derivative inside the function stay in autocast's dtype. So do matmuls in a function with a derivative of
+its own, because it chooses its dtypes itself. A product has its own derivative, and is differentiated from outside.
 """
 
 import itertools

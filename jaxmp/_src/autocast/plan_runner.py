@@ -1,4 +1,4 @@
-"""A function, run by its plan: each operation is bound anew, with its operands cast as the plan says.
+"""Runs a function by its plan: binds each operation again, with its operands cast as the plan says.
 
 A function casts a value at most once to each dtype, even if many operations read it in that dtype. The casts, binds and
 calls are ordinary JAX: they can be differentiated, batched, compiled and rewritten again.

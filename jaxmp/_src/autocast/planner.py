@@ -1,18 +1,19 @@
-"""The plan of a rewrite: the dtype that every operation of a function will run in, found without running anything.
+"""The plan of a rewrite: the dtype in which every operation of a function will run, computed without running it.
 
-A jaxpr is walked once, forwards, with a dtype for each value. The lists (`cast_lists`) give each operation its group,
-its neighbours (`value_uses`) may change the group, and the group decides on the dtype, given the dtypes that arrive:
+The planner walks through a jaxpr once, forwards, with a dtype for each value. The lists (`cast_lists`) give each
+operation its group, its neighbours (`value_uses`) may change the group, and the group determines the dtype from the
+dtypes of the operands:
 
     allow        every float operand is cast to `dtype`
     force_fp32   every float operand is cast to float32
     widest       to the widest among the operands that *vote*
     None         back to what the operation was traced with
 
-As in PyTorch, scalars do not vote: literals, scalar arrays, and scalars that were broadcast. Among scalar arrays alone
-all vote (the logit of one class does not take a float32 logsumexp to 16 bits), except constants. But a constant that
-`dtype` cannot hold (1e-8 or 1e6 in float16) makes an operation float32. If the operation only picks values, a constant
-that is too large saturates (`where(mask, x, -1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into
-a buffer runs in the dtype of the buffer.
+As in PyTorch, scalars do not vote, so they do not affect the result dtype: literals, scalar arrays, and scalars that
+were broadcast. If all operands are scalar arrays, all of them vote except constants (so the logit of one class does not
+change a float32 logsumexp to 16 bits). But a constant that `dtype` cannot hold (1e-8 or 1e6 in float16) makes an
+operation float32. If the operation only selects values, a constant that is too large saturates (`where(mask, x,
+-1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into a buffer runs in the dtype of the buffer.
 
 float64, complex, integers, keys and fp8 are never cast, and an operation on float64, complex or fp8 values runs as it
 was written.

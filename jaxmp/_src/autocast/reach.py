@@ -1,12 +1,12 @@
-"""What a `with jaxmp.autocast(...)` reaches, and the warning of a region that reached nothing.
+"""Which code a `with jaxmp.autocast(...)` reaches, and the warning of a region that reached nothing.
 
-JAX has no place where every operation passes, so a region reaches code only where jaxmp stands in between: at the
-methods of linen and haiku modules, and in functions that jaxmp itself calls or has wrapped. An nnx or equinox module,
-or a plain `x @ w`, would run in float32 without a word.
+JAX has no hook for every operation, so a region affects only code that jaxmp can intercept: methods of linen and haiku
+modules, and functions that jaxmp itself calls or has wrapped. An nnx or equinox module, or a plain `x @ w`, would run
+in float32 without a warning.
 
-Each of these places marks the regions that it runs in. A region that ends unmarked changed nothing, with one exception:
-it may have called a function that `jax.jit` had traced before. jit traces anew for other lists, so that trace was in a
-region with the same lists, which was marked.
+Each of these hooks marks the regions in which it runs. A region that ends without a mark changed nothing, with one
+exception: it may have called a function that `jax.jit` had traced before. jit traces again for other lists, so the
+earlier trace was in a region with the same lists, and that region was marked.
 """
 
 import contextlib

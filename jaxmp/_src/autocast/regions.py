@@ -1,9 +1,10 @@
-"""Regions of a function in which autocast has other lists, or none: how a `with` gets into a jaxpr.
+"""Regions of a function in which autocast has other lists, or none, and how a jaxpr records them.
 
-A jaxpr knows nothing of the Python that made it, except for the name stack of each equation. So a region is a named
-scope that spells its lists out: `jaxmp.autocast(bfloat16)`. The innermost one in the stack counts, and an equation in
-a nested function without one is in the region of its caller. The text holds all of it, because `jax.jit` caches what
-it traced: an equation may be read long after the region it was traced in, and by another rewrite.
+A jaxpr keeps nothing of the Python code that made it, except for the name stack of each equation. So a region is a
+named scope whose name contains its lists: `jaxmp.autocast(bfloat16)`. The innermost region in the stack counts. An
+equation in a nested function without a region is in the region of its caller. The name must contain the complete lists,
+because `jax.jit` caches what it traced: another rewrite may read an equation long after the end of the region in which
+it was traced.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Autocast: a function that was written for float32, run in 16 bits where that is fast and safe.
+"""Autocast: runs a function that was written for float32 in 16 bits, where 16 bits are fast and safe.
 
-Either a model casts by hand in a hundred places (`dtype=` of every layer, `astype` around every softmax and loss), or
-a library looks at each operation and chooses its dtype. PyTorch does that in its dispatcher. JAX traces: the function
-is traced once as it is, in float32, and the jaxpr is run anew with casts put in
+Without autocast, a model casts by hand in a hundred places (`dtype=` of every layer, `astype` around every softmax and
+loss). With autocast, a library chooses the dtype of each operation. PyTorch does so in its dispatcher. jaxmp traces the
+function once, in float32, and runs the jaxpr again with casts inserted:
 
     fn  --make_jaxpr-->  jaxpr  --value_uses, planner-->  a dtype for each operation  --plan_runner-->  JAX operations
 
@@ -10,7 +10,7 @@ The result is JAX again, so it composes: under and over `jit`, `grad`, `vmap`, `
 layers that have their own derivatives. The derivative of a cast is the cast back, so each gradient has the dtype of its
 param: float32 params get float32 gradients, computed by 16-bit matmuls.
 
-Where we differ from torch.autocast:
+Differences from torch.autocast:
 - The whole function is known before it runs. Operations that feed only float32 operations run in float32, so that
   norms and softmaxes written by hand do not overflow; a weight in a loop is cast before the loop.
 - A mean is a sum and a division in a jaxpr, so it returns float32 (torch: the input's dtype).

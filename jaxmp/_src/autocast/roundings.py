@@ -1,13 +1,13 @@
-"""Which 16-bit values must really be rounded: a value is rounded for all of its readers, or for none.
+"""Which 16-bit values must be rounded in the program, so that all readers of a value see the same number.
 
     y = (x @ w + b) in bfloat16        logsumexp(float32(y)) - y[label]
 
-XLA computes the sum in float32. It then removes the cast to bfloat16 and back before the logsumexp, because more
-precision is allowed (`xla_allow_excess_precision`), but not before a reader in 16 bits. So one program sees two
-versions of y, and a cross-entropy of saturated logits is negative by half a unit of their last place.
+XLA computes the sum in float32. It then removes the cast to bfloat16 and back before the logsumexp, because it may
+compute with more precision (`xla_allow_excess_precision`), but it keeps the cast before a reader in 16 bits. So one
+program uses two versions of y, and a cross-entropy of saturated logits is negative by half a unit of their last place.
 
-If all readers cast a value to float32, either version is right. If some do not, the rounding is made to happen, by an
-operation that XLA does not remove. It is fused with its neighbours.
+If all readers cast a value to float32, either version is right. If some do not, autocast inserts a rounding that XLA
+does not remove. XLA fuses it with its neighbours.
 """
 
 from typing import Any

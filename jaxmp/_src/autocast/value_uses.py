@@ -1,11 +1,11 @@
-"""Which operations use a value. A list of single operations cannot know that; the jaxpr shows it before anything runs.
+"""Which operations use a value: the jaxpr shows it before anything runs, a list of single operations does not.
 
-A jaxpr shows the parts of a softmax, a norm or a dense layer, and one part alone would run in the wrong dtype. Four
-questions about its neighbours correct that:
+A jaxpr shows the parts of a softmax, a norm or a dense layer. A part alone would run in the wrong dtype. Four questions
+about its neighbours correct its dtype:
 
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
-  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no byte. The label's logit
-  in a cross-entropy is taken from the same float32 values as the sum of exponentials.
+  before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no additional bytes. In a
+  cross-entropy, the label's logit comes from the same float32 values as the sum of exponentials.
 - **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
   is a matmul or convolution and `b` varies along its output features only.
 - **Does a power end in a bounded function?** GELU's cube ends in a tanh. bfloat16 has the range for it, and the

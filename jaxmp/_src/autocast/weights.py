@@ -1,12 +1,12 @@
-"""Which values of a function are weights: its inputs, and what it makes of inputs alone.
+"""Which values of a function are weights: its inputs, and values that it computes from inputs alone.
 
-A weight is an input, moved or cast (W^T); what any work but a matmul makes of inputs (W * mask, W / |W|, qr(W)), also
-scaled by a computed number (W / sigma); or an input plus the product of two others (W + A B, as LoRA adds). Everything
-else is computed from data. A function does not say which of its inputs are data, so the input of its first layer looks
-like a weight too; whoever asks takes the operand that was changed least.
+A weight is one of these: an input, moved or cast (W^T); a value that any operation except a matmul computes from inputs
+(W * mask, W / |W|, qr(W)), also scaled by a computed number (W / sigma); or an input plus the product of two others (W
++ A B, as in LoRA). Everything else is computed from data. A function does not say which of its inputs are data, so the
+input of its first layer looks like a weight too. The caller therefore takes the operand that was changed least.
 
-For the same reason a product of two inputs may be weights (A B) or a first layer (x W). It is taken for weights where
-it is multiplied with a computed value that depends on neither of the two: h (A B).
+For the same reason, a product of two inputs may be a weight (A B) or a first layer (x W). It counts as a weight if it
+is multiplied with a computed value that depends on neither of the two: h (A B).
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Helpers for Python and jax that know nothing of training."""
+"""Helpers for Python and jax that do not depend on training."""

@@ -1,9 +1,9 @@
-"""What a trace knows besides the arguments of its functions: one typed value, in one context variable.
+"""Values that a trace uses besides the arguments of its functions: one typed value, in one context variable.
 
 jaxmp passes state as arguments. Two kinds of values cannot be passed, because a user's own code (a flax module, a loss
 function, an optax chain) stands between the sender and the receiver:
 
-- a region that a user entered by `with`: it holds for all code that is called inside it;
+- a region that a user entered by `with`: it applies to all code that is called inside it;
 - `Notes`: what the layers of a model tell `value_and_grad`, which traces the loss.
 
 `docs/explanation/step.md` gives the reason for each field.

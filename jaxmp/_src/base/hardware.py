@@ -1,8 +1,8 @@
 """What the target device of a program can do.
 
-jax chooses when it lowers the program, by the target platform (`lax.platform_dependent`): a function that is compiled
-on a CPU for a GPU gets the GPU's form. The lowering does not know the generation of the GPU: we take the oldest GPU of
-this machine, or Hopper if there is none.
+jax chooses the platform's version of a function when it lowers the program (`lax.platform_dependent`): a function that
+is compiled on a CPU for a GPU gets the version for GPUs. The lowering does not know the generation of the GPU, so this
+file assumes the oldest GPU of this machine, or Hopper if there is none.
 """
 
 from collections.abc import Callable

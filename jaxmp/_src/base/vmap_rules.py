@@ -1,9 +1,10 @@
 """A function whose rule for `jax.vmap` acts before the function is differentiated.
 
-`jax.custom_vjp` differentiates first: under vmap its forward and backward functions are batched, each by itself, and a
-weight that all members share gets one gradient for each member, which are summed afterwards. `jax.custom_batching`
-cannot be differentiated in reverse. So this is a primitive of its own: vmap asks the rule for another call, which is
-then differentiated as a whole; a derivative is that of the function, which may be a `jax.custom_vjp`.
+`jax.custom_vjp` differentiates first: vmap batches its forward and backward functions separately, and computes one
+gradient for each member of the batch, also for a weight that all members share; these gradients are summed afterwards.
+`jax.custom_batching` cannot be differentiated in reverse mode. So this file has its own primitive: vmap calls the rule,
+which returns another call, and this call is differentiated as a whole. The derivative is that of the function, which
+may be a `jax.custom_vjp`.
 
     call(fun, rule, *args)      fun(*args), and under vmap what `rule(axis_size, args, batched)` returns
 

@@ -1,4 +1,4 @@
-"""The one way in which jaxmp warns: at a line of the user's, with the name of an entry in docs/warnings.md."""
+"""Gives all warnings of jaxmp: at a line of the user's code, with the name of an entry in docs/warnings.md."""
 
 import sys
 import types

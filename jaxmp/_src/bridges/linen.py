@@ -2,8 +2,8 @@
 
 `Fp8DotGeneral` is for the `dot_general_cls=` of flax's layers; `jaxmp.fp8.autocast` puts it into an unchanged model.
 
-flax's own TrainState works with `mixed_precision` too. Ours writes 16-bit params directly, passes extra arguments to
-the optimizer, and does not change batch_stats and `step` in a skipped step.
+flax's own TrainState works with `mixed_precision` too. jaxmp's TrainState writes 16-bit params directly, passes extra
+arguments to the optimizer, and does not change batch_stats and `step` in a skipped step.
 """
 
 import dataclasses

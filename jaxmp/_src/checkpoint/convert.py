@@ -7,7 +7,8 @@ The values that a job has learned do not depend on how they are stored. Under ev
     histories of fp8 amaxes             by layer and operand
     a loss scale and counters
 
-and all other leaves follow from these. `job_leaves` finds them by path, in a state and in the tree that Orbax returns.
+and all other leaves can be computed from these. `job_leaves` finds them by path, in a state and in the tree that Orbax
+returns.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a directory of steps holds, and whether it is what was saved: `python -m jaxmp checkpoint`."""
+"""Lists what a directory of steps holds, and what is damaged: `python -m jaxmp checkpoint`."""
 
 import pathlib
 from typing import Any

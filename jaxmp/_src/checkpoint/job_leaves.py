@@ -1,4 +1,4 @@
-"""A job's leaves, params and state, by path (see `leaf_paths`): what each is, and whether they fit a model."""
+"""The leaves of a job (params and state) by path (see `leaf_paths`): their kinds, and whether they fit a model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

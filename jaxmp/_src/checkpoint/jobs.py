@@ -1,7 +1,7 @@
-"""A whole job in one call: a linen TrainState, or an nnx model with its optimizer and what else moves beside them.
+"""Saves a whole job in one call: a linen TrainState, or an nnx model with its optimizer and other objects with state.
 
-`save` and `restore` take params and `opt_state`; a job has more: the count of steps, BatchNorm's statistics, the keys
-of Dropout. Here a job is taken apart into params, state and a tree `job` with the rest, and put together again.
+`save` and `restore` take params and `opt_state`. A job has more state: the count of steps, BatchNorm's statistics, the
+keys of Dropout. This file splits a job into params, state and a tree `job` with the rest, and joins them again.
 """
 
 import dataclasses

@@ -1,12 +1,12 @@
-"""Checksums of a tree's leaves that do not depend on where the leaves lie.
+"""Checksums of a tree's leaves that do not depend on the devices of the leaves.
 
 A checkpoint is written by some devices and read by others, so the checksum of a leaf is a sum over its elements:
 
     sum over (i, j, ...) of bits(x[i, j, ...]) * r_0(i) * r_1(j) * ...     modulo 2^64
 
-with odd random numbers `r_d(i)`, a hash of (dimension, position). Each device sums over its part, and parts add up to
-the same number however the leaf is cut. The product of odd numbers is odd, so a single element that changed always
-changes the sum; any other damage does but for one chance in about 2^48.
+with odd random numbers `r_d(i)`, a hash of (dimension, position). Each device sums over its part, and the parts add up
+to the same number for any sharding of the leaf. The product of odd numbers is odd, so a change of one element always
+changes the sum. Any other damage leaves the sum unchanged with a probability of about 2^-48.
 """
 
 import os

@@ -5,8 +5,8 @@
      "grad_scaler": {"scale": [s], "growth_tracker", "hysteresis_tracker"}}
 
 Megatron matches leaves by position: the groups in order, and the params of each group in order. Here the user gives the
-paths of these params. All checks come before any change: where Megatron loads one part and then fails, or ignores
-missing entries (fewer groups), these functions raise and have loaded nothing.
+paths of these params. These functions check everything before they change anything. Where Megatron loads one part and
+then fails, or ignores missing entries (fewer groups), they raise an error and load nothing.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,9 @@
-"""Which leaves of a job are padded for the number of devices, and by how much, on both sides of a checkpoint.
+"""Which leaves of a job are padded for the number of devices, and by how much, when saved and when restored.
 
 `jaxmp.fsdp.pad` appends zeros to params, so the shapes of a job depend on the number of its devices. The record of a
-step says which params are padded and what they are without; masters and moments are found by the end of their path, as
-everywhere. A leaf is read in its new shape: zeros are cut off, or appended. Its checksum is that of the part that is no
-padding, so it is the same in all layouts.
+step lists the padded params and their shapes without padding. Masters and moments are found by the end of their path,
+as everywhere. `restore` reads a leaf in its new shape: it cuts zeros off, or appends zeros. The checksum of a leaf does
+not include the padding, so it is the same in all layouts.
 """
 
 import dataclasses

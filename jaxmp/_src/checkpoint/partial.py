@@ -1,8 +1,8 @@
-"""A checkpoint that has not all leaves of a job, or has others: what is missing starts fresh, where the user asked.
+"""Restores a checkpoint whose leaves differ from those of the job, where the user allows it.
 
-A leaf that fits the user's patterns may be missing, left over, or of another shape. All other leaves must be there. In
-a chain of transforms the position of a state changes with what is put before it (`0/mu/w` becomes `1/0/mu/w` behind a
-clip), so states are found by what they hold: a *node* is a state of the chain, known by the names of its leaves.
+A leaf that fits the user's patterns may be missing, left over, or of another shape. All other leaves must be in the
+checkpoint. The position of a state in a chain changes with the transforms before it (`0/mu/w` becomes `1/0/mu/w` after
+a clip). So states are found by what they hold: a *node* is a state of the chain, identified by the names of its leaves.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,9 +1,10 @@
-"""Moments in 8 bits on another number of devices: their groups of neighbours may lie in another way there.
+"""Converts moments in 8 bits to another number of devices, where their groups of neighbours may differ.
 
-A group has up to 256 neighbours along the last axis, the largest size that divides the axis, and a leaf whose axis no
-size divides keeps float32 moments. So other padding can change the form of a moment. Groups that are as large as before
-or smaller keep the codes and the scales, and float32 takes the very values. Only groups that are larger, or that are
-made from float32, round: each element to the nearest code under the largest value of its new group.
+A group has up to 256 neighbours along the last axis. Its size is the largest supported size that divides the axis; if
+there is none, the leaf keeps float32 moments. So another padding can change the form of a moment. If groups stay as
+large as before or become smaller, the codes and the scales do not change; a conversion to float32 is exact too. Larger
+groups, and groups that are made from float32, round each element to the nearest code under the largest value of its new
+group.
 """
 
 from collections.abc import Mapping

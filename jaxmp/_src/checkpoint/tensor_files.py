@@ -7,8 +7,8 @@ model in shards is a folder, as Hugging Face's tools write and read it:
     model-00002-of-00002.safetensors
     model.safetensors.index.json        {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
-With several processes all of them call `write`, in the same order of tensors, and the first one writes: a tensor that
-is split over processes is collected when its turn comes, and let go when it is written.
+With several processes, all of them call `write` with the same order of tensors, and the first process writes. It
+collects a tensor that is split over processes just before it writes the tensor, and then frees it.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """One writer for a directory of steps, and steps that are on the disk before they get their name.
 
-Orbax writes a step into a folder with a name of its own, renames it at the end, and removes such folders of killed
-processes. Two processes that save into one directory would remove each other's. And a rename may reach the disk before
-the files do: after a power failure, the step would be there with empty files.
+Orbax writes a step into a folder with a temporary name, renames it at the end, and removes the temporary folders of
+killed processes. Two processes that save into one directory would remove the folders of each other. Also, a rename may
+reach the disk before the files do: after a power failure, the step would exist with empty files.
 """
 
 import contextlib

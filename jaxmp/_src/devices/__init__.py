@@ -1,1 +1,1 @@
-"""Where arrays are stored, and what devices send each other."""
+"""Where arrays are stored, and what devices send to each other."""

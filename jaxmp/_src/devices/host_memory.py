@@ -2,8 +2,8 @@
 
 The memory is part of an array's type in JAX, `float32<host>[16]`, and all operands of a computation must be in the same
 memory. `device_put` moves an array to the other memory. It also works inside `jax.jit`: XLA turns it into a copy that
-runs at the same time as the computation. Host memory here is pinned, so that the device can copy from it directly.
-Nothing here computes in host memory: XLA would run that on the CPU, slowly.
+runs at the same time as the computation. Host memory here is pinned, so that the device can copy from it directly. This
+file never computes in host memory: XLA would run this on the CPU, slowly.
 """
 
 from typing import Any

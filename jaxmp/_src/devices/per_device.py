@@ -1,4 +1,4 @@
-"""Arrays in an optimizer's state of which each device of a mesh axis has its own."""
+"""Arrays in an optimizer's state that differ between the devices of a mesh axis."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,9 +1,10 @@
-"""Which trees of params were gathered from parts: noted where they are gathered, asked where gradients are averaged.
+"""Records which trees of params were gathered from parts, for the code that averages gradients.
 
-A mean over devices of the gradients of cut params adds parts of different params. Nothing in the arrays says so where
-jax does not check how values vary, and a loop that was data-parallel has that mean in it. So `jaxmp.fsdp.gather` leaves
-a note while the loss is traced, `value_and_grad` lifts the note to the level at which the gradients come out, and
-`jaxmp.reduce_gradients` looks for one; so does an optimizer that needs whole leaves (`step.whole_leaves`).
+A mean over devices of the gradients of cut params adds parts of different params. If jax does not check how values vary
+over the mesh, nothing in the arrays shows this mistake, and a loop that was data-parallel contains such a mean. So
+`jaxmp.fsdp.gather` writes a note while the loss is traced, `value_and_grad` moves the note to the trace level of the
+gradients, and `jaxmp.reduce_gradients` looks for the note. `step.whole_leaves` looks for it too, to find optimizers
+that need whole leaves.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
 """Reduces gradients over devices, as an optax transform.
 
 A data-parallel step sums the gradients of its devices. In float16 the sum of finite values can overflow (four times
-32768 is inf). In float32 it does not overflow, but moves twice the bytes. FairScale and FSDP divide by about the square
-root of the number of devices before the sum and by the rest after it, which avoids both overflow and underflow in
-float16.
+32768 is inf). In float32 the sum does not overflow, but moves twice the bytes. FairScale and FSDP divide by about the
+square root of the number of devices before the sum and by the rest after it, which avoids both overflow and underflow
+in float16.
 
-With `wire_dtype` gradients move in 8 bits, and are still summed in float32. What the rounding drops is kept on the
-device, and added to the gradients of the next step (error feedback), so that over the steps nothing is lost.
+With `wire_dtype`, devices send gradients in 8 bits, and still sum them in float32. Each device keeps its rounding error
+and adds it to the gradients of the next step (error feedback), so the errors do not accumulate.
 """
 
 from collections.abc import Sequence

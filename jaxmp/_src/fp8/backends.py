@@ -1,7 +1,7 @@
-"""Which backend serves what on this machine, and why not a better one: what `python -m jaxmp doctor` prints.
+"""Which backend runs each operation on this machine, and why: the table of `python -m jaxmp doctor`.
 
-The functions that make the choice give the answers (`pallas_kernels.backend`, `hardware`), so the answers cannot differ
-from what runs. They hold for programs that run on this machine.
+The answers come from the functions that choose the backend (`pallas_kernels.backend`, `hardware`), so they cannot
+differ from what runs. They hold for programs that run on this machine.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The matmul of operands that carry a scale for each block of numbers that are summed: its three GEMMs.
+"""The matmul of operands with a scale for each block of numbers that are summed: its three GEMMs.
 
 For y = x w with x [M, K], w [K, N], and the gradient g [M, N] of y, Q_A casts in blocks along the axes A (`blocks`,
 `nvfp4`), and R is a random Hadamard transform over M:
@@ -9,16 +9,16 @@ For y = x w with x [M, K], w [K, N], and the gradient g [M, N] of y, Q_A casts i
     wgrad   dw = x^T g    Q_M(x)  Q_M(g)     Q_M(x)  Q_M(g)            Q_M(Rx)  Q_M(Rg)
 
 A block lies along the axis that its GEMM sums over, so the products of one block have one scale. Each tensor is in two
-GEMMs that sum over different axes, so it is cast twice, each time from its own precision (casting a cast would round
-twice). Only square blocks serve both, so BlockScaling and NVFP4 have them for weights. The backward pass keeps the
-copies that it multiplies.
+GEMMs that sum over different axes, so it is cast twice, each time from its original precision (a cast of a cast would
+round twice). Only square blocks fit both GEMMs, so BlockScaling and NVFP4 use them for weights. The forward pass keeps
+the copies that the backward pass multiplies.
 
-The scales of RowwiseScaling are one for each whole sum: the GEMM multiplies in fp8, and they multiply its result. GPUs
-before Blackwell cannot multiply smaller blocks, so these products are computed exactly: q * scale_inv is a bfloat16
+RowwiseScaling has one scale for each whole sum: the GEMM multiplies in fp8, and the scales multiply its result. GPUs
+before Blackwell cannot multiply smaller blocks, so jaxmp computes these products exactly: q * scale_inv is a bfloat16
 number if the scale is a power of two, or if q has four bits, and bfloat16 numbers multiply exactly into a float32
 accumulator. (Other scales need float32.) Only the *stored* q is rounded: a barrier keeps it in memory, because XLA for
-GPUs deletes a cast to fp8 and back. The numerics are those of the hardware, the speed is that of bfloat16. On
-Blackwell, MXFP8 and NVFP4 go to `jax.nn.scaled_matmul`, which cuDNN runs in 8 and 4 bits.
+GPUs deletes a cast to fp8 and back. The results are those of the hardware; the speed is that of bfloat16. On Blackwell,
+MXFP8 and NVFP4 go to `jax.nn.scaled_matmul`, which cuDNN runs in 8 and 4 bits.
 
 A cast saturates, so a block with an inf would become finite. Its scale_inv is set to NaN, so the step is skipped.
 

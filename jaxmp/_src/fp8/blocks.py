@@ -16,7 +16,7 @@ has exponents only (byte b is 2^(b - 127)):
 `RowwiseScaling`: one block is all elements that a matrix product sums; the scale is that of `BlockScaling`.
 
 Rounding scale down and rounding scale_inv up are the same. Both are computed from bits (`float_bits`), so all backends
-give the same bytes, for subnormal x too. The last block of an axis may be short; it counts as padded with zeros.
+give the same bytes, for subnormal x too. The last block of an axis may be short; it is treated as padded with zeros.
 
 Only the *stored* q is rounded. XLA for GPUs deletes a cast to fp8 and back inside one program, so use `dequantize` for
 a q from memory, never for one from the same program. `casting.round_to` rounds and stays in float32.

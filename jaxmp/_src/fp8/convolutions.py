@@ -2,7 +2,7 @@
 
     y[b, i, j, :] = x[b, s i, s j, :] w          strides s
 
-Other convolutions stay as they are, in the dtype of the layer.
+Other convolutions run unchanged, in the dtype of the layer.
 """
 
 import math

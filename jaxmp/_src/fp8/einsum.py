@@ -1,4 +1,4 @@
-"""einsum of two operands as one `dot_general`: attention's projections and experts are written that way."""
+"""einsum of two operands as one `dot_general`: attention's projections and experts use einsum."""
 
 import functools
 from collections.abc import Callable

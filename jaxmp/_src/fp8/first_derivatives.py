@@ -1,8 +1,9 @@
-"""Second derivatives of fp8 matmuls, and forward mode, are refused: a cast to fp8 is a staircase, of derivative zero.
+"""Refuses second derivatives and forward mode of fp8 matmuls: a cast to fp8 has the derivative zero.
 
-The first derivative has a rule of its own (three GEMMs in fp8), which looks through the casts. A derivative of that
-rule would meet the casts themselves, and come out as exact zeros. So the tensors that a rule casts go through `once`.
-The rule is for reverse mode only; `in_reverse` says so where jax.jvp or jax.jacfwd meet it.
+The first derivative has its own rule (three GEMMs in fp8), which ignores the derivative of the casts. A derivative of
+this rule would differentiate the casts themselves, and the result would be exact zeros. So the tensors that a rule
+casts pass through `once`, which raises an error if it is differentiated. The rule is for reverse mode only;
+`in_reverse` raises an error under jax.jvp and jax.jacfwd.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""A gated MLP in fp8 as one operation: its input is cast once, and what lies between its GEMMs is one pass each way.
+"""A gated MLP in fp8 as one operation: one cast of its input, and one pass between its GEMMs, forward and backward.
 
     a = x w_gate      b = x w_up      h = silu(a) b      y = h w_down                         (SwiGLU)
 
 As three layers, x is cast twice, h is written in 16 bits and read again for its cast, and so are the gradients of a and
 b. Here one kernel reads a and b and writes h in fp8 in both forms (`gemms`), and one reads a, b and the gradient of h
 and writes the gradients of a and b in fp8 in both forms. h and these gradients are computed in float32 and rounded
-once, to fp8. What is kept for the backward pass are a and b in 16 bits, and the cast tensors; under remat with
-`save_quantized` only the latter.
+once, to fp8. The forward pass keeps a and b in 16 bits and the cast tensors; under remat with `save_quantized`, it
+keeps only the cast tensors.
 
 Where no kernel can run, XLA computes the same.
 """

@@ -9,9 +9,9 @@ w [K, N], g [M, N], and t^T for a tensor that was written transposed:
 
     fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
 
-So each tensor is needed in both forms, and the backward pass keeps x^T and w. Tensors come with the zeros of `padding`,
-and the results leave without. Outside CUDA the same fp8 numbers are
-multiplied in float32, without the transposes.
+So the GEMMs need each tensor in both forms, and the forward pass keeps x^T and w for the backward pass. The tensors are
+padded with zeros (`padding`), and the results are not. Outside CUDA, the same fp8 numbers are multiplied in float32,
+without the transposes.
 """
 
 import functools

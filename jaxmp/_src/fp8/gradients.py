@@ -1,9 +1,9 @@
-"""The fp8 leaves of params while a loss is differentiated: made ready once, and taken back once.
+"""The fp8 leaves of params while a loss is differentiated: converted once before, and converted back once after.
 
-An fp8 layer brings two kinds of leaves into the params that autodiff cannot treat as they are:
+An fp8 layer adds two kinds of leaves to the params that autodiff cannot handle directly:
 
 - *scale leaves*: their gradient is an amax, so gradients of one leaf combine by MAX and not by addition. The leaf of a
-  gradient tensor is adjusted by the loss scale, because gradients come multiplied by it (see `scale_leaves`);
+  gradient tensor is adjusted by the loss scale, because it multiplies the gradients (see `scale_leaves`);
 - *kernels in fp8*, stored so or cast once for all microbatches: their gradient needs a wider dtype (see
   `stored_kernels`).
 

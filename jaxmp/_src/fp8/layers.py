@@ -1,4 +1,4 @@
-"""What the fp8 layers of linen and nnx share: scale leaves, switching off, dtypes of inputs, and choice by path."""
+"""Common code of the fp8 layers of linen and nnx: scale leaves, switching off, dtypes of inputs, choice by path."""
 
 import contextlib
 import dataclasses

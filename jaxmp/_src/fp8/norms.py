@@ -1,12 +1,13 @@
-"""A norm before fp8 layers is computed in the pass that casts its result: the result is not stored in 16 bits.
+"""A norm before fp8 layers, computed in the pass that casts its result, so that no 16-bit result is stored.
 
-An fp8 layer casts its input y. If y is the result of a norm of x, a kernel makes the cast from x, the statistics of its
-rows, and the norm's weight and bias (`pallas_kernels.norm`). Nothing else reads y then, and XLA drops it. The kernel
-rounds y to its dtype before the cast, so the layer gets the same numbers, and its derivative is still that of y: the
-gradient of the norm is flax's own.
+An fp8 layer casts its input y. If y is the result of a norm of x, a kernel computes the cast from x, the statistics of
+its rows, and the norm's weight and bias (`pallas_kernels.norm`). Then nothing else reads y, and XLA does not compute
+it. The kernel rounds y to its dtype before the cast, so the layer gets the same numbers. The derivative is still that
+of y: the gradient of the norm is flax's own.
 
-A layer is given y, an array like others. So a norm notes what it made, and the layer finds it by the identity of y, at
-the same level of a trace (as `shared_scales` finds arrays that several layers read). A note lives as long as its y.
+A layer gets y as an ordinary array. So a norm records its inputs in a note, and the layer finds the note by the
+identity of y, at the same level of a trace (as `shared_scales` finds arrays that several layers read). A note exists as
+long as its y.
 """
 
 import dataclasses

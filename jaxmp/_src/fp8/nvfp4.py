@@ -10,10 +10,11 @@ e2m1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. With a = max |x| over a bloc
 The largest block of a tensor has s_B = 448, so that the factors use the whole range of e4m3. All numbers are computed
 from bits (`float_bits`): every backend gives the bytes of TransformerEngine's reference.
 
-Training in four bits needs three measures more (`NVFP4`'s arguments):
+Training in four bits needs three more techniques (`NVFP4`'s arguments):
 
-- *stochastic rounding of gradients.* Rounded to nearest, most elements of a gradient go one way in each step. With
-  the neighbours l <= |x| <= u in e2m1, |x| becomes u with probability (|x| - l) / (u - l): the mean is x.
+- *stochastic rounding of gradients.* Rounding to nearest would round most elements of a gradient in the same direction
+  in each step. With the neighbours l <= |x| <= u in e2m1, |x| becomes u with probability (|x| - l) / (u - l): the mean
+  is x.
 - *square blocks of weights*, 16x16: the forward and the backward pass multiply with the same numbers.
 - *a random Hadamard transform* for the gradient of weights, dw = x^T g: with an orthogonal matrix R of 16x16 over each
   16 tokens, (R x)^T (R g) = x^T g, and an outlier of one token is spread over 16. R = H diag(d) / 4, H the Hadamard

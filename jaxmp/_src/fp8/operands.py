@@ -1,12 +1,13 @@
-"""The tensors of an fp8 layer, cast once with the scale of a leaf, and also written transposed if all three GEMMs run.
+"""Casts the tensors of an fp8 layer once with the scale of a leaf; also transposed, if all three GEMMs run.
 
 On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 in both forms, which the GEMMs read (`gemms`).
 Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA casts and transposes; the numbers are the
-same. The kernel always writes both forms, so it serves only the forward pass of a differentiated function: without a
-gradient no GEMM reads the transposed form.
+same. The kernel always writes both forms, so jaxmp uses it only in the forward pass of a differentiated function:
+without a gradient, no GEMM reads the transposed form.
 
-With an activation f, f(x) in float32 is cast, and never written to memory. The result of a norm is cast from the norm's
-input (`norms`). The gradient of a bias is the sum of a tensor that is cast, over its rows: the same kernel takes it.
+With an activation f, the kernel casts f(x) from float32, and f(x) is never written to memory. The result of a norm is
+cast from the norm's input (`norms`). The gradient of a bias is the sum over the rows of a tensor that is cast: the same
+kernel computes it.
 """
 
 import functools

@@ -1,11 +1,12 @@
 """Zeros that make each side of an fp8 GEMM a multiple of 16, which cuBLASLt needs.
 
-The zeros are added before the cast, so that XLA casts, pads and finds the amax in one pass over the tensor, and the
-results are cut to their size. Neither products nor amaxes change: a zero of one operand meets a zero of the other.
+The zeros are added before the cast, so that XLA casts, pads and finds the amax in one pass over the tensor. Afterwards
+the results are cut to their size. Neither products nor amaxes change: a zero of one operand is multiplied by a zero of
+the other.
 
-A side may have several axes (batch and time); then the axis is longer for which the fewest zeros are added. Only
-tensors that lie whole on a device are padded: a split axis that gets longer would move data between devices. Of split
-tensors, XLA pads what each device has.
+A side may have several axes (batch and time); then the axis is padded that needs the fewest zeros. Only tensors that
+are whole on a device are padded here: to extend a split axis would move data between devices. For split tensors, XLA
+pads the part of each device.
 """
 
 import math

@@ -6,8 +6,8 @@ For y = x w with x [M, K], experts w [G, K, N], and e(m) the expert of row m:
     dgrad   dx[m] = Q(g)[m] Q(w)[e(m)]^T                    / (s_g s_w)
     wgrad   dw[e] = sum over its rows m of Q(x)[m]^T Q(g)[m]  / (s_x s_g)
 
-There is one scale for each tensor, and each has one amax, as in `matmul`. A row behind the last group belongs to no
-expert: its result and gradient are zero, and it is in no amax. An expert without rows has a gradient of zero.
+As in `matmul`, each tensor has one scale and one amax. A row after the last group belongs to no expert: its result and
+gradient are zero, and no amax includes it. An expert without rows has a gradient of zero.
 
 On CUDA the products are `lax.ragged_dot_general` of fp8 operands, which XLA gives to cuBLASLt. Elsewhere the same fp8
 numbers are multiplied in float32.

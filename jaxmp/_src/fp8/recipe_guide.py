@@ -1,4 +1,4 @@
-"""Which recipe to take when, with what was measured of each: the second table of `python -m jaxmp formats`.
+"""Which recipe to use when, with the measurements of each: the second table of `python -m jaxmp formats`.
 
 The decibels are the SQNR of a product y on normal data and on data in which one element in 2000 is 10^5 times as large
 (`python -m benchmarks recipes`). The losses are held-out losses of a small transformer in percent of bfloat16's

@@ -1,6 +1,6 @@
-"""Recipes for fp8: from the largest magnitude of a tensor, its amax, to the scale of its cast.
+"""Recipes for fp8: they compute the scale of a cast from the largest magnitude of the tensor, its amax.
 
-e4m3fn reaches from 2^-9 to 448, e5m2 from 2^-16 to 57344. A tensor fits in if it is moved there first:
+The range of e4m3fn is 2^-9 to 448, that of e5m2 is 2^-16 to 57344. A tensor fits in if it is scaled first:
 
     q = cast(x * scale),    x ~ q / scale,    scale <= fp8_max / amax,    amax = max |x|
 

@@ -1,13 +1,13 @@
-"""What fp8 layers keep for the backward pass of a block under remat.
+"""The tensors that fp8 layers keep for the backward pass of a block under remat.
 
-`jax.checkpoint` computes the forward pass of a block again in its backward pass. The layers in it then cast their
-tensors a second time: they read inputs in 16 bits and weights in 32, and write both forms (`gemms`). The cast tensors
-take one byte for each element, so it is cheaper to keep them, and to compute only the GEMMs and what lies between them
-again. A policy finds what it keeps by name.
+`jax.checkpoint` computes the forward pass of a block again in its backward pass. The layers in the block then cast
+their tensors a second time: they read inputs in 16 bits and weights in 32, and write both forms (`gemms`). The cast
+tensors take one byte for each element, so it is cheaper to keep them, and to compute only the GEMMs and the operations
+between them again. The remat policy identifies these tensors by name.
 
-jax rounds what remat keeps by `lax.reduce_precision`, so that XLA does not keep it wider. That turns 256 and more in
-float8_e4m3fn into NaN: it takes the largest exponent for that of inf, as IEEE formats have it. So floats of 8 bits or
-fewer are kept as integers, under any policy.
+jax applies `lax.reduce_precision` to the values that remat keeps, so that XLA does not keep them in a wider dtype. In
+float8_e4m3fn this turns numbers of 256 and more into NaN, because it treats the largest exponent as that of inf, as in
+IEEE formats. So this file keeps floats of 8 bits or fewer as integers, under any policy.
 """
 
 import dataclasses

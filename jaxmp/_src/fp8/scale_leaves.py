@@ -10,11 +10,11 @@ computes the next scale from it. The leaf holds log2 of a power of two, an integ
 always exact, so every optax loop updates the leaf exactly. (`..._scale`, without log2, holds a scale that need not be a
 power of two.)
 
-Two things need care when the loss is differentiated:
+Two rules apply when the loss is differentiated:
 
 1.  A leaf that is used twice (a shared layer, a scan, remat, microbatches) has the *larger* amax as its gradient, not
     the sum that autodiff makes. So the leaves are differentiated in an extended dtype whose addition is MAX, with -inf
-    as its zero: a leaf that was not used reports nothing.
+    as its zero: a leaf that was not used has the gradient -inf.
 2.  Gradients are scaled by the loss scale S, and S changes. Leaves hold the scale of *unscaled* gradients. log2(S) is
     subtracted from them before the loss is differentiated, and the amax is divided by S afterwards, so the scale that
     a cast uses follows S.

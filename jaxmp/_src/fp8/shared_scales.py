@@ -1,13 +1,13 @@
-"""Layers of one loss that are given the same array cast it with the same scale.
+"""Lets layers of one loss that get the same array cast it with the same scale.
 
 q, k and v read one input, and so do gate and up. Each layer has a scale leaf of its own and records the amax of the
 array there. The amaxes are equal, so the scales are equal too, but XLA cannot know that, and casts the array once for
-each layer. Here the layers that come later take the leaf of the first. Then their casts are the same expression: XLA
-computes it once, with its transposed copy. The amax still goes to the leaf of each layer, so that params, histories and
-checkpoints are those of layers that share nothing.
+each layer. So the later layers use the scale leaf of the first layer. Then their casts are the same expression, and XLA
+computes it once, with its transposed copy. The amax still goes to the leaf of each layer, so params, histories and
+checkpoints are the same as without sharing.
 
 The same array means the same object at the same level of a trace. `Notes` of `value_and_grad` hold weak references to
-these objects, so no trace outlives its function, and nothing is shared between two losses.
+these objects, so no trace outlives its function, and two losses share nothing.
 """
 
 import weakref

@@ -2,15 +2,16 @@
 
 An fp8 layer casts its kernel in every forward pass. There are two ways to save this cast:
 
-- *stored*: the params hold fp8(w * s) instead of w. The optimizer writes it directly from the float32 master, with
-  the scale s in the layer's leaf. Memory, reads and gathers of sharded params take one byte per weight.
+- *stored*: the params hold fp8(w * s) instead of w. The optimizer writes it directly from the float32 master, with the
+  scale s in the layer's leaf. Storage, reads and gathers of sharded params then take one byte per weight.
 - *kept*: with microbatches, fp8(w * s) is computed once, before the first microbatch (TransformerEngine's
   `is_first_microbatch`).
 
 Autodiff gives gradients the dtype of the params, and 8 bits are too few for a gradient. So while the loss is
 differentiated, such a kernel holds its fp8 numbers in a wider dtype (bfloat16 if it is stored). The layer casts them
-back to fp8, and XLA drops the two casts. The dtype of its rhs leaf tells the layer that the kernel holds fp8 numbers;
-the gradient is that of the weight w. Other code in the loss that reads such a kernel would see w * s, and is refused.
+back to fp8, and XLA removes the two casts. The dtype of the layer's rhs leaf shows that the kernel holds fp8 numbers.
+The gradient is that of the weight w. Other code in the loss that reads such a kernel would get w * s; jaxmp raises an
+error.
 
 A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above the leaf that
 has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.

@@ -2,14 +2,14 @@
 
 float16 cannot hold numbers below 6e-8, and most gradients of a trained network are smaller than that. So the loss is
 multiplied by a scale S before differentiation, and the gradients are divided by S afterwards: inside the backward pass
-they are S times as large. S must be as large as possible, but no gradient may pass 65504. A *dynamic* scale finds that
-value by trial:
+they are S times as large. S must be as large as possible, but no gradient may exceed 65504. A *dynamic* scale finds
+that value by trial:
 
     a step with a non-finite gradient is skipped; after `hysteresis` of them  S <- max(S * backoff_factor, min_scale)
     after `growth_interval` steps without one                                 S <- min(S * growth_factor, max_scale)
 
-*Hysteresis* tells a scale that is too large from a single bad batch: the first `hysteresis` - 1 overflows leave S
-unchanged, the next one lowers it. Systems differ in when they refill this counter: Megatron-LM when S grows
+*Hysteresis* distinguishes a scale that is too large from a single bad batch: the first `hysteresis` - 1 overflows leave
+S unchanged, the next one lowers it. Systems differ in when they refill this counter: Megatron-LM when S grows
 (`refill="growth"`), apex's kernel at every step without overflow (`refill="step"`). Until then, once the counter is
 used up, *each* further overflow lowers S.
 
@@ -21,8 +21,8 @@ it is a pytree and `adjust` keeps the dtypes of its leaves.
     DeepSpeed    runtime/fp16/loss_scaler.py                apex    csrc/update_scale_hysteresis.cu, apex/amp/scaler.py
     Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740)
 
-One difference from all of them: by default the scale has a lower and an upper bound. Theirs can reach inf or 0 and
-stay there.
+jaxmp differs from all of these systems in one point: by default the scale has a lower and an upper bound. In the other
+systems it can reach inf or 0 and stay there.
 """
 
 from typing import Any

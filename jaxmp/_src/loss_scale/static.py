@@ -1,4 +1,4 @@
-"""The loss scales that never change, and how every loss scale of jaxmp scales and unscales a tree."""
+"""Loss scales that never change, and the code with which every loss scale of jaxmp scales and unscales a tree."""
 
 import math
 from typing import Any, Self

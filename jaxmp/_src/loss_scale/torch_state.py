@@ -1,4 +1,4 @@
-"""A loss scale as torch.amp's state dict of Python numbers, both ways; and a scale set by hand."""
+"""Converts a loss scale to and from torch.amp's state dict of Python numbers; sets a scale by hand."""
 
 import copy
 import dataclasses

@@ -7,15 +7,16 @@ reads them, again for each reader if necessary. So each value here is one of two
     a *buffer*      has memory: inputs, and the operands and results of matmuls, reductions, scatters and loops
     *recomputed*    has no memory: it stands for the buffers it is computed from, and keeps those alive
 
-The params that `jaxmp.fsdp.gather` gathers are buffers. XLA cuts their gradients in few, large collectives: so these
-gradients count as whole until the end, and the parts of the device count all the time.
+The params that `jaxmp.fsdp.gather` gathers are buffers. XLA reduces their gradients in a few large collectives. So
+these gradients count as whole until the end, and the parts of the device count all the time.
 
 A value with several readers is a buffer if it is smaller than the buffers it would be recomputed from (x + f(x) from
 two; a mask from floats), and is recomputed otherwise (a norm's output from its input). With the equations in order, a
-buffer lives from the equation that writes it to its last reader. The peak is the most that lives at once.
+buffer is alive from the equation that writes it to its last reader. The peak is the largest sum of buffers that are
+alive at the same time.
 
-Where this differs from XLA: order (XLA may move equations), workspaces of libraries, padding inside kernels, fusions
-that XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
+Differences from XLA: order (XLA may move equations), workspaces of libraries, padding inside kernels, fusions that
+XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The recipes of this library with Adam, for `jaxmp.memory.overview`."""
+"""The recipes of jaxmp with Adam, for `jaxmp.memory.overview`."""
 
 from typing import Any
 

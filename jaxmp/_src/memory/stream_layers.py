@@ -8,9 +8,9 @@ when it is needed:
     backward:  for each slice, reversed:  copy in its params again -> compute forward again from the x saved at its
                                           input -> gradients -> copy out the gradients of its params
 
-`jax.checkpoint` around each slice makes the backward pass run so: it saves the input of the slice (on the device or in
-host memory), but not the params and not the values inside the slice. By JAX's types, the gradient of an array in host
-memory is in host memory.
+`jax.checkpoint` around each slice gives this backward pass: it saves the input of the slice (on the device or in host
+memory), but not the params and not the values inside the slice. In JAX, the gradient of an array in host memory is in
+host memory too.
 """
 
 from collections.abc import Callable

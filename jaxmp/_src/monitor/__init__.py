@@ -1,1 +1,1 @@
-"""A run as it is watched: statistics of tensors, rules, plots."""
+"""Watches a run: statistics of tensors, rules, plots."""

@@ -1,7 +1,8 @@
 """Statistics of the output of each module of a model, without a change to the model.
 
 `programs/taps.py` rewrites the traced loss function so that it computes statistics at the output of each module. The
-function returns them beside the loss, as auxiliary data. Nothing is sent to the host, and gradients keep every bit.
+function returns them with the loss, as auxiliary data. Nothing is sent to the host, and the gradients do not change by
+a bit.
 """
 
 import functools

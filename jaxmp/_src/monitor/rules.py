@@ -18,7 +18,8 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
 The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
-only if it appears in several samples. A scale that falls to its level overflows in a row: that is one overflow.
+only if it appears in several samples. A loss scale that falls to the right level causes several overflows in a row:
+they count as one overflow.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Statistics of one training step, computed inside it: of gradients, params and fp8 tensors.
 
-They are computed between `value_and_grad` and the update, from values that exist at that point, so no buffer lives
-longer than it would otherwise. Whether an update changes the params is checked on the host: a few values of each tensor
-(`probes`) are compared from one sample to the next. To compare old and new params inside the step would cost a copy of
-all params in every step, sampled or not.
+They are computed between `value_and_grad` and the update, from values that exist at that point, so no buffer stays
+alive longer. Whether an update changes the params is checked on the host: a few values of each tensor (`probes`) are
+compared from one sample to the next. To compare old and new params inside the step would cost a copy of all params in
+every step, sampled or not.
 """
 
 import functools

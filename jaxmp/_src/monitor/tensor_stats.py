@@ -1,8 +1,8 @@
 """Statistics of tensors, inside jit: how large values are, and what a cast to each format would do to them.
 
-A float of magnitude |x| has the bits m = (exponent + 127) * 2^23 + fraction. As int32, these bits have the order of the
-floats. So the rank of m among a few fixed integers, the edges, tells the octave of a value and what each format makes
-of it:
+A float of magnitude |x| has the bits m = (exponent + 127) * 2^23 + fraction. As int32, these bits have the same order
+as the floats. So the rank of m among a few fixed integers, the edges, gives the octave of a value and the result of its
+cast to each format:
 
     rank(x) = number of edges E with E <= m
 

@@ -6,7 +6,8 @@ x; e_min: the smallest normal exponent; m: the number of mantissa bits),
     round_to(x) = q(x) * nearest_even(x / q(x))
 
 All three steps are exact in float32, because q is a power of two made from the bits of x. Subnormals of the narrow
-dtype come out right, because the spacing is constant below e_min. (`lax.reduce_precision` flushes those of float16.)
+dtype are rounded correctly, because the spacing is constant below e_min. (`lax.reduce_precision` flushes those of
+float16 to zero.)
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""float32 arrays in the few bytes that devices send each other, and back.
+"""Converts float32 arrays to the few bytes that devices send to each other, and back.
 
     8 bits     codes of blocks of 128 neighbours, and one power of two for each block: x is about code / 2^k, with the
                largest k at which the block still fits the format. 129 bytes for 128 numbers.
     bfloat16   rounded to nearest even
     float32    as it is
 
-A block with inf or NaN comes out as NaN, all of it: no format may hide an overflow.
+If a block has an inf or NaN, all of it becomes NaN: no format may hide an overflow.
 """
 
 from typing import Any

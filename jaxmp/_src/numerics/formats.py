@@ -1,9 +1,8 @@
-"""The floating-point formats of low-precision training, as numbers: what `python -m jaxmp formats` prints.
+"""The floating-point formats of low-precision training in numbers: the first table of `python -m jaxmp formats`.
 
 A format with e exponent and m mantissa bits has 2^m values in every octave (epsilon is 2^-m, the step above 1) and
 about 2^e octaves. Below its smallest normal number the step is constant, 2^-m times this number, down to the smallest
-subnormal; smaller values become zero. Training reaches both ends: gradients fall below the range, activations rise
-above it.
+subnormal; smaller values become zero. In training, gradients fall below the range, and activations rise above it.
 """
 
 import math

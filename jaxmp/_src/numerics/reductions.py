@@ -1,12 +1,12 @@
 """The sum of squares of an array, and whether all of it is finite: on a GPU two parts of one sum.
 
-A step needs both of every gradient: the norm clips, the flag decides. XLA for GPU makes one pass over memory of two
-sums of one array, but on a large array each ends in a launch of its own, which adds what the blocks have found. As one
-sum of complex numbers both end in one launch. The norm and the flag are asked for in different places, each by its own
-function below; these write down the same sum, and XLA computes equal sums once. Who asks for one of them pays nothing
-for the other: the pass is bound by memory.
+A step needs both for every gradient: the norm for clipping, the flag for the decision to skip. XLA for GPU computes two
+sums of one array in one pass over memory. But on a large array, each sum needs a separate launch at the end, which adds
+the results of the blocks. One sum of complex numbers needs a single launch for both. Different code asks for the norm
+and for the flag, each by its own function below. Both functions write the same sum, and XLA computes equal sums once.
+If only one of them is needed, the other costs no time, because the pass is limited by memory.
 
-XLA for CPU and TPU gains nothing by it, and gets the two as they are.
+On CPU and TPU this is no faster, so XLA gets two ordinary sums there.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
 """Scales gradients at chosen points of a model, for models where one scale for the whole loss is not enough.
 
 A loss scale multiplies all gradients by the same number. In a deep float16 model, gradients can overflow in one block
-and underflow in another. Then scale them inside the model: multiply by s where the backward pass enters a block, and by
-1 / s where it leaves the block:
+and underflow in another. In such a model, scale gradients at the affected block: multiply by s where the backward pass
+enters the block, and by 1 / s where it leaves the block:
 
     def block(x):
         x = scale_gradient(x, 1 / s)        # last in the backward pass: undoes the factor

@@ -22,15 +22,15 @@ New code should use `jaxmp.mixed_precision` and `jaxmp.value_and_grad`: there `o
 be in the wrong order, and the optimizer can write in place. Do not combine the two ways: both unscale.
 `jaxmp.keep_master_params`, the float32 masters of 16-bit params, works with both. Only `value_and_grad` handles two
 cases: fp8 scales; and replicated params under `jax.shard_map(check_vma=True)`, where `jax.grad` sums gradients over
-devices in the dtype of the params, and float16 overflows. With a GradScaler, pass such params through
+devices in the dtype of the params, and a float16 sum can overflow. With a GradScaler, pass such params through
 `jax.lax.pcast(..., to="varying")` first.
 
 Differences from torch.amp.GradScaler:
 
 - `scale` always multiplies in float32. torch keeps the dtype of a float16 loss that has dimensions, and overflows.
 - `unscale` returns float32. torch unscales in the dtype of the gradients and refuses float16.
-- Overflow is detected in the *unscaled* gradients of all devices. So an overflow that the unscaling itself makes (by a
-  scale below 1, or a scale that has fallen to 0) is found as well. torch checks the scaled gradients of one device.
+- Overflow is detected in the *unscaled* gradients of all devices. So an overflow by the unscaling itself (with a scale
+  below 1, or a scale that has fallen to 0) is also detected. torch checks the scaled gradients of one device.
 - If finite gradients would make a number of an element of a param non-finite (the weight, or its moments), all its
   numbers keep their old values.
 - The scale exists from the start. torch makes it in the first call of `scale`, and its other methods raise before that.

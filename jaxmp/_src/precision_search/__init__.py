@@ -1,1 +1,1 @@
-"""Which module of a model can run in which format."""
+"""Finds out which module of a model can run in which format."""

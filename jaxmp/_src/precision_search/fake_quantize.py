@@ -1,7 +1,7 @@
-"""Fake quantization: a function in float32 whose matmuls get the roundings of another format, or none, by choice.
+"""Fake quantization: a function in float32 whose matmuls round like another format, or do not round, as chosen.
 
-The gradient of the whole model shows what a format costs, and switching one layer after the other shows which layer is
-the cause. So every matmul y = x w with the gradient g of y is run as
+The gradient of the whole model shows the error of a format. If you change one layer after the other, it shows which
+layer is the cause. So every matmul y = x w with the gradient g of y runs as
 
     y  = R(F(x) F(w))        F rounds operands, R results
     dx = R(B(g) F(w)^T)      B rounds gradients that come back

@@ -4,10 +4,10 @@ For a tensor x and its rounding q(x),
 
     noise = sum (x - q(x))^2 / sum x^2        SQNR = -10 log10(noise) dB
 
-Everything is summed over calls, iterations and steps; the noise is a mean over tensors. Only sums are needed, so the
-numbers travel as gradients: each matmul has a *probe*, a vector of zeros that changes nothing, whose "gradient" is the
-measurement. It passes through scans, remat and vmap as any gradient does, and it can measure the cotangents too, which
-exist in the backward pass only.
+The measurements are summed over calls, iterations and steps; the noise is a mean over tensors. Because only sums are
+needed, the numbers are returned as gradients: each matmul has a *probe*, a vector of zeros that changes nothing, whose
+"gradient" is the measurement. This works in scans, remat and vmap, as for any gradient. It also measures the
+cotangents, which exist in the backward pass only.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,15 @@
-"""A proposal's own code, run for some steps before it is shown: does it train, and what do its 16-bit numbers lose?
+"""Runs the code of a proposal for some steps before it is shown: does it train, and how much precision does it lose?
 
-The search emulates matmuls. What autocast leaves in 16 bits between them, the cast of params, and the loss scale in a
-real backward pass are not in an emulation. So the code that will be printed is executed, on the params and the batch:
+The search emulates matmuls only. The emulation does not include 16-bit operations between the matmuls, the cast of
+params, and the loss scale in a real backward pass. So this file executes the code that will be printed, on the params
+and the batch:
 
     policy, tx, low_precision_loss_fn = exec(code)
     params = policy.cast_to_param(params32)
     loss, grads = jaxmp.value_and_grad(low_precision_loss_fn)(params, *batch, opt_state=opt_state)
     params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)          some steps
 
-beside the same steps in float32, and four things are compared:
+It also runs the same steps in float32, and compares four things:
 
     steps       all are finite, few are skipped, and the loss falls as in float32
     params      each survives its cast

@@ -1,15 +1,16 @@
 """Which module can run in which format: measured in a few steps, decided by named thresholds, and checked.
 
-A policy is a guess until the tensors are measured: one layer has activations beyond float16's range, the gradients of
-another lie below it, and outliers in a third leave no fp8 numbers for the other values. So
+Without measurements, a policy is a guess: one layer has activations above float16's range, another has gradients below
+it, and in a third, outliers leave no fp8 numbers for the other values. So `suggest_policy` runs these steps:
 
     1. a few steps in float32, in which every matmul measures the error of each format in its operands, its result and
        its gradient (`format_noise`); twice, because float16's loss scale is known only after the first time
     2. for each module and format, the gradient of the whole model with only this module in the format, compared with
        the gradient in float32 (`fake_quantize`): one compiled program, the roundings are arguments
     3. a decision for each module, then a run of the whole proposal in the same way
-    4. the code of the proposal itself is run, beside float32 (`rehearsal`). What does not train is never shown: the
-       modules to blame get a wider format, then the whole model another one, and the new proposal is run
+    4. a run of the proposal's code, compared with float32 (`rehearsal`). A proposal that does not train is never shown:
+       the modules that cause the failure get a wider format, then the whole model gets another format, and the new
+       proposal is run
 
 Five programs are compiled, for any number of modules, and one more for each proposal that does not train.
 """

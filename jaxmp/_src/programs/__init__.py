@@ -1,1 +1,1 @@
-"""A function as a jaxpr: traced, read, run in parts."""
+"""Functions as jaxprs: traces them, reads them, runs them in parts."""

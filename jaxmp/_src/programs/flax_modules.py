@@ -1,11 +1,11 @@
-"""Functions that call flax modules, made functions of arrays; and hooks around the calls of these modules.
+"""Turns functions that call flax modules into functions of arrays; adds hooks around the calls of these modules.
 
-A trace must not leak into the state of a module. So a call that has modules in it is made a function of arrays first:
-an nnx module among the arguments is split, called as a copy, and updated with the state of the copy afterwards; a
-method of a bound linen module is lifted, as `nn.jit` lifts it.
+A trace must not leak into the state of a module. So a call with modules is first turned into a function of arrays: an
+nnx module among the arguments is split, called as a copy, and updated with the state of the copy afterwards; a method
+of a bound linen module is lifted, as in `nn.jit`.
 
-While such a function runs, a hook stands around each call of a module: those of linen, and those of nnx modules among
-the arguments. It knows the path of the module's params.
+While such a function runs, a hook runs around each call of a linen module, or of an nnx module among the arguments. The
+hook gets the path of the module's params.
 """
 
 import contextlib

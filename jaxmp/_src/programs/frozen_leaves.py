@@ -1,8 +1,8 @@
-"""Which params an optimizer never moves, found by reading the program of its update.
+"""Finds the params that an optimizer never changes, from the program of its update.
 
-A frozen leaf (`optax.set_to_zero` under a label, as LoRA fine-tuning has for the base weights) needs no float32
-master. Nothing in optax's API says which leaves are frozen, but the update itself shows it: traced to a jaxpr, the
-update of a frozen leaf is the constant zero for all gradients, states and params. We follow that constant through the
+A frozen leaf (`optax.set_to_zero` under a label, as LoRA fine-tuning has for the base weights) needs no float32 master.
+Nothing in optax's API says which leaves are frozen, but the update itself shows it: traced to a jaxpr, the update of a
+frozen leaf is the constant zero for all gradients, states and params. This file follows that constant through the
 program: through shapes, casts, selections, products with finite values, calls, and both branches of a cond. A leaf
 whose update cannot be followed counts as trained: it then has a master that it does not need.
 """

@@ -1,8 +1,8 @@
-"""Functions inside of `hk.transform`, made functions that leave haiku's frame alone.
+"""Turns functions inside of `hk.transform` into functions that do not change haiku's frame.
 
 Haiku keeps params, state and random keys in a frame, which functions change while they run. A trace inside of a frame
-would leave its own values there. So params are made outside of the trace, the function draws its random keys from a
-sequence of its own, and a function that changes state is refused. jaxmp does not import haiku.
+would leave tracers in it. So params are created outside of the trace, the function takes its random keys from a
+separate sequence, and a function that changes state is refused. jaxmp does not import haiku.
 """
 
 import contextlib

@@ -1,13 +1,14 @@
-"""Whether a function of scaled values only scales: f(s g) = s f(g), read off its jaxpr.
+"""Checks whether a function is homogeneous of degree 1, f(s g) = s f(g), from its jaxpr.
 
-Each value of the program has a degree: how many times it holds the factor of the inputs. A product adds degrees, a root
-halves them, a sum needs equal ones. A clip compares a value of degree 1 with a constant, so its result has none:
+Each value of the program has a degree: the power of the inputs' factor s in this value. A product adds degrees, a root
+halves them, a sum needs equal degrees. A clip compares a value of degree 1 with a constant, so its result has none:
 
     n = sqrt(sum(g^2))                 degree 1
     g / n                              degree 0
     where(n < max_norm, g, ...)        no degree: what it does depends on s
 
-Zeros and infinities have every degree. What the rules below do not know is unknown, and is never called wrong.
+Zeros and infinities have every degree. If the rules below do not cover an operation, the degree of its result is
+unknown, and is never reported as wrong.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Jaxprs read and put together: one vocabulary of primitives, the functions inside an equation, equations as functions.
+"""Reads and builds jaxprs: names of primitives, the functions inside an equation, equations as functions.
 
-Some equations call, branch or loop: they hold further jaxprs. `functions_of` opens all of them, under any name that
-their primitive gives the parameter. Files that ask what a primitive does take its name from the tables here.
+Equations that call, branch or loop hold further jaxprs. `functions_of` returns all of them, whatever name the primitive
+gives to the parameter. Other files take the names of primitives from the tables here.
 """
 
 import contextlib

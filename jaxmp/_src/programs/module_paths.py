@@ -1,10 +1,10 @@
-"""Where in a model an equation comes from: paths such as `Block_0/Dense_1`, read off its name stack.
+"""The module that an equation comes from: paths such as `Block_0/Dense_1`, from its name stack.
 
-A jaxpr knows nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
+A jaxpr keeps nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
 (`jvp(vmap(Net))/Dense_0`). Flax writes the names of its modules there, but the root has the name of its class, and
-methods other than `__call__` add their own names. So while a function is traced to be tapped (`taps`), each call of a
-module leaves a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker replaces everything to the
-left of it; a named scope to the right of it is a part of the module; the root's path is "".
+methods other than `__call__` add their own names. So while `taps` traces a function, each call of a module writes a
+marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker replaces everything to the left of it; a
+named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib

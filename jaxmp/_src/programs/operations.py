@@ -1,14 +1,15 @@
-"""A traced function, run with a look at the result of each of its operations, inside jit.
+"""Runs a traced function and measures the result of each of its operations, inside jit.
 
     closed = jax.make_jaxpr(step)(*args)
     look = Look(lambda eqn, operands, results: measure(results[0]))     # float32[n], or None: no interest
     results = look.run(closed, args)                                    # the same results
     look.found, look.places                                             # by operation: the vector, and where it is
 
-The walk goes into calls, remat, loops and branches: of an operation that runs more than once, the element-wise MAX over
-its runs is kept (vectors are >= 0, and 0 is "nothing"). The function is not differentiated: pass one that contains its
-derivative, and the backward pass is seen too. (`taps` is for functions that are differentiated later.) A `shard_map`, a
-kernel and a choice by platform are one operation. What is computed from constants alone is not shown.
+It goes into calls, remat, loops and branches. If an operation runs more than once, it keeps the element-wise MAX over
+the runs (vectors are >= 0, and 0 means "nothing"). It does not differentiate the function: to measure the backward pass
+too, pass a function that contains its derivative. (`taps` is for functions that are differentiated later.) A
+`shard_map`, a kernel and a choice by platform are one operation. Values that are computed from constants alone are not
+measured.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
-"""Whether a function of parts of arrays gives parts of its result for the whole arrays, read off its jaxpr.
+"""Checks whether f(part of an array) is the part of f(whole array), from the jaxpr of f.
 
-In `shard_map` a device has a part of a leaf that is cut. What is elementwise, or reduced over devices as well, is right
-there; a norm, a mean or a matrix product of a part is that of the part, and what is computed from it is wrong:
+In `shard_map`, a device has a part of a leaf that is cut. An elementwise operation on the part is right, and so is a
+reduction that also reduces over devices. But a norm, a mean or a matrix product of a part differs from that of the
+whole leaf, and everything computed from it is wrong:
 
     g * 0.1                              part of the result
     sum(g * g)                           of this part only
@@ -9,9 +10,9 @@ there; a norm, a mean or a matrix product of a part is that of the part, and wha
     g + normal(key, g.shape)             the same noise in each part
     g / sqrt(sum(g * g))                 of this part only
 
-A reduction over axes that are not cut is right, as the mean of each row of an array that is cut by rows. So is one over
-groups of neighbours, the last axis of a part that was reshaped to more axes. What the rules below do not know is never
-called wrong.
+A reduction over axes that are not cut is right, for example the mean of each row of an array that is cut by rows. So is
+a reduction over groups of neighbours, that is, over the last axis of a part that was reshaped to more axes. If the
+rules below do not cover an operation, it is never reported as wrong.
 """
 
 from collections.abc import Sequence

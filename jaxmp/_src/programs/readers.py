@@ -1,9 +1,9 @@
-"""Which equation of a program computes with an input, and not only moves it.
+"""Finds the equation of a program that computes with an input, and does not only move it.
 
-Each input has a mark. Equations that move elements (a reshape, a cast, a gather, a slice) hand the marks of their
-operands on. The first equation that computes with a marked value is its reader. Functions with a derivative of their
-own are not looked into: they know what they get. One whose backward pass is called `hands_on` (a gather of sharded
-params) moves its operand.
+Each input has a mark. Equations that move elements (a reshape, a cast, a gather, a slice) pass on the marks of their
+operands. The first equation that computes with a marked value is its reader. The search does not go into functions with
+a derivative of their own, because they handle the value themselves. But a function whose backward pass is called
+`hands_on` (a gather of sharded params) only moves its operand.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""A part of a program that is elementwise in large arrays, run a few rows of them at a time.
+"""Runs a part of a program that is elementwise in large arrays, a few rows at a time.
 
 The params of a stack of layers are one array, [layers, ...], and so are its moments: for `windows` that is one window,
-as large as the model. If all computation is element by element, as in Adam and most optimizers, rows can go one after
-the other: a loop slices them out of host memory, computes, and writes them back to the same place.
+as large as the model. If all computation is elementwise, as in Adam and most optimizers, a loop can process the rows
+one after the other: it slices them out of host memory, computes, and writes them back to the same place.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""A function as it was written, run with hooks: one sees the results of its modules, one may change its matmuls.
+"""Runs a function with hooks: one hook gets the results of its modules, another may change its matmuls.
 
     fn  --make_jaxpr-->  jaxpr  --walk-->  the same JAX operations, and at some of them a hook
 
@@ -6,9 +6,9 @@ As in autocast, the result is JAX again: it works under and over `jit`, `grad`, 
 the same, and so are values and gradients.
 
 Modules are named by the paths of their params (`module_paths`): linen modules, and nnx modules that are arguments;
-named scopes count as modules. The walk goes into `jit`, `jax.checkpoint` (its policy is kept) and `scan`. It does not
-go into `cond` and `while` (which operations run there is known at run time only), `shard_map`, or functions with their
-own derivatives, whose rules are kept: each of these is one operation here.
+named scopes count as modules. The walk goes into `jit`, `jax.checkpoint` (and keeps its policy) and `scan`. Each of
+these counts as one operation: `cond` and `while` (which operations run is known at run time only), `shard_map`, and
+functions with their own derivatives, whose rules are kept.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""A function of arrays in host memory, run a few arrays at a time.
+"""Runs a function of arrays in host memory, a few arrays at a time.
 
-An optimizer is one function of all its params and moments. If these lie in host memory and the function were compiled
-as it is, XLA could bring all of them to the device first, and on GPUs it does so, to hide the time of copying. So the
-function is traced to a jaxpr and cut into windows:
+An optimizer is one function of all its params and moments. If these are in host memory and XLA compiles the function
+unchanged, XLA may copy all of them to the device first; on GPUs it does so, to hide the time of copying. So this file
+traces the function to a jaxpr and cuts it into windows:
 
     window 0:  copy in its arrays -> compute its results -> copy them out
     window 1:  the same, at the same time: one window comes in while the one before it goes out
@@ -10,8 +10,8 @@ function is traced to a jaxpr and cut into windows:
 
 A window holds the results of some params and everything that only they need. Other results that can be computed from
 the arrays copied in so far (the moments of those params, a step count) are computed in it too. So every array is copied
-in once and out once. A function that needs all of its arrays for any result (for example a norm over all Adam updates)
-has all of them on the device: the result is right, but no memory is saved.
+in once and out once. If a function needs all of its arrays for one result (for example, a norm over all Adam updates),
+all of them are on the device: the result is right, but no memory is saved.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Python objects with arrays inside, as two files: a small pickle, and the bytes of the arrays.
 
-The arrays are written one at a time (an array that occurs twice is written once) and come back bit for bit: bfloat16,
-fp8 and int4, typed keys, numpy arrays. Functions and classes are stored by name, as pickle always does. A function
-without a name (a lambda, the closure of an initializer) comes back as an object that raises an error when it is called:
-most are never called again. Names in `__main__` are looked up in a module that the reader chooses.
+The arrays are written one at a time (an array that occurs twice is written once) and are restored bit for bit:
+bfloat16, fp8 and int4, typed keys, numpy arrays. Functions and classes are stored by name, as pickle always does. A
+function without a name (a lambda, the closure of an initializer) is restored as an object that raises an error when it
+is called: most of them are never called again. Names in `__main__` are looked up in a module that the reader chooses.
 """
 
 import pickle

@@ -1,6 +1,6 @@
 """Numbered folders in a directory, each complete or absent.
 
-A folder is written under a hidden name and renamed when all of it is on the disk: a rename is one step. If a job is
+A folder is written under a hidden name and renamed when all of it is on the disk: a rename is atomic. If a job is
 killed while it writes, the next job that writes there from the same machine removes the incomplete folder.
 """
 

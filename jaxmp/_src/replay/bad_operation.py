@@ -1,8 +1,8 @@
-"""One operation that made inf or NaN from finite numbers, described: its place, its operands, how far it overflowed.
+"""Describes an operation that made inf or NaN of finite numbers: its place, its operands, how far it overflowed.
 
-Of the Python that made it a jaxpr keeps a traceback, and a name stack: flax writes the names of its modules there, and
-autodiff marks operations of the backward pass. The operation is run again with its narrow floats in float32, to find
-the result that it would have with more range.
+For each operation, a jaxpr keeps the traceback of its Python code and a name stack. flax writes the names of its
+modules into the name stack, and autodiff marks operations of the backward pass. The operation is run again with its
+narrow floats in float32, to find the result that it would have with more range.
 """
 
 import dataclasses

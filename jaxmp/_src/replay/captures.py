@@ -1,7 +1,7 @@
 """Everything to run one step again, alone: its arguments and its loss scale, in a folder.
 
-A skipped step changes only the loss scale. So after a skipped step the params are, bit for bit, those it started from,
-and a capture needs no snapshot: the training step does not change.
+A skipped step changes only the loss scale. So after a skipped step, the params are bit for bit those from which the
+step started. A capture therefore needs no snapshot, and no change of the training step.
 
 A capture is a folder of files:
 
@@ -12,8 +12,8 @@ A capture is a folder of files:
     capture.json   the scale, what was observed, the function's name, versions, devices, flags: for people to read
 
 It is written under another name and renamed when it is complete, so a job that is killed leaves no incomplete capture.
-Arrays go to the file one at a time: the host needs memory for the largest. Like every pickle, a capture may run code
-when it is loaded: load only captures that you made.
+Arrays are written to the file one at a time: the host needs memory for the largest array. Like every pickle, a capture
+may run code when it is loaded: load only captures that you made.
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
-"""A function run one operation at a time, to find the one at which finite numbers turn into inf or NaN.
+"""Runs a function one operation at a time, to find the operation that turns finite numbers into inf or NaN.
 
 Not every inf is a fault: a mask adds -inf to scores, and exp turns it into zeros. So the search starts from the
 results. Each value that is not finite carries its *origins*: the operations whose result was worse than their operands
 (inf from finite numbers, NaN from inf, or one more bad element of an elementwise operation). An origin counts if it
 reaches a result of the function. The first that counts, in the order of the program, is the answer.
 
-Calls, branches and loops first run whole. Only if their results are not finite, the search goes inside by the same
-rules, in a loop iteration by iteration. Values are dropped after their last reader, so the search needs the memory of
-the function run eagerly, and a little time for each operation: seconds for a model of some thousand operations.
+Calls, branches and loops first run as a whole. Only if their results are not finite, the search goes inside by the same
+rules, in a loop iteration by iteration. Values are freed after their last reader, so the search needs as much memory as
+the function without jit, and a little time for each operation: seconds for a model of a few thousand operations.
 """
 
 import functools

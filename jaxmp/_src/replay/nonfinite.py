@@ -1,9 +1,9 @@
-"""The first inf or NaN of a tree, by path and index: a look at values from outside a step.
+"""Finds the first inf or NaN of a tree, by path and index, outside of a step.
 
 `jaxmp.all_finite` answers inside a step whether all values are finite, with a flag on the device. If they are not, this
-finds where. Each leaf is first reduced to a flag on its own devices, without a collective; only the first leaf whose
-flag is true is read further. So replicas that should be equal are read one by one, and a single device that computes
-wrong numbers is found.
+file finds the place. It first reduces each leaf to a flag on the devices of the leaf, without a collective, and reads
+only the first leaf with a true flag further. So it reads replicas that should be equal one by one, and finds a single
+device that computes wrong numbers.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""A captured step, run again alone: was it the numbers, or the machine?
+"""Runs a captured step again, alone: did the numbers cause the fault, or the machine?
 
-The step is compiled and run several times, and the bits of its results are compared. A hardware fault does not come
-back. A fault in the numbers comes back with the same bits each time. A program whose bits differ each time depends on
-something that no capture holds. If the fault comes back, the step is run operation by operation, with smaller loss
-scales, and in float32.
+The step is compiled and run several times, and the bits of its results are compared. A hardware fault does not occur
+again. A fault in the numbers occurs again, with the same bits each time. If the bits differ each time, the program
+depends on something that no capture holds. If the fault occurs again, the step is run operation by operation, with
+smaller loss scales, and in float32.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Arguments in the wrong place: what an argument looks like, and a message that says in which order they come.
+"""Detects arguments in the wrong order: tells what an argument is, and makes a message with the right order.
 
 The arguments of a step are trees of arrays of the same shapes, so a call with two of them swapped often runs, or fails
-far away. What they are can be told: an optimizer has `init` and `update`, its state holds our tuples, gradients are
-those that `value_and_grad` returned, a policy is a name or a `jmp.Policy`.
+in unrelated code. But their kinds can be detected: an optimizer has `init` and `update`, its state holds jaxmp's
+tuples, gradients are those that `value_and_grad` returned, a policy is a name or a `jmp.Policy`.
 """
 
 from typing import Any

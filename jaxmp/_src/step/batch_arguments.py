@@ -1,16 +1,17 @@
-"""Looks at a loss before its arguments are cut into microbatches: what holds the batch, and which keys are drawn from.
+"""Checks a loss before its arguments are cut into microbatches: which hold the batch, and which keys it uses.
 
 With `accumulate=` and no names, every argument that is not differentiated is cut. A vector of class weights that is as
-long as the batch would be cut too, and the loss would be wrong without a word. The shapes do not tell, but the loss
-does: rows of a batch go together, so a loss cannot be traced with twice as many rows of one of its arguments only, or
-of one array in it. If it can, this argument or array may be cut or not, and the caller must say which.
+long as the batch would be cut too, and the loss would be wrong without an error. The shapes do not show this, but the
+loss does: rows of a batch belong together, so a loss cannot be traced with twice as many rows of only one argument, or
+of only one array in it. If the trace succeeds, it is not clear whether to cut this argument or array, and the caller
+must say so.
 
 For the same reason an array that is passed on whole (a keyword argument, one that is not named) and has as many rows as
 the batch must not be labels: with microbatches of one row they would be broadcast, and the loss would be wrong. It is
 refused if the loss can be traced with twice as many rows of it and of the batch, but not of the batch alone.
 
-The same trace shows whether a `uint32[2]` is a PRNG key, and whether random numbers are drawn from a key that every
-microbatch has (a dropout key that the loss closes over): each microbatch would have the same mask.
+The same trace shows whether a `uint32[2]` is a PRNG key, and whether the loss draws random numbers from a key that all
+microbatches share (a dropout key that the loss closes over): each microbatch would have the same mask.
 """
 
 import warnings

@@ -1,11 +1,13 @@
-"""Warns of transforms that stand before `mixed_precision` in a chain, and look at the size of scaled gradients.
+"""Warns of transforms before `mixed_precision` in a chain whose results depend on the size of scaled gradients.
 
 `optax.chain(optax.clip_by_global_norm(1.0), mixed_precision(...))` clips gradients that the loss scale has multiplied:
-a norm of 1 is then 1 / 65536, and nothing trains. What may stand in front are transforms that only scale with their
-input (`jaxmp.reduce_gradients`, a cast, a mask), and that is read off their program (`programs.homogeneity`).
+after unscaling, their norm of 1 is 1 / 65536, and nothing trains. Only transforms whose output is proportional to their
+input may come before `mixed_precision` (`jaxmp.reduce_gradients`, a cast, a mask). `programs.homogeneity` checks this
+in their program.
 
-`apply_gradients` gives the gradients to the chain, and sees which arrive at `mixed_precision`. If they are others, what
-lies between is traced once more, alone. (With `tx.update`, nobody sees the gradients before the chain does.)
+`apply_gradients` passes the gradients to the chain, and knows which gradients arrive at `mixed_precision`. If these are
+other arrays, it traces the transforms in between once more, alone. (With `tx.update`, jaxmp does not know the gradients
+before the chain.)
 """
 
 import warnings

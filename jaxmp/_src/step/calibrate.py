@@ -1,13 +1,14 @@
 """Calibration: the scales of all fp8 layers from one batch, before the first step.
 
-Delayed scaling takes its scales from the amaxes of earlier steps, and before the first step there are none. All scales
-are 1 then, and a gradient of 1e-6 becomes zero in fp8. Only the last layer sees its gradient; in the next step it has a
-scale, and the layer before it sees one. So n layers take n steps until a gradient reaches the first.
+Delayed scaling computes its scales from the amaxes of earlier steps, and before the first step there are none. Then all
+scales are 1, and a gradient of 1e-6 becomes zero in fp8. Only the last layer gets a gradient that is not zero; in the
+next step this layer has a scale, and the layer before it gets a gradient. So with n layers, it takes n steps until a
+gradient reaches the first layer.
 
 In `layers.calibrating` each layer casts each tensor with the scale of the tensor's own amax, as current scaling does,
-forward and backward. Nothing is lost, so one pass observes the amaxes of all layers. The optimizer takes them as it
-takes those of a step: `tx` gets them as the gradients of the scale leaves, with zeros as all other gradients. Only the
-scale leaves and the amax histories of what it returns are used.
+forward and backward. No gradient becomes zero, so one pass observes the amaxes of all layers. The optimizer gets these
+amaxes as in a step: as the gradients of the scale leaves, with zeros as all other gradients. Of its results, only the
+scale leaves and the amax histories are used.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""An argument of the loss that is passed through the microbatches: what the loss returns anew as aux.
+"""An argument of the loss that is passed through the microbatches: the loss returns its new value as aux.
 
-BatchNorm's statistics after a microbatch are those before the next. Without this they would be stacked like any aux,
-one for each microbatch, and each would start from the same.
+BatchNorm's statistics after one microbatch are the input of the next microbatch. Without this file, they would be
+stacked like any aux, and each microbatch would start from the same statistics.
 """
 
 import functools

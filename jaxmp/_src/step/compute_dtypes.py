@@ -1,12 +1,13 @@
-"""In which dtypes a loss computes, read off its derivative; and warnings if it is not what the params were cast for.
+"""Finds the dtypes in which a loss computes, from its derivative, and warns if they do not fit the policy.
 
-jax promotes: a matmul of a float32 input with a bfloat16 param runs in float32. A model whose modules have no dtype
-then trains in float32 with 16-bit params, which costs precision and gains no time; and with a policy of float32 params
-and 16-bit computation ("16-mixed") that only the optimizer was told, in plain float32. Nothing fails, so it is said.
+jax promotes dtypes: a matmul of a float32 input with a bfloat16 param runs in float32. A model whose modules have no
+dtype then trains in float32 with 16-bit params, which costs precision and saves no time. With a policy of float32
+params and 16-bit computation ("16-mixed") that only the optimizer knows, it trains in plain float32. Neither case
+raises an error, so this file warns.
 
-`jax.vjp` has traced the loss and holds its linear part as a jaxpr. Each matmul on the way from the params to the loss
-stands in it, so looking costs no trace. Only if nothing in 16 bits is found there, and before a warning, the backward
-pass is traced once more: it also shows what lies in derivative rules.
+`jax.vjp` has traced the loss and holds its linear part as a jaxpr. This jaxpr has each matmul between the params and
+the loss, so the check needs no additional trace. Only before a warning, if it has nothing in 16 bits, the backward pass
+is traced once more: it also shows the matmuls in derivative rules.
 """
 
 import math

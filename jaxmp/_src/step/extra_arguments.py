@@ -1,9 +1,9 @@
-"""The extra arguments of an update: jaxmp's own go to transforms that take them, and a user's must be taken by one.
+"""The extra arguments of an update: passes jaxmp's own to transforms that take them, and checks the user's.
 
 `optax.chain` passes all extra arguments to every transform in it that takes extra arguments at all, and drops them for
-the others. So a transform with a fixed list of them (`optax.contrib.sam`) fails on an argument that it does not know,
-and a misspelt argument reaches nobody without a word. A transform is a pair of closures: what it takes is read from
-the functions that its `update` holds.
+the others. So a transform with a fixed list of extra arguments (`optax.contrib.sam`) fails on an argument that it does
+not know, and a misspelt argument is ignored without an error. A transform is a pair of closures. This file finds the
+arguments that it takes from the functions that its `update` holds.
 """
 
 import difflib

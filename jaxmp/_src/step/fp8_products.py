@@ -1,9 +1,9 @@
 """fp8 in functions of any kind: recipes without state on the matmuls that autocast finds (`autocast.narrow_matmuls`).
 
-A recipe that has no state needs no layer: its scales come from the operands. So autocast puts it on the `dot_general`s
-of a traced function, whoever wrote them. The recipe comes from `jaxmp.autocast(recipe=)`, or from a policy. A policy's
-recipe is first of all for flax's layers, which know more (a kernel goes to fp8 as it is stored). So if a layer took it,
-no other matmul does.
+A recipe without state needs no layer: its scales come from the operands. So autocast applies it to the `dot_general`s
+of a traced function, also to those of other libraries. The recipe comes from `jaxmp.autocast(recipe=)`, or from a
+policy. A policy's recipe goes to flax's layers first, because they know more (they cast a kernel from the dtype in
+which it is stored). If a layer used the recipe, no other matmul uses it.
 
 `DelayedScaling` has state, which only layers can keep. It is refused, or said to have no effect.
 """

@@ -1,12 +1,13 @@
 """Optimizers that write params and state themselves, in place.
 
-In optax, a transform returns an *update*, and the caller adds it to the params. For 16-bit params the update is a
-float32 tree that is written and read again, and a skip is a selection over the whole state. A transform made by
-`in_place` can do all of this in one pass: it gets the scaled gradients and the decision, and returns params and state.
+In optax, a transform returns an *update*, and the caller adds it to the params. For 16-bit params, the update is a
+float32 tree that is written to memory and read again, and a skip is a selection over the whole state. A transform made
+by `in_place` can do all of this in one pass: it gets the scaled gradients and the decision, and returns params and
+state.
 
 `jaxmp.apply_gradients` passes a `Destination` down as the extra argument `destination`. The outermost transform that
-can write, `unscale_and_skip`, puts the new params there. Plain optax parts of a chain pass the argument on or drop it,
-and work as always.
+can write, `unscale_and_skip`, puts the new params there. Plain optax transforms in a chain pass the argument on or
+ignore it, and work unchanged.
 """
 
 from collections.abc import Callable

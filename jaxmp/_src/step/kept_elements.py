@@ -1,8 +1,9 @@
-"""The elements that a step leaves as they are, because the optimizer would make a number of theirs inf or NaN.
+"""Elements that a step does not change, because the optimizer would make one of their numbers inf or NaN.
 
 Finite gradients can overflow an optimizer: the square of 1e20 is infinite in float32. Adam's second moment must not
-take it, and if only the second moment kept its old value, the first would have the huge gradient alone and move the
-weight by 1e19 times the learning rate. So all numbers of one element of a param stay together, those of
+store it. If only the second moment kept its old value, the first moment would hold the huge gradient, and the weight
+would change by 1e19 times the learning rate. So all numbers of one element of a param are updated together or not at
+all:
 
     the update, the weight (master or param) after it, and every array of the state that belongs to this param.
 
@@ -11,9 +12,10 @@ If one of them would become non-finite, all of them keep their old values, as if
     held = not finite(u)  or  not finite(w + u)  or  not finite(s'_1)  or  not finite(s'_2)  or ...
 
 This is elementwise, so XLA computes it in the optimizer's pass over memory. Where an array of the state has another
-shape than its param (rows and columns of Adafactor, a norm of each leaf), one value serves many elements: a non-finite
-one holds the whole array and the whole param. An array that belongs to no param keeps its own old elements; so does one
-of which each device has its own (`PerDevice`), as all devices must hold the same elements.
+shape than its param (rows and columns of Adafactor, a norm of each leaf), one value belongs to many elements: if it is
+not finite, the whole array and the whole param keep their old values. In an array that belongs to no param, each
+non-finite element keeps its old value. The same holds for an array that differs between devices (`PerDevice`), because
+all devices must keep the same elements.
 """
 
 from collections.abc import Sequence

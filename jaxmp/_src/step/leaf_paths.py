@@ -1,4 +1,4 @@
-"""Paths of the leaves of params and of an optimizer's state without the levels that wrappers add.
+"""Paths of the leaves of params and of an optimizer's state, without the levels that wrappers add.
 
 The same leaf has different paths in different trees: transforms wrap an optimizer, boxes wrap arrays, and Orbax turns
 all of it into nested dicts. The paths differ only in a few known levels, and this file removes these levels. So Adam's

@@ -5,7 +5,7 @@
 
 From the outside to the inside: gradients come scaled and in 16 bits. `unscale_and_skip` unscales them to float32,
 decides whether the step is taken, and selects. `keep_master_params` replaces 16-bit params by float32 masters. `inner`
-is any optimizer; it needs to know nothing of this.
+is any optimizer; it does not depend on these steps.
 """
 
 from typing import Any

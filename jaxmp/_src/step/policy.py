@@ -13,9 +13,9 @@ training keeps params and activations in 16 bits, and the loss, the optimizer an
 Some leaves should stay in float32 in every model: the gains of norms, a router, a temperature. A policy names them by
 path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
 
-Based on jmp (https://github.com/google-deepmind/jmp), whose strings and Policy objects are understood. So are names of
-other systems that mean float32 params and 16-bit computation ("16-mixed", "mixed_bfloat16"). A name that means
-something jaxmp does not do is refused, with the name to use.
+The vocabulary is that of jmp (https://github.com/google-deepmind/jmp); jmp's strings and Policy objects work too. So do
+names of other systems for float32 params and 16-bit computation ("16-mixed", "mixed_bfloat16"). If jaxmp does not
+support what a name means, it raises an error with the name to use.
 """
 
 import contextlib

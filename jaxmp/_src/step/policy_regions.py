@@ -1,4 +1,4 @@
-"""Regions in which a policy is in force: its compute dtype, its fp8 layers, its matmul precision.
+"""Regions in which a policy applies: its compute dtype, its fp8 layers, its matmul precision.
 
     policy          matmuls, convolutions      fp8                   float32 matmuls
     "fp16"          float16, by autocast       -                     as jax has it
@@ -10,14 +10,14 @@
     "fp32"          as they were written       -                     full float32
     "tf32"          as they were written       -                     TensorFloat-32
 
-Two things enter such a region: the user, by `jaxmp.autocast(policy)`, and `value_and_grad`, by its `policy=`. Regions
-are nested as Python nests them, and the innermost decides about each of the three. A policy that says nothing about one
-of them leaves it as it is: "bf16" does not switch fp8 off.
+The user enters such a region with `jaxmp.autocast(policy)`, and `value_and_grad` enters it with its `policy=`. Regions
+nest as in Python, and the innermost region decides about each of the three. If a policy says nothing about one of them,
+it does not change it: "bf16" does not turn fp8 off.
 
-A region that the user made more precise (other lists, dtypes of modules, a recipe, a filter) must not be lost. So
-`value_and_grad` enters only what differs from the region around it: `autocast("bf16", modules=...)` around a loss with
-policy="bf16" stays, and so does `fp8.autocast(recipe)` around one with policy="fp8". The policy that a TrainState
-carries is a default: any region around the call replaces its part.
+A region with more settings by the user (other lists, dtypes of modules, a recipe, a filter) must stay in effect. So
+`value_and_grad` enters only the parts of its policy that differ from the region around it: `autocast("bf16",
+modules=...)` around a loss with policy="bf16" stays in effect, and so does `fp8.autocast(recipe)` around a loss with
+policy="fp8". The policy of a TrainState is a default: any region around the call replaces its part.
 """
 
 import contextlib

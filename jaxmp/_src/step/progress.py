@@ -1,4 +1,4 @@
-"""Stop a run that skips all steps. A compiled step cannot raise: it counts, and the host checks the counts."""
+"""Stops a run that skips all steps. A compiled step cannot raise, so it counts, and the host checks the counts."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Read `opt_state`: find the tuples of state_tuples.py in it, the loss scale, the masters, the metrics.
+"""Reads `opt_state`: finds the tuples of state_tuples.py in it, the loss scale, the masters, the metrics.
 
 State is plain arrays in NamedTuples: no objects with behaviour, no Python numbers. So checkpoints,
 `flax.serialization`, replication for pmap, shardings, donation and `optax.tree.get(opt_state, "loss_scale")` work as

@@ -1,14 +1,14 @@
-"""Masters for params that were replaced by hand: loaded, averaged, clipped.
+"""Makes masters for params that were replaced by hand: loaded, averaged, clipped.
 
-A step computes the 16-bit params from their masters, so params that were replaced alone would come back in the next
-step. `reload_master_params` makes all masters from given params. `follow` knows the params from before, and makes only
-the masters of elements that changed: a master has bits that its param lacks, and a param that was not changed keeps
-them.
+A step computes the 16-bit params from their masters. So if only the params are replaced, the next step restores the old
+values. `reload_master_params` makes all masters from given params. `follow` also gets the old params, and makes only
+the masters of elements that changed: a master has bits that its param lacks, and unchanged elements keep these bits.
 
     m' = m           where the param before, in the dtype of the new one, equals the new one
     m' = f32(new)    elsewhere
 
-Both first look whether the new params fit: the leaves, shapes and kinds of numbers of those that `tx.init` got.
+Both functions first check that the new params have the leaves, shapes and kinds of numbers of the params that `tx.init`
+got.
 """
 
 from collections.abc import Callable

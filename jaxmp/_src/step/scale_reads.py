@@ -1,7 +1,7 @@
-"""Warns of gradients that no loss scale can have multiplied, and of scaled ones that nobody divides.
+"""Warns of gradients that no loss scale can have multiplied, and of scaled gradients that nobody unscales.
 
-An update divides by the scale in its state. Whoever scales a loss reads that scale first: `value_and_grad`, a
-`GradScaler`, `get_loss_scale`. So four mistakes show without looking at a number:
+An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
+`GradScaler` or `get_loss_scale`. So jaxmp finds four mistakes without any computation:
 
 - an update with a dynamic scale is traced, and nothing in this process has read one: `jax.value_and_grad` was kept;
 - an update gets gradients as `value_and_grad` returned them, and divides them by another scale than it multiplied by:
@@ -10,13 +10,12 @@ An update divides by the scale in its state. Whoever scales a loss reads that sc
   gradients were applied twice, or those of an older `opt_state`;
 - an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale.
 
-The second and the fourth show only where the very arrays arrive that were returned. Gradients that were averaged, cast
-or clipped in between, or that left a jitted function, are other arrays, and nobody knows whose. (That two scales are
-equal does not show in a trace, so a copy of a state is another state.)
+jaxmp finds the second and the fourth mistake only if the update gets the same array objects that were returned.
+Gradients that were averaged, cast or clipped in between, or that left a jitted function, are other arrays of unknown
+origin. (A trace does not show that two scales are equal, so a copy of a state counts as another state.)
 
-Gradients that come from elsewhere (another framework, a test) were scaled by somebody who read the scale. If it was
-read in another way than by these functions, call `jaxmp.get_loss_scale(opt_state)` once, or ignore the category
-`jaxmp.UnreadLossScale`.
+If your own code (another framework, a test) scales the loss and reads the scale in another way, call
+`jaxmp.get_loss_scale(opt_state)` once, or ignore the category `jaxmp.UnreadLossScale`.
 """
 
 import weakref

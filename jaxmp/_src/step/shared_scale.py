@@ -1,7 +1,7 @@
 """One loss scale for several optimizers: torch.amp's rule for GANs, multi-task heads and trunk-and-head training.
 
 All losses of a step are multiplied by the same S. Each optimizer skips because of its own gradients only: an overflow
-in one head does not stop the other. S is adjusted once per step, and backs off if *any* optimizer overflowed:
+in one head does not stop the other head. S is adjusted once per step, and falls if *any* optimizer overflowed:
 
     taken_i = finite_i                    S' = adjust(S, finite_1 and finite_2 and ...)
 """

@@ -1,7 +1,7 @@
-"""Params that are not their master, rounded: changed by hand, or by a transform behind `mixed_precision`.
+"""Finds params that differ from their rounded masters: changed by hand, or by a transform after `mixed_precision`.
 
-A step computes 16-bit params from their masters. What else changes them is taken back by the next step, so it is named
-where the params can be read: in the statistics of `jaxmp.monitor`, and by `check_progress`.
+A step computes 16-bit params from their masters, so it reverts any other change of the params. Two functions that read
+the params report such a change: the statistics of `jaxmp.monitor`, and `check_progress`.
 """
 
 from typing import Any

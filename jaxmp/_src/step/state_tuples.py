@@ -1,7 +1,7 @@
 """The NamedTuples that a chain keeps in `opt_state`: plain arrays with unique names, and no behaviour.
 
 `optax.tree.get(opt_state, "loss_scale")` finds a field at any depth. So two tuples have a field of the same name only
-if it means the same. The functions that read them are in read_state.py.
+if it has the same meaning. The functions that read them are in read_state.py.
 """
 
 from typing import Any, NamedTuple, TypeVar

@@ -1,4 +1,4 @@
-"""Unscale the gradients, look for overflow, decide, and keep the old state where the step is skipped.
+"""Unscales the gradients, checks for overflow, decides, and keeps the old state if the step is skipped.
 
     g      = f32(scaled grads) / S                      with the S that scaled them
     finite = no inf or NaN in g, on any device          one float32 MAX over the bound axes
@@ -7,8 +7,8 @@
     s'     = s' if the step is taken, else s            selected, never multiplied: 0 * NaN is NaN
     S'     = adjust(S, finite)                          the only state that changes in a skipped step
 
-The inner transform always runs, and its result is selected: there is no branch on the device, and the host does not
-wait. The scale changes after it was used, never before (DeepSpeed and mpx unscale with the new scale).
+The inner transform always runs, and the step selects its result or the old state: there is no branch on the device, and
+the host does not wait. The scale changes after its use, never before (DeepSpeed and mpx unscale with the new scale).
 
 Read it in this order: `unscale_and_skip` (the equations), `decide`, then `ways_to_write`.
 """

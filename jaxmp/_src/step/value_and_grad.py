@@ -2,15 +2,15 @@
 
 `value_and_grad` is `jax.value_and_grad` with four differences:
 
-1.  It multiplies the loss by the scale in float32, inside the differentiated function. It returns the loss from before
-    that multiplication, never a loss that was scaled and divided again.
+1.  It multiplies the loss by the scale in float32, inside the differentiated function. It returns the loss before this
+    multiplication, never a loss that was scaled and divided again.
 2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh in
     float16, so the params are first cast to *varying* over the bound axes. Reduce the gradients yourself
     (`jax.lax.pmean`, or `jaxmp.reduce_gradients` in the chain).
 3.  With `accumulate=k` the batch is cut into k microbatches. `lax.scan` runs over them, and their gradients are summed
     in float32: L = (1/k) sum_i L_i, each L_i scaled by S/k before differentiation, as in Megatron-LM. All k
     microbatches have one scale and one decision.
-4.  With `policy=` the loss, forward and backward, runs under what the policy says (`policy_regions`).
+4. With `policy=`, the loss runs under the policy, forward and backward (`policy_regions`).
 
 The gradients stay scaled. `unscale_and_skip` must unscale them with the scale that scaled them, so it reads the
 `opt_state` that is passed here.

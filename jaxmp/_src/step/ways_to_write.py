@@ -1,7 +1,7 @@
 """Three ways to carry out a step: an update that the caller adds, a write in place, and a write in host memory.
 
-`unscale_and_skip` calls two methods of each. `measure` runs before the decision: it may find the norm of the gradients
-and whether they are finite. `write` runs after it: it returns the new state, and an update or the new params.
+`unscale_and_skip` calls two methods of each. `measure` runs before the decision: it may compute the norm of the
+gradients and whether they are finite. `write` runs after it: it returns the new state, and an update or the new params.
 
     PlainUpdate      any optax transform; its results are selected against the old state
     InPlaceWrite     a transform with `write`: its kernels read gradients that are still scaled, measure them in one

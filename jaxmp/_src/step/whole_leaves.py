@@ -1,8 +1,8 @@
 """Refuses, in `shard_map`, an optimizer that needs whole leaves where it gets parts of them.
 
-`jaxmp.fsdp.gather` leaves a note of which params are cut (`distributed.gathered_params`). Where an update follows, the
-program of the inner optimizer is traced once more, alone, and `programs.parts` says which results depend on a norm, a
-mean or a product of a part: a clip by a norm that is not summed over the axis, LAMB, Adafactor, Muon.
+`jaxmp.fsdp.gather` writes a note of which params are cut (`distributed.gathered_params`). If an update follows, this
+file traces the inner optimizer once more, alone. `programs.parts` finds the results that depend on a norm, a mean or a
+product of a part: a clip by a norm that is not summed over the axis, LAMB, Adafactor, Muon.
 """
 
 import os

@@ -11,9 +11,9 @@ Megatron's rule differs from optax's in three ways, which change the values of a
 -   The coefficient is applied only if it is strictly below 1.
 -   If the norm overflows float32 on finite gradients, the step is a step of zeros and is not skipped.
 
-With model parallelism each device has a part of the params. The norm is then combined over those axes, and a leaf that
-every shard has as a whole (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is one leaf and
-counts once.
+With model parallelism each device has a part of the params. The norm is then combined over the model-parallel axes, and
+a leaf that every shard has as a whole (`replicated`: biases, norms) counts once. A shared param (tied embeddings) is
+one leaf and counts once.
 """
 
 import math

@@ -3,16 +3,16 @@
     e' = e + (1 - d) (w' - e)        w' = w + u, the weight after this step
 
 An average of 16-bit params would not work: with d = 0.9999 a step adds 1/10,000 of a difference, and neighbouring
-bfloat16 values differ by about 1/100. So the average is computed where the weights are float32: inside
-`mixed_precision`, after the optimizer. There, a skipped step does not change the average, and checkpoints, shardings
-and other policies treat it like moments.
+bfloat16 values differ by about 1/100. So the average is computed from float32 weights: inside `mixed_precision`, after
+the optimizer. There, a skipped step does not change the average, and checkpoints, shardings and conversions to other
+policies treat the average like moments.
 
 With `debias` the average starts at zero and is divided by the sum of its weights when it is read, as Adam does with its
 moments: after one step it is w_1, not w_1 / 10,000. Without `debias` the average starts at the initial weights, and a
 large d keeps a part of them for many steps.
 
-A net with BatchNorm is evaluated with statistics that fit its weights. Where asked, those of the step are averaged with
-the weights, by the same d.
+A net with BatchNorm must be evaluated with statistics that fit its weights. With `batch_stats=`, the statistics of each
+step are averaged too, with the same d.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,16 @@
 """Trains 16-bit params without float32 masters: two optax transforms.
 
 A step of 1e-3 cannot change a bfloat16 weight of 1.0: the next value below is 0.996, and rounding to nearest undoes
-every step. A master keeps the small steps, for four bytes per parameter. The other solution is *stochastic* rounding,
+every step. A master accumulates the small steps, and needs four bytes per parameter. The other solution is *stochastic*
+rounding,
 
     new = f32(p) + u,      p' = the value above new, with a probability that grows as new gets nearer to it; else the
                                 value below
 
 so that p' is correct on average: of a thousand steps of 1/10 of a spacing, about a hundred change the weight by one
-spacing. Stochastic rounding needs no memory. Its price is noise: in every step that changes a weight, an error of up to
-one spacing, which in bfloat16 is 2^-8 of the weight. These errors add up like a random walk, with the square root of
-the number of steps; with a master they do not.
+spacing. Stochastic rounding needs no memory, but it adds noise: each step that changes a weight has an error of up to
+one spacing, which in bfloat16 is 2^-8 of the weight. These errors grow like a random walk, with the square root of the
+number of steps; with a master they do not grow.
 
 Plain optax has another problem: its moments have the dtype of the params, and a second moment in float16 underflows.
 `float32_moments` keeps moments in float32. Together:
