@@ -3,8 +3,9 @@
 Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: alone, after `step_stats` at every tenth
 step, and after `step_stats` at every step. A conditional counts as its more expensive branch, the watched step.
 
-Targets: every donated buffer is reused and none is copied; the statistics need no more scratch memory than the bits of
-the largest tensor.
+Targets: every donated buffer that the program reads is reused, and none is copied. (Alone, the step does not read the
+float16 params: it has masters.) The statistics need no more scratch memory than the bits of the largest tensor and the
+partial sums of its octaves, which do not grow with the tensor.
 """
 
 from typing import Any
@@ -21,6 +22,8 @@ from benchmarks.lib.versions import H100, versions
 
 LAYERS, ROWS, COLUMNS = 4, 1024, 4096
 LARGEST = ROWS * COLUMNS
+PARAM_BYTES = 2 * LAYERS * (LARGEST + COLUMNS)
+PARTIAL_SUMS = 2**20  # bytes: 83 octaves in 2048 groups of uint32, and small arrays
 KINDS = ("as it is", "step_stats, every 10 steps", "step_stats, every step")
 
 
@@ -47,7 +50,7 @@ def compile_step(kind: str) -> Any:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    n_params, rows = LAYERS * (LARGEST + COLUMNS), []
+    n_params, rows = PARAM_BYTES // 2, []
     for kind in KINDS:
         found = aot.report(compile_step(kind), n_params=n_params)
         row = {"program": kind, **{k: found[k] for k in ("kernels", "bytes_per_param", "temp_bytes", "alias_bytes")}}
@@ -63,10 +66,11 @@ def measure_all() -> dict[str, Any]:
 
 def missed(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     """The targets that a row misses, in words."""
+    read = plain["alias_bytes"] + (0 if row is plain else PARAM_BYTES)
     checks = (
-        (row["alias_bytes"] == plain["alias_bytes"], f"{row['alias_bytes']} donated bytes reused"),
+        (row["alias_bytes"] == read, f"{row['alias_bytes']} donated bytes reused"),
         (row["largest_copy_bytes"] < LARGEST, f"a copy of {row['largest_copy_bytes']} bytes"),
-        (row["temp_bytes"] <= 4.1 * LARGEST, f"{row['temp_bytes']} bytes of scratch"),
+        (row["temp_bytes"] <= 4 * LARGEST + PARTIAL_SUMS, f"{row['temp_bytes']} bytes of scratch"),
     )
     return [f"{row['program']}: {what}" for fine, what in checks if not fine]
 
