@@ -643,6 +643,37 @@ def test_apply_if_finite_around_it_is_refused(policy):
     jaxmp.apply_gradients(inside, jax.tree.map(jnp.copy, params), inside.init(params), params)
 
 
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("wrap", [optax.conditionally_mask, optax.conditionally_transform])
+def test_conditions_around_it_are_refused_where_gradients_become_updates(wrap, policy):
+    is_even = lambda step, **kwargs: step % 2 == 0  # noqa: E731
+    params32 = {"w": jnp.ones((2, 2))}
+    params = jaxmp.get_policy(policy).cast_to_param(params32)
+    grads = jax.tree.map(jnp.copy, params)
+    scale = 1.0 if policy == "fp16" else None
+
+    def two_steps(tx, grads):
+        found, state = params, tx.init(params32)
+        jaxmp.get_loss_scale(state)
+        for _ in range(2):
+            found, state = jaxmp.apply_gradients(tx, grads, state, found)
+        return found
+
+    around = wrap(jaxmp.mixed_precision(optax.sgd(0.125), policy, loss_scale=scale), is_even)
+    told = rf"must see every step.*; got optax.{wrap.__name__} around it.*Put it inside"
+    if policy != "fp32":
+        with pytest.raises(ValueError, match=told):
+            two_steps(around, grads)
+    if wrap is optax.conditionally_mask:
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        assert_bitwise(two_steps(around, wide), jax.tree.map(lambda x: x * 0.875, params))
+        inside = jaxmp.mixed_precision(wrap(optax.sgd(0.125), is_even), policy, loss_scale=scale)
+        assert_bitwise(two_steps(inside, grads), jax.tree.map(lambda x: x * 0.875, params))
+    elif policy != "fp32":
+        with pytest.raises(ValueError, match=told):
+            jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]).astype(jnp.float32))(params, opt_state=around.init(params32))
+
+
 def test_one_inside_another_is_refused_at_init():
     inner = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
     params = {"w": jnp.ones((2, 2))}
