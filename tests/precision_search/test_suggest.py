@@ -1,5 +1,6 @@
 """suggest_policy finds what was planted, and what it suggests runs."""
 
+import collections
 import functools
 
 import flax.linen as nn
@@ -283,6 +284,20 @@ def test_each_layer_of_a_scan_counts_for_the_policy():
     assert found.base == "fp16" and found.formats == {"layer": "fp16", "head": "bf16"}
 
 
+@pytest.mark.parametrize(
+    "batch", [X, {"x": X}, collections.namedtuple("Batch", "x")(X), (X,), [X]], ids=lambda x: type(x).__name__
+)
+def test_a_batch_that_is_no_tuple_is_one_argument(batch):
+    (given,) = batch if type(batch) in (tuple, list) else (batch,)
+
+    def loss_fn(w, *args):
+        assert jax.tree.structure(args) == jax.tree.structure((given,))
+        return jnp.sum(jax.tree.leaves(args)[0] @ w)
+
+    subject = Subject(loss_fn, batch, X, None, False)
+    assert len(subject.gemms) == 1 and jax.tree.structure(subject.given_batch) == jax.tree.structure((given,))
+
+
 def test_errors():
     w = jnp.ones((2, 2))
     for missing in ({"gradient_sqnr": {"fp8": 25.0}}, {"tensor_sqnr": {"fp8": 25.0}}, {"underflow": {"fp8": 0.1}}):
@@ -293,6 +308,9 @@ def test_errors():
             jaxmp.suggest_policy(jnp.dot, (w,), params=w, steps=steps)
     with pytest.raises(ValueError, match="formats must be some of .*; got 'fp8'"):
         jaxmp.suggest_policy(jnp.dot, (w,), "fp8", params=w)
+    for batch in (None, {}):
+        with pytest.raises(TypeError, match=f"batch must be a tuple .*; got {batch!r}. Without any, pass"):
+            jaxmp.suggest_policy(jnp.dot, batch, params=w)
     with pytest.raises(ValueError, match="needs params="):
         jaxmp.suggest_policy(jnp.dot, (w,))
     with pytest.raises(ValueError, match="needs loss_fn="):

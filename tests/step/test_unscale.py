@@ -643,6 +643,63 @@ def test_apply_if_finite_around_it_is_refused(policy):
     jaxmp.apply_gradients(inside, jax.tree.map(jnp.copy, params), inside.init(params), params)
 
 
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("wrap", [optax.conditionally_mask, optax.conditionally_transform])
+def test_conditions_around_it_are_refused_where_gradients_become_updates(wrap, policy):
+    is_even = lambda step, **kwargs: step % 2 == 0  # noqa: E731
+    params32 = {"w": jnp.ones((2, 2))}
+    params = jaxmp.get_policy(policy).cast_to_param(params32)
+    grads = jax.tree.map(jnp.copy, params)
+    scale = 1.0 if policy == "fp16" else None
+
+    def two_steps(tx, grads):
+        found, state = params, tx.init(params32)
+        jaxmp.get_loss_scale(state)
+        for _ in range(2):
+            found, state = jaxmp.apply_gradients(tx, grads, state, found)
+        return found
+
+    around = wrap(jaxmp.mixed_precision(optax.sgd(0.125), policy, loss_scale=scale), is_even)
+    told = rf"must see every step.*; got optax.{wrap.__name__} around it.*Put it inside"
+    if policy != "fp32":
+        with pytest.raises(ValueError, match=told):
+            two_steps(around, grads)
+    if wrap is optax.conditionally_mask:
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        assert_bitwise(two_steps(around, wide), jax.tree.map(lambda x: x * 0.875, params))
+        inside = jaxmp.mixed_precision(wrap(optax.sgd(0.125), is_even), policy, loss_scale=scale)
+        assert_bitwise(two_steps(inside, grads), jax.tree.map(lambda x: x * 0.875, params))
+    elif policy != "fp32":
+        with pytest.raises(ValueError, match=told):
+            jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]).astype(jnp.float32))(params, opt_state=around.init(params32))
+
+
+@pytest.mark.parametrize("how", ["apply_gradients", "update", "reduced in a chain", "unscaled by the caller"])
+def test_a_line_search_gets_the_unscaled_gradient(how):
+    """optax's line searches take the gradient as the extra argument `grad=`, and compare slopes with it."""
+
+    def move(updates, state, params=None, *, grad, **extra_args):
+        return jax.tree.map(lambda g: -g, grad), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), move)
+    tx = jaxmp.mixed_precision(inner, "fp16", loss_scale=1024.0)
+    tx = optax.chain(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * 1.0, g)), tx) if "chain" in how else tx
+    params32 = {"w": jnp.array([2.0, 3.0])}
+    params, state = {"w": params32["w"].astype(jnp.float16)}, tx.init(params32)
+
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"].astype(jnp.float32) ** 2))(params, opt_state=state)
+        by_hand = jax.tree.map(lambda g: g.astype(jnp.float32) / 1024.0, grads)
+        grad = by_hand if "caller" in how else grads
+        if how == "update":
+            updates, _ = tx.update(grads, state, params, grad=grad)
+            return optax.apply_updates(params, updates)
+        return jaxmp.apply_gradients(tx, grads, state, params, grad=grad)[0]
+
+    for run in (step, jax.jit(step)):
+        assert_bitwise(run(params, state), {"w": np.array([-2.0, -3.0], np.float16)})
+
+
 def test_one_inside_another_is_refused_at_init():
     inner = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
     params = {"w": jnp.ones((2, 2))}

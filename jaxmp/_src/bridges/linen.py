@@ -81,11 +81,7 @@ class _AppliesFp8Kernels:
         if ambient.now().fp8_layers is None:
             for path, x in tree_paths.leaves_by_path(variables).items():
                 if stored_kernels.is_stored(x):
-                    raise ValueError(
-                        f"a kernel in fp8 holds w * scale, which only an fp8 layer divides by the scale; got {path} "
-                        f"for a model outside of fp8. Call apply_fn in `with jaxmp.autocast(policy):`, or on "
-                        f"jaxmp.fp8.load_weights(params, jnp.bfloat16)."
-                    )
+                    stored_kernels.refuse_read(f"{path} for a model outside of fp8")
         return self.apply(variables, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

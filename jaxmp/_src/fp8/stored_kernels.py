@@ -18,7 +18,7 @@ has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
 """
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -121,13 +121,17 @@ def check_reads(pullback: Any, params: PyTree) -> None:
     nothing: readers.Marks = frozenset()
     marks = [nothing] * (len(inputs) - len(paths)) + [frozenset({p}) & kernels for p in paths]
     for path, eqn in readers.readers(linear, marks).items():
-        raise ValueError(
-            f"a kernel in fp8 holds w * scale, which its fp8 layer divides by the scale; got a loss that reads "
-            f"argument {path} outside of an fp8 layer, in {jaxprs.name_of(eqn)}. For a penalty, or another use of the "
-            f"weights, take jaxmp.fp8.load_weights(params, jnp.float32) in the loss. If it is the layer itself that "
-            f'runs without fp8, pass policy="fp8" to jaxmp.value_and_grad, or put `with jaxmp.fp8.autocast()` around '
-            f"the call of the model."
-        )
+        refuse_read(f"a loss that reads argument {path} outside of an fp8 layer, in {jaxprs.name_of(eqn)}")
+
+
+def refuse_read(got: str) -> NoReturn:
+    """Raises a ValueError for a kernel in fp8 that is read as if it were the weight."""
+    raise ValueError(
+        f"a kernel in fp8 holds w * scale, which only its fp8 layer divides by the scale; got {got}. For a penalty, or "
+        f"another use of the weights, take jaxmp.fp8.load_weights(params, jnp.float32). If it is the layer itself that "
+        f'runs without fp8, call the model in `with jaxmp.autocast(policy):`, or pass policy="fp8" to '
+        f"jaxmp.value_and_grad."
+    )
 
 
 def cast(w: Float[Array, "..."], leaf: Float[Array, "..."]) -> Array:

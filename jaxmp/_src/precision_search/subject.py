@@ -39,6 +39,18 @@ class Gemm(NamedTuple):
     why_not_fp8: str
 
 
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    """The arguments of the loss behind the first: a tuple holds them all, another tree of arrays is the only one."""
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):  # a NamedTuple is one tree
+        return tuple(batch)
+    if not jax.tree.leaves(batch):
+        raise TypeError(
+            f"suggest_policy: batch must be a tuple of the loss's other arguments, or its only one, a tree of arrays; "
+            f"got {batch!r}. Without any, pass ()."
+        )
+    return (batch,)
+
+
 class Subject:
     """The model: a loss function with params, or an nnx module with a loss function."""
 
@@ -63,8 +75,8 @@ class Subject:
                 f"it outside jaxmp.fp8.autocast, without Fp8DotGeneral."
             )
         self.params = casting.cast_floats(params, jnp.float32)
-        self.given_batch = tuple(batch)
-        self.batch = casting.cast_floats(tuple(batch), jnp.float32)
+        self.given_batch = _arguments(batch)
+        self.batch = casting.cast_floats(self.given_batch, jnp.float32)
         self.gemms = self._find_gemms()
         if not self.gemms:
             raise ValueError(

@@ -170,7 +170,7 @@ def apply_gradients(
         params=("params", params),
     )
     extra_arguments.check(tx, extra_args)
-    read_state.check_wrappers(opt_state)
+    read_state.check_wrappers(opt_state, grads)
     read_state.masters_of(opt_state, params)  # raises for params of another tree
     tree_paths.check_no_broadcast(grads, params)
     fp8_scales.check_moves_all(opt_state, params)

@@ -126,10 +126,11 @@ def has_masters(opt_state: Any) -> bool:
     return any(jax.tree.leaves(state.master_params) for state in find(opt_state, MasterState))
 
 
-def check_wrappers(opt_state: Any) -> None:
+def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
     """Raises a ValueError for a transform around or behind `mixed_precision` that belongs inside, as its state tells.
 
-    These are `apply_if_finite` and `MultiSteps`, and any state behind it; and around masters, what moves params itself.
+    These are `apply_if_finite`, `MultiSteps`, `conditionally_transform` and `conditionally_mask` (of `grads` in 16
+    bits), and any state behind it; and around masters, what moves params itself.
     """
     for kind, name in _MOVERS.items():
         if any(map(has_masters, find(opt_state, kind))):
@@ -156,6 +157,7 @@ def check_wrappers(opt_state: Any) -> None:
             "(for max_consecutive_errors= call jaxmp.check_progress(opt_state, max_consecutive_skips=...)), or put it "
             "inside, around the optimizer."
         )
+    _check_conditions(opt_state, grads)
     for steps in find(opt_state, optax.MultiStepsState):
         scales = [x for state in find(steps, UnscaleState) for x in _scalings(state) if may_scale(x)]
         keeps_nan = not jax.tree.leaves(steps.skip_state)
@@ -170,6 +172,21 @@ def check_wrappers(opt_state: Any) -> None:
                 )
                 + ". Put it inside: jaxmp.mixed_precision(optax.MultiSteps(inner, k), policy), or use "
                 "jaxmp.value_and_grad(accumulate=k)."
+            )
+
+
+def _check_conditions(opt_state: Any, grads: PyTree) -> None:
+    """Raises a ValueError where a step that is left out would return the gradients, or zeros of their dtype."""
+    is_low = any(casting.is_low_precision(g.dtype) for g in jax.tree.leaves(grads))
+    for kind, name, is_wrong, why in (
+        (optax.ConditionallyTransformState, "optax.conditionally_transform", True, "the gradients themselves"),
+        (optax.ConditionallyMaskState, "optax.conditionally_mask", is_low, "updates in the 16 bits of the gradients"),
+    ):
+        if is_wrong and any(has_masters(x) or (has_loss_scale(x) and may_scale(x)) for x in find(opt_state, kind)):
+            raise ValueError(
+                f"mixed_precision must see every step, and make float32 updates of scaled gradients; got {name} around "
+                f"it, whose other steps return {why} as updates. Put it inside: "
+                f"jaxmp.mixed_precision({name}(inner, should_transform_fn), policy)."
             )
 
 

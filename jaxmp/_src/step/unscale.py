@@ -106,7 +106,8 @@ def unscale_and_skip(
 
     Args:
       inner: any optax transform. It gets `grads_finite` (bool[], whether the step is taken), `loss_scale` and
-        `next_loss_scale` (float32[]) as extra arguments.
+        `next_loss_scale` (float32[]) as extra arguments. Gradients of `value_and_grad` that are passed on as `grad=`
+        too, as line searches want them, it gets unscaled.
       loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
       axis_name: axes over which devices agree; `"auto"` means every axis that pmap or shard_map binds.
       skip_nonfinite: whether to skip a step with non-finite gradients. False checks nothing and takes every step, as
@@ -232,6 +233,8 @@ def unscale_and_skip(
             "loss_scale": used_scale,
             "next_loss_scale": next_scaling.loss_scale if own_scale_moves else used_scale,
         }
+        if _is_scaled(extra_args.get("grad"), updates, destination):  # a line search measures slopes by it
+            extra_args["grad"] = static.unscale(extra_args["grad"], used_scale)
         new = way.write(measured, grads.unscaled, state.guarded, params, decision.taken, extra_args)
 
         read_state.note_replaced(state)
@@ -260,6 +263,13 @@ def unscale_and_skip(
             )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _is_scaled(grad: PyTree, updates: PyTree, destination: in_place.Destination | None) -> bool:
+    """Whether the extra argument `grad` of optax's line searches is the very gradients that are unscaled here."""
+    given = jax.tree.leaves(grad)[:1]
+    scaled = [x for tree in (updates, None if destination is None else destination.grads) for x in jax.tree.leaves(tree)]
+    return any(g is x for g in given for x in scaled) or scale_reads.holds_gradients(grad)
 
 
 def _unscale(

@@ -54,8 +54,9 @@ def _check_over(
     try:
         with warnings.catch_warnings(action="ignore"):
             program = jax.make_jaxpr(run)(updates, state, params)
-    except Exception:  # the update itself says what is wrong
-        return
+    except Exception as e:
+        _check_fits_parts(axis, cut, state, shapes, e)
+        return  # the update itself says what is wrong
 
     def value_of(path: Any, x: Any) -> parts.Value:
         owner = shardings.owner_of(keystr(path), shapes)
@@ -73,6 +74,19 @@ def _check_over(
                 f"(jaxmp.clip_by_global_norm(..., axis_name={axis!r}, replicated=layout.whole)), or plain jax.jit with "
                 f"layout.shardings, where XLA sees whole leaves."
             )
+
+
+def _check_fits_parts(axis: str, cut: Mapping[str, int], state: Any, shapes: Any, error: Exception) -> None:
+    """Raises a ValueError, in place of `error`, if an update fails with state of rows and columns of whole leaves."""
+    for path, x in tree_leaves_with_path(state):
+        owner = shardings.owner_of(keystr(path), shapes)
+        if owner in cut and jnp.size(x) > 1 and jnp.shape(x) != shapes[owner]:
+            raise ValueError(
+                f"in shard_map an optimizer gets this device's part of each param that is cut over {axis!r}, and its "
+                f"state must be cut in the same way; got {tree_paths.path_str(path)} of shape {jnp.shape(x)} in the "
+                f"optimizer's state for a part of shape {shapes[owner]}: rows and columns of the whole leaf. Use plain "
+                f"jax.jit with layout.shardings, where XLA sees whole leaves, or an elementwise optimizer."
+            ) from error
 
 
 def _place_of(eqn: Any) -> str:
