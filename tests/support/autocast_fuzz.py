@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 import campaigns
+import helpers
 import jaxmp
 import public_functions
 from public_functions import FUNCTIONS
@@ -206,7 +207,7 @@ def main() -> int:
     names = NAMES[index::parts]
     rows = [row for row in campaigns.rows_before(arguments.json, command) if not row["wrong"]]
     ran = {row["function"] for row in rows}
-    for name in names:
+    for name in helpers.shown(names, "functions"):
         if name in ran:
             continue
         start = time.perf_counter()

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
+import helpers
 import jaxmp
 
 POLICY, SIDE = "fp16", 34  # which neither 3 nor 4 nor 8 devices divide
@@ -106,7 +107,7 @@ def run(directory, kills, seconds, seed=0, choices=(1,)):
     """Kills the job `kills` times; [one record for each life: what it restored, reached and had finished]."""
     lives, chance, parent = [], random.Random(seed), os.getpid()
     log_path = pathlib.Path(directory) / "log"
-    for number in range(kills):
+    for number in helpers.shown(range(kills), "kills"):
         log_path.write_text("")
         log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
         others = [n for n in choices if not lives or n != lives[-1]["devices"]]

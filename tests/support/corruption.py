@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import helpers
 import jaxmp
 
 KINDS = ("flip", "cut", "zeros", "delete")
@@ -99,7 +100,7 @@ def run(directory, cases, seed=0):
     shutil.copytree(base / "run" / "2", base / "whole")
     files = sorted(x.relative_to(base / "whole") for x in (base / "whole").rglob("*") if x.is_file())
     chance, counts, wrong, unnamed = random.Random(seed), collections.Counter(), [], []
-    for case in range(cases):
+    for case in helpers.shown(range(cases), "damages"):
         shutil.rmtree(base / "run" / "2", ignore_errors=True)
         shutil.copytree(base / "whole", base / "run" / "2")
         kind = KINDS[case % len(KINDS)]

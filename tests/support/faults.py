@@ -34,6 +34,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import campaigns
+import helpers
 import jaxmp
 import regimes
 from fp8_model import matmul, scale_leaves
@@ -334,7 +335,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where results go")
     arguments = parser.parse_args()
     rows, failed = [], []
-    for i, (regime_name, precision) in enumerate(WORLDS):
+    for i, (regime_name, precision) in helpers.shown(enumerate(WORLDS), "regimes"):
         start = time.perf_counter()
         share = arguments.count // len(WORLDS) + (i < arguments.count % len(WORLDS))
         try:

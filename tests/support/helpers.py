@@ -1,12 +1,17 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]  # of the project
 
@@ -68,6 +73,12 @@ def _bits(x: np.ndarray) -> np.ndarray:
 def compiled_quickly(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` for a process that is started for what it does, not for its last bits: LLVM optimizes nothing."""
     return {**environment, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def shown(parts: Iterable[T], name: str) -> Iterator[T]:
+    """The parts of a campaign, with a bar on a terminal: how many are done, and the time left. A log gets nothing."""
+    parts = list(parts)
+    yield from track(parts, name, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
 
 
 def reductions(text: str) -> list[tuple[str | None, str]]:

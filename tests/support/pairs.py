@@ -32,6 +32,7 @@ import optax
 from flax import nnx
 
 import campaigns
+import helpers
 import jaxmp
 import regimes
 from fp8_model import matmul, scale_leaves
@@ -456,7 +457,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which covering array")
     arguments = parser.parse_args()
     rows, failed = [], []
-    for i, case in enumerate(cases(arguments.seed)):
+    for i, case in helpers.shown(enumerate(cases(arguments.seed)), "jobs"):
         if arguments.only and i not in arguments.only:
             continue
         start = time.perf_counter()

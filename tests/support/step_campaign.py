@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 import campaigns
+import helpers
 import jaxmp
 import regimes
 import step_oracle
@@ -269,7 +270,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where results go")
     arguments = parser.parse_args()
     rows, failed = [], []
-    for index, names in enumerate(WORLDS):
+    for index, names in helpers.shown(enumerate(WORLDS), "regimes"):
         start = time.perf_counter()
         share = arguments.count // len(WORLDS) + (index < arguments.count % len(WORLDS))
         try:
