@@ -350,6 +350,75 @@ def test_a_closed_manager_saves_nothing_and_says_so(tmp_path):
     assert manager.all_steps() == [1] and checkpoint.restore(manager, None, params={"w": jnp.ones(3)}).step == 1
 
 
+NEVER_CLOSED = """
+import os, sys, threading, time
+import jax.numpy as jnp
+from jaxmp import checkpoint
+
+def save(step):
+    params = {f"w{i}": jnp.full((512, 512), step) for i in range(8)}  # enough that the end of the program comes first
+    checkpoint.save(manager, step, params=params, opt_state=())
+
+end, directory = sys.argv[1:]
+manager = checkpoint.manager(directory)
+save(1)
+if end == "a thread that runs on":
+    threading.Thread(target=lambda: (time.sleep(0.5), save(2))).start()
+else:
+    save(2)
+if end == "an exception":
+    raise KeyError("the user's")
+if end == "sys.exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told", "saved"),
+    [
+        ("its last line", 0, "", [1, 2]),
+        ("an exception", 1, 'KeyError: "the user\'s"', [1, 2]),
+        ("sys.exit", 3, "", [1, 2]),
+        ("a thread that runs on", 0, "ValueError: steps are saved while the main thread runs", [1]),
+    ],
+)
+def test_a_program_that_closes_no_manager_loses_no_save(end, code, told, saved, tmp_path):
+    """The last step was lost: only Orbax's log said so, and some programs hung."""
+    command = [sys.executable, "-c", NEVER_CLOSED, end, str(tmp_path / "steps")]
+    ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert told in ended.stderr and (told or not ended.stderr)
+    assert sorted(int(x.name) for x in (tmp_path / "steps").iterdir() if x.name.isdigit()) == saved
+    assert not list((tmp_path / "steps").glob("*tmp"))
+
+
+def test_the_end_of_a_program_closes_managers_and_shows_a_save_that_failed(tmp_path, monkeypatch):
+    """In the process that made them; and one that fails does not keep others from their end."""
+    ends, shown, params = [], [], {"w": jnp.ones(3)}
+    monkeypatch.setattr(writer, "_SAVES_END_LATE", True)
+    monkeypatch.setattr(writer, "_at_exit", ends.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
+    with checkpoint.manager(tmp_path / "a") as closed:
+        checkpoint.save(closed, 1, params=params, opt_state=())
+    manager = checkpoint.manager(tmp_path / "b")
+    for step in (1, 2):
+        checkpoint.save(manager, step, params=params, opt_state=())
+    assert len(ends) == 2  # one for each manager
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # a fork, which has none of its threads
+        ends[1]()
+        assert not manager._is_closed
+    with monkeypatch.context() as patch:
+        patch.setattr(type(manager), "wait_until_finished", lambda _: 1 / 0)
+        ends[0](), ends[1]()
+    assert manager._is_closed and holds(tmp_path / "b") == "free"
+    manager.close()
+    assert manager.all_steps() == [1, 2]
+    ((kind, error, _),) = shown
+    assert kind is ValueError and isinstance(error.__cause__, ZeroDivisionError)
+    assert re.match(r"a save must end before its program does; the last one into .*/b failed, and its", str(error))
+
+
 def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch):
     """Each file that stands in the step was brought to the disk, while the folder had another name."""
     synced = []

@@ -79,7 +79,8 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
         `enable_async_checkpointing=False`.
 
     Returns:
-      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running.
+      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running, and
+      raises their errors. If nothing closes it, the end of the program does.
 
     Raises:
       ImportError: Orbax is not installed; names the extra.
