@@ -350,6 +350,75 @@ def test_a_closed_manager_saves_nothing_and_says_so(tmp_path):
     assert manager.all_steps() == [1] and checkpoint.restore(manager, None, params={"w": jnp.ones(3)}).step == 1
 
 
+NEVER_CLOSED = """
+import os, sys, threading, time
+import jax.numpy as jnp
+from jaxmp import checkpoint
+
+def save(step):
+    params = {f"w{i}": jnp.full((512, 512), step) for i in range(8)}  # enough that the end of the program comes first
+    checkpoint.save(manager, step, params=params, opt_state=())
+
+end, directory = sys.argv[1:]
+manager = checkpoint.manager(directory)
+save(1)
+if end == "a thread that runs on":
+    threading.Thread(target=lambda: (time.sleep(0.5), save(2))).start()
+else:
+    save(2)
+if end == "an exception":
+    raise KeyError("the user's")
+if end == "sys.exit":
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told", "saved"),
+    [
+        ("its last line", 0, "", [1, 2]),
+        ("an exception", 1, 'KeyError: "the user\'s"', [1, 2]),
+        ("sys.exit", 3, "", [1, 2]),
+        ("a thread that runs on", 0, "ValueError: steps are saved while the main thread runs", [1]),
+    ],
+)
+def test_a_program_that_closes_no_manager_loses_no_save(end, code, told, saved, tmp_path):
+    """The last step was lost: only Orbax's log said so, and some programs hung."""
+    command = [sys.executable, "-c", NEVER_CLOSED, end, str(tmp_path / "steps")]
+    ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code, ended.stderr
+    assert told in ended.stderr and (told or not ended.stderr)
+    assert sorted(int(x.name) for x in (tmp_path / "steps").iterdir() if x.name.isdigit()) == saved
+    assert not list((tmp_path / "steps").glob("*tmp"))
+
+
+def test_the_end_of_a_program_closes_managers_and_shows_a_save_that_failed(tmp_path, monkeypatch):
+    """In the process that made them; and one that fails does not keep others from their end."""
+    ends, shown, params = [], [], {"w": jnp.ones(3)}
+    monkeypatch.setattr(writer, "_SAVES_END_LATE", True)
+    monkeypatch.setattr(writer, "_at_exit", ends.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
+    with checkpoint.manager(tmp_path / "a") as closed:
+        checkpoint.save(closed, 1, params=params, opt_state=())
+    manager = checkpoint.manager(tmp_path / "b")
+    for step in (1, 2):
+        checkpoint.save(manager, step, params=params, opt_state=())
+    assert len(ends) == 2  # one for each manager
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # a fork, which has none of its threads
+        ends[1]()
+        assert not manager._is_closed
+    with monkeypatch.context() as patch:
+        patch.setattr(type(manager), "wait_until_finished", lambda _: 1 / 0)
+        ends[0](), ends[1]()
+    assert manager._is_closed and holds(tmp_path / "b") == "free"
+    manager.close()
+    assert manager.all_steps() == [1, 2]
+    ((kind, error, _),) = shown
+    assert kind is ValueError and isinstance(error.__cause__, ZeroDivisionError)
+    assert re.match(r"a save must end before its program does; the last one into .*/b failed, and its", str(error))
+
+
 def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch):
     """Each file that stands in the step was brought to the disk, while the folder had another name."""
     synced = []
@@ -494,6 +563,77 @@ def test_arrays_without_elements_are_saved(tmp_path, capsys):
         assert "empty" not in checkpoint.read_metadata(manager)
     assert command.main(["checkpoint", str(tmp_path)]) == 0
     assert re.search(r"params/none +bfloat16 +\[0, 4\] +0 +whole", capsys.readouterr().out)
+
+
+KEYS = {name: jax.random.split(jax.random.key(7, impl=name), 3) for name in ("threefry2x32", "rbg")}
+
+
+@pytest.fixture(scope="module")
+def with_keys(tmp_path_factory):
+    """(directory, tx, params, opt_state, extra) of a step with keys everywhere, also arrays of none."""
+    tx = jaxmp.mixed_precision(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.adam(1e-2)), "bf16")
+    params32 = {"w": jnp.ones(4), "key": KEYS["rbg"]}
+    opt_state = tx.init({"w": params32["w"]})
+    extra = {"keys": KEYS, "none": jax.tree.map(lambda x: x[:0].reshape(0, 2), KEYS)}
+    directory = tmp_path_factory.mktemp("keys")
+    with checkpoint.manager(directory) as manager:
+        checkpoint.save(manager, 0, params=params32, opt_state=opt_state, extra=extra)
+    return directory, tx, params32, opt_state, extra
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["arrays", "shapes"])
+def test_keys_come_back_wherever_they_are(described, with_keys, capsys):
+    """In the state (noise in the gradients) they came back as an error; arrays of no keys could not be saved."""
+    directory, _, params, _, extra = with_keys
+    like = abstract if described else lambda tree: tree
+    restored = checkpoint.restore(directory, None, params=like(params), extra=like(extra))
+    for found, expected in ((restored.params, params), (restored.extra, extra)):
+        assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+        assert_bitwise(found, expected)
+    assert "keys" not in checkpoint.read_metadata(directory)
+    assert command.main(["checkpoint", str(directory)]) == 0
+    assert re.search(r"none/rbg +uint32 +\[0, 2, 4\] +0 +whole", capsys.readouterr().out)
+
+
+def test_keys_in_the_state_of_an_optimizer(with_keys):
+    """Also where the state has moved in the chain, and where it is converted."""
+    directory, tx, params, opt_state, _ = with_keys
+    of_w = {"w": params["w"]}
+    restored = checkpoint.restore(directory, tx, params=of_w, partial="key")
+    assert_bitwise(restored.opt_state, opt_state)
+    assert_bitwise(checkpoint.convert(opt_state, of_w, to=tx, policy="bf16")[1], opt_state)
+    noise = optax.add_noise(0.1, 0.5, jax.random.key(2))
+    clipped = jaxmp.mixed_precision(optax.chain(optax.trace(0.9), noise, optax.adam(1e-2)), "bf16")
+    moved = checkpoint.restore(directory, clipped, params=of_w, partial=["key", "*trace*"])
+    assert ("0", "1") in moved.report.moved
+    assert_bitwise(optax.tree.get(moved.opt_state, "rng_key"), jax.random.key(1))
+
+
+def test_keys_of_another_kind_are_named(with_keys):
+    """A job with other keys got the saved ones, of another shape or generator."""
+    directory, _, params, _, extra = with_keys
+    for other, got in (
+        (KEYS["rbg"], r"key<rbg>\[3\]"),
+        (KEYS["threefry2x32"][0], r"key<fry>\[\]"),
+        (jax.random.key_data(KEYS["threefry2x32"]), r"uint32\[3, 2\]"),
+    ):
+        given = extra | {"keys": KEYS | {"threefry2x32": other}}
+        with pytest.raises(ValueError, match=rf"shapes and dtypes; keys/threefry2x32 is key<fry>\[3\], expected {got}"):
+            checkpoint.restore(directory, None, params=params, extra=given)
+
+
+def test_bits_of_keys_that_were_saved_as_such(tmp_path):
+    """A step of Orbax alone tells no generator: it is that of the job."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        tree = {"params": {"w": jnp.ones(2)}, "key": KEYS["rbg"], "bits": jax.random.key_data(KEYS["rbg"])}
+        manager.save(3, args=ocp.args.StandardSave(tree))
+        manager.wait_until_finished()
+        for like in (KEYS["rbg"], abstract(KEYS["rbg"])):
+            restored = checkpoint.restore(manager, None, params=tree["params"], extra={"key": like, "bits": like})
+            assert all(x.dtype == KEYS["rbg"].dtype for x in restored.extra.values())
+            assert_bitwise(restored.extra, {"key": KEYS["rbg"], "bits": KEYS["rbg"]})
+        with pytest.raises(ValueError, match=r"key is uint32\[3, 4\], expected uint32\[2, 4\]"):
+            checkpoint.restore(manager, None, params=tree["params"], extra={"key": KEYS["rbg"][:2]})
 
 
 def test_names_that_are_taken(steps):

@@ -230,6 +230,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
         sync(path)
 
     monkeypatch.setattr(checkpoint_writer, "sync", no_space)
+    monkeypatch.setattr(checkpoint_writer, "_SAVES_END_LATE", True)  # else each save outside of `with` waits
     steps = checkpoint.manager(tmp_path)
     failing.append(True)
     checkpoint.save_job(steps, 0, state)  # it fails while it is written

@@ -223,7 +223,10 @@ def main():
         record = judge(lives) | {"left_behind": left}
         if args.elastic:
             record["share_of_the_way_from_the_twin"] = share = round(distance(steps, masters_at), 5)
-            assert share < 0.02, f"the weights lie {share} of their way from those of the unbroken run"
+            # Adam's first step goes by the signs of the gradients: one of 2,312 that rounds to the other side of zero
+            # is 0.04 of the way. A step that is lost is far more, at any length.
+            most = max(0.02, 0.2 / (1 + record["last_step"]))
+            assert share < most, f"the weights lie {share} of their way from those of the unbroken run"
     record["versions"] = {"jax": jax.__version__, "orbax": _orbax.__version__}
     name = "elastic" if args.elastic else "one_device"
     flags = f"--kills {args.kills} --seed {args.seed}" + " --elastic" * args.elastic

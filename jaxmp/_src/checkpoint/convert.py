@@ -173,6 +173,8 @@ def _in_float32(x: Any) -> Any:
 
 def _as_dtype(x: Any, like: Any) -> Any:
     x = jnp.asarray(x)
+    if x.dtype == like.dtype:  # a key of jax.random has no casts
+        return x
     return casting.cast_float(x, like.dtype) if casting.is_float(like) else x.astype(like.dtype)
 
 

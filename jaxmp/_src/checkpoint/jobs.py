@@ -127,7 +127,7 @@ def restore_job(
       source: a manager, or its directory.
       job: as for `save_job`, made as at the start of a run. Modules of nnx are changed in place.
       extra: the trees and numbers to restore, by name, like the saved ones; {} for none. None: all that were saved, as
-        dicts and lists of arrays and numbers (of keys their bits).
+        dicts and lists of arrays and numbers.
       step: which step, which must be there; default: the newest, if there is one.
       layout, partial: as for `restore`. Leaves of the job beside params and state are called `job/batch_stats/...`,
         `job/model/...`.

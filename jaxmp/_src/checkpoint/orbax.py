@@ -5,6 +5,7 @@ tree in this form. So a checkpoint can be compared with a job before any array i
 """
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -27,7 +28,8 @@ from jaxmp._src.step import leaf_paths
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
 CHECKSUMS = "checksums"  # in the record: {path: checksum} of the leaves
-EMPTY = "empty"  # in the record: {path: shape} of the arrays without elements
+EMPTY = "empty"  # in the record: {path: shape} of the arrays without elements, of keys that of their bits
+KEYS = "keys"  # in the record: {path: name of the generator} of the keys of jax.random
 _DIGEST = "record_checksum"
 
 
@@ -135,12 +137,51 @@ def without_empty(tree: PyTree) -> tuple[PyTree, dict[str, list[int]]]:
     shapes: dict[str, list[int]] = {}
 
     def stored(path: str, x: Any) -> Any:
-        if not _is_empty(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not _is_empty(x):
             return x
+        x = jax.random.key_data(x) if is_key(x) else x
         shapes[leaf_paths.plain(path)] = list(x.shape)
         return np.zeros((1,) * x.ndim, x.dtype)
 
     return tree_paths.map_with_path(stored, tree), shapes
+
+
+def keys_of(tree: PyTree) -> dict[str, str]:
+    """{path: the name of its generator} of the keys in a tree."""
+    keys = {path: x for path, x in tree_paths.leaves_by_path(tree).items() if is_key(x)}
+    return {leaf_paths.plain(path): str(jax.random.key_impl(x)) for path, x in keys.items()}
+
+
+def with_keys(tree: PyTree, about: Mapping[str, Any]) -> PyTree:
+    """A tree of arrays or descriptions with keys in place of their bits; Orbax describes keys by these."""
+    names = about.get(KEYS, {})
+
+    def key(path: str, x: Any) -> Any:
+        name = names.get(leaf_paths.plain(path))
+        if name is None or is_key(x):
+            return x
+        wrap = functools.partial(jax.random.wrap_key_data, impl=name)
+        return wrap(x) if isinstance(x, jax.Array) else jax.eval_shape(wrap, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    return tree_paths.map_with_path(key, tree) if names else tree
+
+
+def as_key(x: Any, like: Any) -> Any:
+    """The key with the bits `x`, of the generator of the key `like`; a key as it is."""
+    if is_key(x):
+        return x
+    names: list[Any] = []
+
+    def look(key: Any) -> None:
+        names.append(jax.random.key_impl(key))
+
+    jax.eval_shape(look, like)  # jax reads it from no description
+    return jax.random.wrap_key_data(x, impl=names[0])
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is, or describes, an array of keys of jax.random."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_empty(x: Any) -> bool:
@@ -400,6 +441,6 @@ def _uncommitted(x: Any) -> Any:
     """`x` as an uncommitted array on the default device."""
     if not isinstance(x, jax.Array):
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return jax.random.wrap_key_data(jnp.array(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
     return jnp.array(np.asarray(x))

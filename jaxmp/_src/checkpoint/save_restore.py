@@ -79,7 +79,8 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
         `enable_async_checkpointing=False`.
 
     Returns:
-      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running.
+      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running, and
+      raises their errors. If nothing closes it, the end of the program does.
 
     Raises:
       ImportError: Orbax is not installed; names the extra.
@@ -167,7 +168,7 @@ def save(
     padded = padding.of_layout(layout, params, "layout=")
     about["layout"] = padded.as_json()
     stored, empty = orbax.without_empty(tree)
-    about |= {orbax.EMPTY: empty} if empty else {}
+    about |= {name: found for name, found in ((orbax.EMPTY, empty), (orbax.KEYS, orbax.keys_of(tree))) if found}
     orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
     about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
     items = {orbax.STATE: ocp.args.StandardSave(stored), orbax.ABOUT: ocp.args.JsonSave(about)}
@@ -234,7 +235,7 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
     """
     _, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
-    return {name: x for name, x in about.items() if name not in (orbax.CHECKSUMS, orbax.EMPTY)}
+    return {name: x for name, x in about.items() if name not in (orbax.CHECKSUMS, orbax.EMPTY, orbax.KEYS)}
 
 
 def restore(
@@ -310,7 +311,7 @@ def restore(
     change.check(patterns)
     with ocp.StandardCheckpointer() as reader:
         tree = change.onto(described)
-        parts = orbax.parts(change.without_other_params(tree), folder)
+        parts = orbax.parts(change.without_other_params(orbax.with_keys(tree, about)), folder)
         saved, _ = _saved_of(parts, params, order, tx, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
@@ -335,7 +336,7 @@ def restore(
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
         tree = orbax.read(reader, folder, tree, params, wanted, checksums, change)
-    parts = orbax.parts(change.without_other_params(tree), folder)
+    parts = orbax.parts(change.without_other_params(orbax.with_keys(tree, about)), folder)
     saved, rounded = _saved_of(parts, params, order, tx, change)
     if rounded:
         warn(
@@ -413,12 +414,13 @@ def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
     numbers = orbax.package().metadata.ScalarMetadata
 
     def like(x: Any) -> Any:
-        dtype = jnp.dtype(x.dtype)
-        return dtype.type(0).item() if isinstance(x, numbers) else jax.ShapeDtypeStruct(x.shape, dtype)
+        if isinstance(x, numbers):
+            return jnp.dtype(x.dtype).type(0).item()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     _, folder = orbax.find(source, step)
     about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
-    parts = orbax.parts(orbax.described(folder, about), folder)
+    parts = orbax.parts(orbax.with_keys(orbax.described(folder, about), about), folder)
     return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
 
 
@@ -455,7 +457,7 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
             raise ValueError(
                 f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
             )
-        shape, dtype = tuple(there[path].shape), jnp.dtype(there[path].dtype)
+        shape, dtype = tuple(there[path].shape), there[path].dtype
         if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
             if shape or np.result_type(type(x)).kind != dtype.kind:
                 raise ValueError(
@@ -463,8 +465,8 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
                     f"of Python ({type(x).__name__})."
                 )
             continue
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # saved as its bits
-            continue
+        if orbax.is_key(x) and not orbax.is_key(there[path]):  # Orbax alone describes keys by their bits
+            x = jax.eval_shape(jax.random.key_data, x)
         if shape != tuple(x.shape) or dtype != x.dtype:
             raise ValueError(
                 f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
@@ -491,7 +493,6 @@ def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
             return np.asarray(found).item()
         if not isinstance(found, jax.Array):
             return found
-        raw = jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not jnp.issubdtype(found.dtype, jax.dtypes.prng_key)
-        return jax.random.wrap_key_data(found) if raw else found
+        return orbax.as_key(found, x) if orbax.is_key(x) else found
 
     return tree_paths.map_with_path(take, like)

@@ -1,14 +1,18 @@
-"""One writer for a directory of steps, and steps that are on the disk before they get their name.
+"""One writer for a directory of steps, steps that are on the disk before they get their name, and a save that ends.
 
 Orbax writes a step into a folder with a temporary name, renames it at the end, and removes the temporary folders of
 killed processes. Two processes that save into one directory would remove the folders of each other. Also, a rename may
-reach the disk before the files do: after a power failure, the step would exist with empty files.
+reach the disk before the files do: after a power failure, the step would exist with empty files. A save runs in the
+background: a program that ends while it runs, and has not closed its manager, would lose the step.
 """
 
+import atexit
 import contextlib
 import functools
 import os
 import pathlib
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -21,11 +25,16 @@ except ImportError:  # no such locks on this system: writers are not kept apart
     fcntl = None
 
 _LOCK = ".writer"
+# Python 3.12.0 to 3.12.2 starts no thread from the end of the main thread on (gh-113964), so no save can end there.
+_SAVES_END_LATE = not (3, 12) <= sys.version_info < (3, 12, 3)
 
 
 @functools.cache
 def manager_class() -> Any:
-    """A `CheckpointManager` whose first save takes the lock of its directory, and whose `close` gives it back."""
+    """A `CheckpointManager` whose first save takes the lock of its directory, and whose `close` gives it back.
+
+    If nobody calls `close`, the end of the program does; or, where Python cannot, each save outside of `with` waits.
+    """
     ocp = optional.load("orbax.checkpoint", extra="checkpoint")
 
     class Manager(ocp.CheckpointManager):
@@ -33,20 +42,43 @@ def manager_class() -> Any:
 
         _lock: int | None = None
         _is_closed = False
+        _is_in_with = False
+        _until_closed: list[Any] | None = None  # the manager itself, for the end of the program
 
         def hold(self) -> None:
-            """Takes the lock of the directory; a ValueError if another process has it, or if this manager is closed."""
+            """Takes the lock of the directory; a ValueError if another process has it, or if nothing can be saved."""
+            if not threading.main_thread().is_alive():
+                raise ValueError(
+                    f"steps are saved while the main thread runs, as Python ends the threads of Orbax with it; got a "
+                    f"save into {self.directory} from a thread that runs on. Join the thread in the main one."
+                )
             if self._is_closed:
                 raise ValueError(
                     f"a manager saves until it is closed; the one of {self.directory} is closed: its `with` has ended, "
                     f"or close() was called. Keep one manager open for the whole run, or make a new one with "
                     f"jaxmp.checkpoint.manager."
                 )
+            if self._until_closed is None:
+                self._until_closed = [self]
+                if _SAVES_END_LATE:
+                    _at_exit(functools.partial(_finish, self._until_closed, os.getpid()))
             if self._lock is None and jax.process_index() == 0 and fcntl is not None:
                 self._lock = _lock(pathlib.Path(self.directory))
 
+        def save(self, *args: Any, **kwargs: Any) -> bool:
+            is_saved: bool = super().save(*args, **kwargs)
+            if not (_SAVES_END_LATE or self._is_in_with or self._until_closed is None):
+                self.wait_until_finished()
+            return is_saved
+
+        def __enter__(self) -> Any:
+            self._is_in_with = True
+            return super().__enter__()
+
         def close(self) -> None:
             self._is_closed = True
+            if self._until_closed is not None:
+                self._until_closed.clear()
             try:
                 super().close()
             finally:
@@ -55,6 +87,29 @@ def manager_class() -> Any:
                     os.close(lock)
 
     return Manager
+
+
+def _at_exit(function: Any) -> None:
+    """Calls `function` at the end of the program, however it ends, but for signals and `os._exit`."""
+    # `atexit` is too late: before its functions Python ends the pools of threads, which Orbax needs to finish a save. A
+    # function that is registered with `threading` comes before that; Python has no public name for it.
+    getattr(threading, "_register_atexit", atexit.register)(function)
+
+
+def _finish(managers: list[Any], process: int) -> None:
+    """Closes the managers that nobody closed. An error is shown as one that nobody caught; others go on."""
+    if os.getpid() != process:  # a fork has none of the threads that save
+        return
+    for manager in list(managers):
+        try:
+            manager.close()
+        except Exception as e:
+            error = ValueError(
+                f"a save must end before its program does; the last one into {manager.directory} failed, and its step "
+                f"is lost: {e}. A manager that is closed (`with`, or close()) raises this where the program can see it."
+            )
+            error.__cause__ = e
+            sys.excepthook(ValueError, error, error.__traceback__)
 
 
 def _lock(directory: pathlib.Path) -> int:
