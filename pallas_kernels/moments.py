@@ -21,7 +21,7 @@ the master has 24, and every update rounds it stochastically, as moments are: ro
 step below 2^-17 of its size.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -140,18 +140,44 @@ def high_bits(bits: Int[Array, "..."]) -> Int[Array, "..."]:
     return lax.shift_right_logical(bits, jnp.full_like(bits, 16)).astype(jnp.int32)
 
 
+@jax.custom_jvp
+def with_derivative_of(x: Float[Array, "..."], rounded: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`rounded`, a rounding of `x` that was made by its bits, with the derivative of a cast: 1, not 0."""
+    del x
+    return rounded
+
+
+@with_derivative_of.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
     """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN do not change."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # at most the largest finite
     bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
     rounded = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16)
+    return with_derivative_of(x, jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16))
 
 
 def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Array, "..."]:
     """The float32 values of codes."""
-    return _powered(codec, codes.astype(jnp.float32)) * scales
+    return _powered(codec, codes.astype(jnp.float32)) * _underived(scales)
+
+
+@jax.custom_jvp
+def _underived(scales: Float[Array, "..."]) -> Float[Array, "..."]:
+    return scales
+
+
+@_underived.defjvp
+def _(primals: Any, tangents: Any) -> NoReturn:
+    raise TypeError(
+        "moments in 8 bits are integers and have no derivative; got a derivative through several steps of an optimizer "
+        "that keeps them. Keep the moments in float32 or bfloat16 (compress_moments, state_dtype=) in a function that "
+        "is differentiated through training, or stop there: jax.lax.stop_gradient(opt_state)."
+    )
 
 
 def encode(codec: Codec, x: Float[Array, "..."], largest: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
@@ -208,7 +234,8 @@ def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
     """The float32 master of a bfloat16 param and its remainder (int16, or int8 of a master of 24 bits)."""
     bits = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
     low = remainder.astype(jnp.int32)
-    return lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
+    master = lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
+    return with_derivative_of(param, master)
 
 
 def split_noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
@@ -235,7 +262,7 @@ def split(
         size = jnp.minimum(size, _LARGEST_SPLIT & np.int32(-0x100))
     upper = (size + np.int32(0x8000)) & np.int32(-0x10000)
     param = lax.bitcast_convert_type(upper | sign, jnp.float32)
-    param = jnp.where(master == master, param, master).astype(jnp.bfloat16)
+    param = with_derivative_of(master, jnp.where(master == master, param, master).astype(jnp.bfloat16))
     low = size - upper
     return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
 

@@ -12,6 +12,7 @@ from flax import struct
 from optax import contrib
 
 import jaxmp
+from helpers import assert_close
 
 PARAMS = {"w": np.array([1.0, 2.0], np.float32)}
 
@@ -67,6 +68,34 @@ class State(jaxmp.linen.TrainState):
 
 def new_state(tx):
     return State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=jnp.zeros(2))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_line_search_finds_the_minimum_as_in_float32(policy):
+    """Its `value_fn` takes the params alone, and the gradients are given as they came, times the loss scale."""
+    target = jnp.linspace(0.5, 2.0, 8)
+
+    def loss_of(params):
+        return jnp.sum(jnp.cosh(params["w"].astype(jnp.float32) - target))
+
+    def trained(policy):
+        policy = jaxmp.get_policy(policy)
+        tx = jaxmp.mixed_precision(optax.lbfgs(), policy, loss_scale=1024.0)
+        params32 = {"w": jnp.zeros(8)}
+
+        @jax.jit
+        def step(params, state):
+            loss, grads = jaxmp.value_and_grad(loss_of, policy=policy)(params, opt_state=state)
+            return jaxmp.apply_gradients(tx, grads, state, params, value=loss, grad=grads, value_fn=loss_of)
+
+        params, state = policy.cast_to_param(params32), tx.init(params32)
+        for _ in range(8):
+            params, state = step(params, state)
+        return params["w"].astype(jnp.float32)
+
+    assert_close(trained("fp32"), target, atol=1e-3)
+    assert_close(trained(policy), target, atol=0.02)  # gradients of params in 16 bits are off by their rounding
 
 
 @pytest.mark.parametrize("tx", [jaxmp.mixed_precision(optax.adam(0.1), "fp32"), optax.adam(0.1)], ids=["", "plain"])

@@ -439,3 +439,57 @@ def test_gradients_that_would_broadcast_are_named():
     params = {"w": jnp.ones((1, 2), jnp.bfloat16)}
     with pytest.raises(ValueError, match=r"same shapes; got \(3, 2\) and \(1, 2\) at w"):
         tx.update({"w": jnp.ones((3, 2))}, tx.init(params), params)
+
+
+# Derivatives through steps: meta-learning, hyperparameters
+
+
+RATE, MOMENTUM, ROUNDS = 0.25, 0.5, 3
+THROUGH = {
+    "fp32": ("fp32", None, lambda tx: tx),
+    "bf16": ("bf16", None, lambda tx: tx),
+    "fp16": ("fp16", None, lambda tx: tx),
+    "16 bits of remainder": ("bf16", 16, lambda tx: tx),
+    "8 bits of remainder": ("bf16", 8, lambda tx: tx),
+    "bfloat16 moments": ("fp32", None, lambda tx: jaxmp.compress_moments(tx, jnp.bfloat16)),
+    "no masters": ("bf16", None, lambda tx: optax.chain(tx, jaxmp.stochastic_round_updates(seed=0))),
+    "no masters, float16": ("fp16", None, lambda tx: optax.chain(tx, jaxmp.stochastic_round_updates(seed=0))),
+}
+
+
+def after_training(target, name, *, state_dtype=None):
+    """The mean weight after some steps towards `target`."""
+    policy, bits, around = THROUGH[name]
+    policy, inner = jaxmp.get_policy(policy), around(optax.sgd(RATE, momentum=MOMENTUM))
+    if state_dtype is not None:
+        inner = jaxmp.compress_moments(inner, state_dtype)
+    if "no masters" in name:
+        tx = jaxmp.unscale_and_skip(inner, 8.0)
+    else:
+        tx = jaxmp.mixed_precision(inner, policy, remainder_bits=bits, loss_scale=8.0)
+    params32 = {"w": jnp.zeros((16, 256))}
+    params, state = policy.cast_to_param(params32), tx.init(params32)
+
+    def loss_fn(params, target):
+        return 0.5 * jnp.sum((params["w"].astype(jnp.float32) - target) ** 2)
+
+    for _ in range(ROUNDS):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, target, opt_state=state)
+        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+    return jnp.mean(params["w"].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("name", THROUGH)
+def test_the_derivative_through_steps_is_that_of_unrounded_steps(name):
+    """d w / d target of w -= rate * m, m = momentum * m + (w - target), in float64."""
+    weight = moment = 0.0
+    for _ in range(ROUNDS):
+        moment = MOMENTUM * moment + (weight - 1.0)
+        weight -= RATE * moment
+    found = jax.jit(jax.value_and_grad(lambda target: after_training(target, name)))(1.0)
+    assert_close(found, (jnp.float32(weight), jnp.float32(weight)), rtol=2.0**-6)  # the steps are linear
+
+
+def test_a_derivative_through_moments_in_8_bits_is_refused():
+    with pytest.raises(TypeError, match=r"no derivative; got a derivative through several steps.*stop_gradient"):
+        jax.grad(lambda target: after_training(target, "fp32", state_dtype=jnp.int8))(1.0)

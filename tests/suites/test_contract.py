@@ -418,15 +418,9 @@ def decayed(params: Any) -> Any:
 LABELS = {"dense": {"kernel": "adam"}, "norm": {"scale": "sgd"}}
 
 
-def loss_at(params: Any, grads_finite: Any = None, loss_scale: Any = None, next_loss_scale: Any = None) -> Any:
-    """lbfgs wants its `value_fn` to name every extra argument in flight, and ours are three."""
-    del grads_finite, loss_scale, next_loss_scale
+def loss_at(params: Any) -> Any:
+    """The loss that lbfgs, with its line search, and sophia evaluate."""
     return 0.1 * sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params))
-
-
-def unscaled(grads: Any, state: Any) -> Any:
-    scale = jaxmp.get_loss_scale(state)
-    return jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
 
 
 def without_deprecations(f: Any, *args: Any) -> Any:
@@ -492,7 +486,7 @@ OPTIMIZERS = {
 def optimizer_step(name: str, tx: Any, grads: Any, state: Any, params: Any, value: Any) -> Any:
     extra: dict[str, Any] = {"value": value} if name in WITH_VALUE else {}
     if name == "lbfgs":  # its line search needs the loss as a function of the float32 params
-        extra |= {"value_fn": loss_at, "grad": unscaled(grads, state)}
+        extra |= {"value_fn": loss_at, "grad": grads}
     if name == "sophia":
         extra |= {"obj_fn": loss_at}
     return jaxmp.apply_gradients(tx, grads, state, params, **extra)

@@ -10,7 +10,6 @@ dtype are rounded correctly, because the spacing is constant below e_min. (`lax.
 float16 to zero.)
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -121,18 +120,9 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.clip(x, -limit, limit)
     if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return _straight_through(x, float(info.smallest_normal), 2.0**-info.nmant)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _straight_through(x: Float[Array, "..."], smallest_normal: float, step: float) -> Float[Array, "..."]:
-    """`round_to_grid` whose derivative is 1, that of a cast, and not 0, that of the rounding to an integer in it."""
-    return round_to_grid(x, np.float32(smallest_normal), np.float32(step))
-
-
-@_straight_through.defjvp
-def _(smallest_normal: float, step: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _straight_through(primals[0], smallest_normal, step), tangents[0]
+    # The derivative of the rounding to an integer in it is 0, that of a cast 1.
+    grid = np.float32(info.smallest_normal), np.float32(2.0**-info.nmant)
+    return moments.with_derivative_of(x, round_to_grid(x, *grid))
 
 
 def round_to_grid(
@@ -161,7 +151,7 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
 
     Returns:
       float32 of the same shape. Finite values outside the range become the largest finite value. inf and NaN do not
-      change (`round_to` saturates inf), and zeros keep their signs.
+      change (`round_to` saturates inf), and zeros keep their signs. The derivative is that of the mean: 1.
 
     Raises:
       TypeError: `x` is not float32, or `dtype` is another one.
@@ -197,7 +187,7 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     odds = (steps - low) * np.float32(2.0**24)  # times 2^24; exact
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
     rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
-    return jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x)
+    return moments.with_derivative_of(x, jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x))
 
 
 def computed_once(scalars: PyTree) -> PyTree:

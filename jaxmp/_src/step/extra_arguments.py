@@ -28,10 +28,17 @@ def update(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: 
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as e:
-            refused = [n for n in OWN if n in extra_args and f"unexpected keyword argument '{n}'" in str(e)]
+            refused = [n for n in OWN if n in extra_args and _is_refused(n, str(e))]
             if not refused:
                 raise
             extra_args = {name: x for name, x in extra_args.items() if name not in refused}
+
+
+def _is_refused(name: str, error: str) -> bool:
+    """Whether an error says that a function, or the `value_fn` of optax's line searches, does not take `name`."""
+    return f"unexpected keyword argument '{name}'" in error or (
+        "not consumed by `value_fn`" in error and f"'{name}'" in error
+    )
 
 
 def check(tx: Any, names: Iterable[str], *, fields: Iterable[str] = ()) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 import pallas_kernels
@@ -275,6 +276,8 @@ class InPlaceWrite:
 
     def _measured(self, found: Measured) -> Measured:
         leaves = scale_leaves.partition(found.grads)[1]
+        if not self._inner.measures:  # only the flag is read, which has no derivative; nor has the kernel
+            leaves = lax.stop_gradient(leaves)
         norm, finite = pallas_kernels.gradient_norm(leaves, found.inv_scale, backend=self._inner.backend)
         return found._replace(norm=norm, nonfinite=~finite)
 
