@@ -328,6 +328,39 @@ def test_a_job_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
     assert_bitwise(step(gradients(1), restored)[0], step(gradients(1), opt_state)[0])
 
 
+def test_what_is_unsent_is_restored_where_it_belongs(tmp_path):
+    """It came whole to each device: as many times its memory as there are devices."""
+    params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
+    job = functools.partial(reduced, wire_dtype=jnp.int8)
+    tx, fewer = (jaxmp.mixed_precision(job(devices=n), "fp32") for n in (DEVICES, 2))
+
+    def on_mesh(devices):
+        sharding = NamedSharding(jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices]), P())
+        return {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for key, x in params.items()}
+
+    with jaxmp.checkpoint.manager(tmp_path) as steps:
+        jaxmp.checkpoint.save(steps, 0, params=params, opt_state=tx.init(params))
+        restored = jaxmp.checkpoint.restore(steps, tx, params=on_mesh(DEVICES))
+        shardings = jaxmp.sharding_of(tx, params, jax.tree.map(lambda x: x.sharding, on_mesh(DEVICES)))
+        for x, sharding in zip(jax.tree.leaves(restored.opt_state), jax.tree.leaves(shardings), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        found = jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(2), partial="*unsent*")
+        assert set(found.report.fresh) == {"unsent_of/by_axis/data"} | {
+            f"unsent/by_axis/data/{key}" for key in PARAMS if key != "small"
+        }
+        unsent = optax.tree.get(found.opt_state, "unsent").by_axis[AXIS]["even"]
+        assert [x.data.shape for x in unsent.addressable_shards] == [(1, 16, 64)] * 2
+        with pytest.raises(
+            ValueError, match=r"got it for 2 at .*unsent/by_axis/data/even, and the mesh has 4.*devices="
+        ):
+            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(4), partial="*unsent*")
+        told = (
+            r"unsent/by_axis/data/\w+ has shape \(4, .*, expected \(2, .*devices= of the save, or .*partial=\"\*unsent"
+        )
+        with pytest.raises(ValueError, match=told):
+            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(2))
+
+
 # Errors
 
 WRONG = {
@@ -363,6 +396,8 @@ def test_places_where_it_cannot_stand():
     with pytest.raises(ValueError, match=r"got it for 4 at .*, and the mesh has no such axis \(fsdp\)"):
         other = NamedSharding(jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4]), P())
         jaxmp.sharding_of(tx, params, {"w": other})
+    with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match="got it for 2 at .*, and the mesh has 4"):
+        jaxmp.sharding_of(jaxmp.mixed_precision(few(devices=2), "fp32"), params, {"w": P()})
     state, step = job_of(jaxmp.mixed_precision(few(devices=8), "fp32"), params, "shard_map")
     with pytest.raises(ValueError, match=r"\(1, 16, 64\); got \(2, 16, 64\) at w.*devices="):
         step(grads, state)
