@@ -401,3 +401,33 @@ def test_places_where_it_cannot_stand():
     state, step = job_of(jaxmp.mixed_precision(few(devices=8), "fp32"), params, "shard_map")
     with pytest.raises(ValueError, match=r"\(1, 16, 64\); got \(2, 16, 64\) at w.*devices="):
         step(grads, state)
+
+
+IN_BRANCHES = {
+    "optax.MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
+    "optax.apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
+    "optax.conditionally_transform": lambda inner: optax.conditionally_transform(inner, lambda step: step % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("wire_dtype", [None, jnp.int8], ids=["whole", "int8"])
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(name, wire_dtype):
+    """Inside of it, jax said that the types of two branches differ; in few bytes, that it is not in mixed_precision."""
+    params, wrap = {"w": jnp.ones((16, 64))}, IN_BRANCHES[name]
+    reduce = reduced() if wire_dtype is None else reduced(wire_dtype=wire_dtype, devices=DEVICES)
+
+    def trace(inner, how="shard_map"):
+        state, step = job_of(jaxmp.mixed_precision(inner, "fp32"), params, how)
+        return jax.eval_shape(step, {"w": jnp.ones((DEVICES, 16, 64))}, state)
+
+    inside, before = wrap(optax.chain(reduce, optax.sgd(0.1))), optax.chain(reduce, wrap(optax.sgd(0.1)))
+    trace(before), trace(before, "untracked")
+    told = rf"must come before a transform that decides.*; got it inside {name}. Put it before: .*chain\(jaxmp.reduce"
+    with pytest.raises(ValueError, match=told):
+        trace(inside)
+    if name == "optax.apply_if_finite" or (wire_dtype is not None and name == "optax.MultiSteps"):
+        with pytest.raises(ValueError, match=told):
+            trace(inside, "untracked")
+    else:  # it decides by a count, which is the same on all devices
+        trace(inside, "untracked")
