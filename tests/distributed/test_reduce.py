@@ -328,6 +328,39 @@ def test_a_job_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
     assert_bitwise(step(gradients(1), restored)[0], step(gradients(1), opt_state)[0])
 
 
+def test_what_is_unsent_is_restored_where_it_belongs(tmp_path):
+    """It came whole to each device: as many times its memory as there are devices."""
+    params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
+    job = functools.partial(reduced, wire_dtype=jnp.int8)
+    tx, fewer = (jaxmp.mixed_precision(job(devices=n), "fp32") for n in (DEVICES, 2))
+
+    def on_mesh(devices):
+        sharding = NamedSharding(jax.make_mesh((devices,), (AXIS,), devices=jax.devices()[:devices]), P())
+        return {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for key, x in params.items()}
+
+    with jaxmp.checkpoint.manager(tmp_path) as steps:
+        jaxmp.checkpoint.save(steps, 0, params=params, opt_state=tx.init(params))
+        restored = jaxmp.checkpoint.restore(steps, tx, params=on_mesh(DEVICES))
+        shardings = jaxmp.sharding_of(tx, params, jax.tree.map(lambda x: x.sharding, on_mesh(DEVICES)))
+        for x, sharding in zip(jax.tree.leaves(restored.opt_state), jax.tree.leaves(shardings), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        found = jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(2), partial="*unsent*")
+        assert set(found.report.fresh) == {"unsent_of/by_axis/data"} | {
+            f"unsent/by_axis/data/{key}" for key in PARAMS if key != "small"
+        }
+        unsent = optax.tree.get(found.opt_state, "unsent").by_axis[AXIS]["even"]
+        assert [x.data.shape for x in unsent.addressable_shards] == [(1, 16, 64)] * 2
+        with pytest.raises(
+            ValueError, match=r"got it for 2 at .*unsent/by_axis/data/even, and the mesh has 4.*devices="
+        ):
+            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(4), partial="*unsent*")
+        told = (
+            r"unsent/by_axis/data/\w+ has shape \(4, .*, expected \(2, .*devices= of the save, or .*partial=\"\*unsent"
+        )
+        with pytest.raises(ValueError, match=told):
+            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(2))
+
+
 # Errors
 
 WRONG = {
@@ -363,6 +396,38 @@ def test_places_where_it_cannot_stand():
     with pytest.raises(ValueError, match=r"got it for 4 at .*, and the mesh has no such axis \(fsdp\)"):
         other = NamedSharding(jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4]), P())
         jaxmp.sharding_of(tx, params, {"w": other})
+    with jax.set_mesh(mesh_of()), pytest.raises(ValueError, match="got it for 2 at .*, and the mesh has 4"):
+        jaxmp.sharding_of(jaxmp.mixed_precision(few(devices=2), "fp32"), params, {"w": P()})
     state, step = job_of(jaxmp.mixed_precision(few(devices=8), "fp32"), params, "shard_map")
     with pytest.raises(ValueError, match=r"\(1, 16, 64\); got \(2, 16, 64\) at w.*devices="):
         step(grads, state)
+
+
+IN_BRANCHES = {
+    "optax.MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
+    "optax.apply_if_finite": lambda inner: optax.apply_if_finite(inner, 2),
+    "optax.conditionally_transform": lambda inner: optax.conditionally_transform(inner, lambda step: step % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("wire_dtype", [None, jnp.int8], ids=["whole", "int8"])
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(name, wire_dtype):
+    """Inside of it, jax said that the types of two branches differ; in few bytes, that it is not in mixed_precision."""
+    params, wrap = {"w": jnp.ones((16, 64))}, IN_BRANCHES[name]
+    reduce = reduced() if wire_dtype is None else reduced(wire_dtype=wire_dtype, devices=DEVICES)
+
+    def trace(inner, how="shard_map"):
+        state, step = job_of(jaxmp.mixed_precision(inner, "fp32"), params, how)
+        return jax.eval_shape(step, {"w": jnp.ones((DEVICES, 16, 64))}, state)
+
+    inside, before = wrap(optax.chain(reduce, optax.sgd(0.1))), optax.chain(reduce, wrap(optax.sgd(0.1)))
+    trace(before), trace(before, "untracked")
+    told = rf"must come before a transform that decides.*; got it inside {name}. Put it before: .*chain\(jaxmp.reduce"
+    with pytest.raises(ValueError, match=told):
+        trace(inside)
+    if name == "optax.apply_if_finite" or (wire_dtype is not None and name == "optax.MultiSteps"):
+        with pytest.raises(ValueError, match=told):
+            trace(inside, "untracked")
+    else:  # it decides by a count, which is the same on all devices
+        trace(inside, "untracked")

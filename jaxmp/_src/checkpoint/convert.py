@@ -96,6 +96,7 @@ def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTre
     """The structure of `tx.init` for params like these; a ValueError if `saved` does not fit."""
     job_leaves.check_params(saved, like)
     structure = structure_of(tx, like)
+    placement.Shardings(like).check_devices(structure)
     job_leaves.check_state(saved, structure)
     return structure
 

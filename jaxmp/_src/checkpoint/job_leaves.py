@@ -21,6 +21,10 @@ _UNSCALE = (
     "unscaled_fp16",
 )
 _FP8_COUNTERS = ("saturated_tensors", "unused_tensors", "lost_gradients")
+_OF_EACH_DEVICE = (
+    " Each device of an axis has its own: make the transform with devices= of the save, or restore with "
+    'partial="*unsent*", and what was not sent yet starts from zero.'
+)
 _join = jax.jit(moments.join)  # one pass, not one for each operation
 
 
@@ -123,7 +127,10 @@ def check_state(saved: Saved, structure: Any) -> None:
             raise ValueError(f"{rule}; {path} is missing from its optimizer state. {leaf_paths.first_paths(given)}")
         got = given[path]
         if tuple(got.shape) != tuple(x.shape):
-            raise ValueError(f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}.")
+            raise ValueError(
+                f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
+                f"{_OF_EACH_DEVICE if '/by_axis/' in path else ''}"
+            )
         floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (got, x)]
         if got.dtype != x.dtype and not all(floats):
             raise ValueError(

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import shardings
+from jaxmp._src.devices import per_device, shardings
 from jaxmp._src.step import leaf_paths
 from pallas_kernels import moments
 
@@ -35,7 +35,8 @@ def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
 class Shardings:
     """Where each leaf goes: params as in `like`; a master or a moment (same end of path, same shape) like its param.
 
-    All other leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
+    Of what each device has its own (`PerDevice`), each gets its own, where their number is that of the axis. All other
+    leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
     """
 
     # `shardings.sharding_of` needs the tree of `tx.init`. Here the tree may be what Orbax describes, nested dicts, so
@@ -56,6 +57,10 @@ class Shardings:
         parts = leaf_paths.essential(path).split("/")
         if parts[-1] in leaf_paths.REMAINDERS:
             parts.pop()
+        if self.replicated is not None and "by_axis" in parts[:-1]:
+            sharding = self._of_each_device(parts[parts.index("by_axis") + 1 :], tuple(shape))
+            if sharding is not None:
+                return sharding
         for start in range(len(parts)):
             found = self._by_path.get("/".join(parts[start:]))
             if found is not None and found[0] == tuple(shape):
@@ -65,6 +70,24 @@ class Shardings:
                 if found is not None and found[0][:-1] == tuple(shape[:-1]):
                     return self._of_part_of_moment(shape, found[1])
         return self.replicated
+
+    def _of_each_device(self, parts: list[str], shape: tuple[int, ...]) -> Any:
+        """The sharding of arrays that `parts`, an axis and the path of a param, have by device; None: not by device."""
+        axis, mesh = parts[0], getattr(self.replicated, "mesh", None)
+        if mesh is None or not shape or mesh.shape.get(axis) != shape[0]:
+            return None
+        param_shape, sharding = self._by_path.get("/".join(parts[1:]), (None, None))
+        spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
+        rest = spec if param_shape == shape[1:] and axis not in shardings.axes_of(spec) else ()
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis, *rest))
+
+    def check_devices(self, structure: Any) -> None:
+        """Raises a ValueError for a state of `tx.init` that is for another number of devices than the mesh has."""
+        mesh = getattr(self.replicated, "mesh", None)
+        for path, x in jax.tree_util.tree_leaves_with_path(structure):
+            axis = per_device.axis_of(path)
+            if axis is not None and mesh is not None and axis in mesh.shape:
+                shardings.check_devices(path, x, mesh)
 
     def _of_part_of_moment(self, shape: tuple[int, ...], sharding: Any) -> Any:
         """The sharding of the codes or the scales of a moment in 8 bits, from that of its param."""

@@ -44,7 +44,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     Raises:
       TypeError: arguments in the place of others.
       ValueError: shardings that do not match the params, named by path; `reduce_gradients(wire_dtype=)` that was made
-        for another number of devices than the mesh of the `NamedSharding`s has.
+        for another number of devices than the mesh of the `NamedSharding`s has, or that of `jax.set_mesh`.
 
     Example:
       >>> import jaxmp, jax.numpy as jnp
@@ -78,7 +78,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
             scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
             return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
         if (axis := per_device.axis_of(path)) is not None:
-            _check_devices(tree_paths.path_str(path), x.shape[0], axis, mesh)
+            check_devices(path, x, mesh if mesh is not None else _mesh_in_use(axis))
             rest = _spec_of(sharding) if shape is not None and x.shape[1:] == shape else ()
             return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
@@ -87,15 +87,23 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
 
 
-def _check_devices(path: str, devices: int, axis: str, mesh: Any) -> None:
+def check_devices(path: Any, x: Any, mesh: Any) -> None:
     """Raises a ValueError unless arrays of which each device has its own are as many as the axis has devices."""
-    if mesh is not None and mesh.shape.get(axis) != devices:
+    axis, devices = per_device.axis_of(path), x.shape[:1]
+    if axis is not None and mesh is not None and mesh.shape.get(axis) != devices[0]:
         has = f"has {mesh.shape[axis]}" if axis in mesh.shape else f"has no such axis ({', '.join(mesh.shape)})"
         raise ValueError(
             f"what each device has its own of must be there once for each device of the axis {axis!r}; got it for "
-            f"{devices} at {path}, and the mesh {has}. Make the transform with devices= the number of devices of its "
-            f'axis, as reduce_gradients("data", wire_dtype=jnp.int8, devices=mesh.shape["data"]).'
+            f"{devices[0]} at {tree_paths.path_str(path)}, and the mesh {has}. Make the transform with devices= the "
+            f'number of devices of its axis, as reduce_gradients("data", wire_dtype=jnp.int8, '
+            f'devices=mesh.shape["data"]).'
         )
+
+
+def _mesh_in_use(axis: str) -> Any:
+    """The mesh of `jax.set_mesh`, if it has the axis; PartitionSpecs tell no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if axis in mesh.shape else None
 
 
 def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:

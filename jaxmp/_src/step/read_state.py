@@ -16,8 +16,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 from optax import contrib
 
-from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.base.warn import warn
+from jaxmp._src.distributed import reduce
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, scale_reads
@@ -190,6 +191,34 @@ def _check_conditions(opt_state: Any, grads: PyTree) -> None:
             )
 
 
+def check_branches(opt_state: Any) -> None:
+    """Raises a ValueError, where axes are bound, for `reduce_gradients` inside a transform that runs it in a branch.
+
+    Before the branch the gradients of a device are its own: what MultiSteps adds up would differ between devices, and
+    what apply_if_finite decides too. In pmap, and where jax tracks no axes, MultiSteps decides the same everywhere.
+    """
+    if not compat.manual_axes():
+        return
+    tracked = any(map(compat.is_tracked, compat.manual_axes()))
+    for kind, name in _BRANCHES.items():
+        for state in find(opt_state, kind):
+            in_few_bytes = bool(find(state, reduce.UnsentState))
+            if not in_few_bytes and not find(state, reduce.ReducedState):
+                continue
+            by_device = kind is optax.ApplyIfFiniteState or bool(jax.tree.leaves(getattr(state, "skip_state", ())))
+            if tracked or by_device or (in_few_bytes and kind is optax.MultiStepsState):
+                raise ValueError(
+                    f"reduce_gradients must come before a transform that decides whether to take a step, which must "
+                    f"see the same gradients on all devices; got it inside {name}. Put it before: "
+                    f"jaxmp.mixed_precision(optax.chain(jaxmp.reduce_gradients(...), {name}(optimizer, ...)), policy)."
+                )
+
+
+_BRANCHES = {
+    optax.MultiStepsState: "optax.MultiSteps",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite",
+    optax.ConditionallyTransformState: "optax.conditionally_transform",
+}
 _MOVERS = {
     optax.LookaheadState: "optax.lookahead",
     contrib.ScheduleFreeState: "optax.contrib.schedule_free",

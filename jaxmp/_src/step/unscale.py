@@ -206,6 +206,7 @@ def unscale_and_skip(
         _check_gradients(updates)
         tree_paths.check_no_broadcast(updates, params)
         read_state.check_has_scaling(state)
+        read_state.check_branches(state)
         if destination is None:
             read_state.warn_if_followed(state)
             read_state.warn_if_preceded(state, updates)
