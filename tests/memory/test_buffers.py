@@ -137,24 +137,18 @@ def conv(x, w, strides, padding="SAME"):
     return lax.conv_general_dilated(x, w, (strides, strides), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def kept_by_gradient(f, *args):
-    return usage(jax.value_and_grad(lambda *args: jnp.sum(f(*args) ** 2), argnums=(0, 1)), *args).kept
-
-
 def test_a_convolution_with_unequal_padding_has_a_padded_copy_until_the_gradient_of_its_kernel():
-    """3 x 3 with strides of 2: "SAME" pads (0, 1), and cuDNN pads (1, 1). The 1 x 1 beside it reads what is not padded."""
-    x, w = image(8), jax.ShapeDtypeStruct((3, 3, 4, 4), jnp.float32)
-    result, copy = 4 * 4 * 4 * 4, 9 * 9 * 4 * 4
-    assert kept_by_gradient(lambda x, w: conv(x, w, 2), x, w) == result + copy
-    assert kept_by_gradient(lambda x, w: conv(x, w, 2, ((1, 1), (1, 1))), x, w) == result
-    one = jax.ShapeDtypeStruct((1, 1, 4, 4), jnp.float32)
-    both = usage(
-        jax.value_and_grad(lambda w, one, x: jnp.sum((conv(jnp.exp(x), w, 2) + conv(jnp.exp(x), one, 2)) ** 2), (0, 1)),
-        w,
-        one,
-        x,
-    )
-    assert both.kept >= buffers.nbytes(x) + copy
+    """3 x 3 with strides of 2: "SAME" pads (0, 1), and cuDNN pads (1, 1). A 1 x 1 beside it reads no copy."""
+    x, w, one = image(8), *(jax.ShapeDtypeStruct((side, side, 4, 4), jnp.float32) for side in (3, 1))
+
+    def kept(f):
+        return usage(jax.value_and_grad(lambda w, one, x: jnp.sum(f(w, one, x) ** 2), argnums=(0, 1)), w, one, x).kept
+
+    result, copy = buffers.nbytes(image(4)), buffers.nbytes(image(9))
+    assert kept(lambda w, one, x: conv(x, w, 2)) == result + copy
+    assert kept(lambda w, one, x: conv(x, w, 2, ((1, 1), (1, 1)))) == result
+    both = kept(lambda w, one, x: conv(jnp.exp(x), w, 2) * conv(jnp.exp(x), one, 2))
+    assert both == 2 * result + copy + buffers.nbytes(x)
 
 
 @pytest.mark.parametrize(("dtype", "bytes_kept"), [(jnp.float32, 16), (jnp.bfloat16, 8)], ids=["fp32", "bf16"])
@@ -289,6 +283,14 @@ def test_large_matmuls_with_odd_sides_have_padded_copies():
     even, odd = (usage(f, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, n), (n, 512)))) for n in (512, 511))
     assert even.scratch == 0
     assert odd.scratch == 2 * 512 * 512 * 2  # of both operands; the result is aligned
+
+
+def test_a_matmul_in_fp8_has_the_workspace_of_cublas():
+    def scratch(dtype):
+        x = jax.ShapeDtypeStruct((N, N), dtype)
+        return usage(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), x).scratch
+
+    assert scratch(jnp.float8_e4m3fn) == scratch(jnp.bfloat16) + 4 * 2**20
 
 
 def test_bytes_are_those_of_arrays():

@@ -51,6 +51,7 @@ _GATHERS, _CUTS = "a param is gathered", "a gradient is cut"  # no names of prim
 _PADS, _KEEPS = "a convolution's operand is padded", "a pool keeps what its gradient reads"
 _WRITES |= {_GATHERS, _CUTS, _PADS, _KEEPS}
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
+_OF_CUBLAS = 4 << 20
 _ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to multiples of 8, in arrays of more values than _LARGE
 
 
@@ -380,7 +381,7 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
         for w in written:
             alive[w] = program.sizes[w]
             now += alive[w]
-        most = max(most, now + _padded(op) + _inside(op))
+        most = max(most, now + _padded(op) + _inside(op) + _workspace(op))
         for b in () if in_place else dying[t]:
             now -= alive.pop(b, 0) if b not in held else 0
     return most
@@ -406,6 +407,13 @@ def _padded(op: _Op) -> int:
         if aligned > math.prod(shape) > _LARGE:
             total += aligned * jnp.dtype(v.aval.dtype).itemsize
     return total
+
+
+def _workspace(op: _Op) -> int:
+    """What XLA gives cuBLAS for a matmul in fp8; its other matmuls are Triton's."""
+    if op.name != "dot_general":
+        return 0
+    return _OF_CUBLAS if all(str(v.aval.dtype).startswith("float8") for v in op.eqn.invars) else 0
 
 
 def _is_literal(v: Any) -> bool:
