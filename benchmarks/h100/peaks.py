@@ -1,4 +1,4 @@
-"""Compares the planned peak of twelve models with XLA's for an H100: six that the rules were tuned on, and six others.
+"""Compares the planned peak of 17 models with XLA's for an H100: eleven that the rules were tuned on, and six others.
 
 The steps of `benchmarks/programs/peaks.py` are compiled from abstract arguments, with params and state donated. XLA's
 peak is its arguments, its scratch memory, and outputs that reuse no argument. Nothing is run.

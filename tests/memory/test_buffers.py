@@ -68,7 +68,7 @@ def test_what_is_cheap_is_recomputed_and_jax_would_save_it():
     assert of_gradient(f) == (5, 1)
 
 
-@pytest.mark.parametrize("costly", [jnp.tanh, lax.erf, jax.nn.sigmoid])
+@pytest.mark.parametrize("costly", [jnp.tanh, lax.erf, lax.erfc])
 def test_what_is_costly_is_not_computed_again_for_each_reader(costly):
     """XLA writes the tanh of a gelu once. It keeps it for the backward pass beside what it is computed from."""
     large = jax.ShapeDtypeStruct((512, 512), jnp.float32)
@@ -82,15 +82,111 @@ def test_what_is_costly_is_not_computed_again_for_each_reader(costly):
     assert kept(lambda y: y * costly(y)) == kept(lambda y: y * jnp.abs(y)) + 1
 
 
-def test_a_sum_of_two_is_stored_where_two_read_it():
-    """x @ w + sin(w @ x): recomputing would read two, storing it reads one. Two matmuls' results die."""
+def test_a_sigmoid_is_computed_again():
+    """XLA keeps no sigmoid of a silu, in 16 or 32 bits."""
+    large = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 
+    def loss(x, w):
+        return jnp.sum(jax.nn.silu(x @ w) @ w)
+
+    kept = usage(jax.value_and_grad(loss, argnums=(0, 1)), large, large).kept
+    assert kept == 2 * buffers.nbytes(large)  # x @ w; the silu, an operand
+
+
+def test_in_16_bits_the_factor_of_an_erfc_is_kept_with_it():
+    """One kernel writes both, and the product: x / 2 of an exact gelu."""
+
+    def kept(dtype):
+        large = jax.ShapeDtypeStruct((512, 512), dtype)
+
+        def loss(x, w):
+            return jnp.sum((jax.nn.gelu(x @ w, approximate=False) @ w).astype(jnp.float32))
+
+        return usage(jax.value_and_grad(loss, argnums=(0, 1)), large, large).kept / buffers.nbytes(large)
+
+    assert kept(jnp.float32) == 3  # x @ w, the erfc, the gelu
+    assert kept(jnp.bfloat16) == 4
+
+
+@pytest.mark.parametrize(("readers", "stored"), [(2, 0), (3, 0), (4, 1)])
+def test_a_sum_of_two_is_stored_if_that_moves_fewer_bytes(readers, stored):
+    """n readers of a + b read 2 n values, or n and the sum, which reads two and writes one."""
+
+    def f(a, b):
+        y = a + b  # never an output
+        return [jnp.sin(n * y) for n in range(1, readers + 1)]
+
+    assert usage(f, X, W).scratch == stored * VALUE
+
+
+def test_a_matmul_keeps_the_narrower_of_an_input_and_its_cast():
+    """Of a batch in float32 the copy in 16 bits, for the gradient of the weights."""
+    w = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+
+    def f(w, x):
+        return jnp.sum((x.astype(jnp.bfloat16) @ w).astype(jnp.float32))
+
+    assert usage(jax.value_and_grad(f), w, X).kept == VALUE // 2
+
+
+def image(side, channels=4, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct((1, side, side, channels), dtype)
+
+
+def conv(x, w, strides, padding="SAME"):
+    return lax.conv_general_dilated(x, w, (strides, strides), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def test_a_convolution_with_unequal_padding_has_a_padded_copy_until_the_gradient_of_its_kernel():
+    """3 x 3 with strides of 2: "SAME" pads (0, 1), and cuDNN pads (1, 1). A 1 x 1 beside it reads no copy."""
+    x, w, one = image(8), *(jax.ShapeDtypeStruct((side, side, 4, 4), jnp.float32) for side in (3, 1))
+
+    def kept(f):
+        return usage(jax.value_and_grad(lambda w, one, x: jnp.sum(f(w, one, x) ** 2), argnums=(0, 1)), w, one, x).kept
+
+    result, copy = buffers.nbytes(image(4)), buffers.nbytes(image(9))
+    assert kept(lambda w, one, x: conv(x, w, 2)) == result + copy
+    assert kept(lambda w, one, x: conv(x, w, 2, ((1, 1), (1, 1)))) == result
+    both = kept(lambda w, one, x: conv(jnp.exp(x), w, 2) * conv(jnp.exp(x), one, 2))
+    assert both == 2 * result + copy + buffers.nbytes(x)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_kept"), [(jnp.float32, 16), (jnp.bfloat16, 8)], ids=["fp32", "bf16"])
+def test_a_max_pool_keeps_coordinates_or_its_operand_for_its_gradient(dtype, bytes_kept):
+    """For each maximum 4 coordinates in int32, or the 2 x 2 values that it is the maximum of: the smaller."""
+
+    def kept(act):
+        def f(x):
+            y = lax.reduce_window(act(x), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return usage(jax.value_and_grad(f), image(8, dtype=dtype)).kept
+
+    maxima = 4 * 4 * 4
+    pooled = maxima * jnp.dtype(dtype).itemsize
+    assert kept(jnp.exp) == bytes_kept * maxima + pooled
+    zeros = buffers.nbytes(image(8, dtype=dtype))
+    assert kept(jax.nn.relu) == kept(jnp.exp) + zeros  # the relu compares with them, the gradient is added to them
+
+
+def test_a_pad_is_one_buffer_however_often_it_is_written():
+    def f(x, w, pads):
+        padded = [jnp.pad(x, ((n, n), (0, 0))) for n in pads]
+        return jnp.sum(padded[0].T @ padded[1])
+
+    def scratch(*pads):
+        return usage(lambda x, w: f(x, w, pads), X, W).scratch
+
+    assert scratch(1, 1) == VALUE + (N + 2) * N * 4  # and the product
+    assert scratch(0, 0) == VALUE
+
+
+def test_what_a_checkpoint_pads_again_is_padded_again():
     def f(x, w):
-        y = x @ w + jnp.sin(w @ x)
-        return jnp.sin(y) @ w
+        return jnp.sum(jnp.pad(jnp.sin(x), ((1, 1), (0, 0))) @ w)
 
-    _, kept = of_gradient(f)
-    assert kept == 3  # w @ x, for the cosine; y; sin(y), an operand
+    plain, again = (usage(jax.value_and_grad(g, argnums=(0, 1)), X, W).kept for g in (f, jax.checkpoint(f)))
+    assert again == 0 < plain
 
 
 def test_views_are_the_same_bytes():
@@ -187,6 +283,14 @@ def test_large_matmuls_with_odd_sides_have_padded_copies():
     even, odd = (usage(f, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, n), (n, 512)))) for n in (512, 511))
     assert even.scratch == 0
     assert odd.scratch == 2 * 512 * 512 * 2  # of both operands; the result is aligned
+
+
+def test_a_matmul_in_fp8_has_the_workspace_of_cublas():
+    def scratch(dtype):
+        x = jax.ShapeDtypeStruct((N, N), dtype)
+        return usage(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), x).scratch
+
+    assert scratch(jnp.float8_e4m3fn) == scratch(jnp.bfloat16) + 4 * 2**20
 
 
 def test_bytes_are_those_of_arrays():

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import jaxmp
 import train
-from benchmarks.h100 import memory as benchmark
+from benchmarks.h100 import memory as benchmark, peaks
 from benchmarks.programs import memory as memory_programs
 from jaxmp import memory
 
@@ -520,7 +521,20 @@ def test_plans_stand_side_by_side():
     assert [x.strip() for x in rows["activations"] if x.strip()] == ["-", "32.00 KB"]
     assert [x.strip() for x in rows["bytes a parameter"] if x.strip()] == ["16.00", "16.00"]
     assert str(plan).splitlines()[0].strip() == "bytes on a device"
-    assert "what it keeps on a CPU is not known" in lines[-1] and "CPU" not in str(without)
+    told = " ".join(lines[-3:])
+    assert "what it keeps on a CPU is not known" in told and "CPU" not in str(without)
+    assert "Not counted: workspaces of cuBLAS" in told and "CUDA's context" in told
+
+
+def test_a_plan_tells_how_far_xla_was_from_plans():
+    """The range that is printed holds for each step that was compiled for an H100."""
+    params, loss_fn = mlp((8, 8))
+    text = str(memory.plan(params, "fp32", optimizer=optax.sgd(0.1), loss_fn=loss_fn, batch=(S((8, 8), F32),)))
+    (least, most), *_ = re.findall(r"XLA's own peak was ([\d.]+) to ([\d.]+) of the plan's", text)
+    rows = json.loads(peaks.BENCHMARK.results.read_text())["rows"]
+    assert {row["rules"] for row in rows} == {"tuned on", "not tuned on"}
+    for row in rows:
+        assert float(least) <= row["peak_xla"] / row["peak"] <= float(most), row["model"]
 
 
 @pytest.mark.parametrize("number", [0, -3, float("nan")])

@@ -10,10 +10,16 @@ reads them, again for each reader if necessary. So each value here is one of two
 The params that `jaxmp.fsdp.gather` gathers are buffers. XLA reduces their gradients in a few large collectives. So
 these gradients count as whole until the end, and the parts of the device count all the time.
 
-A value with several readers is a buffer if it is smaller than the buffers it would be recomputed from (x + f(x) from
-two; a mask from floats), and is recomputed otherwise (a norm's output from its input). With the equations in order, a
-buffer is alive from the equation that writes it to its last reader. The peak is the largest sum of buffers that are
-alive at the same time.
+A value with several readers is a buffer if this moves fewer bytes than to read, for each reader, the buffers that the
+value would be recomputed from. So x + f(x) is a buffer if four kernels read it, and a norm's output is recomputed from
+its input. XLA's fusion decides in this way. Of the costly functions, XLA keeps tanh and erf, and recomputes the sigmoid
+of a silu.
+
+Some buffers are in no equation. A convolution whose padding is unequal reads a padded copy. A max pool keeps for its
+gradient the coordinates of its maxima, or its operand.
+
+With the equations in order, a buffer is alive from the equation that writes it to its last reader. The peak is the
+largest sum of buffers that are alive at the same time.
 
 Differences from XLA: order (XLA may move equations), workspaces of libraries, padding inside kernels, fusions that
 XLA's cost model rejects. `benchmarks/h100/memory.py` compares it with XLA's own analysis.
@@ -34,7 +40,7 @@ from jaxmp._src.programs import jaxprs
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
 _VIEWS = jaxprs.REARRANGES | jaxprs.HANDS_ON  # the same bytes, or read as such
 _LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
-_COSTLY = frozenset({"tanh", "erf", "logistic"})  # XLA does not compute these again for each reader
+_COSTLY = frozenset({"tanh", "erf", "erfc"})  # XLA does not compute these again for each reader
 _BODIES = jaxprs.CONTROL_FLOW | {"shard_map"}
 _KERNELS = frozenset({"pallas_call", "custom_call", "ffi_call", "pure_callback", "io_callback", "fft"})
 _WRITES = frozenset(
@@ -43,9 +49,10 @@ _WRITES = frozenset(
     | {"threefry2x32", "random_bits", "random_wrap", "random_unwrap", "optimization_barrier"}
 )
 _GATHERS, _CUTS = "a param is gathered", "a gradient is cut"  # no names of primitives
-_WRITES |= {_GATHERS, _CUTS}
+_PADS, _KEEPS = "a convolution's operand is padded", "a pool keeps what its gradient reads"
+_WRITES |= {_GATHERS, _CUTS, _PADS, _KEEPS}
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
-_SLACK = 1.15  # a recomputed value may read small operands besides its main one: a mean, a bias
+_OF_CUBLAS = 4 << 20
 _ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to multiples of 8, in arrays of more values than _LARGE
 
 
@@ -81,6 +88,9 @@ class _Program:
     def __init__(self, jaxpr: Any, output_bytes: Sequence[int | None] | None = None):
         self.sizes: list[int] = []
         self.ops: list[_Op] = []
+        self._copies: dict[tuple[Any, ...], int] = {}  # padded, for convolutions and the gradients of their kernels
+        self._pads: dict[tuple[Any, ...], int] = {}  # XLA computes equal ones once
+        self._pools: dict[tuple[Any, ...], tuple[int, ...]] = {}  # what each keeps for its gradient
         inside, _ = jaxprs.open_jaxpr(jaxpr)
         names: dict[Any, int | None] = {v: self._new(v.aval) for v in (*inside.constvars, *inside.invars)}
         self.inputs = frozenset(range(len(self.sizes)))
@@ -103,9 +113,18 @@ class _Program:
         for eqn in jaxpr.eqns:
             reads = [None if _is_literal(v) else names[v] for v in eqn.invars]
             name = eqn.primitive.name
+            if name == "conv_general_dilated":
+                reads[0] = self._padded_copy(eqn, reads[0])
+            elif name in {"reduce_window_max", "select_and_scatter_add"} and reads[-1] is not None:
+                pool = (reads[-1], *(eqn.params[k] for k in ("window_dimensions", "window_strides", "padding")))
+                if name == "reduce_window_max":
+                    self._pools[pool] = self._kept_by_a_pool(eqn, reads[-1])
+                elif pool in self._pools:
+                    reads[-1:] = self._pools[pool]
             if name in jaxprs.CALLS:
                 ((called, _),) = jaxprs.functions_of(eqn)
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+                    self._pads.clear()  # ... except across a rematerialization
                     known = tuple(r for r in reads if r is not None)
                     self.ops.append(_Op(eqn, name, known, (), is_barrier=True))
                 inner: dict[Any, int | None] = dict.fromkeys(called.constvars)
@@ -113,6 +132,9 @@ class _Program:
                 self._write_out(called, inner)
                 written = [None if _is_literal(v) else inner[v] for v in called.outvars]
                 names |= dict(zip(eqn.outvars, written, strict=True))
+                continue
+            if name == "pad":
+                names[eqn.outvars[0]] = self._written_pad(eqn, reads)
                 continue
             if name == "name":
                 name = {fsdp.GATHERED: _GATHERS, fsdp.PART: _CUTS}.get(eqn.params["name"], name)
@@ -122,6 +144,58 @@ class _Program:
             written = [self._new(aval) for aval in avals]
             names |= dict(zip(eqn.outvars, written, strict=True))
             self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
+
+    def _written_pad(self, eqn: Any, reads: list[int | None]) -> int:
+        """The result of a pad: the operand if it adds nothing; the same as before if it was written before."""
+        operand, value = reads
+        ends = eqn.params["padding_config"]
+        if operand is not None and not any(map(any, ends)):
+            return operand
+        maker = next((op for op in reversed(self.ops) if value in op.writes), None)
+        is_constant = value is None or (maker is not None and not maker.reads)
+        pad = (operand, None if is_constant else value, ends)
+        if pad not in self._pads:
+            self._pads[pad] = self._new(eqn.outvars[0].aval)
+            self.ops.append(_Op(eqn, "pad", tuple(r for r in reads if r is not None), (self._pads[pad],)))
+        return self._pads[pad]
+
+    def _padded_copy(self, eqn: Any, operand: int | None) -> int | None:
+        """What a convolution reads for its operand: cuDNN pads both ends alike, so XLA pads a copy where they differ.
+
+        The gradient of the kernel reads the same copy. It has the strides as its dilation, the kernel as its result.
+        """
+        params, spec = eqn.params, eqn.params["dimension_numbers"]
+        kernel = tuple(eqn.invars[1].aval.shape[axis] for axis in spec.rhs_spec[2:])
+        result = tuple(eqn.outvars[0].aval.shape[axis] for axis in spec.out_spec[2:])
+        lows, highs = zip(*params["padding"], strict=True) if params["padding"] else ((), ())
+        known = self._copies.get((operand, lows, params["rhs_dilation"], result))
+        if known is not None:
+            return known
+        is_plain = {*params["lhs_dilation"], *params["rhs_dilation"]} <= {1}
+        if operand is None or lows == highs or not is_plain:
+            return operand
+        image = eqn.invars[0].aval
+        sides = {axis: max(sum(ends), 0) for axis, ends in zip(spec.lhs_spec[2:], params["padding"], strict=True)}
+        copy = self._new(jax.ShapeDtypeStruct([d + sides.get(i, 0) for i, d in enumerate(image.shape)], image.dtype))
+        self.ops.append(_Op(eqn, _PADS, (operand,), (copy,)))
+        self._copies[operand, lows, params["window_strides"], kernel] = copy
+        return copy
+
+    def _kept_by_a_pool(self, eqn: Any, operand: int) -> tuple[int, ...]:
+        """What a max pool keeps for its gradient.
+
+        XLA computes the coordinates of each maximum, int32 for each axis, in the forward pass or late, from the
+        operand: the smaller is kept. So are the zeros that the gradient is added to, where the operand is a relu:
+        the relu compares with the same zeros.
+        """
+        image, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        coordinates = 4 * len(result.shape) * math.prod(result.shape)
+        held = [self._new(jax.ShapeDtypeStruct((min(coordinates, nbytes(image)),), jnp.uint8))]
+        maker = next((op for op in reversed(self.ops) if operand in op.writes), None)
+        if maker is not None and maker.name == "max" and any(map(_is_literal, maker.eqn.invars)):
+            held.append(self._new(image))
+        self.ops.append(_Op(eqn, _KEEPS, (operand,), tuple(held)))
+        return tuple(held)
 
     def _leave_out_what_is_unused(self) -> None:
         used = {o for o in self.outputs if o is not None}
@@ -185,14 +259,20 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
     readers = _readers_that_store(program, forced)
     bases = {i: {i} for i in program.inputs}
     stored = set(program.inputs)
+    factors = _beside_costly(program)
+    operands = {_behind_views(program, r) for op in program.ops if op.name == "dot_general" for r in op.reads}
     wide: set[int] = set()  # costly ones in float32: XLA stores them, or what is made from them
     for op in program.ops:
         read = set().union(*(bases[r] for r in op.reads))
         again = sum(program.sizes[b] for b in read - wide)
         for w in op.writes:
-            shared = op.name not in _VIEWS and len(readers[w]) > 1
-            costly = shared and op.name in _COSTLY and _LARGE < program.sizes[w]
-            if w in forced or costly or (shared and again > _SLACK * program.sizes[w] > 0):
+            n, size = len(readers[w]), program.sizes[w]
+            shared = op.name not in _VIEWS and n > 1
+            costly = shared and op.name in _COSTLY and _LARGE < size
+            moves_less = 0 < (n + 1) * size < (n - 1) * again  # it is written, read n times; its bases are read once
+            if w in operands:
+                moves_less = 0 < size < again  # a matmul reads an operand several times: the narrower
+            if w in forced or costly or (shared and (w in factors or moves_less)):
                 stored.add(w)
                 if costly and op.eqn.outvars[0].aval.dtype.itemsize > 2:
                     wide.add(w)
@@ -200,6 +280,17 @@ def _find_buffers(program: _Program) -> tuple[dict[int, set[int]], set[int]]:
             else:
                 bases[w] = read
     return bases, stored
+
+
+def _beside_costly(program: _Program) -> set[int]:
+    """What costly values in 16 bits are multiplied by: one kernel writes both, for the backward pass."""
+    found = set()
+    for op in program.ops:
+        for one, other in itertools.permutations(op.reads, 2) if op.name == "mul" else ():
+            maker = program.producer.get(one)
+            if maker is not None and maker.name in _COSTLY and _LARGE < program.sizes[one] == program.sizes[other]:
+                found |= {other} if maker.eqn.outvars[0].aval.dtype.itemsize == 2 else set()
+    return found
 
 
 def _forced(program: _Program) -> set[int]:
@@ -291,7 +382,7 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
         for w in written:
             alive[w] = program.sizes[w]
             now += alive[w]
-        most = max(most, now + _padded(op) + _inside(op))
+        most = max(most, now + _padded(op) + _inside(op) + _workspace(op))
         for b in () if in_place else dying[t]:
             now -= alive.pop(b, 0) if b not in held else 0
     return most
@@ -317,6 +408,13 @@ def _padded(op: _Op) -> int:
         if aligned > math.prod(shape) > _LARGE:
             total += aligned * jnp.dtype(v.aval.dtype).itemsize
     return total
+
+
+def _workspace(op: _Op) -> int:
+    """What XLA gives cuBLAS for a matmul in fp8; its other matmuls are Triton's."""
+    if op.name != "dot_general":
+        return 0
+    return _OF_CUBLAS if all(str(v.aval.dtype).startswith("float8") for v in op.eqn.invars) else 0
 
 
 def _is_literal(v: Any) -> bool:
