@@ -268,7 +268,9 @@ def unscale_and_skip(
 def _is_scaled(grad: PyTree, updates: PyTree, destination: in_place.Destination | None) -> bool:
     """Whether the extra argument `grad` of optax's line searches is the very gradients that are unscaled here."""
     given = jax.tree.leaves(grad)[:1]
-    scaled = [x for tree in (updates, None if destination is None else destination.grads) for x in jax.tree.leaves(tree)]
+    scaled = [
+        x for tree in (updates, None if destination is None else destination.grads) for x in jax.tree.leaves(tree)
+    ]
     return any(g is x for g in given for x in scaled) or scale_reads.holds_gradients(grad)
 
 
