@@ -79,7 +79,9 @@ def _as_one(x: Array, y: Array | None) -> Array:
 def _sum_of(first: Sequence[Array], second: Sequence[Array | None], number: Callable[..., Array]) -> Array:
     """The sum of `number(x, y)` over all elements of all params."""
     if not write_order.is_one_pass(first):
-        return sum((jnp.sum(number(x, y)) for x, y in zip(first, second, strict=True)), start=jnp.zeros(()))
+        return sum(
+            (jnp.sum(number(x, y)) for x, y in zip(first, second, strict=True)), start=jnp.zeros((), jnp.float32)
+        )
     # Behind the barrier they are computed once, with the update, and not again where they are added.
     small = [i for i, x in enumerate(first) if x.size <= _SMALL]
     large = [i for i, x in enumerate(first) if x.size > _SMALL]
@@ -90,7 +92,7 @@ def _sum_of(first: Sequence[Array], second: Sequence[Array | None], number: Call
         )
     )
     parts = [number(x & _MOST, x >> 3) for x in _added(bytes_, at_most=_MOST)] + rows
-    return sum((jnp.sum(x) for x in _added(parts, at_most=len(parts))), start=jnp.zeros(()))
+    return sum((jnp.sum(x) for x in _added(parts, at_most=len(parts))), start=jnp.zeros((), jnp.float32))
 
 
 def _row_sums(x: Array) -> Array:

@@ -512,3 +512,31 @@ def test_a_gradient_that_is_handed_on_as_an_update_is_refused(policy):
     others = jax.tree.map(lambda x: not x, mask)
     new = step(optax.chain(optax.masked(optax.set_to_zero(), others), optax.masked(mixed, mask)))
     assert_bitwise(new["b"], jaxmp.get_policy(policy).cast_to_param(params["b"]))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("remainder_bits", [None, 16, 8])
+def test_a_step_keeps_its_dtypes_where_64_bits_are_on(remainder_bits):
+    """`jax_enable_x64` changes the dtype of what is made without one; the step is in float32."""
+
+    def trained():
+        tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=remainder_bits)
+        params32 = {"w": jnp.linspace(-1.0, 1.0, 8, dtype=jnp.float32)}
+        params, state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
+
+        @jax.jit
+        def step(params, state):
+            loss_fn = lambda p, x: jnp.mean((p["w"].astype(jnp.float32)[None] - x) ** 2)  # noqa: E731
+            loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=2)(
+                params, jnp.ones((2, 8), jnp.float32), opt_state=state
+            )
+            return loss, *jaxmp.apply_gradients(tx, grads, state, params)
+
+        return step(params, state)
+
+    def floats(tree):
+        return [x for x in jax.tree.leaves(jax.device_get(tree)) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    with jax.enable_x64(True):
+        found = floats(trained())
+    assert_close(found, floats(trained()), rtol=2e-6, atol=1e-5)  # optax corrects the bias of Adam in float64 there

@@ -136,10 +136,14 @@ def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_th
         traced(layouts["columns"])
 
 
-@pytest.mark.parametrize("inner", [optax.adafactor(1e-3, min_dim_size_to_factor=32), optax.sm3(0.1)], ids=["adafactor", "sm3"])
+@pytest.mark.parametrize(
+    "inner", [optax.adafactor(1e-3, min_dim_size_to_factor=32), optax.sm3(0.1)], ids=["adafactor", "sm3"]
+)
 def test_state_of_whole_rows_and_columns_does_not_fit_parts(inner):
     """The update itself would raise an error of broadcasting."""
-    with pytest.raises(ValueError, match=r"gets this device's part .*; got .*/w.*of shape \(\d+,.*\) in .* a part of shape \(32, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"gets this device's part .*; got .*/w.*of shape \(\d+,.*\) in .* a part of shape \(32, 64\)"
+    ):
         trace(jaxmp.mixed_precision(inner, "bf16"), "bf16", True)
 
 

@@ -108,8 +108,8 @@ def suggest_policy(
     Args:
       model: a loss function `loss_fn(params, *batch) -> f32[]` in float32, as for `jaxmp.autocast`; or
         an nnx module.
-      batch: a tuple of the loss's other arguments: pytrees of arrays. What is no tuple or list (an array, a dict) is its
-        only other argument.
+      batch: a tuple of the loss's other arguments: pytrees of arrays. What is no tuple or list (an array, a dict) is
+        its only other argument.
       formats: those of "fp8", "fp16" and "bf16" to try. If two 16-bit formats are equally good, the first is taken.
       params: pytree of params, for a loss function; floats are measured in float32.
       loss_fn: for an nnx module, `loss_fn(model, *batch) -> f32[]`. Only `nnx.Param`s are trained.

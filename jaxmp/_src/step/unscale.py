@@ -268,9 +268,8 @@ def unscale_and_skip(
 
 def _is_scaled(grad: PyTree, updates: PyTree, destination: in_place.Destination | None) -> bool:
     """Whether the extra argument `grad` of optax's line searches is the very gradients that are unscaled here."""
-    given = jax.tree.leaves(grad)[:1]
-    scaled = [x for tree in (updates, None if destination is None else destination.grads) for x in jax.tree.leaves(tree)]
-    return any(g is x for g in given for x in scaled) or scale_reads.holds_gradients(grad)
+    here = jax.tree.leaves((updates, () if destination is None else destination.grads))
+    return scale_reads.holds_gradients(grad) or any(g is x for g in jax.tree.leaves(grad)[:1] for x in here)
 
 
 def _unscale(
