@@ -39,6 +39,22 @@ def inner() -> optax.GradientTransformation:
 KEEP_NORMS = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
 
 
+def in_few_bytes() -> optax.GradientTransformationExtraArgs:
+    """`reduce_gradients(wire_dtype=)` with its axis bound, over one device unless a test binds it over more."""
+    reduce = jaxmp.reduce_gradients("data", wire_dtype=jnp.int8, devices=1, min_size=1)
+    tx = jaxmp.mixed_precision(optax.chain(reduce, inner()), "fp16", axis_name="auto")
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        run = functools.partial(tx.update, **extra_args)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return run(updates, state, params)
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+        specs = jaxmp.sharding_of(tx, params, P())
+        return jax.shard_map(run, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 class Part(NamedTuple):
     """A public transform: how it is made, how params are stored for it, and whether it can skip a step."""
 
@@ -59,11 +75,15 @@ PARTS = {
     "count_zeros": Part(jaxmp.count_zeros, skips=False),
     "ema_params": Part(lambda: jaxmp.ema_params(0.9), skips=False),
     "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
+    "reduce_gradients-int8": Part(in_few_bytes, "fp16"),
 }
+OF_A_MESH = {"reduce_gradients-int8"}  # its results lie on a mesh, and each device has a state of its own
 each_part = pytest.mark.parametrize("name", PARTS)
 ALIKE = {"mixed_precision-tf32", "mixed_precision-fp16"}  # the programs of fp32 and keep_fp32
 FEWER_PARTS = {"mixed_precision-fp32", "mixed_precision-bf16"}  # than keep_fp32 has
 each_program = pytest.mark.parametrize("name", [name for name in PARTS if name not in ALIKE])
+each_part_anywhere = pytest.mark.parametrize("name", [name for name in PARTS if name not in OF_A_MESH])
+each_program_anywhere = pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *OF_A_MESH}])
 
 
 class Case(NamedTuple):
@@ -156,7 +176,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
 
 
 @pytest.mark.sampled(9)
-@each_program
+@each_program_anywhere
 def test_jit_equals_eager(name):
     c = case(name)
     assert_close(c.update(c.good, c.state, c.params), c.tx.update(c.good, c.state, c.params), rtol=1e-6, atol=1e-9)
@@ -164,7 +184,7 @@ def test_jit_equals_eager(name):
 
 
 @pytest.mark.sampled(9)
-@each_part
+@each_part_anywhere
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
     jax.block_until_ready(c.update(c.good, c.state, c.params))
@@ -257,7 +277,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS}])
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS, *OF_A_MESH}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
     c = case(name)
@@ -276,7 +296,7 @@ def test_pmap_replication(name):
 
 
 @pytest.mark.sampled(6)
-@each_part
+@each_part_anywhere
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
     part = PARTS[name]
@@ -299,7 +319,7 @@ def test_nnx_optimizer(name):
 
 
 @pytest.mark.sampled(9)
-@each_program
+@each_program_anywhere
 def test_types_are_stable_on_eight_devices(name):
     """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
     part = PARTS[name]
