@@ -141,12 +141,16 @@ def test_a_convolution_with_unequal_padding_has_a_padded_copy_until_the_gradient
     """3 x 3 with strides of 2: "SAME" pads (0, 1), and cuDNN pads (1, 1). A 1 x 1 beside it reads no copy."""
     x, w, one = image(8), *(jax.ShapeDtypeStruct((side, side, 4, 4), jnp.float32) for side in (3, 1))
 
+    def of_gradient(f):
+        return usage(jax.value_and_grad(lambda w, one, x: jnp.sum(f(w, one, x) ** 2), argnums=(0, 1)), w, one, x)
+
     def kept(f):
-        return usage(jax.value_and_grad(lambda w, one, x: jnp.sum(f(w, one, x) ** 2), argnums=(0, 1)), w, one, x).kept
+        return of_gradient(f).kept
 
     result, copy = buffers.nbytes(image(4)), buffers.nbytes(image(9))
     assert kept(lambda w, one, x: conv(x, w, 2)) == result + copy
     assert kept(lambda w, one, x: conv(x, w, 2, ((1, 1), (1, 1)))) == result
+    assert of_gradient(lambda w, one, x: conv(x, w, 2)).saved == result  # JAX knows of no copy
     both = kept(lambda w, one, x: conv(jnp.exp(x), w, 2) * conv(jnp.exp(x), one, 2))
     assert both == 2 * result + copy + buffers.nbytes(x)
 

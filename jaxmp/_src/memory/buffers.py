@@ -239,11 +239,16 @@ def nbytes(x: Any) -> int:
 
 
 def _saved(program: _Program, turn: int, starts: dict[int, int]) -> int:
-    """Bytes that are computed up to `turn` and read after it; views of one value count once."""
+    """Bytes that are computed up to `turn` and read after it; views of one value count once.
+
+    What XLA makes of a value for its readers counts as that value.
+    """
+    copied = {w: op.reads[0] for op in program.ops if op.name in {_PADS, _KEEPS} for w in op.writes}
     found = set()
     for op in program.ops[turn + 1 :]:
         if not op.is_barrier:
-            found |= {_behind_views(program, r) for r in op.reads if starts.get(r, turn + 1) <= turn}
+            read = {copied.get(r, r) for r in op.reads}
+            found |= {_behind_views(program, r) for r in read if starts.get(r, turn + 1) <= turn}
     return sum(program.sizes[r] for r in found - program.inputs)
 
 
