@@ -193,6 +193,7 @@ def _run(
             some.kind,
             whole,
             functools.partial(index, piece),
+            in_kernel=True,
         )
         new, parts = program.f(values)
         results.append(tuple(new))

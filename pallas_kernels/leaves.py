@@ -37,6 +37,7 @@ class Values(NamedTuple):
     kind: Any  # `Leaf.kind`
     group_max: Callable[[Any], Any]  # the maximum over each group, in a shape that broadcasts against the values
     index: Callable[[], Any]  # () -> int32, the number of each element within its leaf
+    in_kernel: bool  # whether this is a block in a kernel; Mosaic lowers fewer primitives than XLA
 
 
 # The arithmetic of a kernel: values -> (new states, then writes, then outs; values to sum over all elements of all

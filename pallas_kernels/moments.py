@@ -116,6 +116,8 @@ def flat_index(shape: tuple[int, ...]) -> Int[Array, "..."]:
 
 
 # --- the arithmetic: on a block of a kernel, and on whole arrays ------------------------------------------------------
+# Roundings by bits have no derivative of their own, so on whole arrays they are given one. A kernel is never
+# differentiated, and Mosaic (jax 0.11) lowers no `jax.custom_jvp`: there `in_kernel` is true.
 
 
 def noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
@@ -152,18 +154,19 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[1], tangents[0].astype(primals[1].dtype)
 
 
-def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."]) -> Array:
+def to_bfloat16(x: Float[Array, "..."], random: Int[Array, "..."], *, in_kernel: bool = False) -> Array:
     """float32 `x` in bfloat16, rounded up or down by 16 random bits; inf and NaN do not change."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     size = jnp.minimum((bits & np.int32(0x7FFFFFFF)) + random, np.int32(0x7F7FFFFF))  # at most the largest finite
     bits = (bits & np.int32(-0x80000000)) | (size & np.int32(-0x10000))
     rounded = lax.bitcast_convert_type(bits, jnp.float32)
-    return with_derivative_of(x, jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16))
+    rounded = jnp.where(jnp.abs(x) < jnp.inf, rounded, x).astype(jnp.bfloat16)
+    return rounded if in_kernel else with_derivative_of(x, rounded)
 
 
-def decode(codec: Codec, codes: Array, scales: Float[Array, "..."]) -> Float[Array, "..."]:
+def decode(codec: Codec, codes: Array, scales: Float[Array, "..."], *, in_kernel: bool = False) -> Float[Array, "..."]:
     """The float32 values of codes."""
-    return _powered(codec, codes.astype(jnp.float32)) * _underived(scales)
+    return _powered(codec, codes.astype(jnp.float32)) * (scales if in_kernel else _underived(scales))
 
 
 @jax.custom_jvp
@@ -230,12 +233,12 @@ def _powered(codec: Codec, code: Float[Array, "..."]) -> Float[Array, "..."]:
 # --- split masters ---------------------------------------------------------------------------------------------------
 
 
-def join(param: Array, remainder: Int[Array, "..."]) -> Float[Array, "..."]:
+def join(param: Array, remainder: Int[Array, "..."], *, in_kernel: bool = False) -> Float[Array, "..."]:
     """The float32 master of a bfloat16 param and its remainder (int16, or int8 of a master of 24 bits)."""
     bits = lax.bitcast_convert_type(param.astype(jnp.float32), jnp.int32)
     low = remainder.astype(jnp.int32)
     master = lax.bitcast_convert_type(bits + (low * 256 if remainder.dtype == jnp.int8 else low), jnp.float32)
-    return with_derivative_of(param, master)
+    return master if in_kernel else with_derivative_of(param, master)
 
 
 def split_noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, "..."]:
@@ -244,7 +247,7 @@ def split_noise(index: Int[Array, "..."], leaf: Any, step: Any) -> Int[Array, ".
 
 
 def split(
-    master: Float[Array, "..."], dtype: Any, random: Int[Array, "..."] | None = None
+    master: Float[Array, "..."], dtype: Any, random: Int[Array, "..."] | None = None, *, in_kernel: bool = False
 ) -> tuple[Array, Int[Array, "..."]]:
     """The bfloat16 param of a float32 master, and the remainder in `dtype` (int16 or int8).
 
@@ -262,7 +265,8 @@ def split(
         size = jnp.minimum(size, _LARGEST_SPLIT & np.int32(-0x100))
     upper = (size + np.int32(0x8000)) & np.int32(-0x10000)
     param = lax.bitcast_convert_type(upper | sign, jnp.float32)
-    param = with_derivative_of(master, jnp.where(master == master, param, master).astype(jnp.bfloat16))
+    param = jnp.where(master == master, param, master).astype(jnp.bfloat16)
+    param = param if in_kernel else with_derivative_of(master, param)
     low = size - upper
     return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
 

@@ -81,6 +81,7 @@ def _of_leaf(
         kind,
         lambda x: jnp.max(x, axis=-1, keepdims=True),
         lambda: flat_index(shape).reshape(grouped),
+        in_kernel=False,
     )
     new, parts = f(values)
     old = (*states, *writes)

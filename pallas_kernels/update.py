@@ -311,10 +311,13 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     states = list(values.states)
     param = states.pop(0) if kind.is_split else None
     stored = states.pop(0)
-    weight = stored if param is None else _moments.join(param, stored)
+    in_kernel = values.in_kernel
+    weight = stored if param is None else _moments.join(param, stored, in_kernel=in_kernel)
     codecs = [_moments.codec_for(name, signed=signed) for name, signed in zip(kind.moments, rule.signed, strict=True)]
     old = [
-        states.pop(0).astype(jnp.float32) if codec is None else _moments.decode(codec, states.pop(0), states.pop(0))
+        states.pop(0).astype(jnp.float32)
+        if codec is None
+        else _moments.decode(codec, states.pop(0), states.pop(0), in_kernel=in_kernel)
         for codec in codecs
     ]
     g = values.reads[0].astype(jnp.float32) * factor
@@ -330,7 +333,7 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     sums = [jnp.where(held, one, zero)]
     if kind.is_split:
         bits_of_master = _moments.split_noise(values.index(), leaf, step) if stored.dtype == jnp.int8 else None
-        results = list(_moments.split(moved, stored.dtype, bits_of_master))
+        results = list(_moments.split(moved, stored.dtype, bits_of_master, in_kernel=in_kernel))
     else:
         results = [moved]
     narrow = any(name != "float32" for name in kind.moments)
@@ -341,7 +344,7 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
             largest = values.group_max(jnp.abs(x))
             results += [_moments.encode(codec, x, largest, bits), largest]
         else:
-            results.append(_moments.to_bfloat16(x, bits) if name == "bfloat16" else x)
+            results.append(_moments.to_bfloat16(x, bits, in_kernel=in_kernel) if name == "bfloat16" else x)
     if kind.param_dtype is None:
         return results, sums
     results.append(reference.saturating_cast(moved, kind.param_dtype))
