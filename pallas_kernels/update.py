@@ -192,7 +192,7 @@ def multi_tensor_update(
         w          = w - learning_rate * (rule.direction(g, moments) + decay * w)
         param      = round(w)                         if the model's param has fewer bits
 
-    An element of which a value would become inf or NaN keeps all its old values.
+    If a value of an element would become inf or NaN, the element keeps all its old values.
 
     Args:
       weights: the leaves; all arrays of a leaf have the shape of its gradient.

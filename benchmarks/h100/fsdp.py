@@ -1,8 +1,8 @@
 """Counts what a step with FSDP exchanges on 8, 64 and 512 H100s; also writes scaling.md.
 
 The transformer of `benchmarks/programs/fsdp.py` is compiled, not run. Counted in the final program: each collective
-with its dtype and bytes, the collectives that are scheduled to overlap with a matmul, the all-reduces of flags, and
-scratch memory; and whether params and state are updated in place.
+with its dtype and bytes, the collectives that are scheduled to overlap with a matmul, the all-reduces of flags (for
+which the update waits), and scratch memory; and whether params and state are updated in place.
 
 Targets: nothing is gathered in float32 under a 16-bit policy, one all-reduce carries all flags, its size does not grow
 with the number of devices, all donated buffers are reused, and the planner's numbers are close.

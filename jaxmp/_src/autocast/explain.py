@@ -23,8 +23,8 @@ class ExplainedOp(NamedTuple):
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
       group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
-        of `force_fp32` read it); or `written` (unchanged). Of a matmul in fp8 its recipe; of one that could not be in
-        fp8, or is not by the filter, the reason, as `allow, not fp8: filter`.
+        of `force_fp32` read it); or `written` (unchanged). For a matmul in fp8: its recipe. For a matmul that cannot
+        run in fp8, or that the filter excludes: the reason, as `allow, not fp8: filter`.
       count: how many there are; one in a scan counts once for each iteration.
       flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
@@ -41,8 +41,8 @@ class ExplainedOp(NamedTuple):
 class Explanation(NamedTuple):
     """The result of `explain_autocast`: rows, and a table when printed.
 
-    In the table, numbered modules with the same operations are one: `Block_[0-47]/Dense_0`, with all that is done in
-    them together.
+    In the table, numbered modules with the same operations share a row, with their counts added:
+    `Block_[0-47]/Dense_0`.
 
     Attributes:
       rows: one for each kind of operation in each module, in the order they run.

@@ -42,7 +42,7 @@ class Value(NamedTuple):
     Attributes:
       dtype: the dtype it has in the rewritten function.
       votes: whether it counts among the inputs of an operation in the widest dtype.
-      const: the number that all its elements are, if known.
+      const: the number that all its elements are equal to, if known.
       home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
       computed: whether an operation of the function computes it; an input, moved or not, is not.
     """

@@ -275,8 +275,9 @@ def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str
 def check_no_broadcast(grads: Any, params: Any) -> None:
     """Raises a ValueError for a gradient of another shape that NumPy's rules would repeat to the shape of its param.
 
-    Such a gradient, as of a loss that summed an axis, moves all elements alike. Gradients of other shapes may be right
-    where they enter a chain: one for each example, or of params that are cut over devices later.
+    Such a gradient (for example, of a loss that summed an axis) moves all elements alike. Gradients of other shapes may
+    be right where they enter a chain: one gradient for each example, or gradients of params that a later transform
+    splits over devices.
     """
     if jax.tree.structure(grads) != jax.tree.structure(params):
         return  # reported elsewhere

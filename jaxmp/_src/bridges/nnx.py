@@ -240,7 +240,7 @@ class Optimizer(nnx.Optimizer):
           **kwargs: as for `jaxmp.fp8.calibrate`: `has_aux`, `policy`, `accumulate`, ..., and arguments of `fun`.
 
         Raises:
-          TypeError: the loss and the module stand in each other's place.
+          TypeError: the loss and the module are swapped.
         """
         if isinstance(fun, nnx.Module):
             raise TypeError(

@@ -9,7 +9,7 @@ from jaxmp._src.checkpoint import orbax
 
 
 def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
-    """(a table of the steps and one of the leaves of a step, whether all that was looked at is whole).
+    """Two tables as text, of the steps and of the leaves of one step; and whether all that was read is whole.
 
     Args:
       directory: a directory of steps, or the folder of one step.

@@ -69,7 +69,7 @@ def save_job(
       step: the number of the step, larger than all saved steps. (Take the loop's, which also counts skipped steps.)
       job: a linen TrainState, flax's, jaxmp's or a subclass with more fields; or, of nnx, `(model, optimizer)`, and
         behind these other objects with state, such as `nnx.Rngs`: `(model, optimizer, rngs)`.
-      extra: what else there is to save, by name: `{"position": 3000}` of the data, the state of a data loader.
+      extra: other trees and numbers to save, by name: `{"position": 3000}` of the data, the state of a data loader.
       layout: the layout that the params are padded with, if they are.
       metadata, force: as for `save`.
 
@@ -113,7 +113,7 @@ def restore_job(
     layout: param_layout.Layout | None = None,
     partial: str | Sequence[str] = (),
 ) -> RestoredJob:
-    """Restores all of a job that `save_job` saved, into a job made anew; as given, if nothing was saved yet.
+    """Restores what `save_job` saved into a new job. If nothing was saved yet, the job stays as given.
 
         with jaxmp.checkpoint.manager(directory) as steps:
             last, state, extra, _ = jaxmp.checkpoint.restore_job(steps, state, extra={"position": 0})
@@ -121,7 +121,8 @@ def restore_job(
                 state = train_step(state, batch_of(i))
                 jaxmp.checkpoint.save_job(steps, i, state, extra={"position": i})
 
-    The new job may be on other devices, in another precision, or another one in what `partial` names: see `restore`.
+    The new job may run on other devices or in another precision, and may differ in the leaves that `partial` names: see
+    `restore`.
 
     Args:
       source: a manager, or its directory.
@@ -137,7 +138,7 @@ def restore_job(
 
     Raises:
       TypeError: a job of another kind.
-      ValueError: as `restore`; what of the job is not in the checkpoint, or only there, by path.
+      ValueError: as `restore`; a leaf that only the job or only the checkpoint has, by path.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax

@@ -102,9 +102,9 @@ def import_megatron(
 
     Warns:
       UserWarning: an old key; no `grad_scaler`, or the empty one of a constant scale, although the optimizer scales the
-        loss dynamically (its own scale stays); a `grad_scaler` although it does not (ignored); params in float32 that
-        `in_float32` has not (they stay as in `params`), by path; an average of the weights in `opt_state`, which
-        Megatron has not (it stays), by path.
+        loss dynamically (its own scale stays); a `grad_scaler` although it does not (ignored); float32 params that are
+        missing from `in_float32` (they stay as in `params`), by path; an average of the weights in `opt_state`, which
+        Megatron does not save (it stays), by path.
 
     Example:
       >>> import jaxmp, optax

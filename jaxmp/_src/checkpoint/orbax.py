@@ -406,7 +406,7 @@ def read(
     """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
 
     Where a shape in `tree` is not the saved one, zeros are cut off or appended; `change` says what is padding then.
-    What jax would shorten (64 bits, without x64) is an array of NumPy, and a number is a number of Python.
+    Arrays of 64 bits are NumPy arrays (without x64, jax would shorten them), and numbers are Python numbers.
     """
     shardings = placement.Shardings(params)
     others = {name: placement.Shardings(like) for name, like in extra.items()}

@@ -35,8 +35,8 @@ def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
 class Shardings:
     """Where each leaf goes: params as in `like`; a master or a moment (same end of path, same shape) like its param.
 
-    Of what each device has its own (`PerDevice`), each gets its own, where their number is that of the axis. All other
-    leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
+    Arrays that differ from device to device (`PerDevice`) are split over their mesh axis, if it has as many devices.
+    All other leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
     """
 
     # `shardings.sharding_of` needs the tree of `tx.init`. Here the tree may be what Orbax describes, nested dicts, so

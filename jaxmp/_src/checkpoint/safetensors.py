@@ -49,9 +49,8 @@ def save_safetensors(
 ) -> None:
     """Writes the weights into safetensors files, from the masters if there are any, each rounded once.
 
-    Of the weights one tensor at a time is in the host's memory, beside the arrays. With several processes all of them
-    call this, with the same arguments: the first one writes, and what is split over processes is collected tensor by
-    tensor.
+    It copies one tensor at a time to the host's memory. In a job of several processes, all of them must call it with
+    the same arguments: the first one writes, and collects split arrays tensor by tensor.
 
     Names and layouts: `"flax"` writes the path with dots, `decoder.Dense_0.kernel`, and arrays unchanged. `"torch"`
     writes `decoder.Dense_0.weight`, kernels [in, out] as [out, in], and convolutions [*k, in, out] as [out, in, *k]. A

@@ -8,7 +8,7 @@ class PerDevice(NamedTuple):
     """Arrays with a leading axis of devices, cut over the mesh axis that they are filed under.
 
     In `jax.shard_map` a device sees its own part, with a leading axis of length one. `jaxmp.sharding_of` gives the
-    specs. Where an array belongs to a param, the other axes are those of the param, and are cut as the param is.
+    specs. If an array belongs to a param, its other axes are those of the param, and are split in the same way.
 
     Attributes:
       by_axis: {name of a mesh axis: tree of arrays [devices, ...]}.

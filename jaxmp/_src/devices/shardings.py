@@ -27,9 +27,9 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
 
     A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). The scales of
-    8-bit moments are cut as their codes are, so each device has the scales of its codes. What is unsent of
-    gradients (`reduce_gradients(wire_dtype=)`) is cut over the axis of its devices, and else as its param. A leaf of
-    another shape, such as Adafactor's rows and columns, is replicated.
+    8-bit moments are cut as their codes are, so each device has the scales of its codes. Unsent gradients
+    (`reduce_gradients(wire_dtype=)`) are split over the axis of their devices; their other axes are split as in the
+    param. A leaf of another shape, such as Adafactor's rows and columns, is replicated.
 
     Args:
       tx: any optax transform.

@@ -16,7 +16,7 @@ class GatedMLP(nn.Module):
 
     It casts x once for both layers that read it, and moves about three quarters of the bytes that three layers move
     beside their matmuls. Its params are those of `nn.Dense(..., use_bias=False)` layers with the names gate, up and
-    down in `jaxmp.fp8.autocast`, so weights and scales of the one fit the other. Without fp8, under
+    down in `jaxmp.fp8.autocast`, so weights and scales of one fit the other. Without fp8, under
     `jaxmp.fp8.autocast(enabled=False)`, it is these three layers.
 
     Attributes:

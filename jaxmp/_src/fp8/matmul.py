@@ -324,8 +324,8 @@ def warn_of_fallback(dtype: Any, reason: str, layer: str | None) -> None:
 def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
     """Whether a layer casts each tensor with the scale of its own amax, not with those of its leaves.
 
-    So it is in a calibration, and where a loss of `value_and_grad` calls a layer whose scales it does not
-    differentiate: nothing moves them, and the loss scale does not shift them. Such a layer is noted.
+    This is so during a calibration, and where a loss of `value_and_grad` calls a layer whose scales it does not
+    differentiate: nothing updates these scales, and the loss scale does not shift them. Such a layer is noted.
     """
     if not leaves:
         return False

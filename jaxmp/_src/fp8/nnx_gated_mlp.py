@@ -19,7 +19,7 @@ class GatedMLP(nnx.Module):
 
     It casts x once for both layers that read it, and moves about three quarters of the bytes that three layers move
     beside their matmuls. gate, up and down are `nnx.Linear(..., use_bias=False)` layers as `jaxmp.nnx.to_fp8` makes
-    them, so weights and scales of the one fit the other. Without fp8, under `jaxmp.fp8.autocast(enabled=False)`, it is
+    them, so weights and scales of one fit the other. Without fp8, under `jaxmp.fp8.autocast(enabled=False)`, it is
     these three layers.
 
     Args:

@@ -240,8 +240,8 @@ def to_fp8(
 
     Call it before `nnx.Optimizer`. Attention's projections are LinearGeneral layers, gates of LSTM and GRU cells are
     Linear layers. Layers with a dot_general or promote_dtype of their own keep it. A stack of layers, as `nnx.vmap`
-    makes it for `nnx.scan`, gets a stack of scales; its axes are the first of the kernel. LayerNorm and RMSNorm get a
-    subclass of their class, by which the layers after them find out what they normalized.
+    makes it for `nnx.scan`, gets a stack of scales; its axes are the first of the kernel. The class of LayerNorm and
+    RMSNorm becomes a subclass, which tells the layers after them what they normalized.
 
     Args:
       model: the module.

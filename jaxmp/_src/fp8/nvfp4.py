@@ -64,8 +64,9 @@ class NVFP4(BlockRecipe):
     """Four-bit matmuls: e2m1 in blocks of 16 with e4m3 scales and a float32 scale for each tensor; stateless.
 
     See the module's docstring for the equations. On Blackwell the products go to `jax.nn.scaled_matmul`; elsewhere the
-    same four-bit numbers are multiplied exactly, in bfloat16 (`jaxmp.fp8.backends` says which). Leave the layers that
-    need it in more bits by `filter=`: NVIDIA leaves about one linear layer in six, most of them at the end.
+    same four-bit numbers are multiplied exactly, in bfloat16 (`jaxmp.fp8.backends` says which). Keep layers that need
+    more bits out of it with `filter=`: NVIDIA keeps about one linear layer in six in more bits, most of them at the
+    end.
 
     Args:
       stochastic_rounding: whether gradients are rounded at random, without bias. This needs a key: see

@@ -30,7 +30,7 @@ def watch_activations(
     histogram: bool = False,
     axis_name: collectives.AxisName = "auto",
 ) -> Callable[..., tuple[Any, TensorStats | None]]:
-    """`fn`, which then also returns statistics of the output of each module in it.
+    """Makes `fn` also return statistics of the output of each module in it.
 
         watched = jaxmp.monitor.watch_activations(loss_fn, when=look)     # look: a static argument of the step
         (loss, activations), grads = jaxmp.value_and_grad(watched, has_aux=True)(params, batch, opt_state=opt_state)

@@ -244,7 +244,7 @@ class Norms:
     def take(
         self, step: int, loss: float, scale: float, norm: float, sampled_norm: float, param_norm: float
     ) -> Iterator[Finding]:
-        """Takes a step that was taken; NaN for what is not known.
+        """Records a step that was taken; unknown values are NaN.
 
         Args:
           step: its number.

@@ -108,8 +108,8 @@ def suggest_policy(
     Args:
       model: a loss function `loss_fn(params, *batch) -> f32[]` in float32, as for `jaxmp.autocast`; or
         an nnx module.
-      batch: a tuple of the loss's other arguments: pytrees of arrays. What is no tuple or list (an array, a dict) is
-        its only other argument.
+      batch: a tuple of the loss's other arguments: pytrees of arrays. If `batch` is no tuple or list (an array, a
+        dict), it is the only other argument.
       formats: those of "fp8", "fp16" and "bf16" to try. If two 16-bit formats are equally good, the first is taken.
       params: pytree of params, for a loss function; floats are measured in float32.
       loss_fn: for an nnx module, `loss_fn(model, *batch) -> f32[]`. Only `nnx.Param`s are trained.
@@ -119,8 +119,8 @@ def suggest_policy(
       thresholds: the limits.
       time_budget: seconds after which no further module and no second proposal is tried; None: no limit. The
         measurement and the runs of float32 and of one proposal are always done.
-      progress: "terminal": the stage and the seconds, on one line of a terminal, which is gone at the end; nothing in a
-        log or a notebook. A function, such as `print`: it gets a line of text at each stage. None: silence.
+      progress: "terminal": the stage and the seconds, on one line of a terminal, which is removed at the end; nothing
+        in a log or a notebook. A function, such as `print`: it gets a line of text at each stage. None: no progress.
 
     Returns:
       A `Suggestion`. Printed, it is a table of the evidence with the reasons, what was run, and code to paste. `code`

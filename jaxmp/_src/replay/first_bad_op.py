@@ -31,8 +31,8 @@ _NOTES = {1: "makes NaN from inf", 2: "an operand is infinite from the start: a 
 def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_operation.BadOp | None:
     """The first operation of `fn(*args, **kwargs)` that makes inf or NaN which reaches a result.
 
-    Runs the function operation by operation, outside of jit. To look into a backward pass, ask it of the function that
-    contains it: `first_bad_op(jax.grad(loss_fn), params, batch)`.
+    Runs the function operation by operation, outside of jit. To search a backward pass, pass the function that contains
+    it: `first_bad_op(jax.grad(loss_fn), params, batch)`.
 
     Args:
       fn: a function of any arguments, with arrays and nnx modules among them; it may call jitted, rematerialized and

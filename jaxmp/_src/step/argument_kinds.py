@@ -39,7 +39,7 @@ _TAKES = {
 
 
 def check(call: str, **given: tuple[str, Any]) -> None:
-    """Raises a TypeError that names all arguments of a call which stand in the place of others.
+    """Raises a TypeError that names all arguments of a call that are in the place of others.
 
     Args:
       call: the call as it is written, for the message.

@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     Attributes:
       matmuls: the widest dtype of the operands of each matmul and convolution, which is the one it runs in.
-      hidden: dtypes of the operands of rules and kernels, in which matmuls may stand.
+      hidden: dtypes of the operands of rules and kernels that may contain matmuls.
       fp8: whether there is an array in fp8.
     """
 

@@ -121,8 +121,8 @@ class Destination:
         Args:
           updates: of params with masters, as `apply_gradients` got them.
           opt_state: state of the whole optimizer.
-          kinds: the states of transforms that write. Where such a transform runs in a branch (`optax.MultiSteps`), its
-            updates are others by the time they come here, and only `opt_state` tells what follows.
+          kinds: the states of transforms that write. If such a transform runs in a branch (`optax.MultiSteps`), its
+            updates are other arrays when they arrive here, and only `opt_state` shows what follows.
         """
         if self._noted is None:
             return not _has_follower(opt_state, kinds)

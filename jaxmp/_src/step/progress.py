@@ -51,15 +51,14 @@ def check_progress(
 
     Args:
       opt_state: state after an update, or a TrainState that holds it; a state replicated by pmap works too.
-      params: the params of the same step, to see whether each is its master, rounded: the next step takes back what
-        changed them otherwise. None: those of the TrainState, if it is one. (Arrays that are spread over processes are
-        not compared.)
+      params: the params of the same step, to check that each is its master, rounded: the next step overwrites any other
+        change. None: those of the TrainState, if it is one. (Arrays that are spread over processes are not compared.)
       max_consecutive_skips: this many skipped steps in a row raise.
       max_pinned_overflows: this many overflows in a row at the floor of the scale raise; None only warns (DeepSpeed
         raises at the first).
       ceiling: a loss scale that reaches it is reported; the `max_scale` of your `DynamicLossScale`, or more.
       step: how many steps there were, the skipped ones included; None: the optimizer's own count of steps that were
-        taken tells. An optimizer without a count (`optax.sgd`) needs the number for the warning about skips.
+        taken. For an optimizer without a count (`optax.sgd`), the warning about skips needs the number.
 
     Raises:
       TypeError: `opt_state` is no state of an optimizer.

@@ -523,8 +523,8 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       pinned_overflows: overflows in a row with the scale at its floor; see `check_progress`.
       unscaled_fp16: bool, float16 params trained with `loss_scale=None`.
       saturated_params: float16 weights that stood at 65504 in this step because their master is larger.
-      kept_elements: elements of the params that this step left as they were, because the optimizer made a number of
-        theirs inf or NaN from finite gradients.
+      kept_elements: elements of the params that this step did not change, because the optimizer made inf or NaN for
+        them from finite gradients.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.

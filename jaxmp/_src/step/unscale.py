@@ -101,13 +101,13 @@ def unscale_and_skip(
 
     If `inner` makes a number non-finite from finite gradients (for example a second moment, the square of 1e20), the
     element of the param that this number belongs to keeps all its old values: weight, master, moments. So non-finite
-    values never enter state, and no weight moves by moments of which only one took the gradient. `get_metrics` counts
-    these elements as `kept_elements`.
+    values never enter state, and no weight moves by a pair of moments of which only one has taken the gradient.
+    `get_metrics` counts these elements as `kept_elements`.
 
     Args:
       inner: any optax transform. It gets `grads_finite` (bool[], whether the step is taken), `loss_scale` and
-        `next_loss_scale` (float32[]) as extra arguments. Gradients of `value_and_grad` that are passed on as `grad=`
-        too, as line searches want them, it gets unscaled.
+        `next_loss_scale` (float32[]) as extra arguments. If the extra argument `grad` holds the gradients of
+        `value_and_grad`, as for line searches, `inner` gets it unscaled.
       loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
       axis_name: axes over which devices agree; `"auto"` means every axis that pmap or shard_map binds.
       skip_nonfinite: whether to skip a step with non-finite gradients. False checks nothing and takes every step, as

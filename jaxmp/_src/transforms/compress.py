@@ -50,7 +50,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
       state_dtype: float32 (nothing changes), bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2.
 
     Returns:
-      A transform with `CompressedState`. An element of which `inner` makes a number non-finite (an update, a moment)
+      A transform with `CompressedState`. If `inner` makes an update or a moment of an element non-finite, the element
       keeps its moments, and does not move.
 
     Raises:

@@ -155,7 +155,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
 
 
 def get_ema_batch_stats(opt_state: Any, batch_stats: PyTree) -> PyTree:
-    """The average of the statistics that `ema_params(batch_stats=)` took along, in float32.
+    """The average of the statistics that `ema_params(batch_stats=)` averages, in float32.
 
     Args:
       opt_state: state of a chain with one `ema_params(batch_stats=)`.
