@@ -184,7 +184,7 @@ def traffic(executable: Any, devices: int) -> dict[str, dict[str, dict[str, int]
 
 
 def flag_reductions(executable: Any) -> int:
-    """The number of all-reduces that combine flags and amaxes: by MAX, or by AND or OR under plain jit.
+    """The number of all-reduces that combine flags and amaxes: by MAX, by AND or OR, or in a complex sum with the norm.
 
     The update waits for these. The count of kept elements is another one, of 8 bytes: it is known after the update, and
     nothing waits for it. It is not counted here.
@@ -192,10 +192,11 @@ def flag_reductions(executable: Any) -> int:
     blocks = aot.computations(executable)
     found = 0
     for lines in aot.running(blocks):
-        for _, _, op, _, attributes in aot.parse(lines):
+        for _, shape, op, _, attributes in aot.parse(lines):
             reducer = re.search(r"to_apply=(%[\w.\-]+)", attributes)
             if op in ("all-reduce", "all-reduce-start") and reducer and "jaxmp.keep_or_skip" not in attributes:
-                found += any(re.search(r" (maximum|and|or)\(", line) for line in blocks[reducer.group(1)])
+                is_flag = any(re.search(r" (maximum|and|or)\(", line) for line in blocks[reducer.group(1)])
+                found += is_flag or "c64" in str(shape)
     return found
 
 

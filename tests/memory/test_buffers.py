@@ -280,13 +280,28 @@ def test_shard_map_is_one_device():
     assert usage(lambda x, w: jnp.sum(f(x, w)), X, W).peak <= 3 * VALUE // 8 + 4
 
 
-def test_large_matmuls_with_odd_sides_have_padded_copies():
-    def f(x, w):
-        return x @ w
+def of_matmul(rows, length, columns, f=lambda x, w: x @ w, dtype=jnp.bfloat16):
+    return usage(f, jax.ShapeDtypeStruct((rows, length), dtype), jax.ShapeDtypeStruct((length, columns), jnp.bfloat16))
 
-    even, odd = (usage(f, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, n), (n, 512)))) for n in (512, 511))
-    assert even.scratch == 0
-    assert odd.scratch == 2 * 512 * 512 * 2  # of both operands; the result is aligned
+
+def test_a_matmul_whose_odd_sum_is_split_has_padded_copies():
+    """XLA splits the sum where the result has fewer tiles of 128 x 128 than the GPU has cores: 16 here, then 256."""
+    assert of_matmul(512, 512, 512).scratch == 0
+    assert of_matmul(512, 511, 512).scratch == 2 * 512 * 512 * 2  # of both operands
+    assert of_matmul(511, 512, 511).scratch == 0  # its sum is aligned
+    assert of_matmul(2048, 511, 2048).scratch == 0
+
+
+def test_a_cast_and_a_padded_copy_of_it_are_made_from_one_value():
+    """As the gradient of logits in float32: a cast for one matmul, its padded copy for another, whose sum is split."""
+
+    def f(x, w):
+        g = jnp.cumsum(x, axis=1)  # a buffer in float32
+        low = g.astype(jnp.bfloat16)
+        return low @ w, low.T @ low
+
+    g, low, padded, w_padded = 512 * 511 * 4, 512 * 511 * 2, 512 * 512 * 2, 512 * 512 * 2
+    assert of_matmul(512, 511, 512, f, jnp.float32).scratch == g + low + padded + w_padded
 
 
 def test_a_matmul_in_fp8_has_the_workspace_of_cublas():

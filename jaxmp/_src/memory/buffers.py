@@ -15,8 +15,9 @@ value would be recomputed from. So x + f(x) is a buffer if four kernels read it,
 its input. XLA's fusion decides in this way. Of the costly functions, XLA keeps tanh and erf, and recomputes the sigmoid
 of a silu.
 
-Some buffers are in no equation. A convolution whose padding is unequal reads a padded copy. A max pool keeps for its
-gradient the coordinates of its maxima, or its operand.
+Some buffers are in no equation. A convolution whose padding is unequal reads a padded copy, and so does a matmul whose
+sum XLA splits into parts, if these are not aligned. A max pool keeps for its gradient the coordinates of its maxima, or
+its operand.
 
 With the equations in order, a buffer is alive from the equation that writes it to its last reader. The peak is the
 largest sum of buffers that are alive at the same time.
@@ -53,7 +54,8 @@ _PADS, _KEEPS = "a convolution's operand is padded", "a pool keeps what its grad
 _WRITES |= {_GATHERS, _CUTS, _PADS, _KEEPS}
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
 _OF_CUBLAS = 4 << 20
-_ALIGNED, _LARGE = 8, 1 << 16  # XLA pads a matmul's sides to multiples of 8, in arrays of more values than _LARGE
+_ALIGNED, _LARGE = 8, 1 << 16  # arrays of fewer values than _LARGE do not count
+_TILE, _CORES = 128, 132  # of a matmul's result on an H100
 
 
 class Usage(NamedTuple):
@@ -346,7 +348,7 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
         if any(w in stored for w in op.writes):
             read = set().union(*(bases[r] for r in op.reads))
             if _padded(op):
-                read |= _behind_casts(program, bases, op)
+                read |= _behind_casts(program, bases, stored, op)
             last |= dict.fromkeys(read, t)
     # XLA may compute the gradient of a gathered weight before that of the layer's input, which reads the weight.
     matmuls = [t for t, op in enumerate(program.ops) if op.name in _MATMULS]
@@ -360,13 +362,24 @@ def _last_reads(program: _Program, bases: dict[int, set[int]], stored: set[int])
     return last
 
 
-def _behind_casts(program: _Program, bases: dict[int, set[int]], op: _Op) -> set[int]:
-    """The largest buffer behind each operand that is a cast: the padded copy holds the value before the cast."""
+def _behind_casts(program: _Program, bases: dict[int, set[int]], stored: set[int], op: _Op) -> set[int]:
+    """The largest buffer behind each operand that is a cast without a buffer: the padded copy is made from it."""
     found = set()
     for value in (_behind_views(program, r) for r in op.reads):
         cast = program.producer.get(value)
-        if cast is not None and cast.name == "convert_element_type":
+        if cast is not None and cast.name == "convert_element_type" and value not in stored:
             found.add(max(bases[cast.reads[0]], key=program.sizes.__getitem__))
+    return found
+
+
+def _padded_beside(program: _Program, stored: set[int]) -> dict[int, int]:
+    """By cast with a buffer that a padded matmul reads, the bytes of the padded copies, made from the same value."""
+    found: dict[int, int] = {}
+    for op in program.ops:
+        for value in op.reads if _padded(op) else ():
+            cast = program.producer.get(_behind_views(program, value))
+            if cast is not None and cast.name == "convert_element_type" and cast.writes[0] in stored:
+                found[cast.writes[0]] = _padded(op)
     return found
 
 
@@ -377,17 +390,19 @@ def _peak(program: _Program, stored: set[int], ends: dict[int, int], held: set[i
     early = {w for op in program.ops if op.name == _CUTS for w in op.writes if w in held and with_outputs}
     alive = {w: program.sizes[w] for w in early}
     now = most = sum(alive.values())
+    beside = _padded_beside(program, stored)
     for t, op in enumerate(program.ops):
         written = [w for w in op.writes if w in stored and w not in early and (with_outputs or w not in held)]
-        in_place = (
-            op.name not in _MATMULS | _BODIES | _KERNELS
-        )  # a fusion may overwrite an operand that nobody reads later
+        # A fusion may overwrite an operand that nobody reads later.
+        in_place = op.name not in _MATMULS | _BODIES | _KERNELS
         for b in dying[t] if in_place else ():
             now -= alive.pop(b, 0) if b not in held else 0
         for w in written:
             alive[w] = program.sizes[w]
             now += alive[w]
-        most = max(most, now + _padded(op) + _inside(op) + _workspace(op))
+        source = max((program.sizes[b] for b in dying[t]), default=0)  # what a cast and padded copies are made from
+        copies = sum(source + beside[w] for w in written if w in beside)
+        most = max(most, now + max(copies, _padded(op) + _inside(op) + _workspace(op)))
         for b in () if in_place else dying[t]:
             now -= alive.pop(b, 0) if b not in held else 0
     return most
@@ -401,18 +416,22 @@ def _inside(op: _Op) -> int:
 
 
 def _padded(op: _Op) -> int:
-    """Bytes of the copies that XLA makes of large operands and results of a matmul whose sides are not aligned."""
+    """Bytes of the copies that XLA makes of both operands of a matmul whose sum it splits over more of the GPU.
+
+    It splits the sum where the result has fewer tiles than the GPU has cores, and pads the operands if the parts of the
+    sum are not aligned.
+    """
     if op.name != "dot_general":
         return 0
-    _, (left, right) = op.eqn.params["dimension_numbers"]
-    total = 0
-    arrays = ((op.eqn.invars[0], left), (op.eqn.invars[1], right), (op.eqn.outvars[0], range(len(left))))
-    for v, batch in arrays:
-        shape = v.aval.shape
-        aligned = math.prod(d if i in batch else -(-d // _ALIGNED) * _ALIGNED for i, d in enumerate(shape))
-        if aligned > math.prod(shape) > _LARGE:
-            total += aligned * jnp.dtype(v.aval.dtype).itemsize
-    return total
+    (summed, _), (batch, _) = op.eqn.params["dimension_numbers"]
+    left, right = (v.aval for v in op.eqn.invars[:2])
+    length = math.prod(left.shape[i] for i in summed)
+    n = math.prod(left.shape[i] for i in batch)
+    rows, columns = (max(x.size // max(length * n, 1), 1) for x in (left, right))
+    tiles = n * -(-rows // _TILE) * -(-columns // _TILE)
+    if length % _ALIGNED == 0 or tiles >= _CORES or max(left.size, right.size) <= _LARGE:
+        return 0
+    return sum(nbytes(x) // length * -(-length // _ALIGNED) * _ALIGNED for x in (left, right) if x.size > _LARGE)
 
 
 def _workspace(op: _Op) -> int:
