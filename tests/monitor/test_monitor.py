@@ -299,6 +299,30 @@ def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
     assert ("do the gradients come from jaxmp.value_and_grad" in finding.message) == (scale > 1)
 
 
+@pytest.mark.parametrize("policy", ["bf16", "fp32", "16-mixed"])
+def test_a_frozen_param_is_no_dead_update(policy):
+    """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master."""
+    inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+    tx = jaxmp.mixed_precision(inner, policy)
+    params32 = {"base": jnp.linspace(0.1, 1, 7), "lora": jnp.linspace(0.2, 1, 7)}
+    opt_state, params = tx.init(params32), jaxmp.get_policy(policy).cast_to_param(params32)
+    monitor = Monitor(warn=False)
+
+    @jax.jit
+    def step(params, opt_state):
+        loss = lambda params: jnp.sum(params["base"] * params["lora"]).astype(jnp.float32)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), stats
+
+    with warnings.catch_warnings(action="ignore"):  # the loss has no matmul
+        for i in range(6):
+            params, opt_state, stats = step(params, opt_state)
+            monitor.update(i, jaxmp.get_metrics(opt_state), stats=stats)
+    monitor.finish()
+    assert not monitor.findings
+
+
 def test_a_learning_rate_of_zero_is_told_apart():
     monitor = watch_sgd("bf16", jnp.bfloat16, 0.0)
     assert found(monitor) == {("dead_update", "params/w"), ("dead_update", "params/b")}

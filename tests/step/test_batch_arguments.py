@@ -116,6 +116,8 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
         lambda: accumulated(dropped, X, KEY, accumulate_argnums=1),
         lambda: jaxmp.value_and_grad(dropped, accumulate=K)(PARAMS, X, key=KEY, opt_state=STATE),
         lambda: jax.jit(lambda key: accumulated(lambda p, x: dropped(p, x, key), X))(KEY),
+        lambda: accumulated(lambda p, x, step: dropped(p, x, jax.random.fold_in(KEY, step)), X, np.int32(3)),
+        lambda: accumulated(lambda p, x, seed: dropped(p, x, jax.random.key(seed)), X, 3),
     ):
         with pytest.warns(UserWarning, match=SHARED):
             run()
@@ -142,6 +144,7 @@ def test_keys_of_their_own_are_not():
         accumulated(dropped, X, KEY)
         accumulated(lambda p, x, step: dropped(p, x, jax.random.fold_in(KEY, step[0])), X, np.arange(N),
                     accumulate_argnums=(1, 2))  # fmt: skip
+        accumulated(lambda p, x, key, step: dropped(p, x, jax.random.fold_in(key, step)), X, KEY, np.int32(3))
         accumulated(noisy_weights, X)
         nnx_loss = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), accumulate=K)
         nnx_loss(Net(), X, opt_state=STATE)

@@ -87,14 +87,16 @@ def check(
         _check_rows_go_together(of_batch, batch, carry, k, jaxpr)
     _check_whole_are_no_rows(loss_fn, batch, carry, whole, k)
     rows = {v.aval.shape[0] for v in inputs.values() if v.aval.shape and not _is_key_type(v.aval)}
+    repeated = {v for v in inputs.values() if not v.aval.shape and not _is_key_type(v.aval)}
     consts = {v: _From(from_input=True, varies=False) for v in jaxpr.constvars}
-    drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=True) for v in jaxpr.invars})
+    drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=v not in repeated) for v in jaxpr.invars})
     if any(shape and shape[0] in rows for shape in drawn):
         warn(
             "same-random-numbers",
             f"with accumulate={k} every microbatch draws the same random numbers: the loss draws from a PRNG key that "
-            f"it closes over, or that is passed on whole. Pass the key as an argument of the loss that holds the batch "
-            f"(one that accumulate_argnums= names); there it is split into {k}.",
+            f"it closes over, that is passed on whole, or that it makes of a scalar (a step). Pass the key as an "
+            f"argument of the loss that holds the batch (one that accumulate_argnums= names); there it is split into "
+            f"{k}.",
         )
 
 

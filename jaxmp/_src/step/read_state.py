@@ -178,7 +178,7 @@ def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
 
 def _check_conditions(opt_state: Any, grads: PyTree) -> None:
     """Raises a ValueError where a step that is left out would return the gradients, or zeros of their dtype."""
-    is_low = any(casting.is_low_precision(g.dtype) for g in jax.tree.leaves(grads))
+    is_low = any(casting.is_float(g) and casting.is_low_precision(g.dtype) for g in jax.tree.leaves(grads))
     for kind, name, is_wrong, why in (
         (optax.ConditionallyTransformState, "optax.conditionally_transform", True, "the gradients themselves"),
         (optax.ConditionallyMaskState, "optax.conditionally_mask", is_low, "updates in the 16 bits of the gradients"),
