@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmp
 from pallas_kernels import backend
@@ -102,3 +103,13 @@ def test_no_donated_buffer_is_copied(name):
     entry = compiled.as_text().partition("ENTRY")[2]
     copies = re.findall(rf"= \S*\[{SIDE},{SIDE}\]\S* copy\(", entry)
     assert not copies, entry
+
+
+def test_masters_keep_the_boxes_of_nnx():
+    """A step of nnx.split and merge: a lost box would stop the next step, or a scan."""
+    params32 = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bf16")
+    given = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
+    grads = jax.tree.map(jnp.ones_like, params32)
+    new = jax.eval_shape(step(tx), *given, grads)
+    assert jax.tree.structure(new) == jax.tree.structure(given)
