@@ -77,8 +77,12 @@ def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> An
 
 def find(opt_state: Any, kind: type) -> list[Any]:
     """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are removed."""
-    pure = nnx.as_pure(opt_state)
-    return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+    return find_boxed(nnx.as_pure(opt_state), kind)
+
+
+def find_boxed(opt_state: Any, kind: type) -> list[Any]:
+    """`find` for what is written back: arrays stay in their boxes (`nnx.Param`), or the state would lose them."""
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
 def check_is_state(opt_state: Any, reader: str) -> None:

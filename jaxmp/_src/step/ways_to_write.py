@@ -194,20 +194,16 @@ def _in_order(
     return updates, _with_masters(new, masters)
 
 
-def _is_part(x: Any) -> bool:
-    return isinstance(x, state_tuples.MasterState)
-
-
 def _masters(state: Any) -> list[PyTree]:
-    """The masters in `state`, in their boxes (`nnx.Param`): `read_state.find` would return them without."""
-    return [part.master_params for part in jax.tree.leaves(state, is_leaf=_is_part) if _is_part(part)]
+    return [part.master_params for part in read_state.find_boxed(state, state_tuples.MasterState)]
 
 
 def _with_masters(state: Any, masters: list[PyTree] | None) -> Any:
     """`state` with other masters in it; with None in their place."""
     left = iter(masters or [])
-    put = lambda x: x._replace(master_params=next(left) if masters else None) if _is_part(x) else x  # noqa: E731
-    return jax.tree.map(put, state, is_leaf=_is_part)
+    is_part = lambda x: isinstance(x, state_tuples.MasterState)  # noqa: E731
+    put = lambda x: x._replace(master_params=next(left) if masters else None) if is_part(x) else x  # noqa: E731
+    return jax.tree.map(put, state, is_leaf=is_part)
 
 
 def _without_masters(tree: PyTree, state: Any) -> PyTree:
