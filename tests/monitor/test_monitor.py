@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -321,6 +322,18 @@ def test_a_frozen_param_is_no_dead_update(policy):
             monitor.update(i, jaxmp.get_metrics(opt_state), stats=stats)
     monitor.finish()
     assert not monitor.findings
+
+
+@pytest.mark.parametrize("remainder_bits", [None, 16, 8])
+@pytest.mark.parametrize("boxed", [False, True], ids=["dict", "nnx"])
+def test_every_param_with_a_master_has_probes(remainder_bits, boxed):
+    """Also those with split masters, and those in boxes; the frozen one has none."""
+    inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+    params32 = {"base": jnp.ones(7), "lora": jnp.ones(7)}
+    params32 = {name: nnx.Param(x) for name, x in params32.items()} if boxed else params32
+    opt_state = jaxmp.mixed_precision(inner, "bf16", remainder_bits=remainder_bits).init(params32)
+    params = jaxmp.get_policy("bf16").cast_to_param(params32)
+    assert set(jaxmp.monitor.step_stats(params, opt_state, params).probes) == {"lora"}
 
 
 def test_a_learning_rate_of_zero_is_told_apart():

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -166,9 +167,13 @@ def _frozen(opt_state: Any, params: PyTree) -> set[str]:
     """The paths of 16-bit params that have no master although others may: those that the optimizer never moves."""
     if not read_state.find(opt_state, state_tuples.MasterState):
         return set()
-    masters = tree_paths.leaves_by_path(read_state.masters_of(opt_state, params))
-    low = (path for path, x in tensor_stats.float_leaves(params) if casting.is_low_precision(x.dtype))
-    return {path for path in low if masters.get(path) is None}
+    units, treedef = tree_paths.boxed_leaves(params)
+    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
+    return {
+        path
+        for (path, unit), master in zip(units, masters, strict=True)
+        if master is None and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit))
+    }
 
 
 def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
