@@ -164,6 +164,26 @@ def test_no_axes_are_bound_outside_and_under_vmap_and_jit():
     assert set(seen) == {((), ())}
 
 
+def test_an_axis_of_vmap_that_is_named_decides_for_all():
+    """Members of an ensemble that are skipped together. Under "auto" each decides for itself."""
+
+    def skipped(axis_name, bad):
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", axis_name=axis_name, loss_scale=16.0)
+        params = {"w": jnp.ones(3, jnp.float16)}
+
+        def step(bad):
+            loss = lambda p: jnp.sum(p["w"].astype(jnp.float32)) * jnp.where(bad, jnp.inf, 1.0)  # noqa: E731
+            opt_state = tx.init(params)
+            grads = jaxmp.value_and_grad(loss, axis_name=axis_name)(params, opt_state=opt_state)[1]
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)[1].skipped
+
+        return jax.vmap(step, axis_name=AXIS)(bad).tolist()
+
+    bad = jnp.arange(DEVICES) == 1
+    assert skipped(AXIS, bad) == [True] * DEVICES
+    assert skipped("auto", bad) == bad.tolist()
+
+
 @MANUAL
 def test_none_where_axes_are_bound_is_an_error(how):
     f = spread(lambda x: jaxmp.all_finite(x, None), how)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -297,6 +298,42 @@ def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
     (finding,) = watch_sgd("fp16", F16, 1e-5, loss_scale=scale).findings
     assert (finding.kind, finding.path) == ("dead_update", "params/w")
     assert ("do the gradients come from jaxmp.value_and_grad" in finding.message) == (scale > 1)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32", "16-mixed"])
+def test_a_frozen_param_is_no_dead_update(policy):
+    """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master."""
+    inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+    tx = jaxmp.mixed_precision(inner, policy)
+    params32 = {"base": jnp.linspace(0.1, 1, 7), "lora": jnp.linspace(0.2, 1, 7)}
+    opt_state, params = tx.init(params32), jaxmp.get_policy(policy).cast_to_param(params32)
+    monitor = Monitor(warn=False)
+
+    @jax.jit
+    def step(params, opt_state):
+        loss = lambda params: jnp.sum(params["base"] * params["lora"]).astype(jnp.float32)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        return *jaxmp.apply_gradients(tx, grads, opt_state, params), stats
+
+    with warnings.catch_warnings(action="ignore"):  # the loss has no matmul
+        for i in range(6):
+            params, opt_state, stats = step(params, opt_state)
+            monitor.update(i, jaxmp.get_metrics(opt_state), stats=stats)
+    monitor.finish()
+    assert not monitor.findings
+
+
+@pytest.mark.parametrize("remainder_bits", [None, 16, 8])
+@pytest.mark.parametrize("boxed", [False, True], ids=["dict", "nnx"])
+def test_every_param_with_a_master_has_probes(remainder_bits, boxed):
+    """Also those with split masters, and those in boxes; the frozen one has none."""
+    inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+    params32 = {"base": jnp.ones(7), "lora": jnp.ones(7)}
+    params32 = {name: nnx.Param(x) for name, x in params32.items()} if boxed else params32
+    opt_state = jaxmp.mixed_precision(inner, "bf16", remainder_bits=remainder_bits).init(params32)
+    params = jaxmp.get_policy("bf16").cast_to_param(params32)
+    assert set(jaxmp.monitor.step_stats(params, opt_state, params).probes) == {"lora"}
 
 
 def test_a_learning_rate_of_zero_is_told_apart():

@@ -52,6 +52,10 @@ CALLS = {
         lambda: jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x)))(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), X, STATE),
         r"\(model, \*batch, opt_state=...\); got an optimizer's state as argument 2",
     ),
+    "restore_if_skipped: opt_state last": (
+        lambda: jaxmp.nnx.restore_if_skipped(nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.State({}), STATE),
+        r"restore_if_skipped\(opt_state, model, before\); got an optimizer's state as before",
+    ),
     "calibrate: params first": (
         lambda: jaxmp.fp8.calibrate(FP8_PARAMS, loss_fn, X, tx=FP8_TX, opt_state=FP8_TX.init(FP8_PARAMS)),
         "a function as params",

@@ -100,6 +100,37 @@ def test_in_nnx():
     assert_close(loss, loss_fn(model, X, Y, weights), rtol=1e-6)
 
 
+def squared_rows(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+ROWS = rng.normal(size=(N, N)).astype(np.float32)
+UNCUT = {
+    "closed over": lambda k: accumulated(lambda p, x: squared_rows(p, x, ROWS), X, k=k),
+    "traced": lambda k: jax.jit(lambda y: accumulated(lambda p, x: squared_rows(p, x, y), X, k=k))(ROWS),
+    "differentiated": lambda k: jaxmp.value_and_grad(squared_rows, argnums=(0, 2), accumulate=k)(
+        PARAMS, X, ROWS, opt_state=STATE
+    ),
+    "carried": lambda k: accumulated(lambda p, x, y: (squared_rows(p, x, y), y), X, ROWS, k=k, has_aux=True,
+                                     carry_argnum=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_one_row_is_not_repeated_to_rows_from_elsewhere(name):
+    """It would be broadcast: another loss without an error. More rows do not fit, which jax says."""
+    with pytest.raises(ValueError, match="got a loss that runs with 8 rows and not with 2: it closes over, diff"):
+        UNCUT[name](N)
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        UNCUT[name](K)
+
+
+def test_microbatches_of_one_row_are_the_batch():
+    for n in (2, 3, N):
+        loss, _ = accumulated(squared_rows, X[:n], ROWS[:n], k=n)
+        assert_close(loss, squared_rows(PARAMS, X[:n], ROWS[:n]), rtol=1e-6)
+
+
 # --- keys that all microbatches share ---------------------------------------------------------------------------------
 
 KEY = jax.random.key(3)
@@ -116,6 +147,8 @@ def test_a_key_that_the_loss_closes_over_is_warned_of():
         lambda: accumulated(dropped, X, KEY, accumulate_argnums=1),
         lambda: jaxmp.value_and_grad(dropped, accumulate=K)(PARAMS, X, key=KEY, opt_state=STATE),
         lambda: jax.jit(lambda key: accumulated(lambda p, x: dropped(p, x, key), X))(KEY),
+        lambda: accumulated(lambda p, x, step: dropped(p, x, jax.random.fold_in(KEY, step)), X, np.int32(3)),
+        lambda: accumulated(lambda p, x, seed: dropped(p, x, jax.random.key(seed)), X, 3),
     ):
         with pytest.warns(UserWarning, match=SHARED):
             run()
@@ -142,6 +175,7 @@ def test_keys_of_their_own_are_not():
         accumulated(dropped, X, KEY)
         accumulated(lambda p, x, step: dropped(p, x, jax.random.fold_in(KEY, step[0])), X, np.arange(N),
                     accumulate_argnums=(1, 2))  # fmt: skip
+        accumulated(lambda p, x, key, step: dropped(p, x, jax.random.fold_in(key, step)), X, KEY, np.int32(3))
         accumulated(noisy_weights, X)
         nnx_loss = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), accumulate=K)
         nnx_loss(Net(), X, opt_state=STATE)

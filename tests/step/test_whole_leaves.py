@@ -156,3 +156,59 @@ def test_a_leaf_of_which_parts_are_factored_otherwise_is_refused():
     wanted = "must not change the shape of an array .*; got .* at .*/w. An optimizer that"
     with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match=wanted):
         trace(tx, "fp32", False)
+
+
+# --- padding, under plain jit -----------------------------------------------------------------------------------------
+
+PADDED = {"w": jnp.asarray(RNG.normal(size=(9, 13)), jnp.float32)}
+COUNTS = {
+    "adafactor": optax.adafactor(1e-2),
+    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(1e-4), optax.sgd(100.0)),
+    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "muon": optax.contrib.muon(1e-2),
+}
+COUNTS_NOT = {
+    "adamw": optax.adamw(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    "fused": jaxmp.fused_adamw(1e-2, max_norm=0.1),
+    "schedule-free": optax.contrib.schedule_free_sgd(0.1),
+    "moments": jaxmp.compress_moments(optax.adamw(1e-2), jnp.bfloat16),
+}
+
+
+def change_after_a_step(inner, *, cuts, size=13):
+    """How a step of plain jit changes the params, on one device or cut over four with padding."""
+    tx, params = jaxmp.mixed_precision(inner, "fp32"), {"w": jnp.tile(PADDED["w"], (1, size // 13))}
+    layout = fsdp.layout_of(params, MESH, min_size=8)
+    given = fsdp.pad(params, layout) if cuts else params
+
+    @jax.jit
+    def step(params, opt_state):
+        loss_fn = lambda p: jnp.mean(jnp.tanh((fsdp.gather(p, layout) if cuts else p)["w"]) ** 2)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    new, _ = step(given, tx.init(given))
+    return np.asarray((fsdp.trim(new, layout) if cuts else new)["w"] - params["w"])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", COUNTS)
+def test_an_optimizer_that_counts_padding_is_warned_of(name):
+    with pytest.warns(UserWarning, match="must not count padding .* and w, of which 13 of 16 along axis 1 are no padd"):
+        padded = change_after_a_step(COUNTS[name], cuts=True)
+    alone = change_after_a_step(COUNTS[name], cuts=False)
+    assert np.abs(padded - alone).max() > 0.01 * np.abs(alone).max()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", COUNTS_NOT)
+def test_what_only_sums_is_right_on_padded_leaves(name):
+    alone, padded = (change_after_a_step(COUNTS_NOT[name], cuts=cuts) for cuts in (False, True))
+    np.testing.assert_allclose(padded, alone, rtol=0, atol=2**-20)  # 4 ulps of the largest param
+    assert np.abs(alone).max() > 2**-12
+
+
+def test_little_padding_is_not_warned_of():
+    change_after_a_step(COUNTS["clip_by_block_rms"], cuts=True, size=13 * 41)

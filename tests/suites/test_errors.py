@@ -84,6 +84,18 @@ DURING_A_RUN = {
         TypeError,
         ("gradients must be float arrays", "int32", "dense/kernel", "outside of the tree"),
     ),
+    "loss_and_gradients": BadInput(
+        lambda run: jaxmp.apply_gradients(run.tx, (1.0, run.grads), run.state, run.params),
+        TypeError,
+        ("gradients must be float arrays", "float at 0", "loss, grads = jaxmp.value_and_grad"),
+    ),
+    "aux_that_cannot_be_stacked": BadInput(
+        lambda run: jaxmp.value_and_grad(lambda p, x: (loss_fn(p), {"name": "a"}), has_aux=True, accumulate=2)(
+            run.params, jnp.ones((4, 2)), opt_state=run.state
+        ),
+        TypeError,
+        ("aux must be arrays or numbers", "str", "name", "Leave it out"),
+    ),
     "forgotten_cast": BadInput(
         lambda run: run.tx.update(run.grads, run.state, jax.tree.map(jnp.asarray, PARAMS32)),
         ValueError,

@@ -26,6 +26,7 @@ class GatheredParams(NamedTuple):
       axis_name: the axis.
       structure, shapes: of this device's parts.
       cut: (path, as `keystr` writes it, and axis) of the params that are cut; the others are whole on each device.
+      padded: (path, axis, length without padding) of those that are padded, under plain jit, where all are whole.
     """
 
     trace: Any
@@ -33,6 +34,7 @@ class GatheredParams(NamedTuple):
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     cut: tuple[tuple[str, int], ...]
+    padded: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ We support jax 0.10.2 to the newest version. Every other file uses the names bel
 `pallas_kernels.backend` holds what `pallas_kernels` needs too.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,12 +13,19 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jaxtyping import Array
 
-from pallas_kernels.backend import as_varying as as_varying, varying_axes as varying_axes
+from pallas_kernels import backend
+from pallas_kernels.backend import varying_axes as varying_axes
 
 
 def manual_axes() -> tuple[str, ...]:
     """Names of the mesh axes that `jax.pmap` and `jax.shard_map` bind where this is called; `()` outside."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def as_varying(x: Array, axes: Iterable[str]) -> Array:
+    """`x`, typed as varying over those of `axes` that a mesh binds; jax has no such type for the axes of `jax.vmap`."""
+    manual = manual_axes()
+    return backend.as_varying(x, [axis for axis in axes if axis in manual])
 
 
 def is_tracked(axis: str) -> bool:

@@ -20,6 +20,7 @@ from jaxmp._src.base import signatures
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale
 from jaxmp._src.step import (
+    argument_kinds,
     batch_arguments,
     microbatches,
     mixed_precision,
@@ -340,6 +341,12 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
       >>> model.mean[...].tolist()
       [0.0, 0.0]
     """
+    argument_kinds.check(
+        "restore_if_skipped(opt_state, model, before)",
+        opt_state=("state or holder", opt_state),
+        model=("not a state", model),
+        before=("not a state", before),
+    )
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
     nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))

@@ -113,7 +113,11 @@ def gather(
         return checkpoint_name(param_layout.trimmed(gathered, cut), GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
-        return param_layout.map_leaves(whole, params, layout)
+        gathered = param_layout.map_leaves(whole, params, layout)
+    if not manual:
+        padded = [(cut.dim, cut.size) if cut.padding else None for cut in jax.tree.leaves(layout.cuts)]
+        gathered_params.note_padding(params, layout.axis_name, padded)
+    return gathered
 
 
 def reduce_gradients(

@@ -24,6 +24,15 @@ def note(params: PyTree, axis_name: str, dims: Sequence[int | None]) -> None:
     _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
 
 
+def note_padding(params: PyTree, axis_name: str, padded: Sequence[tuple[int, int] | None]) -> None:
+    """Says that `params`, under plain jit, are padded along an axis, to more than a length: (axis, length) or None."""
+    leaves = zip(jax.tree_util.tree_leaves_with_path(params), padded, strict=True)
+    found = tuple((jax.tree_util.keystr(path), *where) for (path, _), where in leaves if where is not None)
+    if found:
+        here = compat.trace_state()
+        _keep(ambient.GatheredParams(here, axis_name, jax.tree.structure(params), _shapes(params), (), found))
+
+
 def lift(notes: ambient.Notes) -> None:
     """Repeats, where this is called, the notes that were made while a loss was differentiated."""
     here = compat.trace_state()
@@ -44,9 +53,18 @@ def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
 
 def cuts_of(tree: PyTree) -> list[tuple[str, dict[str, int]]]:
     """[(mesh axis, {path of a leaf: where it is cut})] of params or gradients that were gathered in this trace."""
+    return [(x.axis_name, dict(x.cut)) for x in _notes_of(tree) if not x.padded]
+
+
+def paddings_of(tree: PyTree) -> dict[str, tuple[int, int]]:
+    """{path of a leaf: (axis, length without padding)} of params or gradients that were gathered under plain jit."""
+    return {path: (axis, length) for x in _notes_of(tree) for path, axis, length in x.padded}
+
+
+def _notes_of(tree: PyTree) -> list[ambient.GatheredParams]:
     here = (compat.trace_state(), jax.tree.structure(tree), _shapes(tree))
     notes = ambient.now().notes.gathered_params
-    return [(x.axis_name, dict(x.cut)) for x in notes if (x.trace, x.structure, x.shapes) == here]
+    return [x for x in notes if (x.trace, x.structure, x.shapes) == here]
 
 
 def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:

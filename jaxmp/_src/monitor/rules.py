@@ -431,6 +431,8 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                 shares[name] = max(0.0, 1 - moved / float(has_gradient))
     everywhere = len(shares) > 1 and all(share == 1 for share in shares.values())
     for name, share in shares.items():
+        if share == 1 and not everywhere and _is_own_master(name, stats):
+            continue  # frozen: float32 values of a param that trains do not all stay
         if share > dead:
             yield Finding(
                 "dead_update",
@@ -450,6 +452,11 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                     else ""
                 ),
             )
+
+
+def _is_own_master(name: str, stats: StepStats) -> bool:
+    """Whether a param is float32 without a master: float16 and bfloat16 have zeros in the last 13 bits of float32."""
+    return name not in stats.stale_masters and bool(np.any(stats.probes[name].view(np.int32) & 0x1FFF))
 
 
 def stale_master(step: int, stats: StepStats) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,7 +23,8 @@ from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
-from jaxmp._src.step import read_state, stale_masters
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import read_state, stale_masters, state_tuples
 
 PROBES = 256  # number of values of each tensor
 
@@ -55,8 +57,9 @@ class StepStats(NamedTuple):
       params: statistics of the params in float32: of their masters, if they have masters.
       activations: the statistics of `watch_activations`, or None.
       fp8: statistics of the fp8 tensors with delayed scaling.
-      probes: path -> float32[up to 256], some values of each param in float32. If shard_map splits the params, each
-        device returns values of its own part: give `probes` an out_spec with that axis, not P().
+      probes: path -> float32[up to 256], some values of each param in float32, except of frozen 16-bit params. If
+        shard_map splits the params, each device returns values of its own part: give `probes` an out_spec with that
+        axis, not P().
       loss_scale: float32[], the scale of `grads`.
       grad_norm: float32[], the norm of `grads`, divided by the scale. If they are split over devices, the largest norm
         of any part.
@@ -142,12 +145,13 @@ def _measure_step(
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
     params32 = read_state.get_master_params(opt_state, params)
     axes, loss_scale = collectives.bound_axes(axis_name), read_state.get_loss_scale(opt_state)
+    frozen = _frozen(opt_state, params)
     return StepStats(
         grads=measure(grads),
         params=measure(params32),
         activations=None if activations is None else tensor_stats.over_microbatches(activations),
         fp8=_fp8_stats(grads, params, axes),
-        probes={path: _probe(x) for path, x in tensor_stats.float_leaves(params32)},
+        probes={path: _probe(x) for path, x in tensor_stats.float_leaves(params32) if path not in frozen},
         loss_scale=loss_scale,
         grad_norm=_norm(grads, axes) / loss_scale,
         param_norm=_norm(params32, axes),
@@ -157,6 +161,19 @@ def _measure_step(
         },
         updates=next((steps.gradient_step for steps in read_state.find(opt_state, optax.MultiStepsState)), None),
     )
+
+
+def _frozen(opt_state: Any, params: PyTree) -> set[str]:
+    """The paths of 16-bit params that have no master although others may: those that the optimizer never moves."""
+    if not read_state.find(opt_state, state_tuples.MasterState):
+        return set()
+    units, treedef = tree_paths.boxed_leaves(params)
+    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
+    return {
+        path
+        for (path, unit), master in zip(units, masters, strict=True)
+        if master is None and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit))
+    }
 
 
 def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:

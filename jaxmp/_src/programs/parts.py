@@ -15,9 +15,12 @@ a reduction over groups of neighbours, that is, over the last axis of a part tha
 rules below do not cover an operation, it is never reported as wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 
 from jaxmp._src.programs import jaxprs
@@ -49,6 +52,35 @@ _OWN = ("jaxmp.compress_moments", "jaxmp.reduce_gradients")
 def values(program: Any, inputs: Sequence[Value], axis: str) -> list[Value]:
     """What each result of a jaxpr is, from what its inputs are; `axis` is the mesh axis that they are cut over."""
     return _values(*jaxprs.open_jaxpr(program), inputs, axis, is_own=False)
+
+
+def first_other_number(program: Any, other: Any) -> Any:
+    """The first equation of `program` with another number in it than in `other`; None if all are equal.
+
+    The two are one function, traced for arrays of two sizes: a number that differs was computed from a size, as the
+    divisor of a mean is. If the sizes lead to different operations, it is the first operation that differs.
+    """
+    pairs = zip_longest(_numbers(*jaxprs.open_jaxpr(program)), _numbers(*jaxprs.open_jaxpr(other)), fillvalue=None)
+    for one, two in pairs:
+        if one is None or two is None or one[1:] != two[1:]:
+            return next(x[0] for x in (one, two) if x is not None)
+    return None
+
+
+def _numbers(jaxpr: Any, consts: Any) -> Iterator[tuple[Any, str, tuple[str | None, ...]]]:
+    """(equation, its name, the scalars that are written in it), of all equations, also of inner programs."""
+    known = dict(zip(jaxpr.constvars, consts, strict=False))
+
+    def written(v: Any) -> str | None:
+        x = v.val if isinstance(v, core.Literal) else known.get(v)
+        return None if x is None or isinstance(x, Tracer) or np.ndim(x) else str(x)
+
+    for eqn in jaxpr.eqns:
+        if any(scope in str(eqn.source_info.name_stack) for scope in _OWN):
+            continue
+        yield eqn, eqn.primitive.name, tuple(written(v) for v in eqn.invars)
+        for inner, inner_consts in jaxprs.functions_of(eqn):
+            yield from _numbers(inner, inner_consts)
 
 
 def _values(jaxpr: Any, consts: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:

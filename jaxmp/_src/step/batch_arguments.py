@@ -8,7 +8,8 @@ must say so.
 
 For the same reason an array that is passed on whole (a keyword argument, one that is not named) and has as many rows as
 the batch must not be labels: with microbatches of one row they would be broadcast, and the loss would be wrong. It is
-refused if the loss can be traced with twice as many rows of it and of the batch, but not of the batch alone.
+refused if the loss can be traced with twice as many rows of it and of the batch, but not of the batch alone. Rows that
+the loss closes over cannot be doubled; with microbatches of one row it must then run with other numbers of rows.
 
 The same trace shows whether a `uint32[2]` is a PRNG key, and whether the loss draws random numbers from a key that all
 microbatches share (a dropout key that the loss closes over): each microbatch would have the same mask.
@@ -86,15 +87,18 @@ def check(
     if not named:
         _check_rows_go_together(of_batch, batch, carry, k, jaxpr)
     _check_whole_are_no_rows(loss_fn, batch, carry, whole, k)
+    _check_one_row_is_not_repeated(of_batch, batch, carry, k)
     rows = {v.aval.shape[0] for v in inputs.values() if v.aval.shape and not _is_key_type(v.aval)}
+    repeated = {v for v in inputs.values() if not v.aval.shape and not _is_key_type(v.aval)}
     consts = {v: _From(from_input=True, varies=False) for v in jaxpr.constvars}
-    drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=True) for v in jaxpr.invars})
+    drawn = _draws(jaxpr, consts | {v: _From(from_input=True, varies=v not in repeated) for v in jaxpr.invars})
     if any(shape and shape[0] in rows for shape in drawn):
         warn(
             "same-random-numbers",
             f"with accumulate={k} every microbatch draws the same random numbers: the loss draws from a PRNG key that "
-            f"it closes over, or that is passed on whole. Pass the key as an argument of the loss that holds the batch "
-            f"(one that accumulate_argnums= names); there it is split into {k}.",
+            f"it closes over, that is passed on whole, or that it makes of a scalar (a step). Pass the key as an "
+            f"argument of the loss that holds the batch (one that accumulate_argnums= names); there it is split into "
+            f"{k}.",
         )
 
 
@@ -155,6 +159,27 @@ def _check_whole_are_no_rows(loss_fn: Any, batch: dict[int, PyTree], carry: PyTr
                     else f"Name it too: accumulate_argnums={(*batch, name)}."
                 )
             )
+
+
+def _check_one_row_is_not_repeated(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree, k: int) -> None:
+    """Raises if microbatches of one row would be broadcast to rows that the loss has from elsewhere.
+
+    Such a loss runs with all rows and with one, and with no number between.
+    """
+    n = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if _is_rows(x)), 0)
+    if n != k:
+        return
+    other = 2 if n > 2 else 3
+
+    def some(x: Any) -> Any:
+        return jnp.concatenate([x, x])[:other] if _is_rows(x) else x
+
+    if _traced(loss_fn, jax.tree.map(some, batch), carry) is None:
+        raise ValueError(
+            f"accumulate={k} cuts the batch, and all its parts must be cut with it; got a loss that runs with {n} rows "
+            f"and not with {other}: it closes over, differentiates or carries an array with as many rows as the batch, "
+            f"to which microbatches of one row would be broadcast. Pass this array as an argument that is cut."
+        )
 
 
 def _traced(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree) -> Any:

@@ -28,7 +28,7 @@ from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
 from jaxmp._src.step import (
-    extra_arguments,
+    boxed_state,
     in_place,
     kept_elements,
     read_state,
@@ -106,7 +106,7 @@ def keep_master_params(
         if as_made:
             full = casting.cast_floats(params, jnp.float32)
             whole_leaves.check(inner, updates, state.master_inner, full, extra_args)
-            moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, full, extra_args)
+            moves, inner_state = boxed_state.update(inner, updates, state.master_inner, full, extra_args)
             return moves, state._replace(master_inner=inner_state)
         if remainder is not None:
             raise ValueError(
@@ -122,7 +122,7 @@ def keep_master_params(
         view = _view(params, state.master_params)
         with tree_paths.explained_by_shapes(updates, params):  # shapes may differ: one gradient for each example
             whole_leaves.check(inner, updates, state.master_inner, view, extra_args)
-            moves, inner_state = extra_arguments.update(inner, updates, state.master_inner, view, extra_args)
+            moves, inner_state = boxed_state.update(inner, updates, state.master_inner, view, extra_args)
         tree_paths.check_same_shapes(moves, params, "grads", "params")
         with jax.named_scope("jaxmp.update_masters"):
             units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)

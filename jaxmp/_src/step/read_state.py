@@ -77,8 +77,12 @@ def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> An
 
 def find(opt_state: Any, kind: type) -> list[Any]:
     """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are removed."""
-    pure = nnx.as_pure(opt_state)
-    return [x for x in jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
+    return find_boxed(nnx.as_pure(opt_state), kind)
+
+
+def find_boxed(opt_state: Any, kind: type) -> list[Any]:
+    """`find` for what is written back: arrays stay in their boxes (`nnx.Param`), or the state would lose them."""
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind)) if isinstance(x, kind)]
 
 
 def check_is_state(opt_state: Any, reader: str) -> None:
@@ -178,7 +182,7 @@ def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
 
 def _check_conditions(opt_state: Any, grads: PyTree) -> None:
     """Raises a ValueError where a step that is left out would return the gradients, or zeros of their dtype."""
-    is_low = any(casting.is_low_precision(g.dtype) for g in jax.tree.leaves(grads))
+    is_low = any(casting.is_float(g) and casting.is_low_precision(g.dtype) for g in jax.tree.leaves(grads))
     for kind, name, is_wrong, why in (
         (optax.ConditionallyTransformState, "optax.conditionally_transform", True, "the gradients themselves"),
         (optax.ConditionallyMaskState, "optax.conditionally_mask", is_low, "updates in the 16 bits of the gradients"),

@@ -367,8 +367,13 @@ def _check_gradients(grads: PyTree) -> None:
         if not casting.is_float(g):
             raise TypeError(
                 f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at "
-                f"{tree_paths.path_str(path)}. Differentiate float params only, and keep others outside of the tree; "
-                f"with kernels stored in fp8, differentiate by jaxmp.value_and_grad."
+                f"{tree_paths.path_str(path)}. "
+                + (
+                    "Differentiate float params only, and keep others outside of the tree; with kernels stored in fp8, "
+                    "differentiate by jaxmp.value_and_grad."
+                    if hasattr(g, "dtype")
+                    else "Pass the gradients alone: loss, grads = jaxmp.value_and_grad(...)(...)."
+                )
             )
 
 

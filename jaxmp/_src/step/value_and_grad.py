@@ -286,12 +286,22 @@ def _microbatches(
     def add_one(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
         grads, (loss, aux, carry) = grad(params, carry, batch)
+        _check_stackable(aux)
         with jax.named_scope("jaxmp.accumulate"):
             return (fp8.add(sums, grads), carry), (loss, aux)
 
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(add_one, (zeros, carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
+
+
+def _check_stackable(aux: PyTree) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(aux):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(
+                f"with accumulate= aux must be arrays or numbers, which are stacked over the microbatches; got "
+                f"{type(x).__name__} at {tree_paths.path_str(path)} of aux. Leave it out of aux."
+            )
 
 
 def _zeros_like_float32(x: Array) -> Array:

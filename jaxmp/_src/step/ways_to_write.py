@@ -195,7 +195,7 @@ def _in_order(
 
 
 def _masters(state: Any) -> list[PyTree]:
-    return [part.master_params for part in read_state.find(state, state_tuples.MasterState)]
+    return [part.master_params for part in read_state.find_boxed(state, state_tuples.MasterState)]
 
 
 def _with_masters(state: Any, masters: list[PyTree] | None) -> Any:

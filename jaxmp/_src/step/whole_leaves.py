@@ -1,4 +1,4 @@
-"""Refuses, in `shard_map`, an optimizer that needs whole leaves where it gets parts of them.
+"""Refuses, in `shard_map`, an optimizer that needs whole leaves where it gets parts of them; warns of padded leaves.
 
 `jaxmp.fsdp.gather` writes a note of which params are cut (`distributed.gathered_params`). If an update follows, this
 file traces the inner optimizer once more, alone. `programs.parts` finds the results that depend on a norm, a mean or a
@@ -12,24 +12,79 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import parts
 from jaxmp._src.step import extra_arguments
 
+_MUCH_PADDING = 0.01  # share of a leaf; less changes a mean less than bfloat16 shows
+
 
 def check(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> None:
     """Raises a ValueError for the first result that is made from all of this device's part of a cut param.
 
-    The inner optimizer sees `params` in float32.
+    Under plain jit it warns of results that count padding. The inner optimizer sees `params` in float32.
     """
     for axis, cut in gathered_params.cuts_of(params):
         _check_over(axis, cut, inner, updates, state, params, extra_args)
+    lengths = {keystr(path): jnp.shape(x) for path, x in tree_leaves_with_path(params)}
+    padding = {
+        path: (axis, length)
+        for path, (axis, length) in gathered_params.paddings_of(params).items()
+        if length < (1 - _MUCH_PADDING) * lengths[path][axis]
+    }
+    if padding and any(isinstance(x, Tracer) for x in jax.tree.leaves(updates)):
+        _warn_of_padding(padding, inner, updates, params, extra_args)
+
+
+def _warn_of_padding(
+    padding: Mapping[str, tuple[int, int]], inner: Any, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
+) -> None:
+    """Warns of an optimizer that computes with the sizes of leaves, as a mean does, where these count padding.
+
+    Its programs for padded leaves and for leaves without padding then hold different numbers.
+    """
+
+    def program(tree: PyTree, *, trims: bool) -> Any:
+        def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            dims = list(jnp.shape(x))
+            axis, length = padding.get(keystr(path), (0, None))
+            if trims and length is not None:
+                dims[axis] = length
+            return jax.ShapeDtypeStruct(tuple(dims), jnp.result_type(x))
+
+        grads = jax.tree_util.tree_map_with_path(shape, updates)
+        full = casting.cast_floats(jax.tree_util.tree_map_with_path(shape, tree), jnp.float32)
+
+        def run(grads: PyTree, state: Any, full: PyTree) -> Any:
+            return extra_arguments.update(inner, grads, state, full, extra_args)
+
+        return jax.make_jaxpr(run)(grads, jax.eval_shape(inner.init, full), full)
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = parts.first_other_number(program(params, trims=False), program(params, trims=True))
+    except Exception:  # what the update needs is not known here
+        return
+    if found is None:
+        return
+    path, x = next((path, x) for path, x in tree_leaves_with_path(params) if keystr(path) in padding)
+    axis, length = padding[keystr(path)]
+    warn(
+        "padding-counts",
+        f"an optimizer must not count padding as elements of a leaf; got {found.primitive.name}{_place_of(found)}, "
+        f"which depends on the sizes of leaves as a mean does, and {tree_paths.path_str(path)}, of which {length} of "
+        f"{jnp.shape(x)[axis]} along axis {axis} are no padding: its updates differ from those of one device. Use an "
+        f"elementwise optimizer; or a layout that does not pad this leaf: a size that the number of devices divides, "
+        f"or a larger min_size= of jaxmp.fsdp.layout_of.",
+    )
 
 
 def _check_over(

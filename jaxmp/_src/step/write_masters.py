@@ -17,7 +17,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import extra_arguments, in_place, kept_elements
+from jaxmp._src.step import boxed_state, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
 from pallas_kernels import flags, moments, write_order
@@ -122,7 +122,7 @@ def by_updates(
     def update(state: Any, pairs: list[Pair]) -> tuple[PyTree, Any, PyTree]:
         """(weights, state) after the update, and the weights before it."""
         old_weights = treedef.unflatten([moments.join(p, m) if is_remainder(m) else m for p, m in pairs])
-        moves, new_state = extra_arguments.update(inner, unscaled, state, old_weights, extra_args)
+        moves, new_state = boxed_state.update(inner, unscaled, state, old_weights, extra_args)
         return jax.tree.map(moved, old_weights, moves), new_state, old_weights
 
     in_order = not leaf_by_leaf and write_order.pays((grads, state, pairs))

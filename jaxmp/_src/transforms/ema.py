@@ -140,7 +140,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
             return param
-        return jax.tree.map(of_leaf, average, param)
+        leaves, treedef = jax.tree.flatten(param)
+        return treedef.unflatten([of_leaf(e, w) for e, w in zip(jax.tree.leaves(average), leaves, strict=True)])
 
     def of_leaf(e: Any, w: Any) -> Any:
         if not casting.is_float(w):

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.step import in_place
-from jaxmp._src.step.read_state import find
+from jaxmp._src.step.read_state import find, find_boxed
 from jaxmp._src.step.state_tuples import GlobalNormState
 from jaxmp._src.transforms import clip, compress
 from pallas_kernels import backend as kernel_backend, update as kernels
@@ -215,7 +215,7 @@ def _fused(
     ) -> tuple[list[tuple[Any, Array]], Any, in_place.Counts]:
         del extra_args
         compress.check_form(state, state_dtype, compressed=not is_wide)
-        (held,) = find(state, kind)
+        (held,) = find_boxed(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)
         leaves = [
