@@ -1,5 +1,6 @@
 """fp8 layers of linen and nnx: which layers run in fp8, which leaves they hold, and that models of all kinds train."""
 
+import dataclasses
 import functools
 import warnings
 
@@ -680,6 +681,22 @@ def test_a_loss_outside_of_autocast_is_warned_of():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
     with pytest.raises(ValueError, match="reads .*/kernel outside of an fp8 layer, in dot_general"):
         jaxmp.value_and_grad(loss_fn)(policy.cast_to_param(params), opt_state=tx.init(params))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_a_loss_that_was_traced_before_is_not_warned_of(wrap):
+    with autocast(RECIPE):
+        params = init(Model(), X)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
+    state = tx.init(params)
+    loss_fn = wrap(lambda p: jnp.mean(Model().apply({"params": p}, X).astype(jnp.float32) ** 2))
+    policy = dataclasses.replace(jaxmp.get_policy("fp8"), recipe=RECIPE)
+    for _ in range(2):  # two steps that share the loss; jax traces it once
+        params, state = jaxmp.fp8.calibrate(loss_fn, params, tx=tx, opt_state=state, policy=policy)
+        step = jax.jit(lambda p, state: jaxmp.value_and_grad(loss_fn, policy=policy)(p, opt_state=state))
+        grads = step(params, state)[1]
+        assert all(amax > 0 for amax in jax.tree.leaves(scale_leaves.partition(grads)[0]))
 
 
 def test_params_without_scales_are_explained():
