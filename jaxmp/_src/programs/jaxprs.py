@@ -100,6 +100,11 @@ def reads_fp8(jaxpr: Any) -> bool:
     return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.invars))
 
 
+def makes_fp8(jaxpr: Any) -> bool:
+    """Whether an equation of a jaxpr, or of one inside of it, returns an array in fp8."""
+    return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.outvars))
+
+
 def body_name(eqn: Any) -> str:
     """The parameter that holds the function of an equation with one function."""
     return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
