@@ -1,5 +1,6 @@
 """fp8 layers of linen and nnx: which layers run in fp8, which leaves they hold, and that models of all kinds train."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -697,6 +698,31 @@ def test_a_loss_that_was_traced_before_is_not_warned_of(wrap):
         step = jax.jit(lambda p, state: jaxmp.value_and_grad(loss_fn, policy=policy)(p, opt_state=state))
         grads = step(params, state)[1]
         assert all(amax > 0 for amax in jax.tree.leaves(scale_leaves.partition(grads)[0]))
+
+
+def test_a_jitted_function_is_traced_anew_in_another_region():
+    """It ran as in the first region that called it."""
+    model, traces = Model(), []
+
+    @jax.jit
+    def init():
+        traces.append(None)
+        return init_model()
+
+    init_model = lambda: model.init(KEY, X)["params"]  # noqa: E731
+    e4m3 = DelayedScaling(fp8_format="E4M3")
+    regions = [
+        contextlib.nullcontext,
+        lambda: autocast(RECIPE),
+        lambda: autocast(e4m3),
+        lambda: autocast(RECIPE, filter=("*up",)),
+        lambda: autocast(RECIPE, filter=lambda path, layer: path.endswith("down")),
+        lambda: autocast(RECIPE, filter=lambda path, layer, names=("head",): path in names),
+    ]
+    for region in regions * 2:
+        with region():
+            assert jax.tree.structure(jax.eval_shape(init)) == jax.tree.structure(jax.eval_shape(init_model))
+    assert len(traces) == len(regions) + 1  # a function that holds values is another one each time
 
 
 def test_params_without_scales_are_explained():

@@ -110,8 +110,7 @@ def _tell_of_no_fp8() -> None:
     text = (
         f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
         f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '
-        f"call in the loss, as around model.init: inside the differentiated function, or around the call that traces "
-        f"it."
+        f"call in the loss, as around model.init: inside the differentiated function, or around each call of the step."
     )
     if ambient.now().fp8_calibrating:
         raise ValueError(text)

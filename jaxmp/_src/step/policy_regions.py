@@ -40,9 +40,6 @@ from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_polic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The recipe of the region, as a part of the key under which `jax.jit` caches a trace.
-_KEY = jax.make_user_context(None)
-
 
 class PolicyRegion:
     """The result of `autocast` of a policy: a decorator, and a region for `with`."""
@@ -338,7 +335,6 @@ def _fp8_and_precision(
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
-            stack.enter_context(_KEY((repr(policy.recipe), enabled)))
             stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled, filter=filter))
         yield
 
