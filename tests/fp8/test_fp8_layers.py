@@ -717,12 +717,16 @@ def test_a_jitted_function_is_traced_anew_in_another_region():
         lambda: autocast(e4m3),
         lambda: autocast(RECIPE, filter=("*up",)),
         lambda: autocast(RECIPE, filter=lambda path, layer: path.endswith("down")),
-        lambda: autocast(RECIPE, filter=lambda path, layer, names=("head",): path in names),
+        *(
+            lambda name=name: autocast(RECIPE, filter=lambda path, layer: path.endswith(name))
+            for name in ("up", "down")
+        ),
+        lambda: autocast(RECIPE, filter=functools.partial(lambda names, path, layer: path in names, {"embed": X})),
     ]
     for region in regions * 2:
         with region():
             assert jax.tree.structure(jax.eval_shape(init)) == jax.tree.structure(jax.eval_shape(init_model))
-    assert len(traces) == len(regions) + 1  # a function that holds values is another one each time
+    assert len(traces) == len(regions) + 1  # the dict of the last one is another one each time, and has no hash
 
 
 def test_params_without_scales_are_explained():

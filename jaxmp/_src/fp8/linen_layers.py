@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import flax.errors
@@ -393,15 +393,41 @@ def _filled(key: Array, value: float) -> Float[Array, ""]:
     return jnp.full((), value, jnp.float32)
 
 
-def _identity_of(chosen: layers.Filter) -> Any:
-    """Equal for equal filters; a function without values of its own is its code, so one written in a loop stays it."""
-    if chosen is None or isinstance(chosen, str):
-        return chosen
-    if not callable(chosen):
-        return tuple(chosen)
-    if inspect.isfunction(chosen) and not (chosen.__closure__ or chosen.__defaults__ or chosen.__kwdefaults__):
-        return chosen.__code__
-    return chosen if isinstance(chosen, Hashable) else id(chosen)
+def _identity_of(chosen: Any) -> Any:
+    """Equal for filters that choose alike: a function that a loop writes again is its code and the values in it."""
+    if isinstance(chosen, functools.partial):
+        return (_identity_of(chosen.func), _values(chosen.args), _values(chosen.keywords.items()))
+    if inspect.isfunction(chosen):
+        cells = [cell.cell_contents for cell in chosen.__closure__ or ()]
+        named = (chosen.__kwdefaults__ or {}).items()
+        return (chosen.__code__, _values(cells), _values(chosen.__defaults__ or ()), _values(named))
+    return _values([chosen])
+
+
+def _values(values: Any) -> tuple[Any, ...]:
+    return tuple(_values(x) if isinstance(x, (tuple, list)) else _Same.if_unhashable(x) for x in values)
+
+
+class _Same:
+    """A value without a hash, equal only to itself."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    @classmethod
+    def if_unhashable(cls, value: Any) -> Any:
+        """`value`, in a `_Same` if it has no hash."""
+        try:
+            hash(value)
+        except TypeError:
+            return cls(value)
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 @contextlib.contextmanager
@@ -410,9 +436,10 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
     computed: inside the jitted function, or around each of its calls (`jax.jit` traces anew for another region).
-    Attention's projections are DenseGeneral layers, gates of LSTM and GRU cells are Dense layers. A layer with a dot_general or promote_dtype of its own keeps
-    it, and what a subclass adds to the call of flax's class stays. With `enabled=False`, layers that hold fp8
-    dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
+    Attention's projections are DenseGeneral layers, gates of LSTM and GRU cells are Dense layers. A layer with a
+    dot_general or promote_dtype of its own keeps it, and what a subclass adds to the call of flax's class stays. With
+    `enabled=False`, layers that hold fp8 dot_generals (of linen and nnx) run in the dtype of their inputs. The
+    innermost region counts.
 
     Args:
       recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from patterns of

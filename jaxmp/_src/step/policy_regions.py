@@ -27,7 +27,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np

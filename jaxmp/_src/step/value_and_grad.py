@@ -201,7 +201,8 @@ def scaled_value_and_grad(
       policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
       axis_name, keep_fp8_weights: see `value_and_grad`.
-      looks: whether to look in which dtypes the loss computes, and what it reads; a plan of memory, which trains nothing, does not.
+      looks: whether to look in which dtypes the loss computes, and what it reads; a plan of memory, which trains
+        nothing, does not.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
