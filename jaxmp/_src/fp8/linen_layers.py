@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -393,43 +392,6 @@ def _filled(key: Array, value: float) -> Float[Array, ""]:
     return jnp.full((), value, jnp.float32)
 
 
-def _identity_of(chosen: Any) -> Any:
-    """Equal for filters that choose alike: a function that a loop writes again is its code and the values in it."""
-    if isinstance(chosen, functools.partial):
-        return (_identity_of(chosen.func), _values(chosen.args), _values(chosen.keywords.items()))
-    if inspect.isfunction(chosen):
-        cells = [cell.cell_contents for cell in chosen.__closure__ or ()]
-        named = (chosen.__kwdefaults__ or {}).items()
-        return (chosen.__code__, _values(cells), _values(chosen.__defaults__ or ()), _values(named))
-    return _values([chosen])
-
-
-def _values(values: Any) -> tuple[Any, ...]:
-    return tuple(_values(x) if isinstance(x, (tuple, list)) else _Same.if_unhashable(x) for x in values)
-
-
-class _Same:
-    """A value without a hash, equal only to itself."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    @classmethod
-    def if_unhashable(cls, value: Any) -> Any:
-        """`value`, in a `_Same` if it has no hash."""
-        try:
-            hash(value)
-        except TypeError:
-            return cls(value)
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 @contextlib.contextmanager
 def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter = None) -> Iterator[None]:
     """A region in which linen's Dense, DenseGeneral, Einsum and 1x1 Conv layers run in fp8, or in which no layer does.
@@ -471,7 +433,7 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
-        _KEY((repr(recipe), enabled, _identity_of(filter))),
+        _KEY((repr(recipe), enabled, layers.identity_of(filter))),
     ):
         yield
     if interceptor.has_run:  # a method of a model may call some layers only
