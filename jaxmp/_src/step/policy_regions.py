@@ -178,6 +178,7 @@ def autocast(
         runs in fp8; a function that holds no layer for a policy's `DelayedScaling`.
 
     Example:
+      >>> import jax
       >>> def loss_fn(w, x):
       ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
       >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
@@ -244,6 +245,7 @@ def explain_autocast(
       TypeError: `fn` is no function.
 
     Example:
+      >>> import jax
       >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
