@@ -206,6 +206,12 @@ def test_every_argument_speaks_the_language(argument):
         assert ARGUMENTS[argument](pattern) == expected, pattern
 
 
+def test_a_level_of_the_tree_is_named_with_what_is_below():
+    (message,) = tree_paths.idle_messages("partial", "mlp", ["mlp/up/kernel", "mlp/up/bias"], of="leaf")
+    assert "the pattern 'mlp' fits no leaf. Close to it: 'mlp/*'." in message
+    assert tree_paths.matches("mlp/up/kernel", "mlp/*")
+
+
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_pattern_that_fits_nothing_says_the_same_everywhere(argument):
     pattern = "mlp/upp"

@@ -19,7 +19,11 @@ pytestmark = pytest.mark.xdist_group("checkpoint")
 RNG = np.random.default_rng(0)
 PARAMS = {
     "embed": jnp.asarray(RNG.normal(size=(51, 6)), jnp.float32),
-    "dense": {"kernel": jnp.asarray(RNG.normal(size=(6, 13)), jnp.float32), "bias": jnp.ones(3)},
+    "dense": {
+        "kernel": jnp.asarray(RNG.normal(size=(6, 13)), jnp.float32),
+        "bias": jnp.ones(3),
+        "gain": jnp.float32(0.5),
+    },
 }
 POLICY = jaxmp.get_policy("bf16")
 TX = jaxmp.mixed_precision(optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)), POLICY, remainder_bits=16)

@@ -11,6 +11,7 @@ import pytest
 import jaxmp
 from helpers import assert_bitwise
 from jaxmp import checkpoint
+from jaxmp._src.base import tree_paths
 
 pytestmark = pytest.mark.xdist_group("checkpoint")
 
@@ -176,3 +177,22 @@ def test_without_patterns_the_report_is_empty(steps):
     step, _, opt_state, _ = restored
     assert step == 3 and restored.report == ((), (), ())
     assert_bitwise(opt_state, trained()[1])
+
+
+def test_an_fp8_layer_that_is_gone_leaves_the_histories_of_others(tmp_path):
+    """Histories are found by the order of all scales that were saved; without one of them, all started again."""
+    scales = {"fp8_lhs_e4m3_log2_scale": 1.0, "fp8_rhs_e4m3_log2_scale": 2.0, "fp8_grad_e5m2_log2_scale": 3.0}
+    params = {name: {"kernel": jnp.ones((2, 2))} | jax.tree.map(jnp.float32, scales) for name in "abc"}
+    recipe = jaxmp.fp8.DelayedScaling(amax_history_len=3)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipe)
+    number = lambda path, x: jnp.arange(float(x.size)).reshape(x.shape) if "amax_history" in path else x  # noqa: E731
+    state = tree_paths.map_with_path(number, tx.init(params))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=state)
+        manager.wait_until_finished()
+        restored = checkpoint.restore(manager, tx, params={"c": params["c"]}, partial=("a/*", "b/*"))
+    assert_bitwise(restored.params, {"c": params["c"]})
+    assert {path.split("/")[0] for path in restored.report.left_over} == {"a", "b"}
+    before, after = (optax.tree.get(s, "amax_states") for s in (state, restored.opt_state))
+    for old, new, size in zip(before, after, (1, 2), strict=True):  # of gradients; of inputs and weights
+        assert_bitwise(new.amax_history[1:], old.amax_history[1:, -size:])

@@ -1,5 +1,7 @@
 """fp8 layers of linen and nnx: which layers run in fp8, which leaves they hold, and that models of all kinds train."""
 
+import contextlib
+import dataclasses
 import functools
 import warnings
 
@@ -680,6 +682,51 @@ def test_a_loss_outside_of_autocast_is_warned_of():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
     with pytest.raises(ValueError, match="reads .*/kernel outside of an fp8 layer, in dot_general"):
         jaxmp.value_and_grad(loss_fn)(policy.cast_to_param(params), opt_state=tx.init(params))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_a_loss_that_was_traced_before_is_not_warned_of(wrap):
+    with autocast(RECIPE):
+        params = init(Model(), X)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
+    state = tx.init(params)
+    loss_fn = wrap(lambda p: jnp.mean(Model().apply({"params": p}, X).astype(jnp.float32) ** 2))
+    policy = dataclasses.replace(jaxmp.get_policy("fp8"), recipe=RECIPE)
+    for _ in range(2):  # two steps that share the loss; jax traces it once
+        params, state = jaxmp.fp8.calibrate(loss_fn, params, tx=tx, opt_state=state, policy=policy)
+        step = jax.jit(lambda p, state: jaxmp.value_and_grad(loss_fn, policy=policy)(p, opt_state=state))
+        grads = step(params, state)[1]
+        assert all(amax > 0 for amax in jax.tree.leaves(scale_leaves.partition(grads)[0]))
+
+
+def test_a_jitted_function_is_traced_anew_in_another_region():
+    """It ran as in the first region that called it."""
+    model, traces = Model(), []
+
+    @jax.jit
+    def init():
+        traces.append(None)
+        return init_model()
+
+    init_model = lambda: model.init(KEY, X)["params"]  # noqa: E731
+    e4m3 = DelayedScaling(fp8_format="E4M3")
+    regions = [
+        contextlib.nullcontext,
+        lambda: autocast(RECIPE),
+        lambda: autocast(e4m3),
+        lambda: autocast(RECIPE, filter=("*up",)),
+        lambda: autocast(RECIPE, filter=lambda path, layer: path.endswith("down")),
+        *(
+            lambda name=name: autocast(RECIPE, filter=lambda path, layer: path.endswith(name))
+            for name in ("up", "down")
+        ),
+        lambda: autocast(RECIPE, filter=functools.partial(lambda names, path, layer: path in names, {"embed": X})),
+    ]
+    for region in regions * 2:
+        with region():
+            assert jax.tree.structure(jax.eval_shape(init)) == jax.tree.structure(jax.eval_shape(init_model))
+    assert len(traces) == len(regions) + 1  # the dict of the last one is another one each time, and has no hash
 
 
 def test_params_without_scales_are_explained():

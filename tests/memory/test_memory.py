@@ -198,6 +198,24 @@ def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
         assert found.gradients == nbytes(grads)
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("fp8_weights", [False, True], ids=["kernels in float32", "kernels in fp8"])
+def test_a_loss_outside_of_fp8_is_planned_in_its_policy(fp8_weights):
+    """As `value_and_grad(policy=)` runs it. It was warned of first, and with kernels in fp8 it was an error."""
+    policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
+    tx, x = jaxmp.mixed_precision(optax.adam(1e-3), policy), jnp.ones((16, 32))
+    model = nn.Sequential([nn.Dense(32) for _ in range(3)])
+    with jaxmp.autocast(policy):
+        params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+
+    def loss_fn(params, x):
+        return jnp.mean(model.apply({"params": params}, x).astype(F32) ** 2)
+
+    planned = memory.plan(params, policy, optimizer=tx, loss_fn=loss_fn, batch=(x,))
+    with jaxmp.autocast(policy):
+        assert planned == memory.plan(params, policy, optimizer=tx, loss_fn=loss_fn, batch=(x,))
+
+
 @pytest.mark.parametrize("policy", ["bf16", "16-mixed"])
 def test_a_model_without_dtypes_is_planned_in_its_policy(policy):
     """As the loop runs it; before, its activations were counted in float32."""

@@ -105,6 +105,20 @@ def test_it_does_so_in_every_regime(policy):
         assert names(matmuls(fn, *args)) == names(EXPECTED[policy]), name
 
 
+def test_a_filter_that_a_loop_writes_again_traces_nothing_again():
+    traces, params = [], params_of("fp8")
+
+    @jax.jit
+    def run(x):
+        traces.append(1)
+        return Net().apply({"params": params}, x)
+
+    for _ in range(3):
+        with jaxmp.autocast("fp8", filter=lambda path, _: path == "Dense_1"):
+            jax.eval_shape(run, X)
+    assert len(traces) == 1
+
+
 def test_it_traces_the_loss_once():
     traces = []
 

@@ -177,7 +177,8 @@ def _close_to(pattern: str, paths: Iterable[str]) -> list[str]:
         parts = path.split("/")
         for i in range(len(parts) - count + 1):
             part = "/".join(parts[i : i + count])
-            found.setdefault(part.lower(), part)
+            is_level = part.lower() == wanted and i + count < len(parts)  # it fits what is below only with "/*"
+            found.setdefault(part.lower(), f"{part}/*" if is_level else part)
     return [found[name] for name in difflib.get_close_matches(wanted, found)]
 
 

@@ -126,7 +126,7 @@ def _resized(shape: Shape, field: str, before: Shape, after: Shape) -> Shape:
     """The shape of a leaf that belongs to a param (`field` of a moment), where the param goes to another shape."""
     if field == "scales":
         return (*after[:-1], shape[-1]) if shape[:-1] == before[:-1] else shape
-    if shape[1:] == before:  # an array that holds several of its param: those of each device, or of the last steps
+    if shape and shape[1:] == before:  # an array that holds several of its param: of each device, of the last steps
         return shape[0], *after
     return after if shape == before else shape
 

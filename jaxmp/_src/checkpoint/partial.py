@@ -33,7 +33,9 @@ def complete_params(
     wanted = leaf_paths.plain_leaves(like)
     fits = {p for p, x in saved.params.items() if p in wanted and tuple(x.shape) == tuple(wanted[p].shape)}
     left = [p for p in saved.params if p not in fits and tree_paths.matches(p, patterns)]
-    params = {p: x for p, x in saved.params.items() if p not in left}
+    # Scales stay where the job has none: the histories are in the order of all of them.
+    dropped = [p for p in left if not scale_leaves.is_scale(p) or p in wanted]
+    params = {p: x for p, x in saved.params.items() if p not in dropped}
     fresh = [p for p in wanted if p not in params and not scale_leaves.is_scale(p) and tree_paths.matches(p, patterns)]
     for path in fresh:
         if isinstance(wanted[path], jax.ShapeDtypeStruct):

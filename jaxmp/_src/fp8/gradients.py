@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.programs import jaxprs
 
-Check = Callable[[Any, PyTree], None]
+Check = Callable[[Any, Any, PyTree], None]
 Grad = Callable[[Callable[..., Any], Check | None], Callable[..., tuple[PyTree, Any]]]
 
 
@@ -44,8 +45,8 @@ class Fp8Gradients:
     def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
         """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients.
 
-        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, params)` before
-        the backward pass.
+        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, value, params)`
+        before the backward pass.
 
         Raises:
           ValueError: `loss` reads a kernel in fp8 outside of its layer.
@@ -59,9 +60,13 @@ class Fp8Gradients:
         def differentiate(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
             params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
             before = ambient.now().notes.fp8_matmuls
-            grads, aux = differentiated(loss, stored_kernels.check_reads)(params, *args)
-            if ambient.now().notes.fp8_matmuls == before:
-                _tell_of_no_fp8()
+
+            def check(pullback: Any, value: Any, params: PyTree) -> None:
+                stored_kernels.check_reads(pullback, params)
+                if ambient.now().notes.fp8_matmuls == before and not _is_in_fp8(pullback, value):
+                    _tell_of_no_fp8()
+
+            grads, aux = differentiated(loss, check)(params, *args)
             return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
 
         return differentiate
@@ -90,14 +95,22 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
         )
 
 
+def _is_in_fp8(pullback: Any, value: Any) -> bool:
+    """Whether a loss that noted nothing computes in fp8: jax keeps what `jit` and `checkpoint` traced before."""
+    linear = compat.linear_jaxpr(pullback)
+    if linear is not None and jaxprs.reads_fp8(linear):
+        return True
+    one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
+    return jaxprs.reads_fp8(jax.make_jaxpr(pullback)(one))
+
+
 def _tell_of_no_fp8() -> None:
     """A warning; in a calibration, which would calibrate nothing, a ValueError."""
     wrong = "so there is nothing to calibrate" if ambient.now().fp8_calibrating else "so it trains without fp8"
     text = (
         f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
         f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '
-        f"call in the loss, as around model.init: inside the differentiated function, or around the call that traces "
-        f"it. (A part of the loss that was jitted and traced before is not seen here.)"
+        f"call in the loss, as around model.init: inside the differentiated function, or around each call of the step."
     )
     if ambient.now().fp8_calibrating:
         raise ValueError(text)

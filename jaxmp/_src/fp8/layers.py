@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -208,6 +210,46 @@ def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
     if callable(chosen):
         return bool(chosen(path, layer))
     return tree_paths.matches(path, chosen)
+
+
+def identity_of(chosen: Filter) -> Any:
+    """Equal for filters that choose alike, as a part of the key under which `jax.jit` caches a trace.
+
+    A function is its code and the values in it, so one that a loop writes again is the same filter.
+    """
+    if isinstance(chosen, functools.partial):
+        return (identity_of(chosen.func), _values(chosen.args), _values(chosen.keywords.items()))
+    if inspect.isfunction(chosen):
+        cells = [cell.cell_contents for cell in chosen.__closure__ or ()]
+        named = (chosen.__kwdefaults__ or {}).items()
+        return (chosen.__code__, _values(cells), _values(chosen.__defaults__ or ()), _values(named))
+    return _values([chosen])
+
+
+def _values(values: Any) -> tuple[Any, ...]:
+    return tuple(_values(x) if isinstance(x, (tuple, list)) else _Same.if_unhashable(x) for x in values)
+
+
+class _Same:
+    """A value without a hash, equal only to itself."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    @classmethod
+    def if_unhashable(cls, value: Any) -> Any:
+        """`value`, in a `_Same` if it has no hash."""
+        try:
+            hash(value)
+        except TypeError:
+            return cls(value)
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str]) -> bool:

@@ -198,6 +198,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WITH_WEIGHTS = (*_BASES, nn.Embed, nn.ConvTranspose, nn.OptimizedLSTMCell)
 _MARK = "jaxmp.fp8.layer:"
 
+# The region, as a part of the key under which `jax.jit` caches a trace.
+_KEY = jax.make_user_context(None)
+
 
 class _Interceptor:
     """What flax calls in place of each method of a module inside `autocast`."""
@@ -394,10 +397,11 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
     """A region in which linen's Dense, DenseGeneral, Einsum and 1x1 Conv layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
-    computed: inside the jitted function, or around the call that traces it. Attention's projections are DenseGeneral
-    layers, gates of LSTM and GRU cells are Dense layers. A layer with a dot_general or promote_dtype of its own keeps
-    it, and what a subclass adds to the call of flax's class stays. With `enabled=False`, layers that hold fp8
-    dot_generals (of linen and nnx) run in the dtype of their inputs. The innermost region counts.
+    computed: inside the jitted function, or around each of its calls (`jax.jit` traces anew for another region).
+    Attention's projections are DenseGeneral layers, gates of LSTM and GRU cells are Dense layers. A layer with a
+    dot_general or promote_dtype of its own keeps it, and what a subclass adds to the call of flax's class stays. With
+    `enabled=False`, layers that hold fp8 dot_generals (of linen and nnx) run in the dtype of their inputs. The
+    innermost region counts.
 
     Args:
       recipe: the recipe of these layers, default `DelayedScaling()`, or a dict from patterns of
@@ -429,6 +433,7 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
+        _KEY((repr(recipe), enabled, layers.identity_of(filter))),
     ):
         yield
     if interceptor.has_run:  # a method of a model may call some layers only

@@ -14,7 +14,8 @@ Training in four bits needs three more techniques (`NVFP4`'s arguments):
 
 - *stochastic rounding of gradients.* Rounding to nearest would round most elements of a gradient in the same direction
   in each step. With the neighbours l <= |x| <= u in e2m1, |x| becomes u with probability (|x| - l) / (u - l): the mean
-  is x.
+  is x. (Where s_B was rounded down, |x| above 6 s_B / t is saturated, as in TransformerEngine: up to 6 % is lost of the
+  largest elements of a block.)
 - *square blocks of weights*, 16x16: the forward and the backward pass multiply with the same numbers.
 - *a random Hadamard transform* for the gradient of weights, dw = x^T g: with an orthogonal matrix R of 16x16 over each
   16 tokens, (R x)^T (R g) = x^T g, and an outlier of one token is spread over 16. R = H diag(d) / 4, H the Hadamard
@@ -69,7 +70,8 @@ class NVFP4(BlockRecipe):
     end.
 
     Args:
-      stochastic_rounding: whether gradients are rounded at random, without bias. This needs a key: see
+      stochastic_rounding: whether gradients are rounded at random, so that the mean is the value, except where a block
+        saturates: its e4m3 factor can be up to 6 % too small for its largest element. This needs a key: see
         `jaxmp.fp8.dot_general`, and "rounding" in the layers of linen and nnx.
       hadamard: whether the operands of the weights' gradient go through a random Hadamard transform.
       square_weights: whether weights are cast in blocks of 16x16, which the forward and the backward pass share.
@@ -112,7 +114,8 @@ class NVFP4(BlockRecipe):
         Args:
           x: floats of 16 bits or more, of any shape.
           axis: the axis along which 16 elements share a scale; two axes give blocks of 16x16.
-          key: None rounds to nearest even; a key of `jax.random` rounds at random, without bias.
+          key: None rounds to nearest even; a key of `jax.random` rounds at random, with the mean of what is not
+            saturated.
 
         Returns:
           `Fp4Blocks(q, scale_inv, tensor_scale_inv)`.

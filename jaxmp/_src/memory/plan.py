@@ -316,7 +316,8 @@ def _trace(
     found = compute_dtypes.look_into(jaxpr)
     is_low = any(d.itemsize < 4 for d in found.matmuls | found.hidden)
     misses_low = policy.computes_in_16_bits and bool(found.matmuls) and not is_low
-    if misses_low or (policy.recipe is not None and not found.fp8):
+    # Not `found.fp8`: kernels that are stored in fp8 are read in every program.
+    if misses_low or (policy.recipe is not None and not jaxprs.makes_fp8(jaxpr)):
         jaxpr, (first, grads) = traced(policy)
     return jaxpr, grads, len(jax.tree.leaves(first))
 

@@ -5,7 +5,7 @@ gives to the parameter. Other files take the names of primitives from the tables
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,36 @@ def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
     if name in CALLS or name in ("scan", "shard_map"):
         return (open_jaxpr(params[body_name(eqn)]),)
     return ()
+
+
+def equations(jaxpr: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """All equations of a jaxpr and of the jaxprs inside of it, those of rules and kernels too; each jaxpr once."""
+    seen = set() if seen is None else seen
+    jaxpr, _ = open_jaxpr(jaxpr)
+    if jaxpr is None or id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from equations(inner, seen)
+
+
+def dtypes_of(values: Sequence[Any]) -> list[Any]:
+    """The dtypes of the variables and literals that have one."""
+    return [d for v in values if (d := getattr(v.aval, "dtype", None)) is not None]
+
+
+def reads_fp8(jaxpr: Any) -> bool:
+    """Whether an equation of a jaxpr, or of one inside of it, reads an array in fp8."""
+    return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.invars))
+
+
+def makes_fp8(jaxpr: Any) -> bool:
+    """Whether an equation of a jaxpr, or of one inside of it, returns an array in fp8."""
+    return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.outvars))
 
 
 def body_name(eqn: Any) -> str:

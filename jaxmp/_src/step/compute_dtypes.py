@@ -11,7 +11,7 @@ is traced once more: it also shows the matmuls in derivative rules.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,20 +43,20 @@ class Found(NamedTuple):
 
 
 def differentiated(
-    loss: Callable[..., Any], look: Callable[[Any, Any], None], check: Callable[[Any, PyTree], None] | None
+    loss: Callable[..., Any], look: Callable[[Any, Any], None], check: Callable[[Any, Any, PyTree], None] | None
 ) -> Callable[..., tuple[PyTree, Any]]:
     """`jax.grad(loss, has_aux=True)`, with looks at the linear part between the forward and the backward pass.
 
     Args:
       loss: `(params, ...) -> (loss, aux)`.
       look: called as `look(pullback, value)`.
-      check: called as `check(pullback, params)`, or None.
+      check: called as `check(pullback, value, params)`, or None.
     """
 
     def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
         value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
         if check is not None:
-            check(pullback, params)
+            check(pullback, value, params)
         look(pullback, value)
         return pullback(_one(value))[0], aux
 
@@ -162,16 +162,14 @@ _SAY_WHICH = (
 def look_into(jaxpr: Any) -> Found:
     """What computes in a jaxpr, and in all that it calls."""
     found = Found(set(), set(), False)
-    is_fp8 = False
-    for eqn in _equations(jaxpr, set()):
-        dtypes = [d for v in eqn.invars if (d := getattr(v.aval, "dtype", None)) is not None]
-        is_fp8 = is_fp8 or any(d.name.startswith("float8") for d in dtypes)
+    for eqn in jaxprs.equations(jaxpr):
+        dtypes = jaxprs.dtypes_of(eqn.invars)
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
             found.matmuls.add(max(floats, key=lambda d: d.itemsize))
         elif eqn.primitive.name in _HIDDEN:
             found.hidden.update(floats)
-    return found._replace(fp8=is_fp8)
+    return found._replace(fp8=jaxprs.reads_fp8(jaxpr))
 
 
 def _is_of_matrices(eqn: Any) -> bool:
@@ -182,16 +180,3 @@ def _is_of_matrices(eqn: Any) -> bool:
     lhs, rhs = eqn.invars[0].aval, eqn.invars[1].aval
     has_rows = lhs.ndim > len(lhs_contract) + len(lhs_batch) and rhs.ndim > len(rhs_contract) + len(rhs_batch)
     return has_rows and math.prod(lhs.shape[i] for i in lhs_contract) > 1
-
-
-def _equations(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
-    jaxpr, _ = jaxprs.open_jaxpr(jaxpr)
-    if jaxpr is None or id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, (tuple, list)) else (param,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from _equations(inner, seen)

@@ -66,11 +66,13 @@ class Chooser:
       recipe: a recipe, or pairs of a path pattern and a recipe.
       filter: as for `jaxmp.fp8.autocast`, but a function gets the equation in place of a module.
       of_policy: whether the recipe is a policy's, which layers may have taken.
+      identity: of the filter, from `layers.identity_of`.
     """
 
     recipe: Any
-    filter: Callable[[str, Any], bool] | tuple[str, ...] | None = None
-    of_policy: bool = False
+    filter: Callable[[str, Any], bool] | tuple[str, ...] | None = dataclasses.field(compare=False)
+    of_policy: bool
+    identity: Any
 
     def choose(self, operations: list[Operation]) -> Sequence[narrow_matmuls.Product | str | None]:
         """The product of each operation, or why it has none; warns where nothing runs in fp8."""
@@ -143,7 +145,7 @@ def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = F
         recipe = tuple(recipe.items())
     if filter is not None and not callable(filter):
         filter = tree_paths.patterns_of(filter)
-    return Chooser(recipe, filter, of_policy)
+    return Chooser(recipe, filter, of_policy, layers.identity_of(filter))
 
 
 def _has_state(recipe: Any) -> bool:

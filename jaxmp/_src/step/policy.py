@@ -185,8 +185,8 @@ class Policy(jmp.Policy):
         """A context in which float32 matmuls are traced at this policy's precision.
 
         `"fp32"` sets full float32, `"tf32"` TensorFloat-32; other policies keep jax's default. `jaxmp.autocast(policy)`
-        and `value_and_grad(policy=)` enter it. By hand, enter it around the call that traces the step (under `jax.jit`:
-        inside the jitted function, or around its first call).
+        and `value_and_grad(policy=)` enter it. By hand, enter it inside the jitted function, or around each of its
+        calls: outside of it `jax.jit` traces anew.
 
         Example:
           >>> with get_policy("fp32").default_matmul_precision():

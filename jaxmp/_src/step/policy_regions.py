@@ -27,7 +27,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -39,9 +38,6 @@ from jaxmp._src.step import argument_kinds, fp8_products
 from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# The recipe of the region, as a part of the key under which `jax.jit` caches a trace.
-_KEY = jax.make_user_context(None)
 
 
 class PolicyRegion:
@@ -182,6 +178,7 @@ def autocast(
         runs in fp8; a function that holds no layer for a policy's `DelayedScaling`.
 
     Example:
+      >>> import jax
       >>> def loss_fn(w, x):
       ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
       >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
@@ -248,6 +245,7 @@ def explain_autocast(
       TypeError: `fn` is no function.
 
     Example:
+      >>> import jax
       >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
@@ -338,7 +336,6 @@ def _fp8_and_precision(
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
-            stack.enter_context(_KEY((repr(policy.recipe), enabled)))
             stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled, filter=filter))
         yield
 

@@ -201,7 +201,8 @@ def scaled_value_and_grad(
       policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
       axis_name, keep_fp8_weights: see `value_and_grad`.
-      looks: whether to look in which dtypes the loss computes; a plan of memory, which trains nothing, does not.
+      looks: whether to look in which dtypes the loss computes, and what it reads; a plan of memory, which trains
+        nothing, does not.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
@@ -236,7 +237,9 @@ def scaled_value_and_grad(
                 return loss * step_scale, (loss, aux, carry)
 
         look = _look_once(params, policy, opt_state, fp8.is_used, notes) if looks else lambda *_: None
-        grad = fp8.grad(scaled_loss, lambda loss, check: compute_dtypes.differentiated(loss, look, check))
+        grad = fp8.grad(
+            scaled_loss, lambda loss, check: compute_dtypes.differentiated(loss, look, check if looks else None)
+        )
         run = _one_batch if k == 1 else _microbatches
         loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
