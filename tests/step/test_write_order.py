@@ -110,9 +110,15 @@ BOXED = {
     "fused": (lambda: jaxmp.fused_adamw(1e-2), None),
     "fused int8": (lambda: jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), 8),
     "ema": (lambda: optax.chain(optax.sgd(0.1), jaxmp.ema_params(0.9)), None),
-    "frozen": (lambda: optax.multi_transform({"t": optax.adam(1e-2), "f": optax.set_to_zero()}, labels_of), None),
-    "frozen, split": (lambda: optax.multi_transform({"t": optax.adam(1e-2), "f": optax.set_to_zero()}, labels_of), 16),
+    "frozen": (lambda: frozen(optax.adam(1e-2)), None),
+    "frozen, compressed": (lambda: frozen(jaxmp.compress_moments(optax.adam(1e-2), jnp.bfloat16)), None),
+    "compressed, frozen": (lambda: jaxmp.compress_moments(frozen(optax.adam(1e-2)), jnp.bfloat16), None),
+    "frozen, split": (lambda: frozen(optax.adam(1e-2)), 16),
 }
+
+
+def frozen(inner):
+    return optax.multi_transform({"t": inner, "f": optax.set_to_zero()}, labels_of)
 
 
 def labels_of(params):
@@ -134,3 +140,10 @@ def test_state_keeps_the_boxes_of_nnx(name):
         results.append(jax.tree.leaves((jaxmp.get_master_params(new[1], new[0]), of_average)))
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, rtol=2**-20)
+
+
+def test_boxes_without_masters():
+    tx, params = jaxmp.unscale_and_skip(frozen(optax.adam(1e-2))), nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    given = params, tx.init(params)
+    new = jax.eval_shape(step(tx), *given, params)
+    assert jax.tree.structure(new) == jax.tree.structure(given)

@@ -22,7 +22,7 @@ from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.programs import windows
-from jaxmp._src.step import extra_arguments, in_place, kept_elements, read_state, state_tuples
+from jaxmp._src.step import boxed_state, extra_arguments, in_place, kept_elements, read_state, state_tuples
 from pallas_kernels import flags, write_order
 
 
@@ -133,9 +133,12 @@ class PlainUpdate:
         if self._as_made and read_state.find(state, state_tuples.MasterState):
             extra_args = extra_args | {"as_made": True}
 
+        # with masters, `master_params` calls the optimizer
+        run = extra_arguments.update if read_state.find(state, state_tuples.MasterState) else boxed_state.update
+
         def update(grads: PyTree, state: Any, params: PyTree) -> tuple[PyTree, Any]:
             with jax.named_scope("jaxmp.optimizer"):
-                return extra_arguments.update(self._inner, grads, state, params, extra_args)
+                return run(self._inner, grads, state, params, extra_args)
 
         if self._as_made:
             nothing = jnp.zeros((), jnp.float32)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import extra_arguments, kept_elements
+from jaxmp._src.step import boxed_state, kept_elements
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
@@ -99,7 +99,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         count: Any = optax.safe_increment(state.compress_count)
         with jax.named_scope("jaxmp.decompress_moments"):
             full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
-        updates, new = extra_arguments.update(inner, updates, full, params, extra_args)
+        updates, new = boxed_state.update(inner, updates, full, params, extra_args)
         # Here, and not only around this transform: an inf or NaN would become the scale of its whole group. An update
         # that is NaN tells the transform around this one to keep the element too.
         old_updates = kept_elements.no_updates(updates)
