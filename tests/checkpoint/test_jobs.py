@@ -201,8 +201,6 @@ def test_a_step_may_be_a_scalar_of_jax_and_extra_holds_numbers_only(tmp_path):
         assert checkpoint.restore_job(steps, state, extra={"position": 0}).extra == {"position": 2**40}
 
 
-# Threads of TensorStore may end after Orbax has closed their event loop, and say so on stderr.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_without_extra_all_of_it_comes_back_and_an_error_has_no_pages_behind_it(tmp_path):
     """A position of the data that nobody asked for was dropped in silence."""
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
