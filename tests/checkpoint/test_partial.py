@@ -54,7 +54,6 @@ def moments(opt_state, *names):
 # {what was added: (the new optimizer, patterns, what is fresh, what is left over, what has moved)}
 ADDED = {
     "clipping": (optax.chain(jaxmp.clip_by_global_norm(1.0), ADAM), "grad_norm", ("0/grad_norm",), (), MOVED),
-    "optax's clipping": (optax.chain(optax.clip(1.0), ADAM), "count", (), (), MOVED),
     "a schedule": (SCHEDULED, "1/count", ("1/count",), (), ()),
     "an average": (
         optax.chain(ADAM, jaxmp.ema_params(0.9)),

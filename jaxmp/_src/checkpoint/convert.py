@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.checkpoint import fp8_history, job_leaves, placement
+from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import argument_kinds, leaf_paths, state_arrays
@@ -52,7 +52,7 @@ def convert(
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`, or of the plain inner optimizer.
       params: the model's params that belong to it.
-      to: the transform to continue with: the same inner optimizer at the same place in the chain.
+      to: the transform to continue with: the same inner optimizer, with the same states in the same order.
       policy: the policy of `to`; gives the dtypes of the new params.
       like: params of the new model, arrays or `jax.ShapeDtypeStruct`, if their tree differs (with or without fp8
         scales). Only their structure, shapes and shardings are used; new params, masters and moments get the shardings.
@@ -88,7 +88,8 @@ def convert(
         leaf_paths.plain_leaves(params), leaf_paths.essential_leaves(opt_state), "the state to convert"
     )
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
-    new_params, new_state = assemble(saved, to, jax.tree.map(placement.beside, cast, like))
+    wanted = jax.tree.map(placement.beside, cast, like)
+    new_params, new_state = assemble(chain_places.aligned(saved, structure_of(to, wanted)), to, wanted)
     return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
 
 

@@ -21,6 +21,8 @@ _UNSCALE = (
     "unscaled_fp16",
 )
 _FP8_COUNTERS = ("saturated_tensors", "unused_tensors", "lost_gradients")
+# By the field that holds special leaves: the counts beside it.
+BESIDE = {"scaling": _UNSCALE, "master_params": ("rounding_count",), "amax_states": _FP8_COUNTERS}
 _OF_EACH_DEVICE = (
     " Each device of an axis has its own: make the transform with devices= of the save, or restore with "
     'partial="*unsent*", and what was not sent yet starts from zero.'
@@ -121,7 +123,9 @@ def inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def check_state(saved: Saved, structure: Any) -> None:
     """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `structure`."""
     given, wanted = (inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
-    rule = f"{saved.what} must have the same inner optimizer, at the same place in the chain, and the same params"
+    rule = (
+        f"{saved.what} must have the same inner optimizer, with the same states in the same order, and the same params"
+    )
     for path, x in wanted.items():
         if path not in given:
             raise ValueError(f"{rule}; {path} is missing from its optimizer state. {leaf_paths.first_paths(given)}")

@@ -20,6 +20,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import (
+    chain_places,
     convert as convert_lib,
     job_leaves,
     leaf_sums,
@@ -404,9 +405,11 @@ def _saved_of(
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
     saved = job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
-    if tx is None or change.is_empty:
+    if tx is None:
         return saved, []
-    return regroup.fitted(saved, convert_lib.structure_of(tx, like), change)
+    structure = convert_lib.structure_of(tx, like)
+    saved = chain_places.aligned(saved, structure)
+    return (saved, []) if change.is_empty else regroup.fitted(saved, structure, change)
 
 
 def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
