@@ -612,11 +612,12 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       old: the same tree before the step.
 
     Returns:
-      A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
+      A tree with the containers and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
       TypeError: `opt_state` is no state of an optimizer, as with arguments in another order.
-      ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
+      ValueError: an array of `new` is missing, or has another shape than in `old` (named by path); the state before the
+        update.
 
     Example:
       >>> import jaxmp
@@ -627,6 +628,10 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    if jax.tree.structure(new) != jax.tree.structure(old):  # a FrozenDict for a dict, boxes for arrays
+        fix = "Pass the whole tree that the step made, with an old one of the same leaves."
+        tree_paths.check_same_structure(new, old, "new", "old", fix)
+        new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
     _check_shapes(new, old)
     if ambient.now().replaced_flags.get(id(skipped)) is skipped:
         raise ValueError(
