@@ -221,5 +221,7 @@ def test_errors_of_statistics():
         update(batch_stats={"norm": {"mean": jnp.zeros(3), "var": jnp.zeros(3)}})
     with pytest.raises(ValueError, match=r"got \(4,\) at norm/mean, expected \(3,\)"):
         update(batch_stats={"norm": {"mean": jnp.zeros(4)}})
+    with pytest.raises(ValueError, match=r"got \(4, 3\) at norm/mean, .*microbatches.*accumulate=.*carry_argnum="):
+        update(batch_stats={"norm": {"mean": jnp.zeros((4, 3))}})
     with pytest.raises(ValueError, match="got some, where ema_params was made without"):
         jaxmp.get_ema_batch_stats(without.init(params), stats)

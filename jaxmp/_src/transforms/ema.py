@@ -218,8 +218,14 @@ def _checked(batch_stats: PyTree | None, averages: PyTree | None) -> PyTree | No
     tree_paths.check_same_structure(new, averages, "batch_stats", "the averages of ema_params", where)
     if found := tree_paths.first_of_other_shape(new, averages):
         path, shape, expected = found
+        fix = "Make ema_params with the statistics of this model."
+        if shape[1:] == expected and len(shape) > len(expected):
+            fix = (
+                "If these are the statistics of all microbatches, stacked, pass them through the microbatches: "
+                "jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, carry_argnum=i), where argument i of the "
+                "loss holds them. Else make ema_params with the statistics of this model."
+            )
         raise ValueError(
-            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. Make "
-            f"ema_params with the statistics of this model."
+            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. {fix}"
         )
     return new
