@@ -37,7 +37,9 @@ def ema_params(
     """A transform that averages the weights after each step, and does not change the updates.
 
     Put it last in the chain that `mixed_precision` wraps; there the updates are final and the params are the masters:
-    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`.
+    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`. Behind it,
+    `value_and_grad` and `apply_gradients` accept only transforms that return the updates they get, such as
+    `jaxmp.count_zeros`.
 
     Args:
       decay: d, with 0 <= d < 1 (0: the newest weights only); or a function from the count of steps (int32[]) to d, such
