@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 
 import jaxmp
 from helpers import assert_bitwise
@@ -90,3 +91,17 @@ def test_calibrate_with_params_and_state_swapped():
         jaxmp.fp8.calibrate(lambda p: 0.0, state, tx=tx, opt_state=params)
     with pytest.raises(TypeError, match="calibrate reads the state of an optimizer"):
         jaxmp.fp8.calibrate(lambda p: 0.0, params, tx=tx, opt_state=params)
+
+
+def test_keep_if_skipped_keeps_the_containers_and_names_what_is_missing():
+    """Modules return dicts or FrozenDicts by what they got; the state of a loop has one structure."""
+    new, old = (
+        {"norm": {"mean": jnp.ones(2), "var": jnp.ones(1)}},
+        {"norm": {"mean": jnp.zeros(2), "var": jnp.zeros(1)}},
+    )
+    for given, before in ((freeze(new), old), (new, freeze(old))):
+        kept = jaxmp.keep_if_skipped(TX.init(PARAMS), given, before)
+        assert type(kept) is type(before)
+        assert_bitwise(jax.tree.leaves(kept), jax.tree.leaves(new))
+    with pytest.raises(ValueError, match="same tree structure; norm/var is in old only. Pass the whole tree"):
+        jaxmp.keep_if_skipped(TX.init(PARAMS), {"norm": {"mean": jnp.ones(2)}}, old)

@@ -156,11 +156,15 @@ def _has_follower(state: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """`inner` as an optax transform. (`optax.MultiSteps` is an object with a method that makes one.)"""
-    if isinstance(inner, optax.GradientTransformation):
-        return inner
-    if hasattr(inner, "gradient_transformation"):
-        return inner.gradient_transformation()
-    raise TypeError(
-        f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
-    )
+    """`inner` as an optax transform. (`optax.MultiSteps` is an object with a method that makes one.)
+
+    Its `update` takes all extra arguments, but its type says that it takes none, and optax would drop them.
+    """
+    made = inner.gradient_transformation() if hasattr(inner, "gradient_transformation") else inner
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
+        )
+    if isinstance(getattr(made.update, "__self__", None), optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(made.init, made.update)
+    return made

@@ -145,7 +145,8 @@ def apply_gradients(
       ValueError: a transform follows `mixed_precision` in a chain, or changes its updates around it
         (`optax.MultiSteps`, `apply_if_finite`, `lookahead`, `contrib.schedule_free`); `tx` moves only some of the fp8
         scales; params have other leaves than those that `tx.init` got; a gradient of another shape that would be
-        repeated to the shape of its param; a gradient that `optax.masked` around it returns as an update.
+        repeated to the shape of its param; a gradient that `optax.masked` around it returns as an update; a transform
+        that may change updates behind `ema_params` in a chain inside.
       TypeError: arguments in another order; an extra argument that no transform of `tx` takes (a misspelt one).
 
     Warns:

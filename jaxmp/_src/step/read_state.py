@@ -24,6 +24,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, scale_reads
 from jaxmp._src.step.state_tuples import (
     CustomLossScaleState,
+    EmaParamsState,
     Fp8State,
     GlobalNormState,
     LossScaleState,
@@ -135,7 +136,8 @@ def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
     """Raises a ValueError for a transform around or behind `mixed_precision` that belongs inside, as its state tells.
 
     These are `apply_if_finite`, `MultiSteps`, `conditionally_transform` and `conditionally_mask` (of `grads` in 16
-    bits), and any state behind it; and around masters, what moves params itself.
+    bits), and any state behind it; and around masters, what moves params itself. Inside, it is an error if something
+    changes updates behind `ema_params`.
     """
     for kind, name in _MOVERS.items():
         if any(map(has_masters, find(opt_state, kind))):
@@ -163,6 +165,8 @@ def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
             "inside, around the optimizer."
         )
     _check_conditions(opt_state, grads)
+    if find(opt_state, EmaParamsState):
+        _check_averages(find(opt_state, UnscaleState) or find(opt_state, MasterState))
     for steps in find(opt_state, optax.MultiStepsState):
         scales = [x for state in find(steps, UnscaleState) for x in _scalings(state) if may_scale(x)]
         keeps_nan = not jax.tree.leaves(steps.skip_state)
@@ -178,6 +182,38 @@ def check_wrappers(opt_state: Any, grads: PyTree = None) -> None:
                 + ". Put it inside: jaxmp.mixed_precision(optax.MultiSteps(inner, k), policy), or use "
                 "jaxmp.value_and_grad(accumulate=k)."
             )
+
+
+def _check_averages(tree: Any) -> None:
+    """Raises a ValueError if, in a chain in `tree`, a transform that may change updates follows `ema_params`."""
+    stops = lambda x: _is_plain_tuple(x) or isinstance(x, EmaParamsState)  # noqa: E731
+    for states in filter(_is_plain_tuple, jax.tree.leaves(nnx.as_pure(tree), is_leaf=stops)):
+        averaged = [i for i, state in enumerate(states) if find(state, EmaParamsState)]
+        later = states[averaged[0] + 1 :] if averaged else ()
+        if averaged and isinstance(states[averaged[0]], optax.MaskedState | optax.PartitionState):
+            later = [x for x in later if not isinstance(x, optax.MaskedState)]  # for the other params
+        behind = next(filter(None, map(_changes_updates, later)), None)
+        if behind is not None:
+            raise ValueError(
+                f"ema_params averages the weights plus the updates that it gets, so no transform behind it may change "
+                f"updates; got a transform with {behind} behind ema_params in a chain. Put ema_params last: "
+                f"jaxmp.mixed_precision(optax.chain(optimizer, ..., jaxmp.ema_params(0.999)), policy)."
+            )
+        for i in averaged:
+            _check_averages(states[i])
+
+
+def _changes_updates(state: Any) -> str | None:
+    """The name of a state of a transform that may change updates, in the state of one transform; or None."""
+    if isinstance(state, optax.MaskedState):
+        return _changes_updates(state.inner_state)
+    if _is_plain_tuple(state):
+        return next(filter(None, map(_changes_updates, state)), None)
+    return type(state).__name__ if hasattr(state, "_fields") and not isinstance(state, _ONLY_LOOK) else None
+
+
+# The states of transforms that return the updates that they get. (That of optax.identity is also that of optax.scale.)
+_ONLY_LOOK = (EmaParamsState, ZeroCountState, optax.MonitorState, optax.SnapshotState)
 
 
 def _check_conditions(opt_state: Any, grads: PyTree) -> None:
@@ -612,11 +648,12 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       old: the same tree before the step.
 
     Returns:
-      A tree with the structure and dtypes of `old`, bit for bit equal to `old` or `new`.
+      A tree with the containers and dtypes of `old`, bit for bit equal to `old` or `new`.
 
     Raises:
       TypeError: `opt_state` is no state of an optimizer, as with arguments in another order.
-      ValueError: an array of `new` has another shape than in `old` (named by path); the state before the update.
+      ValueError: an array of `new` is missing, or has another shape than in `old` (named by path); the state before the
+        update.
 
     Example:
       >>> import jaxmp
@@ -627,6 +664,10 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
+    if jax.tree.structure(new) != jax.tree.structure(old):  # a FrozenDict for a dict, boxes for arrays
+        fix = "Pass the whole tree that the step made, with an old one of the same leaves."
+        tree_paths.check_same_structure(new, old, "new", "old", fix)
+        new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
     _check_shapes(new, old)
     if ambient.now().replaced_flags.get(id(skipped)) is skipped:
         raise ValueError(

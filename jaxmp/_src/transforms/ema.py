@@ -37,7 +37,9 @@ def ema_params(
     """A transform that averages the weights after each step, and does not change the updates.
 
     Put it last in the chain that `mixed_precision` wraps; there the updates are final and the params are the masters:
-    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`.
+    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`. Behind it,
+    `value_and_grad` and `apply_gradients` accept only transforms that return the updates they get, such as
+    `jaxmp.count_zeros`.
 
     Args:
       decay: d, with 0 <= d < 1 (0: the newest weights only); or a function from the count of steps (int32[]) to d, such
@@ -218,8 +220,14 @@ def _checked(batch_stats: PyTree | None, averages: PyTree | None) -> PyTree | No
     tree_paths.check_same_structure(new, averages, "batch_stats", "the averages of ema_params", where)
     if found := tree_paths.first_of_other_shape(new, averages):
         path, shape, expected = found
+        fix = "Make ema_params with the statistics of this model."
+        if shape[1:] == expected and len(shape) > len(expected):
+            fix = (
+                "If these are the statistics of all microbatches, stacked, pass them through the microbatches: "
+                "jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, carry_argnum=i), where argument i of the "
+                "loss holds them. Else make ema_params with the statistics of this model."
+            )
         raise ValueError(
-            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. Make "
-            f"ema_params with the statistics of this model."
+            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. {fix}"
         )
     return new
