@@ -13,6 +13,7 @@ X = jnp.ones((16, 16))
 PARAMS = {"w": jnp.ones((16, 4))}
 TX = jaxmp.mixed_precision(optax.sgd(0.1), "16-mixed")
 STATE = TX.init(PARAMS)
+WIDE_TX = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
 
 
 def loss_fn(params, x):
@@ -31,6 +32,10 @@ def grads():
 
 def train_state(tx=TX, policy="16-mixed"):
     return jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx, policy=policy)
+
+
+def optimizer(tx=TX, policy="16-mixed"):
+    return jaxmp.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, policy=policy)
 
 
 CALLS = {
@@ -74,6 +79,16 @@ CALLS = {
         lambda: train_state(policy=jaxmp.get_policy("16-mixed", keep_fp32="w")),
         r"keep_fp32=\('w',\) in policy and \(\)",
     ),
+    "create: fp32, scaled": (lambda: train_state(policy="fp32"), "compute_dtype=float32 in policy and float16"),
+    "create: bf16-mixed, scaled": (lambda: train_state(policy="bf16-mixed"), "compute_dtype=bfloat16 in policy"),
+    "create: bf16-mixed, of fp32": (lambda: train_state(WIDE_TX, "bf16-mixed"), "compute_dtype=bfloat16 in policy"),
+    "create: 16-mixed, not scaled": (lambda: train_state(WIDE_TX), "compute_dtype=float16 in policy and float32"),
+    "create: in a chain": (
+        lambda: train_state(optax.chain(jaxmp.reduce_gradients(None), TX), "fp32"),
+        "compute_dtype=float32 in policy and float16",
+    ),
+    "Optimizer: another policy": (lambda: optimizer(policy="bf16"), "param_dtype=bfloat16 in policy and float32"),
+    "Optimizer: fp32, scaled": (lambda: optimizer(policy="fp32"), "compute_dtype=float32 in policy and float16"),
     "mixed_precision": (
         lambda: jaxmp.mixed_precision("bf16", optax.sgd(0.1)),
         r"got an optimizer. The order is mixed_precision\(inner, policy\)",
@@ -109,8 +124,17 @@ def test_arguments_in_the_wrong_place_are_named(name):
         call()
 
 
+@pytest.mark.parametrize("policy", ["fp32", "tf32", "bf16", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("make", [train_state, optimizer])
+def test_a_policy_may_have_any_loss_scale(make, policy):
+    """Whether the user scales says nothing about the policy. Names of equal policies are equal."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=8.0)
+    made = make(tx, jaxmp.get_policy(policy))
+    assert made.tx is tx and jaxmp.get_loss_scale(made.opt_state) == 8.0
+
+
 def test_what_looks_odd_but_is_meant_is_taken():
-    """A loss that reads a state, several params, a module that can be called, a policy that only computes otherwise."""
+    """A loss that reads a state, several params, a module that can be called, a loss of another policy."""
     other = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")
     other(PARAMS, STATE, X, opt_state=STATE)
     pair = jaxmp.value_and_grad(lambda p, q, x: loss_fn(p, x) + loss_fn(q, x), argnums=[0, 1], policy="16-mixed")
@@ -119,4 +143,5 @@ def test_what_looks_odd_but_is_meant_is_taken():
     scaled(PARAMS, (X, (0.5, 2.0)), opt_state=STATE)
     model = nn.Dense(4)
     assert jaxmp.explain_autocast(model.apply, model.init(jax.random.key(0), X), X).rows
-    assert train_state(policy="bf16-mixed").policy == jaxmp.get_policy("bf16-mixed")
+    other = jaxmp.value_and_grad(loss_fn, policy="bf16-mixed")
+    other(PARAMS, X, opt_state=train_state())

@@ -280,6 +280,46 @@ def test_statistics_inside_shard_map(check_vma):
     assert not np.allclose(new["BatchNorm_0"]["mean"], 0)
 
 
+@pytest.mark.parametrize("how", ["shard_map", "shard_map_unchecked", "pmap"])
+def test_statistics_that_the_loss_averages_over_devices_stay_replicated(how):
+    """As without microbatches, `out_specs=P()` takes them. Those of own rows vary, some one microbatch later."""
+    P, axis, n, k = jax.sharding.PartitionSpec, regimes.AXIS, regimes.DEVICES, 3
+
+    def loss_fn(w, carry, x):
+        own, mean = jnp.mean(x), jax.lax.pmean(jnp.mean(x), axis)
+        new = {
+            "all": 0.5 * (carry["all"] + mean),
+            "count": carry["count"] + 1,
+            "late": carry["later"],
+            "later": carry["own"],
+            "own": own,
+        }
+        return jnp.mean(x * w), new
+
+    def step(x):
+        zero = jnp.zeros(())
+        carry = {"all": zero, "count": jnp.zeros((), jnp.int32), "late": zero, "later": zero, "own": zero}
+        compute = jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, carry_argnum=1)
+        (_, new), _ = compute(jnp.ones(()), carry, x, opt_state=STATE)
+        own = {name: new.pop(name)[None] for name in ("late", "later", "own")}
+        return new, own
+
+    x = np.arange(n * k, dtype=np.float32)
+    if how == "pmap":
+        run = jax.pmap(step, axis, devices=jax.devices()[:n])
+        new, own = run(x.reshape(n, k))
+        new, own = jax.tree.map(lambda a: a[0], new), jax.tree.map(lambda a: a[:, 0], own)
+    else:
+        run = jax.shard_map(
+            step, mesh=regimes.mesh_of(), in_specs=P(axis), out_specs=(P(), P(axis)), check_vma=how == "shard_map"
+        )
+        new, own = jax.jit(run)(x)
+    first, second, third = x.reshape(n, k).T
+    assert_bitwise(new["all"], np.float32(((first.mean() / 2) + second.mean()) / 4 + third.mean() / 2))
+    assert int(new["count"]) == k
+    assert_bitwise(own, {"late": first, "later": second, "own": third})
+
+
 def test_errors_of_carried_arguments():
     params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
     with pytest.raises(ValueError, match=r"carry_argnum names; got has_aux=False"):

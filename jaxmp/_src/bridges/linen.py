@@ -141,7 +141,7 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Raises:
           TypeError: arguments in the place of others.
-          ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy of the params.
+          ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy.
         """
         argument_kinds.check(
             "TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)",

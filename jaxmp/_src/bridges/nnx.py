@@ -145,7 +145,7 @@ class Optimizer(nnx.Optimizer):
         `value_and_grad` needs no `policy=`.
 
     Raises:
-      ValueError: `policy` with a `tx` that keeps no masters.
+      ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
@@ -168,8 +168,16 @@ class Optimizer(nnx.Optimizer):
         policy: str | jmp.Policy | None = None,
     ):
         wrt = _with_scales(model, wrt)
-        super().__init__(model, tx, wrt=wrt)
-        self.policy = None if policy is None else policy_lib.get_policy(policy)
+        chosen = None if policy is None else policy_lib.get_policy(policy)
+
+        def init_fn(params: PyTree) -> PyTree:
+            opt_state = tx.init(params)
+            if chosen is not None:
+                read_state.check_policy(opt_state, chosen)
+            return opt_state
+
+        super().__init__(model, optax.GradientTransformation(init_fn, tx.update), wrt=wrt)
+        self.tx, self.policy = tx, chosen
         if self.policy is not None:
             mixed_precision.check_trains_casts(self.opt_state)
             cast_to_param(model, self.policy, wrt=wrt)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxmp._src.base import compat, tree_paths
-from jaxmp._src.numerics import casting
 from jaxmp._src.step import microbatches, state_arrays
 
 _WHERE = "the argument that carry_argnum names"
@@ -107,9 +106,27 @@ def _returned_anew(fun: Callable[..., Any], args: Any, kwargs: Any, diff: tuple[
     return None
 
 
-def as_varying(carry: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """`carry` as it is after a microbatch of this device's own rows: its arrays of floats vary over `axes`."""
-    return jax.tree.map(lambda x: compat.as_varying(x, axes) if casting.is_float(x) else x, carry)
+def as_it_stays(new_carry: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
+    """`carry`, typed as varying over the axes over which `new_carry` of it varies, and over no others.
+
+    A scan needs a carry of one type. Statistics that the loss averages over an axis do not vary over it before or
+    after a microbatch, and `jax.shard_map(check_vma=True)` can return them as replicated. Those of this device's own
+    rows vary after the first microbatch, so they are typed as varying before it.
+    """
+    if not jax.tree.leaves(carry) or not any(map(compat.is_tracked, compat.manual_axes())):
+        return carry
+    while True:
+        new = jax.make_jaxpr(lambda carry: jax.tree.leaves(new_carry(carry)))(carry).out_avals
+        leaves, treedef = jax.tree.flatten(carry)
+        missing = [compat.varying_axes(n) - compat.varying_axes(o) for n, o in zip(new, leaves, strict=True)]
+        if not any(missing):
+            return carry
+        carry = treedef.unflatten([compat.as_varying(o, tuple(m)) for o, m in zip(leaves, missing, strict=True)])
+
+
+def typed_like(new: PyTree, carry: PyTree) -> PyTree:
+    """`new`, typed as varying over the axes of `carry` too."""
+    return jax.tree.map(lambda n, o: compat.as_varying(n, tuple(compat.varying_axes(o))), new, carry)
 
 
 def _has_rest(aux: PyTree, old: PyTree) -> bool:

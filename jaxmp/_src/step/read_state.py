@@ -379,14 +379,17 @@ def made_for(state: UnscaleState, policy: Any) -> UnscaleState:
 
 
 def check_policy(opt_state: Any, policy: Any) -> None:
-    """Raises a ValueError if the params of `policy` are not those of the optimizer that just made `opt_state`."""
+    """Raises a ValueError if `policy` has other params or another compute dtype than that of the optimizer.
+
+    `opt_state` is as the optimizer just made it.
+    """
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, UnscaleState))
     for own in (getattr(state, "made_for", None) for state in states):
-        names = ("param_dtype", "keep_fp32", "fp8_weights")
+        names = ("param_dtype", "keep_fp32", "fp8_weights", "compute_dtype")
         other = next((name for name in names if own and getattr(own, name) != getattr(policy, name)), None)
         if other is not None:
             raise ValueError(
-                f"policy= must be the policy that tx was made with, which casts the same params to the same dtypes; "
+                f"policy= must be the policy that tx was made with, whose masters and loss scale tx has; "
                 f"got {other}={getattr(policy, other)!s} in policy and {getattr(own, other)!s} in that of tx. Make one "
                 f"policy = jaxmp.get_policy(...), and pass it to mixed_precision and here."
             )

@@ -217,8 +217,6 @@ def scaled_value_and_grad(
         _check_on_device(params, k)
     loss_scale = read_state.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
-    if k > 1:
-        carry = carried_arguments.as_varying(carry, axes)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # Each of n devices takes the mean over its own rows: its gradients are n times its part of the mean over all rows.
@@ -288,11 +286,15 @@ def _microbatches(
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     def add_one(accumulated: Any, batch: PyTree) -> Any:
         sums, carry = accumulated
-        grads, (loss, aux, carry) = grad(params, carry, batch)
+        grads, (loss, aux, new_carry) = grad(params, carry, batch)
         _check_stackable(aux)
         with jax.named_scope("jaxmp.accumulate"):
-            return (fp8.add(sums, grads), carry), (loss, aux)
+            return (fp8.add(sums, grads), carried_arguments.typed_like(new_carry, carry)), (loss, aux)
 
+    def after_one(carry: PyTree) -> PyTree:
+        return grad(params, carry, jax.tree.map(lambda x: x[0], batches))[1][2]
+
+    carry = carried_arguments.as_it_stays(after_one, carry)
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(add_one, (zeros, carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
