@@ -289,7 +289,8 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
             "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling(). If the scales lie "
+            "filter= does not match. If the layers have a recipe without state, pass it here too: recipe = "
+            "jaxmp.fp8.CurrentScaling(); jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie "
             "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
             "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
