@@ -666,7 +666,9 @@ def test_a_second_to_fp8_with_another_recipe_is_warned_of():
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == ["layers/1"]
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == []  # as it is
     other = jaxmp.fp8.CurrentScaling()
-    with pytest.warns(UserWarning, match=r"no layer was turned to fp8: 'layers/1' runs already in fp8 .*DelayedScaling\("):
+    with pytest.warns(
+        UserWarning, match=r"no layer was turned to fp8: 'layers/1' runs already in fp8 .*DelayedScaling\("
+    ):
         assert jaxmp.nnx.to_fp8(model, other, filter=("layers/1",)) == []
     assert jaxmp.nnx.to_fp8(model, other) == ["layers/2"]  # the rest
     assert (layers[1].dot_general.recipe, layers[2].dot_general.recipe) == (RECIPE, other)

@@ -351,6 +351,7 @@ def test_frozen_kernels_stay_in_fp8_without_a_master():
         params, opt_state, *_ = step(params, opt_state)
     assert_bitwise(params["Dense_1"]["kernel"], before["Dense_1"]["kernel"])
     assert_bitwise(params["Dense_1"]["Fp8DotGeneral_0"][LEAF], before["Dense_1"]["Fp8DotGeneral_0"][LEAF])
+    assert jaxmp.get_metrics(opt_state)["fp8/unused"] == 0  # it is used without a cast
     assert not regimes.same_bits(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
 
 
