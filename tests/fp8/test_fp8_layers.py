@@ -660,6 +660,20 @@ def test_a_filter_that_matches_nothing_is_warned_of():
         assert jaxmp.nnx.to_fp8(model) == []
 
 
+def test_a_second_to_fp8_with_another_recipe_is_warned_of():
+    layers = [nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(i)) for i in range(4)]
+    model = nnx.Sequential(*layers)
+    assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == ["layers/1"]
+    assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == []  # as it is
+    other = jaxmp.fp8.CurrentScaling()
+    with pytest.warns(
+        UserWarning, match=r"no layer was turned to fp8: 'layers/1' runs already in fp8 .*DelayedScaling\("
+    ):
+        assert jaxmp.nnx.to_fp8(model, other, filter=("layers/1",)) == []
+    assert jaxmp.nnx.to_fp8(model, other) == ["layers/2"]  # the rest
+    assert (layers[1].dot_general.recipe, layers[2].dot_general.recipe) == (RECIPE, other)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", ("*mlp*",), jaxmp.fp8.MXFP8, {"*": "delayed"}], ids=str)
 def test_what_is_no_recipe_is_refused(recipe):
     with pytest.raises(TypeError, match=r"a recipe is jaxmp.fp8.DelayedScaling\(\).*Layers are chosen by filter="):

@@ -324,6 +324,21 @@ def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     assert not regimes.same_bits(jax.device_get(new["Dense_1"]), jax.device_get(params["Dense_1"]))
 
 
+def test_step_stats_have_the_amaxes_of_the_masters():
+    """The gradients of the leaves only say that the layers ran: 1.0, which any scale above 448 would saturate."""
+    _, params, opt_state = make()
+    masters, scales = jaxmp.get_master_params(opt_state, params), jaxmp.fp8.get_scales(params)
+    ran = tree_paths.map_with_path(lambda path, x: jnp.float32(LEAF in path) * jnp.ones(x.shape), params)
+    found = jaxmp.monitor.step_stats(ran, opt_state, params, histogram=False).fp8
+    path = f"Dense_1/Fp8DotGeneral_0/{LEAF}"
+    assert scales[path] > 448
+    assert_bitwise(found.amax[path], jnp.max(jnp.abs(masters["Dense_1"]["kernel"])))
+    assert not any(map(bool, found.saturated.values()))
+    idle = jaxmp.monitor.step_stats(jax.tree.map(jnp.zeros_like, ran), opt_state, params, histogram=False).fp8
+    assert found.amax.keys() == idle.amax.keys() == scales.keys()
+    assert float(idle.amax[path]) == 0
+
+
 @pytest.mark.costly
 def test_frozen_kernels_stay_in_fp8_without_a_master():
     labels = jax.tree.map(lambda _: "train", params32(4)) | {"Dense_1": "freeze"}
@@ -336,6 +351,7 @@ def test_frozen_kernels_stay_in_fp8_without_a_master():
         params, opt_state, *_ = step(params, opt_state)
     assert_bitwise(params["Dense_1"]["kernel"], before["Dense_1"]["kernel"])
     assert_bitwise(params["Dense_1"]["Fp8DotGeneral_0"][LEAF], before["Dense_1"]["Fp8DotGeneral_0"][LEAF])
+    assert jaxmp.get_metrics(opt_state)["fp8/unused"] == 0  # it is used without a cast
     assert not regimes.same_bits(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
 
 

@@ -260,7 +260,7 @@ def to_fp8(
 
     Warns:
       FallbackWarning: an Einsum that is no single GEMM; a subclass that does not use what flax's class multiplies by.
-      UserWarning: patterns that fit no layer; no layer was turned to fp8.
+      UserWarning: patterns that fit no layer; no layer was turned to fp8, also because they have another recipe.
 
     Example:
       >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
@@ -298,7 +298,29 @@ def to_fp8(
             "no-fp8-layer",
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
         )
+    if not converted:
+        chosen = [(path, x) for path, x in layers if id(x) not in ends and layers_lib.wants_fp8(path, x, filter)]
+        running = {path: own for path, layer in chosen if (own := _recipe_of(layer)) is not None}
+        others = {path: own for path, own in running.items() if own != layers_lib.recipe_at(recipe, path)}
+        if others:
+            path, own = next(iter(others.items()))
+            more, verb = (f" and {len(others) - 1} more", "run") if len(others) > 1 else ("", "runs")
+            warn(
+                "no-fp8-layer",
+                f"no layer was turned to fp8: {path!r}{more} {verb} already in fp8 by the recipe {own!r}, which stays; "
+                f"got {layers_lib.recipe_at(recipe, path)!r}. Make the model again and call to_fp8 once, with the "
+                f"recipe or a dict from patterns to recipes.",
+            )
     return converted
+
+
+def _recipe_of(layer: Any) -> Any:
+    """The recipe of a layer that runs in fp8, else None."""
+    kind = _kind_of(layer)
+    product = getattr(layer, kind.attribute) if kind else None
+    if isinstance(product, Fp8Einsum | Fp8ConvGeneralDilated):
+        product = product.dot_general
+    return product.recipe if isinstance(product, Fp8DotGeneral) else None
 
 
 def _kind_of(layer: Any) -> _Kind | None:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting
@@ -34,7 +34,7 @@ class Fp8Stats(NamedTuple):
 
     Attributes:
       amax: path -> float32[...], the largest magnitude in this step, for gradients without the loss scale; 0 if the
-        tensor was not used.
+        tensor was not used, or is a frozen kernel that is stored in fp8. Of other stored kernels: of the master.
       scale: path -> float32[...], the scale that multiplied the tensor before the cast.
       saturated: path -> bool[...], whether values exceeded the largest value of the format.
 
@@ -150,7 +150,7 @@ def _measure_step(
         grads=measure(grads),
         params=measure(params32),
         activations=None if activations is None else tensor_stats.over_microbatches(activations),
-        fp8=_fp8_stats(grads, params, axes),
+        fp8=_fp8_stats(grads, opt_state, params, axes),
         probes={path: _probe(x) for path, x in tensor_stats.float_leaves(params32) if path not in frozen},
         loss_scale=loss_scale,
         grad_norm=_norm(grads, axes) / loss_scale,
@@ -185,8 +185,11 @@ def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
     return collectives.max_over(unit * jnp.sqrt(squares), axes)
 
 
-def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
+def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
+    # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
+    if stored_kernels.stored_pairs(params):
+        grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(read_state.masters_of(opt_state, params), params))
     for path, amax in tree_paths.leaves_by_path(grads).items():
         if not scale_leaves.is_scale(path):
             continue

@@ -83,6 +83,7 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         treedef = jax.tree.structure(updates)
         amaxes, leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
         moves: list[Any] = [None] * len(leaves)
+        shown_by = _shown_by(params)
         states, saturated, unused = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
         for group, old in zip(groups, state.amax_states, strict=True):
             amax = _flat([amaxes[i] for i in group.indices])  # [n]
@@ -92,7 +93,8 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
             new = group.recipe.update(old, amax, backward=group.backward)
             limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
             saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
-            unused += jnp.sum(amax <= 0).astype(jnp.float32)
+            of_layer = _flat([amaxes[shown_by[i]] for i in group.indices])
+            unused += jnp.sum(jnp.maximum(amax, of_layer) <= 0).astype(jnp.float32)
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             else:
@@ -271,6 +273,18 @@ def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
     return lost
 
 
+def _shown_by(params: PyTree) -> list[int]:
+    """For each leaf the index of the one whose amax shows, beside its own, that its tensor was used.
+
+    For a kernel it is the layer's input: a frozen kernel that is stored in fp8 is used without a cast, so it has no
+    amax.
+    """
+    leaves = jax.tree.leaves(params)
+    index = {path: i for i, (path, _) in enumerate(tree_paths.boxed_leaves(params)[0])}
+    inputs = [index.get(path.replace("fp8_rhs_", "fp8_lhs_"), i) for path, i in index.items()]
+    return [j if jnp.shape(leaves[j]) == jnp.shape(leaves[i]) else i for i, j in enumerate(inputs)]
+
+
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:
     return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
 
@@ -289,7 +303,8 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
             "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
             "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
             "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match; or use a stateless recipe such as jaxmp.fp8.CurrentScaling(). If the scales lie "
+            "filter= does not match. If the layers have a recipe without state, pass it here too: recipe = "
+            "jaxmp.fp8.CurrentScaling(); jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie "
             "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
             "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )

@@ -573,7 +573,8 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
-      fp8/unused: fp8 tensors that were not used in the last step taken, or all zero.
+      fp8/unused: fp8 tensors that were not used in the last step taken, or all zero; a kernel counts only if the
+        input of its layer does.
       fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
 
     Raises:
