@@ -15,6 +15,8 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import frozen, orbax, partial as partial_lib, save_restore
 from jaxmp._src.distributed import param_layout
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.step import leaf_paths
 
 _REST = "job"  # the tree of `extra` with what is neither params nor state
 
@@ -157,12 +159,13 @@ def restore_job(
         source.wait_until_finished()
         if source.latest_step() is None:
             return RestoredJob(None, job, dict(extra or {}))
-    saved = {} if extra is not None and not parts.has_frozen else save_restore.descriptions_of_extra(source, step)
+    saved = {} if extra is not None and not parts.has_frozen else save_restore.descriptions(source, step)
     if extra is None:
-        extra = {name: tree for name, tree in saved.items() if name != _REST}
+        extra = {name: tree for name, tree in saved.items() if name not in ("params", _REST)}
     rest = parts.rest
     if parts.has_frozen:
         model = saved.get(_REST, {}).get("model", {})
+        _check_weights(rest["model"], model, saved.get("params", {}))
         patterns = tree_paths.patterns_of(partial)
         like = frozen.as_saved(f"{_REST}/model", rest["model"], parts.params, model, patterns)
         rest = rest | {"model": like}
@@ -175,21 +178,23 @@ def restore_job(
         layout=layout,
         partial=partial,
     )
-    _check_weights(restored.report)
     found = dict(restored.extra)
     new = parts.put(restored, found.pop(_REST, {}))
     return RestoredJob(restored.step, new, found, restored.report)
 
 
-def _check_weights(report: partial_lib.Report) -> None:
-    """Raises a ValueError for trained weights that `partial=` would drop, as here they are not trained."""
-    twice = [path for path in report.left_over if f"{_REST}/model/{path}" in report.fresh]
+def _check_weights(frozen: PyTree, saved: PyTree, trained: PyTree) -> None:
+    """Raises a ValueError for weights that are `trained` in the checkpoint, and `frozen` in the model."""
+    saved, trained = leaf_paths.plain_leaves(saved), leaf_paths.plain_leaves(trained)
+    here = [path for path in leaf_paths.plain_leaves(frozen) if not scale_leaves.is_scale(path)]
+    twice = [path for path in here if path in trained and path not in saved]
     if twice:
         raise ValueError(
             f"weights of the checkpoint must come into the model; got {', '.join(twice[:3])}"
             f"{', ...' if len(twice) > 3 else ''}, trained in the checkpoint, and values that this optimizer does not "
             f"train in the job: they would keep their fresh values. Restore into a job whose optimizer has the wrt= of "
-            f"the checkpoint (nnx.Param), then make the optimizer of this one (nnx.LoRAParam)."
+            f'the checkpoint (nnx.Param), with partial="*lora*" if it has no adapters, then make the optimizer of this '
+            f"one (nnx.LoRAParam)."
         )
 
 

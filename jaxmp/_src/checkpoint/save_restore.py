@@ -409,8 +409,8 @@ def _saved_of(
     return regroup.fitted(saved, convert_lib.structure_of(tx, like), change)
 
 
-def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
-    """The trees of `extra` in a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
+def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
+    """The trees of a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
     numbers = orbax.package().metadata.ScalarMetadata
 
     def like(x: Any) -> Any:
@@ -421,7 +421,7 @@ def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
     _, folder = orbax.find(source, step)
     about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
     parts = orbax.parts(orbax.with_keys(orbax.described(folder, about), about), folder)
-    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
+    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name != "opt_state"}
 
 
 def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
