@@ -183,10 +183,82 @@ def test_trained_weights_do_not_get_lost_where_they_are_not_trained_any_more(tmp
     lora = lambda rngs: nnx.LoRALinear(4, 2, lora_rank=2, rngs=rngs)  # noqa: E731
     with checkpoint.manager(tmp_path) as steps:
         checkpoint.save_job(steps, 0, job(lambda rngs: nnx.Linear(4, 2, rngs=rngs), nnx.Param))
-        with pytest.raises(ValueError, match="weights of the checkpoint must come into the model; got .*kernel.*wrt="):
-            checkpoint.restore_job(steps, job(lora, nnx.LoRAParam), partial="*")
+        for partial in ("*", "*lora*", ()):
+            with pytest.raises(
+                ValueError, match="weights of the checkpoint must come into the model; got .*kernel.*wrt="
+            ):
+                checkpoint.restore_job(steps, job(lora, nnx.LoRAParam), partial=partial)
         report = checkpoint.restore_job(steps, job(lora, nnx.Param), partial="*lora*").report
     assert report.left_over == () and all("lora" in path for path in report.fresh)
+
+
+FP8_WEIGHTS = jaxmp.get_policy("fp8", fp8_weights=True)
+KINDS = {"bf16": "bf16", "fp32": "fp32", "fp8": "fp8", "stored": FP8_WEIGHTS}
+
+
+def lora_job(kind, seed):
+    model = nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(seed))
+    if kind in ("fp8", "stored"):
+        jaxmp.nnx.to_fp8(model, filter=lambda path, layer: True)
+    tx = jaxmp.mixed_precision(optax.sgd(1e-2), KINDS[kind])
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.LoRAParam, policy=KINDS[kind])
+    jaxmp.nnx.cast_to_param(model, KINDS[kind])
+    return model, optimizer
+
+
+def weights(model):
+    loaded = jaxmp.fp8.load_weights(nnx.as_pure(nnx.state(model, nnx.Param)), jnp.float32)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), loaded)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("bf16", "fp32"),
+        ("fp32", "bf16"),
+        ("bf16", "stored"),
+        ("fp8", "stored"),
+        ("stored", "fp8"),
+        ("stored", "stored"),
+        ("stored", "bf16"),
+    ],
+)
+def test_a_frozen_base_goes_on_in_another_precision(before, after, tmp_path):
+    """It has no masters in the optimizer. Kernels in fp8 hold w * scale."""
+    (model, optimizer), (new, other) = lora_job(before, 0), lora_job(after, 1)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save_job(steps, 0, (model, optimizer))
+        if (before, after) == ("stored", "bf16"):
+            with pytest.raises(
+                ValueError, match="job/model/kernel, which this optimizer does not train, is float8.*fp8"
+            ):
+                checkpoint.restore_job(steps, (new, other))
+            return
+        dtypes = jax.tree.map(lambda x: x.dtype, nnx.as_pure(nnx.state(new, nnx.Param)))
+        checkpoint.restore_job(steps, (new, other))
+    assert jax.tree.map(lambda x: x.dtype, nnx.as_pure(nnx.state(new, nnx.Param))) == dtypes
+    wanted = weights(model)
+    if after == "stored" != before:
+        scales = {"dot_general": {"fp8_rhs_e4m3_log2_scale": jnp.zeros(())}}
+        stored = jaxmp.get_policy(FP8_WEIGHTS).cast_to_param({"kernel": wanted["kernel"], **scales})
+        wanted["kernel"] = jaxmp.fp8.load_weights(stored, jnp.float32)["kernel"]
+    if after == "bf16":
+        wanted = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), wanted)
+    assert_bitwise(weights(new)["kernel"], wanted["kernel"])
+    assert_bitwise(weights(new)["bias"], wanted["bias"])
+    if (before, after) != ("fp8", "stored"):
+        return
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss_fn = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+        _, grads = jaxmp.nnx.value_and_grad(loss_fn, wrt=nnx.LoRAParam)(model, x, opt_state=optimizer)
+        optimizer.update(model, grads)
+
+    for _ in range(2):
+        step(new, other, jnp.ones((16, 16)))
+    assert_bitwise(weights(new)["kernel"], wanted["kernel"])  # the scale of a kernel that nobody writes stays
 
 
 def test_a_step_may_be_a_scalar_of_jax_and_extra_holds_numbers_only(tmp_path):

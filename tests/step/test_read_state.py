@@ -83,6 +83,48 @@ def test_leaves_that_came_after_the_optimizer_are_named(policy, step):
         run({})
 
 
+LOW = jaxmp.get_policy("fp8", fp8_weights=True)
+
+
+def lora_job(policy, with_fp8=False):
+    model = nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0))
+    if with_fp8:
+        jaxmp.nnx.to_fp8(model, filter=lambda path, layer: True)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.LoRAParam, policy=policy)
+    jaxmp.nnx.cast_to_param(model, policy)
+    return model, optimizer
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["bf16", LOW], ids=["bf16", "fp8_weights"])
+def test_params_that_the_optimizer_does_not_train_are_frozen(policy, tmp_path):
+    """The params of a whole model, of which the optimizer trains the adapters: for statistics and export."""
+    weight = nnx.LoRALinear(16, 16, lora_rank=2, rngs=nnx.Rngs(0)).kernel[...]
+    model, optimizer = lora_job(policy, with_fp8=policy is LOW)
+    state, whole = optimizer.opt_state, nnx.state(model, nnx.Param)
+    found = jaxmp.get_master_params(state, whole)
+    adapters = jaxmp.get_master_params(state, nnx.state(model, nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)))
+    assert_bitwise(nnx.as_pure(found["lora"]), nnx.as_pure(adapters["lora"]))
+    assert {str(x.dtype) for x in jax.tree.leaves(found)} == {"float32"}
+    np.testing.assert_allclose(found["kernel"][...], weight, rtol=2**-4 if policy is LOW else 2**-8, atol=1e-3)
+    jaxmp.checkpoint.save_safetensors(tmp_path / "w", whole, opt_state=state, dtype=jnp.float32)
+    tensors = jaxmp.checkpoint.read_safetensors(tmp_path / "w")
+    assert_bitwise(tensors["lora.lora_a"], found["lora"]["lora_a"][...])
+    assert_bitwise(tensors["kernel"], found["kernel"][...])
+    stats = jaxmp.monitor.step_stats(nnx.state(model, nnx.LoRAParam), state, whole)
+    assert stats.params["kernel"]["amax"] == jnp.max(jnp.abs(found["kernel"][...])) and "kernel" not in stats.probes
+
+
+def test_masters_without_their_params_are_named():
+    model, optimizer = lora_job("bf16")
+    with pytest.raises(ValueError, match="lora_b is in the optimizer's state only"):
+        jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, lambda path, x: "lora_b" not in path))
+    model, optimizer = lora_job(LOW, with_fp8=True)
+    with pytest.raises(ValueError, match=r"the fp8 scale .*log2_scale is in .*nnx.Any\(nnx.LoRAParam, jaxmp.nnx.Fp8"):
+        jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.LoRAParam))
+
+
 def test_calibrate_with_params_and_state_swapped():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
     params = PARAMS | {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}

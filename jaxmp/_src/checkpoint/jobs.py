@@ -12,8 +12,11 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from jaxmp._src.checkpoint import orbax, partial as partial_lib, save_restore
+from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import frozen, orbax, partial as partial_lib, save_restore
 from jaxmp._src.distributed import param_layout
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.step import leaf_paths
 
 _REST = "job"  # the tree of `extra` with what is neither params nor state
 
@@ -47,6 +50,7 @@ class _Parts(NamedTuple):
     rest: dict[str, Any]
     policy: Any
     put: Callable[[save_restore.Restored, Any], Any]  # (what was restored, the rest) -> the job
+    has_frozen: bool = False  # whether `rest` has leaves of a model
 
 
 def save_job(
@@ -122,7 +126,7 @@ def restore_job(
                 jaxmp.checkpoint.save_job(steps, i, state, extra={"position": i})
 
     The new job may run on other devices or in another precision, and may differ in the leaves that `partial` names: see
-    `restore`.
+    `restore`. Frozen params of a module (`wrt=nnx.LoRAParam`) are cast to the dtypes of the new job.
 
     Args:
       source: a manager, or its directory.
@@ -155,33 +159,42 @@ def restore_job(
         source.wait_until_finished()
         if source.latest_step() is None:
             return RestoredJob(None, job, dict(extra or {}))
+    saved = {} if extra is not None and not parts.has_frozen else save_restore.descriptions(source, step)
     if extra is None:
-        saved = save_restore.descriptions_of_extra(source, step)
-        extra = {name: tree for name, tree in saved.items() if name != _REST}
+        extra = {name: tree for name, tree in saved.items() if name not in ("params", _REST)}
+    rest = parts.rest
+    if parts.has_frozen:
+        model = saved.get(_REST, {}).get("model", {})
+        _check_weights(rest["model"], model, saved.get("params", {}))
+        patterns = tree_paths.patterns_of(partial)
+        like = frozen.as_saved(f"{_REST}/model", rest["model"], parts.params, model, patterns)
+        rest = rest | {"model": like}
     restored = save_restore.restore(
         source,
         parts.tx,
         params=parts.params,
-        extra=_with_rest(extra, parts.rest),
+        extra=_with_rest(extra, rest),
         step=step,
         layout=layout,
         partial=partial,
     )
-    _check_weights(restored.report)
     found = dict(restored.extra)
     new = parts.put(restored, found.pop(_REST, {}))
     return RestoredJob(restored.step, new, found, restored.report)
 
 
-def _check_weights(report: partial_lib.Report) -> None:
-    """Raises a ValueError for trained weights that `partial=` would drop, as here they are not trained."""
-    twice = [path for path in report.left_over if f"{_REST}/model/{path}" in report.fresh]
+def _check_weights(frozen: PyTree, saved: PyTree, trained: PyTree) -> None:
+    """Raises a ValueError for weights that are `trained` in the checkpoint, and `frozen` in the model."""
+    saved, trained = leaf_paths.plain_leaves(saved), leaf_paths.plain_leaves(trained)
+    here = [path for path in leaf_paths.plain_leaves(frozen) if not scale_leaves.is_scale(path)]
+    twice = [path for path in here if path in trained and path not in saved]
     if twice:
         raise ValueError(
             f"weights of the checkpoint must come into the model; got {', '.join(twice[:3])}"
             f"{', ...' if len(twice) > 3 else ''}, trained in the checkpoint, and values that this optimizer does not "
             f"train in the job: they would keep their fresh values. Restore into a job whose optimizer has the wrt= of "
-            f"the checkpoint (nnx.Param), then make the optimizer of this one (nnx.LoRAParam)."
+            f'the checkpoint (nnx.Param), with partial="*lora*" if it has no adapters, then make the optimizer of this '
+            f"one (nnx.LoRAParam)."
         )
 
 
@@ -221,7 +234,11 @@ def _of_modules(job: Sequence[Any]) -> _Parts:
     rest = {name: nnx.as_pure(x) for name, x in zip(names, parts, strict=True)} | {"step": optimizer.step[...]}
 
     def put(restored: save_restore.Restored, found: Any) -> Any:
-        nnx.update(model, restored.params)
+        params = restored.params
+        if "model" in found:
+            cast, params = frozen.in_dtypes(found["model"], params, rest["model"])
+            found = found | {"model": cast}
+        nnx.update(model, params)
         is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
         variables = jax.tree.leaves(optimizer.opt_state, is_leaf=is_variable)
         for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
@@ -233,7 +250,8 @@ def _of_modules(job: Sequence[Any]) -> _Parts:
         return job
 
     policy, opt_state = getattr(optimizer, "policy", None), nnx.as_pure(optimizer.opt_state)
-    return _Parts(optimizer.tx, nnx.state(model, optimizer.wrt), opt_state, _full(rest), policy, put)
+    params, kept = nnx.state(model, optimizer.wrt), _full(rest)
+    return _Parts(optimizer.tx, params, opt_state, kept, policy, put, has_frozen="model" in kept)
 
 
 def _full(trees: Mapping[str, Any]) -> dict[str, Any]:

@@ -412,8 +412,8 @@ def _saved_of(
     return (saved, []) if change.is_empty else regroup.fitted(saved, structure, change)
 
 
-def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
-    """The trees of `extra` in a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
+def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
+    """The trees of a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
     numbers = orbax.package().metadata.ScalarMetadata
 
     def like(x: Any) -> Any:
@@ -424,7 +424,7 @@ def descriptions_of_extra(source: Any, step: int | None) -> dict[str, PyTree]:
     _, folder = orbax.find(source, step)
     about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
     parts = orbax.parts(orbax.with_keys(orbax.described(folder, about), about), folder)
-    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name not in ("params", "opt_state")}
+    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name != "opt_state"}
 
 
 def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:

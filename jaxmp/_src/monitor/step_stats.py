@@ -57,8 +57,8 @@ class StepStats(NamedTuple):
       params: statistics of the params in float32: of their masters, if they have masters.
       activations: the statistics of `watch_activations`, or None.
       fp8: statistics of the fp8 tensors with delayed scaling.
-      probes: path -> float32[up to 256], some values of each param in float32, except of frozen 16-bit params. If
-        shard_map splits the params, each device returns values of its own part: give `probes` an out_spec with that
+      probes: path -> float32[up to 256], some values of each param in float32, except of frozen params in 16 or 8 bits.
+        If shard_map splits the params, each device returns values of its own part: give `probes` an out_spec with that
         axis, not P().
       loss_scale: float32[], the scale of `grads`.
       grad_norm: float32[], the norm of `grads`, divided by the scale. If they are split over devices, the largest norm
@@ -164,15 +164,16 @@ def _measure_step(
 
 
 def _frozen(opt_state: Any, params: PyTree) -> set[str]:
-    """The paths of 16-bit params that have no master although others may: those that the optimizer never moves."""
+    """The paths of params in 16 or 8 bits without a master although others may have one: they never move."""
     if not read_state.find(opt_state, state_tuples.MasterState):
         return set()
     units, treedef = tree_paths.boxed_leaves(params)
-    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
+    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params, may_be_frozen=True))
     return {
         path
         for (path, unit), master in zip(units, masters, strict=True)
-        if master is None and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit))
+        if master is None
+        and any(casting.is_low_precision(x.dtype) or stored_kernels.is_stored(x) for x in jax.tree.leaves(unit))
     }
 
 

@@ -19,6 +19,7 @@ from optax import contrib
 from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.distributed import reduce
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, scale_reads
@@ -439,7 +440,8 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 
     Args:
       opt_state: state that `mixed_precision` made for `params`.
-      params: the model's params. A frozen 16-bit leaf has no master and is cast.
+      params: the model's params. A frozen leaf has no master and is cast. It need not belong to the optimizer: with
+        `wrt=nnx.LoRAParam` they may be those of the whole model, `nnx.state(model, nnx.Param)`.
 
     Returns:
       The tree of `params`, float leaves in float32.
@@ -466,7 +468,11 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
     if find(params, UnscaleState) or find(params, MasterState):
         raise ValueError("get_master_params takes (opt_state, params); got an opt_state as params. Swap the two.")
     check_is_state(opt_state, "get_master_params")
-    return jax.tree.map(in_float32, params, masters_of(opt_state, params), is_leaf=tree_paths.is_box)
+    masters = masters_of(opt_state, params, may_be_frozen=True)
+    if any(map(stored_kernels.is_stored, jax.tree.leaves(params))):
+        without = stored_kernels.stored_pairs(params).keys() - tree_paths.leaves_by_path(masters).keys()
+        params = stored_kernels.load_weights(params, jnp.float32) if without else params  # fp8(w * scale) is no weight
+    return jax.tree.map(in_float32, params, masters, is_leaf=tree_paths.is_box)
 
 
 def _upper_half(param: Array) -> Array:
@@ -478,18 +484,21 @@ def _upper_half(param: Array) -> Array:
     return param
 
 
-def masters_of(opt_state: Any, params: PyTree) -> PyTree:
-    """The tree of `params` with the master of each leaf, or None if it has none; a box is one leaf."""
+def masters_of(opt_state: Any, params: PyTree, *, may_be_frozen: bool = False) -> PyTree:
+    """The tree of `params` with the master of each leaf, or None if it has none; a box is one leaf.
+
+    `may_be_frozen`: for readers, which may get the params of a whole model of which the optimizer trains a part.
+    """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     found: list[Any] = [None] * len(units)
     for state in find(opt_state, MasterState):
-        for i, master in enumerate(masters_by_unit(treedef, state.master_params, params)):
+        for i, master in enumerate(masters_by_unit(treedef, state.master_params, params, may_be_frozen)):
             if not isinstance(master, optax.MaskedNode):
                 found[i] = master
     return jax.tree.unflatten(treedef, found)
 
 
-def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
+def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool = False) -> list[Any]:
     """The masters of a `MasterState`, one for each leaf or box of `params`, whose structure is `treedef`.
 
     Raises:
@@ -507,17 +516,33 @@ def masters_by_unit(treedef: Any, masters: PyTree, params: PyTree) -> list[Any]:
             for tree in (masters, params)
         )
         new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
+        if may_be_frozen and new and not gone:
+            return _masters_by_path(masters, params)
+        if gone and not new and all(map(scale_leaves.is_scale, gone)):
+            raise ValueError(
+                f"params must have the leaves that tx.init got; the fp8 scale {gone[0]} is in the optimizer's state "
+                f"only. The scales of fp8 layers belong to the params of the optimizer: pass nnx.state(model, "
+                f"nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)) for wrt=nnx.LoRAParam, or nnx.state(model, nnx.Param)."
+            ) from e
         if not new and not gone:
             raise ValueError(
                 f"params must have the containers that tx.init got; got the same leaves in others (a FrozenDict for a "
                 f"dict, boxes for arrays): {e}. Put them back: flax.core.unfreeze(params), nnx.as_pure(params)."
             ) from e
+        is_new = new and not may_be_frozen
         raise ValueError(
-            f"params must have the leaves that tx.init got; {(new or gone)[0]} is "
-            + ("in the params only" if new else "in the optimizer's state only")
+            f"params must have the leaves that tx.init got; {(new if is_new else gone)[0]} is "
+            + ("in the params only" if is_new else "in the optimizer's state only")
             + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
             'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
         ) from e
+
+
+def _masters_by_path(masters: PyTree, params: PyTree) -> list[Any]:
+    """The masters of the leaves or boxes of `params`, found by path; those without one are frozen."""
+    units = jax.tree_util.tree_leaves_with_path(masters, is_leaf=lambda x: hasattr(x, "_fields"))
+    by_path = {leaf_paths.plain(tree_paths.path_str(path)): x for path, x in units}
+    return [by_path.get(leaf_paths.plain(path), optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
 
 
 def _with_masks_at_leaves(masters: PyTree, params: PyTree) -> PyTree:
