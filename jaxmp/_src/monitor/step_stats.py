@@ -190,7 +190,8 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
     # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
     if stored_kernels.stored_pairs(params):
-        grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(read_state.masters_of(opt_state, params), params))
+        masters = read_state.masters_of(opt_state, params, may_be_frozen=True)
+        grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(masters, params))
     for path, amax in tree_paths.leaves_by_path(grads).items():
         if not scale_leaves.is_scale(path):
             continue
