@@ -47,15 +47,16 @@ def _heads(paths: Iterable[str], mark: str) -> list[str]:
     """What stands before `mark` in the special parts of a state, in the order of the chain."""
     special = job_leaves.special_parts(list(paths))
     found = {f"/{path}".partition(f"/{mark}/")[0] for path in special if f"/{mark}/" in f"/{path}"}
-    return [f"{head}/".lstrip("/") for head in sorted(found, key=_order)]
+    return [f"{head}/".lstrip("/") for head in sorted(found, key=lambda head: order(head.split("/")))]
 
 
 def _names(head: str) -> list[str]:
     return [part for part in head.split("/") if part and not part.isdigit()]
 
 
-def _order(path: str) -> list[tuple[bool, str]]:
-    return [(part.isdigit(), part.zfill(8)) for part in path.split("/")]
+def order(parts: Iterable[str]) -> list[tuple[bool, str]]:
+    """The key that sorts paths as their states stand in the chain: by numbers, not by digits."""
+    return [(part.isdigit(), part.zfill(8)) for part in parts]
 
 
 def _renamed(given: Mapping[str, Any], wanted: Mapping[str, Any], params: Iterable[str]) -> dict[str, str]:
@@ -71,26 +72,26 @@ def _renamed(given: Mapping[str, Any], wanted: Mapping[str, Any], params: Iterab
 
 def _counted(paths: Iterable[str], ends: set[_Path]) -> dict[str, _Path]:
     """Each path with the numbers in it counted anew; the path of a param at its end stays."""
-    split = {path: _split(tuple(path.split("/")), ends) for path in paths}
+    parts = {path: split(tuple(path.split("/")), ends) for path in paths}
     levels: dict[_Path, set[str]] = {}
-    for head, _ in split.values():
+    for head, _ in parts.values():
         for i, part in enumerate(head):
             levels.setdefault(head[:i], set()).add(part)
 
     def counted(head: _Path) -> _Path:
-        parts = []
+        kept = []
         for i, part in enumerate(head):
             level = levels[head[:i]]
             if not all(x.isdigit() for x in level):
-                parts.append(part)
+                kept.append(part)
             elif len(level) > 1:
-                parts.append(str(sorted(level, key=int).index(part)))
-        return tuple(parts)
+                kept.append(str(sorted(level, key=int).index(part)))
+        return tuple(kept)
 
-    return {path: (*counted(head), *rest) for path, (head, rest) in split.items()}
+    return {path: (*counted(head), *rest) for path, (head, rest) in parts.items()}
 
 
-def _split(path: _Path, ends: set[_Path]) -> tuple[_Path, _Path]:
+def split(path: _Path, ends: set[_Path]) -> tuple[_Path, _Path]:
     """(what belongs to the chain, the path of the param and what follows it)."""
     core = path[:-1] if path[-1] in moments.Quantized._fields else path
     longest = max((n for n in range(1, len(core)) if core[-n:] in ends), default=0)

@@ -12,10 +12,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.checkpoint import job_leaves
+from jaxmp._src.checkpoint import chain_places, job_leaves
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths
-from pallas_kernels import moments
 
 
 class Report(NamedTuple):
@@ -57,7 +56,7 @@ def complete_state(
 ) -> tuple[job_leaves.Saved, Report]:
     """`saved` with the leaves of the inner optimizer's state that `structure` has, and what was done for that."""
     wanted, given = (job_leaves.inner_leaves(x) for x in (leaf_paths.essential_leaves(structure), saved.state))
-    ends = [tuple(path.split("/")) for path in saved.params]
+    ends = {tuple(path.split("/")) for path in saved.params}
     here, there = _Nodes(wanted, ends, patterns), _Nodes(given, ends, patterns)
     pairs = _paired(here, there, saved.what)
     state = {path: x for path, x in saved.state.items() if path not in given}
@@ -86,13 +85,13 @@ def complete_state(
 class _Nodes:
     """The states of a chain: {node: {name of a leaf: path}}, and which leaves each must have."""
 
-    def __init__(self, paths: Iterable[str], ends: list[tuple[str, ...]], patterns: Sequence[str]) -> None:
+    def __init__(self, paths: Iterable[str], ends: set[tuple[str, ...]], patterns: Sequence[str]) -> None:
         self.leaves: dict[tuple[str, ...], dict[str, str]] = {}
         self.required: dict[tuple[str, ...], frozenset[str]] = {}
         for path in paths:
             node, name = _split(tuple(path.split("/")), ends)
             self.leaves.setdefault(node, {})[name] = path
-        self.leaves = dict(sorted(self.leaves.items(), key=lambda item: [(x.isdigit(), x.zfill(8)) for x in item[0]]))
+        self.leaves = dict(sorted(self.leaves.items(), key=lambda item: chain_places.order(item[0])))
         for node, found in self.leaves.items():
             required = frozenset(name for name, path in found.items() if not tree_paths.matches(path, patterns))
             self.required[node] = required
@@ -126,11 +125,9 @@ def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tup
     return pairs
 
 
-def _split(path: tuple[str, ...], ends: list[tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
+def _split(path: tuple[str, ...], ends: set[tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
     """(node, name in the node) of a leaf: the node ends with the last number before the path of the param."""
-    core = path[:-1] if path[-1] in moments.Quantized._fields else path
-    longest = max((len(end) for end in ends if core[-len(end) :] == end and len(end) < len(core)), default=0)
-    head = core[: len(core) - longest]
+    head, _ = chain_places.split(path, ends)
     last = max((i + 1 for i, part in enumerate(head) if part.isdigit()), default=0)
     return path[:last], "/".join(path[last:])
 
