@@ -65,13 +65,23 @@ def count_in_pass(first: Sequence[Array], second: Sequence[Array | None]) -> tup
       second: for each param such an array of the same shape, or None for no flag set.
     """
     if all(y is None for y in second):
-        return _sum_of(first, second, lambda x, _: x.astype(jnp.float32)), jnp.zeros((), jnp.float32)
+        return _sum_of(first, second, _first), jnp.zeros((), jnp.float32)
+    if not write_order.is_for_gpu(first):
+        return _sum_of(first, second, _first), _sum_of(first, second, _second)
     both = _sum_of(first, second, _as_one)
     return jnp.real(both), jnp.imag(both)
 
 
+def _first(x: Array, _: Array | None) -> Array:
+    return x.astype(jnp.float32)
+
+
+def _second(_: Array, y: Array | None) -> Array:
+    return jnp.zeros((), jnp.float32) if y is None else y.astype(jnp.float32)
+
+
 def _as_one(x: Array, y: Array | None) -> Array:
-    """Two numbers as a complex one: XLA makes two sums part of one pass only if they are one sum of one array."""
+    """Two numbers as a complex one: XLA for GPU makes two sums part of one pass only if they are one sum."""
     y = jnp.zeros_like(x) if y is None else y
     return lax.complex(x.astype(jnp.float32), y.astype(jnp.float32))
 

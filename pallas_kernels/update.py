@@ -22,7 +22,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels import backend as backends, flags, meshes, moments as _moments, multi_tensor, reference, write_order
+from pallas_kernels import (
+    backend as backends,
+    broken,
+    flags,
+    meshes,
+    moments as _moments,
+    multi_tensor,
+    reference,
+    write_order,
+)
 from pallas_kernels.moments import Quantized
 
 
@@ -325,12 +334,14 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     u = rule.direction(g, tuple(old), made, tuple(own))
     made = (weight - learning_rate * (u + decay * weight), *made)
     if len(values.reads) == 2:  # found before
-        held = (values.reads[1] & 1) != 0
+        held = counted = (values.reads[1] & 1) != 0
     else:
-        held = functools.reduce(jnp.logical_or, map(_breaks, made, (weight, *old)))
+        held = counted = functools.reduce(jnp.logical_or, map(broken.in_other_words, made, (weight, *old)))
+        if broken.counted_apart():
+            held = functools.reduce(jnp.logical_or, map(broken.is_broken, made, (weight, *old)))
     moved, *new = (jnp.where(held, before, x) for x, before in zip(made, (weight, *old), strict=True))
     one, zero = jnp.ones_like(weight), jnp.zeros_like(weight)
-    sums = [jnp.where(held, one, zero)]
+    sums = [jnp.where(counted, one, zero)]
     if kind.is_split:
         bits_of_master = _moments.split_noise(values.index(), leaf, step) if stored.dtype == jnp.int8 else None
         results = list(_moments.split(moved, stored.dtype, bits_of_master, in_kernel=in_kernel))
@@ -385,8 +396,3 @@ def _in_order(
         for leaf, n, (weight, params), new in zip(leaves, n_weights, written, rest, strict=True)
     ]
     return multi_tensor.Result(together, flags.count(both)[:n_sums])
-
-
-def _breaks(new: Array, old: Array) -> Array:
-    """Where `new` is inf or NaN and `old` is not."""
-    return jnp.logical_not(jnp.abs(new) < jnp.inf) & (jnp.abs(old) < jnp.inf)

@@ -12,7 +12,7 @@ from pallas_kernels import backend, flags
 SHAPES = [(768,)] * 9 + [(300, 256), (300, 256), (3, 3, 64, 100), (40_000,), (400, 100, 1), (0, 4), (), (1,)]
 
 
-@pytest.fixture(params=["cpu", "gpu"])
+@pytest.fixture(params=["cpu", "gpu", "tpu"])
 def platform(request, monkeypatch):
     """The form that is traced where the default device is of this platform; it is compiled for the CPU."""
     monkeypatch.setattr(backend, "default_platform", lambda: request.param)

@@ -29,9 +29,38 @@ def test_matmuls_are_counted_by_what_they_read():
     assert steps.matmuls(SimpleNamespace(as_text=lambda: HLO)) == {"f8e5m2 x f8e4m3fn": 1, "bf16": 1}
 
 
+IN_TWO_MEMORIES = """
+ENTRY %main (a: bf16[8,8], m: f32[8,8]) -> f32[8,8] {
+  %a = bf16[8,8]{1,0:T(8,128)} parameter(0)
+  %m = f32[8,8]{1,0:T(8,128)} parameter(1)
+  %flat = bf16[64]{0:T(8,128)} bitcast(%a)
+  %slice-start = ((bf16[64]{0}), bf16[32]{0:S(1)}, s32[]{:S(2)}) slice-start(%flat), slice={[0:32]}
+  %slice-done = bf16[32]{0:S(1)} slice-done(%slice-start)
+  %copy-start = (f32[8,8]{1,0:S(1)}, f32[8,8]{1,0}, u32[]{:S(2)}) copy-start(%m)
+  %copy-done = f32[8,8]{1,0:S(1)} copy-done(%copy-start)
+  ROOT %step = f32[8,8]{1,0:T(8,128)} fusion(%slice-done, %copy-done, %m), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_bytes_of_hbm_are_those_of_no_other_memory():
+    prefetched, read, written = 2 * 32 + 4 * 64, 4 * 64, 4 * 64
+    program = SimpleNamespace(as_text=lambda: IN_TWO_MEMORIES)
+    assert steps.hbm_bytes(program) == prefetched + read + written
+    with pytest.raises(ValueError, match="without loops and branches"):
+        steps.hbm_bytes(SimpleNamespace(as_text=lambda: IN_TWO_MEMORIES.replace("fusion(", "while(")))
+
+
 def row(program, **fields):
     about = {"group": "optimizer", "chip": "v6e", "ours": True, "params": 2**20, "not_in_place_bytes": 2**21}
-    about |= {"scratch_bytes": 0, "bytes_per_param": 30.0, "bytes": 1e6, "host_bytes": 0, "matmuls": {}}
+    about |= {
+        "scratch_bytes": 0,
+        "bytes_per_param": 30.0,
+        "xla_bytes_per_param": 38.0,
+        "bytes": 1e6,
+        "host_bytes": 0,
+        "matmuls": {},
+    }
     return about | {"program": program, "collectives": {}} | fields
 
 
@@ -90,7 +119,7 @@ def test_the_smallest_program_of_each_kind_compiles(kind):
     assert "error" not in found, found["error"]
     assert found["bytes"] > 0
     if kind == steps.FLOAT32:  # gradients twice (the norm), param and two moments read and written: 48, and a bias
-        assert found["bytes_per_param"] == pytest.approx(48, rel=0.15)
+        assert found["xla_bytes_per_param"] == pytest.approx(48, rel=0.15)
     if kind in ("linen", "nnx"):
         assert any("f8" in dtypes for dtypes in found["matmuls"])
     if kind == "fsdp":

@@ -15,6 +15,8 @@ import pytest
 import jaxmp
 import regimes
 from helpers import assert_bitwise
+from jaxmp._src.numerics import casting
+from pallas_kernels import backend, broken
 
 RATE, STEPS = 1e-2, 10
 SHAPES = {"a": (5, 16), "b": (24,)}
@@ -143,6 +145,37 @@ def test_every_master_is_that_of_consistent_state(rule, policy, options):
     assert sum(kept) > 0 or rule.endswith("lion")
     # A remainder beside a subnormal or a huge master loses nothing, but a master of bfloat16 ends at 3.39e38.
     assert_near(got, want)
+
+
+@pytest.mark.parametrize(("rule", "policy"), [("adamw", "bf16"), ("adam", "fp32"), ("fused_adamw", "bf16")])
+def test_counted_in_other_words_as_for_a_tpu(rule, policy, monkeypatch):
+    gradients = huge_gradients(5)
+    tx = jaxmp.mixed_precision(RULES[rule][0](), policy)
+    monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
+    got, counts, state = run(tx, policy, gradients)
+    monkeypatch.setattr(backend, "default_platform", lambda: "tpu")
+    in_words, counts_in_words, state_in_words = run(tx, policy, gradients)
+    assert sum(counts) > 0 and counts_in_words == counts == expected(rule, gradients, start())[1]
+    assert_bitwise((in_words, state_in_words), (got, state))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64])
+def test_both_words_for_a_broken_number_say_the_same(dtype):
+    numbers = jnp.asarray([0.0, -1.5, 448.0, np.nan, np.inf, -np.inf, 1e-40], jnp.float32).astype(dtype)
+    new, old = jnp.meshgrid(numbers, numbers)
+    want = ~np.isfinite(np.asarray(new, np.complex64)) & np.isfinite(np.asarray(old, np.complex64))
+    np.testing.assert_array_equal(broken.is_broken(new, old), want)
+    np.testing.assert_array_equal(broken.in_other_words(new, old), want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_param_has_the_bits_of_the_saturating_cast(dtype):
+    most = float(jnp.finfo(dtype).max)
+    # No subnormals of float32: XLA for CPU flushes them in a clamp.
+    special = [0.0, -0.0, most, np.nextafter(F(most), F(np.inf)), 3.4e38, np.inf, np.nan, 2.0**-25, 1.0009766]
+    rng = np.random.default_rng(3)
+    x = jnp.asarray([*special, *(-v for v in special), *rng.normal(size=999) * 10.0 ** rng.uniform(-9, 9, 999)], F)
+    assert_bitwise(casting.param_of(x, dtype), casting.saturating_cast(x, dtype))
 
 
 def test_with_a_grad_scaler():

@@ -89,6 +89,11 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return reference.saturating_cast(x, dtype)
 
 
+def param_of(weight: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """The bits of `saturating_cast(weight, dtype)`, for a param of 16 bits that is written from its float32 master."""
+    return reference.param_of(weight, dtype)
+
+
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """float32 `x`, rounded to values that `dtype` can hold, still in float32. XLA cannot remove this rounding.
 

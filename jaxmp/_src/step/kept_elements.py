@@ -18,7 +18,7 @@ non-finite element keeps its old value. The same holds for an array that differs
 all devices must keep the same elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import per_device
 from jaxmp._src.step import state_arrays
-from pallas_kernels import flags, write_order
+from pallas_kernels import broken, flags, write_order
 
 _Path = tuple[Any, ...]
 _NOTHING = -0.0  # the old value of an update
@@ -46,9 +46,10 @@ class _Owner(NamedTuple):
 class Held:
     """Which elements of each param keep their old values; made by `find`."""
 
-    def __init__(self, paths: dict[_Path, int], masks: list[Array], whole: list[Array]):
+    def __init__(self, paths: dict[_Path, int], masks: list[Array], whole: list[Array], to_count: list[Array]):
         # masks: bool, of the shape of the param; whole: bool[], whether an array of another shape is held.
-        self._paths, self._masks, self._whole = paths, masks, whole
+        # to_count: the masks, perhaps in other words.
+        self._paths, self._masks, self._whole, self._to_count = paths, masks, whole, to_count
 
     def keep(self, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
         """`new`; `old` for held elements, and everywhere where the step is not taken. In the dtypes of `old`.
@@ -63,20 +64,20 @@ class Held:
             n, o = _alike(n, o)
             owner = self._owner_of(path, n)
             if owner is None:
-                ours = ~_breaks(n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else None
+                held = broken.is_broken(n, o) if jnp.issubdtype(n.dtype, jnp.inexact) else None
             elif owner.param is None:
-                ours = ~jnp.concatenate([mask.reshape(-1) for mask in self._masks])
+                held = jnp.concatenate([mask.reshape(-1) for mask in self._masks])
             else:
-                ours = ~(self._masks if owner.elementwise else self._whole)[owner.param]
-            if ours is None:
-                return n if taken is None else jnp.where(taken, n, o)
-            return jnp.where(ours if taken is None else taken & ours, n, o)
+                held = (self._masks if owner.elementwise else self._whole)[owner.param]
+            # One select after the other: XLA for TPU would write a bool for both to memory.
+            n = n if held is None else jnp.where(held, o, n)
+            return n if taken is None else jnp.where(taken, n, o)
 
         return jax.tree_util.tree_map_with_path(choose, new, old)
 
     def counts(self) -> list[Float[Array, ""]]:
         """How many elements of each param are held, float32[] each."""
-        return [jnp.sum(mask, dtype=jnp.float32) for mask in self._masks]
+        return [jnp.sum(mask, dtype=jnp.float32) for mask in self._to_count]
 
     def count_beside(self, others: Sequence[Array | None]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """How many elements are held, and how many of the flags `others` are set; float32[] each.
@@ -84,7 +85,7 @@ class Held:
         Args:
           others: for each param None, or bools of its shape.
         """
-        return flags.count_in_pass(self._masks, others)
+        return flags.count_in_pass(self._to_count, others)
 
     def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", flags.Flags, PyTree]:
         """(self, bytes to count, rest): on a CPU they are behind a barrier, and a byte holds both flags of an element.
@@ -95,7 +96,8 @@ class Held:
         """
         both = flags.in_bytes(self._masks, others)
         both, whole, rest = write_order.behind((both, self._whole, rest))
-        return Held(self._paths, flags.first_of(both), whole), both, rest
+        masks = flags.first_of(both)
+        return Held(self._paths, masks, whole, masks), both, rest
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
         return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
@@ -114,7 +116,8 @@ def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
     if isinstance(like, optax.LookaheadParams):  # the optimizer inside knows the fast params alone
         paths |= {tuple(path): i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(like.fast))}
     shapes = [jnp.shape(x) for _, x in leaves]
-    masks: list[list[Array]] = [[] for _ in leaves]
+    numbers: list[list[tuple[Array, Array]]] = [[] for _ in leaves]
+    others: list[list[Array]] = [[] for _ in leaves]
     whole: list[list[Array]] = [[] for _ in leaves]
     ends = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
     for (path, n), o in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
@@ -123,20 +126,24 @@ def find(like: PyTree, new: PyTree, old: PyTree) -> Held:
         owner = _owner(paths, shapes, path, n)
         if owner is None or not jnp.issubdtype(n.dtype, jnp.inexact):
             continue
-        breaks = _breaks(n, o)
         if owner.param is None:
+            breaks = broken.is_broken(n, o)
             for i, shape in enumerate(shapes):
-                masks[i].append(breaks[ends[i] : ends[i + 1]].reshape(shape))
+                others[i].append(breaks[ends[i] : ends[i + 1]].reshape(shape))
         elif owner.elementwise:
-            masks[owner.param].append(breaks)
+            numbers[owner.param].append((n, o))
         else:
-            whole[owner.param].append(jnp.any(breaks))
+            whole[owner.param].append(jnp.any(broken.is_broken(n, o)))
     shared = [_any_of(found, ()) for found in whole]
-    held = [
-        _any_of([*found, *([jnp.broadcast_to(all_, shape)] if parts else [])], shape)
-        for found, all_, parts, shape in zip(masks, shared, whole, shapes, strict=True)
-    ]
-    return Held(paths, held, shared)
+    for i, shape in enumerate(shapes):
+        others[i] += [jnp.broadcast_to(shared[i], shape)] if whole[i] else []
+
+    def masks_by(breaks: Callable[..., Array]) -> list[Array]:
+        of_numbers = [[breaks(n, o) for n, o in found] for found in numbers]
+        return [_any_of(ours + rest, shape) for ours, rest, shape in zip(of_numbers, others, shapes, strict=True)]
+
+    masks = masks_by(broken.is_broken)
+    return Held(paths, masks, shared, masks_by(broken.in_other_words) if broken.counted_apart() else masks)
 
 
 def keep_together(like: PyTree, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
@@ -168,11 +175,6 @@ def _check_shapes(path: _Path, new: Any, old: Any) -> None:
             f"(optax.adafactor) takes the parts of shard_map for small leaves: use plain jax.jit, where it sees whole "
             f"leaves."
         )
-
-
-def _breaks(new: Array, old: Array) -> Bool[Array, "..."]:
-    """Where `new` is not finite although `old` is. (Some state starts at inf, such as a best loss.)"""
-    return ~jnp.isfinite(new) & jnp.isfinite(old)
 
 
 def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."]:

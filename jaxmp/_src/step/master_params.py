@@ -164,7 +164,7 @@ def keep_master_params(
 
 def model_param(master: PyTree, dtype: Any) -> PyTree:
     """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
-    return jax.tree.map(lambda m: casting.saturating_cast(m, dtype), master)
+    return jax.tree.map(lambda m: casting.param_of(m, dtype), master)
 
 
 def _check_grads(grads: PyTree, params: PyTree) -> None:

@@ -149,9 +149,10 @@ class PlainUpdate:
         updates, new = update(grads, state, params)
         with jax.named_scope("jaxmp.keep_or_skip"):
             # The update of a param with a master says no more than the master, and would make XLA read the param.
-            own = _without_masters(updates, state)
+            # Where an update is not finite, the moved weight is not, so updates are looked at only without weights.
             weights = _trained(params, state)
             moved = _moved(weights, updates)
+            own = _unmoved(_without_masters(updates, state), weights)
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
             saturated = read_state.saturated_masters(state, params, updates)
             if in_order:
@@ -224,6 +225,14 @@ def _trained(params: PyTree, state: Any) -> PyTree:
         return casting.is_float(p) and not (has_masters and casting.is_low_precision(p.dtype))
 
     return jax.tree.map(lambda p: p if is_trained(p) else None, params)
+
+
+def _unmoved(updates: PyTree, weights: PyTree) -> PyTree:
+    """`updates` with None in place of those that move one of `weights`."""
+    if weights is None:
+        return updates
+    is_unit = lambda x: x is None or tree_paths.is_box(x)  # noqa: E731
+    return jax.tree.map(lambda u, w: None if jax.tree.leaves(w) else u, updates, weights, is_leaf=is_unit)
 
 
 def _moved(weights: PyTree, updates: PyTree) -> PyTree:

@@ -143,7 +143,7 @@ def by_updates(
         if casting.is_low_precision(new.dtype):  # frozen
             return pair
         if not is_remainder(master):
-            return None if param is None else casting.saturating_cast(new, param.dtype), new
+            return None if param is None else casting.param_of(new, param.dtype), new
         random = None
         if master.dtype == jnp.int8:
             random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
