@@ -206,8 +206,8 @@ class Optimizer(nnx.Optimizer):
 
         Args:
           model: the module; its params in float32 (masters then have full precision) or as the policy casts them. With
-            the `policy=` of this optimizer those that it trains are cast afterwards; cast a frozen base (LoRA) yourself,
-            as at the start: `jaxmp.nnx.cast_to_param(model, policy)`.
+            the `policy=` of this optimizer those that it trains are cast afterwards; cast a frozen base (LoRA)
+            yourself, as at the start: `jaxmp.nnx.cast_to_param(model, policy)`.
 
         Example:
           >>> import jax.numpy as jnp, jaxmp, optax
