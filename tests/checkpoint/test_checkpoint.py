@@ -201,6 +201,21 @@ def test_another_model_is_named_by_its_first_leaf(steps):
         checkpoint.restore(steps, TX, params=trained()[0], extra={"batch_stats": {"mean": jnp.ones(4)}})
 
 
+def test_the_axis_of_pmaps_devices_is_explained(steps, tmp_path):
+    message = r"If the first axis is that of pmap's devices, .* flax.jax_utils.unreplicate\(.* before save and restore"
+    replicas = jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS)
+    with pytest.raises(ValueError, match=rf"in the checkpoint and \(2, .* in the model\. {message}"):
+        checkpoint.restore(steps, TX, params=replicas)
+    with checkpoint.manager(tmp_path / "replicas") as manager:
+        opt_state = jax.tree.map(lambda x: jnp.stack([x] * 2), TX.init(PARAMS))
+        checkpoint.save(manager, 0, params=replicas, opt_state=opt_state)
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match=rf"shape \(2, .* in the checkpoint .* in the model\. {message}"):
+            checkpoint.restore(manager, TX, params=PARAMS)
+        with pytest.raises(ValueError, match=rf"has shape \(2,\) there, expected \(\)\. {message}"):
+            checkpoint.restore(manager, TX, params=replicas)
+
+
 def test_a_model_without_leaves_is_said_to_have_none(tmp_path):
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params={}, opt_state=())

@@ -601,3 +601,39 @@ def test_cut_inside_a_node_and_whole_between_nodes():
         assert way > 1e-3
         # The gradients are rounded to bfloat16 before the mean over nodes, not behind it.
         np.testing.assert_allclose(masters[1][name], masters[0][name], rtol=0, atol=2.0**-7 * way)
+
+
+@pytest.mark.costly
+def test_flaxs_rnn_trains_as_on_one_device():
+    """A loop over time reads the gathered weights. (Under jit XLA does all of it.)"""
+    rng = np.random.default_rng(0)
+    net = nn.Sequential([nn.RNN(nn.GRUCell(12)), nn.Dense(8)])
+    x = rng.normal(size=(3, 16, 4, 8)).astype(np.float32)
+    params32 = jax.jit(net.init)(jax.random.key(0), x[0])["params"]
+    x[1, 3, 2, 1] = np.inf  # the second step is skipped
+    layout, tx = fsdp.layout_of(params32, mesh_of(), min_size=20), jaxmp.mixed_precision(optax.sgd(0.5), POLICY)
+
+    def stepper(gather, reduce):
+        def loss_fn(params, x):
+            return jnp.mean((net.apply({"params": gather(params)}, x).astype(jnp.float32) - jnp.sin(x)) ** 2)
+
+        def step(params, opt_state, x):
+            _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, x, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, reduce(grads), opt_state, params)
+
+        return step
+
+    padded = fsdp.pad(params32, layout)
+    one, many = ((POLICY.cast_to_param(p), jax.jit(tx.init)(p)) for p in (params32, padded))
+    specs = (layout.specs, jaxmp.sharding_of(tx, padded, layout.specs))
+    many = jax.device_put(many, jax.tree.map(lambda spec: NamedSharding(layout.mesh, spec), specs))
+    cut = stepper(lambda p: fsdp.gather(p, layout), lambda grads: fsdp.reduce_gradients(grads, layout))
+    spread = {"in_specs": (*specs, ROWS), "out_specs": specs, "check_vma": False}
+    on_one, on_all = stepper(lambda p: p, lambda grads: grads), jax.shard_map(cut, mesh=layout.mesh, **spread)
+    on_one, on_all = jax.jit(on_one), jax.jit(on_all)
+    for rows in x:
+        one, many = on_one(*one, rows), on_all(*many, rows)
+    assert all(int(jaxmp.get_metrics(s)["skipped_steps"]) == 1 for _, s in (one, many))
+    expected, got = (jaxmp.get_master_params(s, p) for p, s in (one, many))
+    assert_close(fsdp.trim(got, layout), expected, atol=2e-4)
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), expected, params32))) > 0.02

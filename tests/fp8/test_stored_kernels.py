@@ -38,6 +38,14 @@ class Net(nn.Module):
         return nn.Dense(WIDTH, dtype=jnp.bfloat16)(x)
 
 
+class WithoutDtype(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            x = nn.Dense(WIDTH)(x)
+        return x
+
+
 def in_fp8():
     return jaxmp.fp8.autocast(RECIPE)
 
@@ -295,6 +303,30 @@ def test_a_penalty_takes_the_weights_by_load_weights():
         moved = np.asarray(grads[layer]["kernel"], np.float64) - np.asarray(without[layer]["kernel"], np.float64)
         assert_close(moved, w, rtol=2.0**-6, atol=2.0**-6)  # gradients of such kernels are bfloat16
     assert_bitwise(grads["Dense_1"]["Fp8DotGeneral_0"], without["Dense_1"]["Fp8DotGeneral_0"])
+
+
+def apply(net, params):
+    return net.apply({"params": params}, X)
+
+
+def in_region(net, params):
+    with jaxmp.autocast("bf16"):
+        return apply(net, params)
+
+
+@pytest.mark.parametrize("run", [in_region, jaxmp.autocast(apply, "bf16"), jaxmp.autocast(apply, jnp.bfloat16)])
+def test_autocast_without_fp8_refuses_them_in_linens_layers(run):
+    """With a dtype of its own, a layer would cast w * scale as if it were w; without, jax finds no promotion."""
+    _, params, _, _ = job()
+    for net in (Net(), WithoutDtype()):
+        with pytest.raises(
+            ValueError, match=r"got Dense_1/kernel .* `with jaxmp.autocast\(\"fp8\"\):`, or .*load_weights\("
+        ):
+            jax.eval_shape(lambda params, net=net: run(net, params), params)
+        weights = jaxmp.fp8.load_weights(params, jnp.bfloat16)
+        assert jax.eval_shape(lambda params, net=net: run(net, params), weights).dtype == jnp.bfloat16
+    with jaxmp.autocast("fp8"):
+        assert jax.eval_shape(lambda params: jaxmp.autocast(apply, "bf16")(Net(), params), params).shape == X.shape
 
 
 def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():

@@ -590,6 +590,8 @@ def test_good_input_is_good():
         ({"policy": 16}, TypeError, "a policy must be a name, a jmp string or a jmp.Policy; got int"),
         ({"policy": "bf17"}, ValueError, "got 'bf17'"),
         ({"optimizer": optax.sgd}, TypeError, "must be an optax.GradientTransformation.*got function"),
+        ({"policy": optax.sgd(0.1)}, TypeError, r"memory.plan\(params, policy, .*; got an optimizer as policy"),
+        ({"params": optax.sgd(0.1)}, TypeError, r"memory.plan\(params, policy, .*; got an optimizer as params"),
         ({"params": {"w": "kernel"}}, TypeError, "params must be arrays or .*; got str at w"),
         ({"mesh": "data"}, TypeError, "mesh must be a jax.sharding.Mesh or AbstractMesh; got str"),
         ({"specs": {"w0": P("model")}}, ValueError, r"which are \('data',\); got 'model' at w0"),
@@ -612,6 +614,31 @@ def test_good_input_is_good():
 def test_bad_input_is_named(changes, error, message):
     with pytest.raises(error, match=message):
         good(**changes)
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.dense, self.norm, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs):
+        return self.drop(self.norm(self.dense(x)), rngs=rngs)
+
+
+def test_an_nnx_module_is_an_error_whose_advice_counts():
+    model, x = Normed(nnx.Rngs(0)), S((4, 8), F32)
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x, nnx.Rngs(dropout=0)) ** 2)
+
+    given = {"optimizer": optax.sgd(0.1), "batch": (x,)}
+    for loss in (loss_fn, None):
+        with pytest.raises(TypeError, match="memory.plan: params .*; got an nnx module") as e:
+            memory.plan(model, "fp32", **given, loss_fn=loss)
+    names = {"nnx": nnx, "model": model, "loss_fn": loss_fn}
+    split, merge = re.search(r"Split it: (.*\)), and pass params and loss_fn=(.*)\.$", str(e.value)).groups()
+    exec(split, names)
+    plan = memory.plan(names["params"], "fp32", **given, loss_fn=eval(merge, names))
+    assert plan.num_params == 8 * 8 + 3 * 8 and plan.activations
 
 
 # Params that FSDP cuts

@@ -103,6 +103,7 @@ def test_the_table_shows_the_evidence_and_the_code():
     lines = text.splitlines()
     (large,) = (i for i, line in enumerate(lines) if line.startswith("large"))
     assert lines[large + 1].split()[:2] == ["fp16", "-inf"] and lines[large + 1].endswith("of x overflow")
+    assert found.code.startswith("# loss_fn and optimizer are yours: give them these names.\n")
     assert text.endswith(found.code) and "dB, cosine" in text and "loss scale of" in text
 
 
@@ -206,6 +207,7 @@ def test_a_model_where_all_is_well_goes_to_the_lowest_and_its_code_trains_nnx():
     assert row.reason.startswith("is no Dense, DenseGeneral, Einsum or 1x1 Conv layer")
     assert found.base == "fp16" and found.modules == {} and found.policy_kwargs["keep_fp32"] == ("*norm*",)
     assert found.fp8_layers == ("blocks/*",)
+    assert found.code.startswith("# loss_fn, optimizer and model are yours: give them these names.\n")
 
     pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": nnx_loss_fn, "model": model, "optimizer": optax.adam(1e-2)}
     exec(found.code, pasted)

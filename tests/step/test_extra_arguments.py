@@ -1,6 +1,7 @@
 """Extra arguments reach the transforms that take them, and a misspelt one is refused."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -148,6 +149,66 @@ def test_they_reach_an_optimizer_inside_multisteps(made):
     assert_close(*(optax.tree.get(s, "ReduceLROnPlateauState") for s in (state, plain_state)))
     assert float(optax.tree.get(optax.tree.get(state, "ReduceLROnPlateauState"), "scale")) < 1.0
     assert_close(jaxmp.get_ema_batch_stats(state, stats), stats)
+
+
+def takes_all(seen):
+    def update(updates, state, params=None, *, value=None, grad=None, value_fn=None, **extra_args):
+        del params, extra_args
+        seen.append((value is not None, grad is not None, value_fn is not None))
+        return jax.tree.map(lambda u: -u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda tx: optax.MultiSteps(bf16(tx), 1),
+        lambda tx: optax.MultiSteps(bf16(tx), 1).gradient_transformation(),
+        lambda tx: optax.MultiSteps(optax.chain(optax.identity(), bf16(tx)), 1),
+        lambda tx: bf16(jaxmp.float32_moments(optax.MultiSteps(tx, 1))),
+        lambda tx: bf16(jaxmp.compress_moments(optax.MultiSteps(optax.chain(optax.trace(0.9), tx), 1), jnp.bfloat16)),
+    ],
+    ids=["around", "around, transform", "around a chain", "in float32_moments", "in compress_moments"],
+)
+def test_they_reach_an_optimizer_below_multisteps(made):
+    seen = []
+    tx, params = made(takes_all(seen)), {"w": jnp.ones(2, jnp.bfloat16)}
+    extra = {"value": jnp.float32(1.0), "grad": params, "value_fn": lambda p: jnp.sum(p["w"])}
+
+    def run(grads, params):
+        return jaxmp.apply_gradients(tx, grads, tx.init(params), params, **extra)[0]
+
+    assert jax.eval_shape(run, params, params)["w"].dtype == jnp.bfloat16
+    assert (True, True, True) in seen
+
+
+STEPS = {"object": lambda tx: tx, "transform": lambda tx: tx.gradient_transformation()}
+
+
+@pytest.mark.parametrize("form", STEPS)
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_optax_drops_them_for_multisteps_in_a_chain(form, inside):
+    """`optax.chain` wraps what says that it takes none; the error says how to write it."""
+
+    def chained(wrap, inner):
+        chain = lambda x: optax.chain(optax.identity(), wrap(optax.MultiSteps(x, 1)))  # noqa: E731
+        return bf16(chain(inner)) if inside else chain(bf16(inner))
+
+    seen, params = [], {"w": jnp.ones(2, jnp.bfloat16)}
+
+    def run(tx, **extra):
+        return jax.eval_shape(lambda p: jaxmp.apply_gradients(tx, p, tx.init(p), p, **extra), params)
+
+    tx = chained(STEPS[form], takes_all(seen))
+    with pytest.raises(
+        TypeError, match=r"got grad=, which optax drops .* an optax.MultiSteps .* Write optax.Grad"
+    ) as e:
+        run(tx, grad=params)
+    run(chained(STEPS[form], optax.sgd(0.1)), grad=params)  # nobody takes it there
+    steps_code = re.search(r"Write (optax.*\)) in place of steps", str(e.value))[1]
+    run(chained(lambda steps: eval(steps_code, {"optax": optax, "steps": steps}), takes_all(seen)), grad=params)
+    assert seen[-1] == (False, True, False)
 
 
 # --- what follows in a chain ------------------------------------------------------------------------------------------

@@ -127,6 +127,13 @@ def test_str(name):
     assert str(jaxmp.get_policy(policy, keep_fp32=("*norm*",))) == f"{policy} keep_fp32=('*norm*',)"
 
 
+def test_str_shows_every_field_that_is_not_the_default():
+    assert str(jaxmp.get_policy("tf32")).endswith("output=float32 matmul_precision='tensorfloat32'")
+    fp8 = jaxmp.get_policy("fp8")
+    assert str(fp8).endswith(f"output=float32 recipe={jaxmp.fp8.DelayedScaling()}")
+    assert str(jaxmp.get_policy(fp8, fp8_weights=True)) == f"{fp8} fp8_weights=True"
+
+
 def test_str_of_dtype_objects():
     """jmp's own raises a KeyError for them."""
     theirs = jmp.Policy(*map(jnp.dtype, PRESETS["fp16"]))

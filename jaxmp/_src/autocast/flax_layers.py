@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._src.autocast import reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
+from jaxmp._src.base import ambient
 from jaxmp._src.programs import flax_modules, haiku_frames
 
 _ONE_OPERATION = (
@@ -36,6 +37,7 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
 def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
     found = None if lists is None else _lists_for(call, lists)
+    _check_kernel(call)
     with contextlib.nullcontext() if found is None or found == lists else regions.region(found):
         out = call.run()
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
@@ -43,6 +45,25 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
         if getattr(call.module, "dtype", None) is not None or found is None or found.dtype is None:
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
+
+
+_OWN_MATMUL = ("dot_general", "dot_general_cls", "conv_general_dilated", "conv_general_dilated_cls")
+
+
+def _check_kernel(call: flax_modules.ModuleCall) -> None:
+    """Raises for a layer of linen without fp8 whose kernel is stored in fp8: it holds w * scale."""
+    module: Any = call.module
+    if not isinstance(module, linen.Dense | linen.DenseGeneral | linen.Einsum | linen.Conv):
+        return
+    if ambient.now().fp8_layers is not None or any(getattr(module, name, None) is not None for name in _OWN_MATMUL):
+        return
+    kernel = jax.tree.leaves(module.get_variable("params", "kernel"))
+    if any(x.dtype == jnp.float8_e4m3fn for x in kernel):
+        raise ValueError(
+            f"a kernel that is stored in fp8 (fp8_weights=True) holds w * scale, which only a layer in fp8 reads; got "
+            f'{call.path}/kernel in a layer without fp8. Call the model in `with jaxmp.autocast("fp8"):`, or give it '
+            f"jaxmp.fp8.load_weights(params, jnp.bfloat16)."
+        )
 
 
 def _is_in_fp8(module: Any) -> bool:

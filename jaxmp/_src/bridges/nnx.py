@@ -101,28 +101,27 @@ def value_and_grad(
             loss, aux = grads_lib.loss_and_aux(out, has_aux)
             return loss, aux, nnx.split(merged, wrt, ...)[2]
 
-        if k > 1:
-            batch_arguments.check_once(
-                seen,
-                (graphdef, params, rest, args, kwargs),
-                lambda batch, rest, others: loss_fn(params, rest, batch, others)[0],
-                {i: (model, *args)[i] for i in batches},
-                rest,
-                whole | kwargs,
-                k,
-                named=accumulate_argnums is not None,
-            )
-        loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
-            loss_fn,
-            params,
+        with batch_arguments.checked(
+            seen,
+            (graphdef, params, rest, args, kwargs),
+            lambda batch, rest, others: loss_fn(params, rest, batch, others)[0],
+            {i: (model, *args)[i] for i in batches},
             rest,
-            batches,
-            opt_state,
-            policy=policy,
-            k=k,
-            axis_name=axis_name,
-            keep_fp8_weights=keep_fp8_weights,
-        )
+            whole | kwargs,
+            k,
+            named=accumulate_argnums is not None,
+        ):
+            loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
+                loss_fn,
+                params,
+                rest,
+                batches,
+                opt_state,
+                policy=policy,
+                k=k,
+                axis_name=axis_name,
+                keep_fp8_weights=keep_fp8_weights,
+            )
         nnx.update(model, rest)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -206,7 +205,8 @@ class Optimizer(nnx.Optimizer):
 
         Args:
           model: the module; its params in float32 (masters then have full precision) or as the policy casts them. With
-            the `policy=` of this optimizer it is cast afterwards.
+            the `policy=` of this optimizer those that it trains are cast afterwards; cast a frozen base (LoRA)
+            yourself, as at the start: `jaxmp.nnx.cast_to_param(model, policy)`.
 
         Example:
           >>> import jax.numpy as jnp, jaxmp, optax

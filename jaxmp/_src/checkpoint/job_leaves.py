@@ -79,10 +79,10 @@ def check_params(saved: Saved, like: PyTree) -> None:
         there, here = tuple(saved.params[path].shape), tuple(x.shape)
         if there != here:
             differ = sum(a != b for a, b in zip(there, here, strict=True)) if len(there) == len(here) else 0
-            hint = " If one of them is padded (jaxmp.fsdp.pad), pass its layout= to save, or to restore."
+            padded = " If one of them is padded (jaxmp.fsdp.pad), pass its layout= to save, or to restore."
             raise ValueError(
                 f"{saved.what} must be of this model; {path} has shape {there} in {saved.what} and {here} in the model."
-                f"{hint if differ == 1 else ''}"
+                f"{padded if differ == 1 else _pmap_hint(there, here)}"
             )
     for path in saved.params:
         if path not in wanted and not scale_leaves.is_scale(path):
@@ -90,6 +90,16 @@ def check_params(saved: Saved, like: PyTree) -> None:
                 f"{saved.what} must be of this model; {path} is in {saved.what} and not in the model. "
                 f"{leaf_paths.first_paths(wanted)}"
             )
+
+
+def _pmap_hint(there: tuple[int, ...], here: tuple[int, ...]) -> str:
+    """What to do about an axis of devices, if two shapes differ by a first axis; else nothing."""
+    if here not in (there[1:], here[:1] + there):
+        return ""
+    return (
+        " If the first axis is that of pmap's devices, take flax.jax_utils.unreplicate(...) of params and opt_state "
+        "before save and restore, and replicate after."
+    )
 
 
 def special_parts(paths: list[str]) -> dict[str, str]:
@@ -133,7 +143,7 @@ def check_state(saved: Saved, structure: Any) -> None:
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(
                 f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
-                f"{_OF_EACH_DEVICE if '/by_axis/' in path else ''}"
+                f"{_OF_EACH_DEVICE if '/by_axis/' in path else _pmap_hint(got.shape, x.shape)}"
             )
         floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (got, x)]
         if got.dtype != x.dtype and not all(floats):

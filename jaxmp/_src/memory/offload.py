@@ -158,7 +158,7 @@ def stream_updates(
     """
     if isinstance(window_bytes, bool) or not isinstance(window_bytes, int | np.integer) or window_bytes <= 0:
         raise ValueError(f"window_bytes must be a positive int, the bytes of one window; got {window_bytes!r}")
-    plain: Any = optax.with_extra_args_support(as_transformation(inner))
+    plain: Any = as_transformation(inner)
     if isinstance(plain, in_place.InPlace):
         raise ValueError(
             "inner must be an optimizer made of JAX operations; got one that writes params and state in place, with "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import optax
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -25,7 +26,14 @@ from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
-from jaxmp._src.step import compute_dtypes, microbatches, read_state, state_tuples, value_and_grad as gradients
+from jaxmp._src.step import (
+    argument_kinds,
+    compute_dtypes,
+    microbatches,
+    read_state,
+    state_tuples,
+    value_and_grad as gradients,
+)
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 
@@ -153,6 +161,9 @@ def plan(
       Micikevicius et al. 2018, "Mixed Precision Training" (arXiv 1710.03740); Rajbhandari et al. 2020, "ZeRO" (arXiv
       1910.02054), section 3, for the 16 bytes; Korthikanti et al. 2022 (arXiv 2205.05198) for a transformer's N.
     """
+    argument_kinds.check(
+        "memory.plan(params, policy, optimizer=)", params=("params", params), policy=("policy", policy)
+    )
     policy, optimizer = get_policy(policy), as_transformation(optimizer)
     k = microbatches.check_accumulate(accumulate)
     shapes = _shapes_of_params(params)
@@ -376,6 +387,13 @@ def _gradient_like(x: Any) -> Any:
 
 
 def _shapes_of_params(params: PyTree) -> PyTree:
+    if isinstance(params, nnx.Module):
+        raise TypeError(
+            "memory.plan: params must be a pytree of arrays; got an nnx module, which holds other state too. Split it: "
+            "graphdef, params, rest = nnx.split(model, nnx.Param, ...), and pass params and "
+            "loss_fn=lambda params, *batch: loss_fn(nnx.merge(graphdef, params, rest, copy=True), *batch)."
+        )
+
     def shape(path: str, x: Any) -> Any:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise TypeError(f"params must be arrays or jax.ShapeDtypeStructs; got {type(x).__name__} at {path}")

@@ -228,7 +228,11 @@ class Suggestion(NamedTuple):
         It makes `policy`, `tx`, and `low_precision_loss_fn`, which replaces `loss_fn`.
         """
         keep = f", keep_fp32={self.keep_fp32!r}" if self.keep_fp32 else ""
-        lines = [f'policy = jaxmp.get_policy("{self.base}"{keep})']
+        names = "loss_fn, optimizer and model" if self.is_nnx else "loss_fn and optimizer"
+        lines = [
+            f"# {names} are yours: give them these names.",
+            f'policy = jaxmp.get_policy("{self.base}"{keep})',
+        ]
         dtypes = {path: jnp.dtype(formats.DTYPES[name]).name for path, name in self.modules.items()}
         others = ", ".join(f'"{path}": jnp.{dtype}' for path, dtype in dtypes.items())
         autocast = f"jaxmp.autocast(loss_fn, policy.compute_dtype{f', modules={{{others}}}' if others else ''})"

@@ -5,7 +5,7 @@ gives to the parameter. Other files take the names of primitives from the tables
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -97,12 +97,17 @@ def dtypes_of(values: Sequence[Any]) -> list[Any]:
 
 def reads_fp8(jaxpr: Any) -> bool:
     """Whether an equation of a jaxpr, or of one inside of it, reads an array in fp8."""
-    return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.invars))
+    return any_fp8({d for eqn in equations(jaxpr) for d in dtypes_of(eqn.invars)})
 
 
 def makes_fp8(jaxpr: Any) -> bool:
     """Whether an equation of a jaxpr, or of one inside of it, returns an array in fp8."""
-    return any(d.name.startswith("float8") for eqn in equations(jaxpr) for d in dtypes_of(eqn.outvars))
+    return any_fp8({d for eqn in equations(jaxpr) for d in dtypes_of(eqn.outvars)})
+
+
+def any_fp8(dtypes: Iterable[Any]) -> bool:
+    """Whether one of these dtypes is a float of 8 bits."""
+    return any(d.name.startswith("float8") for d in dtypes)  # numpy makes the name anew each time: look at few
 
 
 def body_name(eqn: Any) -> str:

@@ -9,14 +9,16 @@ must say so.
 For the same reason an array that is passed on whole (a keyword argument, one that is not named) and has as many rows as
 the batch must not be labels: with microbatches of one row they would be broadcast, and the loss would be wrong. It is
 refused if the loss can be traced with twice as many rows of it and of the batch, but not of the batch alone. Rows that
-the loss closes over cannot be doubled; with microbatches of one row it must then run with other numbers of rows.
+the loss closes over, differentiates or carries cannot be doubled; with microbatches of one row the loss must run with
+other numbers of rows, and with more rows the error of their shapes is explained.
 
 The same trace shows whether a `uint32[2]` is a PRNG key, and whether the loss draws random numbers from a key that all
 microbatches share (a dropout key that the loss closes over): each microbatch would have the same mask.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +32,38 @@ from jaxmp._src.programs import jaxprs
 from jaxmp._src.step.microbatches import is_key
 
 
-def check_once(seen: set[Any], given: PyTree, *args: Any, **kwargs: Any) -> None:
-    """`check(*args, **kwargs)`, if `seen` holds no call with the structure, shapes and dtypes of `given`.
+@contextlib.contextmanager
+def checked(
+    seen: set[Any],
+    given: PyTree,
+    loss_fn: Callable[[dict[int, PyTree], PyTree, dict[Any, PyTree]], Any],
+    batch: dict[int, PyTree],
+    carry: PyTree,
+    whole: dict[Any, PyTree],
+    k: int,
+    *,
+    named: bool,
+) -> Iterator[None]:
+    """A block that runs the microbatches: `check` before it, and an explained error if they have too few rows.
 
-    Outside of `jax.jit` each step would trace the loss anew, to find the same.
+    `check` is left out if `seen` holds a call with the structure, shapes and dtypes of `given`: outside of `jax.jit`
+    each step would trace the loss anew, to find the same. The other arguments are those of `check`.
     """
+    if k == 1:
+        yield
+        return
+    _check_once(seen, given, loss_fn, batch, carry, whole, k, named=named)
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        of_batch = lambda batch, carry: loss_fn(batch, carry, whole)  # noqa: E731
+        n = _rows_of(batch)
+        if _traced(of_batch, batch, carry) is not None and not _runs_with(n // k, of_batch, batch, carry):
+            raise _rows_from_elsewhere(batch, k, n // k) from e
+        raise
+
+
+def _check_once(seen: set[Any], given: PyTree, *args: Any, **kwargs: Any) -> None:
     leaves, treedef = jax.tree.flatten(given)
     key: Any = treedef, tuple((x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves)
     try:
@@ -166,20 +195,29 @@ def _check_one_row_is_not_repeated(loss_fn: Any, batch: dict[int, PyTree], carry
 
     Such a loss runs with all rows and with one, and with no number between.
     """
-    n = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if _is_rows(x)), 0)
-    if n != k:
-        return
+    n = _rows_of(batch)
     other = 2 if n > 2 else 3
+    if n == k and not _runs_with(other, loss_fn, batch, carry):
+        raise _rows_from_elsewhere(batch, k, other)
 
-    def some(x: Any) -> Any:
-        return jnp.concatenate([x, x])[:other] if _is_rows(x) else x
 
-    if _traced(loss_fn, jax.tree.map(some, batch), carry) is None:
-        raise ValueError(
-            f"accumulate={k} cuts the batch, and all its parts must be cut with it; got a loss that runs with {n} rows "
-            f"and not with {other}: it closes over, differentiates or carries an array with as many rows as the batch, "
-            f"to which microbatches of one row would be broadcast. Pass this array as an argument that is cut."
-        )
+def _rows_from_elsewhere(batch: dict[int, PyTree], k: int, other: int) -> ValueError:
+    return ValueError(
+        f"accumulate={k} cuts the batch, arguments {tuple(batch)}, and all its parts must be cut with it; got a loss "
+        f"that runs with {_rows_of(batch)} rows and not with {other}: it closes over, differentiates or carries an "
+        f"array with as many rows as the batch, which microbatches would not fit, or to which one row is broadcast. "
+        f"Pass this array as an argument that is cut. Rows can be differentiated (argnums) only without accumulate=."
+    )
+
+
+def _rows_of(batch: dict[int, PyTree]) -> int:
+    return next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if _is_rows(x)), 0)
+
+
+def _runs_with(n: int, loss_fn: Any, batch: dict[int, PyTree], carry: PyTree) -> bool:
+    """Whether the loss can be traced with n rows of the batch, at most twice as many as it has."""
+    some = lambda x: jnp.concatenate([x, x])[:n] if _is_rows(x) else x  # noqa: E731
+    return _traced(loss_fn, jax.tree.map(some, batch), carry) is not None
 
 
 def _traced(loss_fn: Any, batch: dict[int, PyTree], carry: PyTree) -> Any:

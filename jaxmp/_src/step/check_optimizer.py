@@ -27,6 +27,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import read_state, state_arrays, state_tuples
+from jaxmp._src.step.in_place import as_transformation
 
 # g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
@@ -101,7 +102,7 @@ def warn_of_underflow(tx: optax.GradientTransformation, params: PyTree, *, grad_
 
 
 def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
-    tx = optax.with_extra_args_support(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx)
+    tx = as_transformation(tx)
     params = jax.tree.map(_few_elements, params)
     state = tx.init(params)
     unscales = bool(read_state.find(state, state_tuples.UnscaleState))

@@ -161,15 +161,16 @@ _SAY_WHICH = (
 
 def look_into(jaxpr: Any) -> Found:
     """What computes in a jaxpr, and in all that it calls."""
-    found = Found(set(), set(), False)
+    found, read = Found(set(), set(), False), set()
     for eqn in jaxprs.equations(jaxpr):
         dtypes = jaxprs.dtypes_of(eqn.invars)
+        read.update(dtypes)
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
             found.matmuls.add(max(floats, key=lambda d: d.itemsize))
         elif eqn.primitive.name in _HIDDEN:
             found.hidden.update(floats)
-    return found._replace(fp8=jaxprs.reads_fp8(jaxpr))
+    return found._replace(fp8=jaxprs.any_fp8(read))
 
 
 def _is_of_matrices(eqn: Any) -> bool:

@@ -10,9 +10,10 @@ import difflib
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import optax
 from jaxtyping import PyTree
 
 OWN = ("destination", "grads_finite", "loss_scale", "next_loss_scale", "as_made")
@@ -42,13 +43,16 @@ def _is_refused(name: str, error: str) -> bool:
 
 
 def check(tx: Any, names: Iterable[str], *, fields: Iterable[str] = ()) -> None:
-    """Raises a TypeError for an extra argument that no transform in `tx` can read.
+    """Raises a TypeError for an extra argument that no transform in `tx` can read, or that optax drops before it.
 
     Args:
       tx: an optax transform.
       names: of the arguments that a user passed.
       fields: names that the caller would have taken itself, for the hint.
     """
+    names = tuple(names)
+    if names:
+        _check_none_is_dropped(tx, names)
     unknown = [name for name in names if name not in _CUSTOMARY]
     if not unknown:
         return
@@ -57,7 +61,7 @@ def check(tx: Any, names: Iterable[str], *, fields: Iterable[str] = ()) -> None:
     for f in _functions_of(tx.update):
         parameters = inspect.signature(f).parameters.values()
         known |= {p.name for p in parameters} | _strings(f.__code__)
-        keywords |= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_")}
+        keywords |= _keywords(f)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         closed &= not takes_any or (f.__module__ or "").partition(".")[0] in _PACKAGES
     candidates = [*fields, *sorted(keywords - {"as_made", "destination"}), *_CUSTOMARY]
@@ -68,6 +72,32 @@ def check(tx: Any, names: Iterable[str], *, fields: Iterable[str] = ()) -> None:
         nobody = "which no transform of tx takes" + (" and which is no field of this state" if fields else "")
         hint = f"Did you mean {close[0]}=?" if close else "Leave it out."
         raise TypeError(f"an argument of apply_gradients must be taken by someone; got {name}=, {nobody}. {hint}")
+
+
+def _check_none_is_dropped(tx: Any, names: Sequence[str]) -> None:
+    """Raises a TypeError for an argument that a transform in `optax.MultiSteps` takes, and that never arrives there."""
+    for f in _functions_of(tx.update):
+        if not f.__qualname__.startswith("with_extra_args_support."):  # optax's: "so that it ignores extra args"
+            continue
+        update = getattr(inspect.getclosurevars(f).nonlocals.get("tx"), "update", None)
+        if not isinstance(getattr(update, "__self__", None), optax.MultiSteps):
+            continue
+        taken: set[str] = set()
+        for g in _functions_of(update):  # jaxmp's own functions pass these on by their names
+            taken |= _keywords(g) | (set() if g.__module__.startswith("jaxmp.") else _strings(g.__code__))
+        if name := next((name for name in names if name in taken), None):
+            raise TypeError(
+                f"an argument of apply_gradients must arrive where it is taken; got {name}=, which optax drops before "
+                f"an optax.MultiSteps that is inside of another of its transforms. Write "
+                f"optax.GradientTransformationExtraArgs(steps.init, steps.update) in place of steps = "
+                f"optax.MultiSteps(...)."
+            )
+
+
+def _keywords(f: types.FunctionType) -> set[str]:
+    """The keyword-only arguments of a function."""
+    parameters = inspect.signature(f).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and not p.name.startswith("_")}
 
 
 def _functions_of(f: Any) -> Iterator[types.FunctionType]:

@@ -155,10 +155,10 @@ def _has_follower(state: Any, kinds: tuple[type, ...]) -> bool:
     return False
 
 
-def as_transformation(inner: Any) -> optax.GradientTransformation:
-    """`inner` as an optax transform. (`optax.MultiSteps` is an object with a method that makes one.)
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """`inner` as an optax transform that gets extra arguments. (`optax.MultiSteps` is an object that makes one.)
 
-    Its `update` takes all extra arguments, but its type says that it takes none, and optax would drop them.
+    The `update` of MultiSteps takes all, but its type says that it takes none, and optax would drop them.
     """
     made = inner.gradient_transformation() if hasattr(inner, "gradient_transformation") else inner
     if not isinstance(made, optax.GradientTransformation):
@@ -167,4 +167,4 @@ def as_transformation(inner: Any) -> optax.GradientTransformation:
         )
     if isinstance(getattr(made.update, "__self__", None), optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(made.init, made.update)
-    return made
+    return optax.with_extra_args_support(made)

@@ -78,7 +78,7 @@ def keep_master_params(
       (1.0078125, 1.008)
     """
     policy = get_policy(policy)
-    inner = optax.with_extra_args_support(as_transformation(inner))
+    inner = as_transformation(inner)
     remainder = write_masters.remainder_dtype(remainder_bits, policy)
 
     def init_fn(params: PyTree) -> MasterState:

@@ -35,8 +35,8 @@ def split_arguments(
     if not jax.tree.leaves(batch):
         raise ValueError(
             f"accumulate={k} cuts the batch into microbatches, and the batch must be among the positional arguments "
-            f"(keyword arguments are passed on whole); got no array there. Pass the batch by position: "
-            f"value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
+            f"(keyword arguments and those of argnums are passed on whole); got no array there. Pass the batch by "
+            f"position: value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
         )
     return split_microbatches(batch, k), whole
 

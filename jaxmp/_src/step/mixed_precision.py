@@ -180,7 +180,7 @@ def apply_gradients(
     destination = in_place.Destination(params, grads)
     if read_state.find(opt_state, state_tuples.UnscaleState) or read_state.find(opt_state, state_tuples.MasterState):
         extra_args["destination"] = destination
-    tx = optax.with_extra_args_support(tx)
+    tx = in_place.as_transformation(tx)
     before = opt_state
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
     before_unscaling.check(tx, destination, before, params)

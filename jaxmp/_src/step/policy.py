@@ -113,7 +113,11 @@ class Policy(jmp.Policy):
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
-        return text + (f" keep_fp32={self.keep_fp32}" if self.keep_fp32 else "")
+        others = (field for field in dataclasses.fields(self) if field.name in Policy.__annotations__)
+        shown = {
+            field.name: getattr(self, field.name) for field in others if getattr(self, field.name) != field.default
+        }
+        return text + "".join(f" {name}={value!r}" for name, value in shown.items())
 
     @property
     def computes_in_16_bits(self) -> bool:

@@ -165,7 +165,7 @@ def unscale_and_skip(
             'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto" for a '
             'DynamicLossScale, or use the policy "bf16", which needs none. get_metrics reports this as unscaled_fp16.',
         )
-    guarded: Any = optax.with_extra_args_support(as_transformation(inner))
+    guarded: Any = as_transformation(inner)
     largest = None if clamp_inf is None else largest_of(clamp_inf)
     rule = Rule(template, scales, axis_name, skip_nonfinite, skip_if)
     # 16-bit params show by their dtype what the loss should compute in.

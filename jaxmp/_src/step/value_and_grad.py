@@ -147,28 +147,27 @@ def value_and_grad(
             return loss, *carried_arguments.take(aux, carry)
 
         carry = {i: args[i] for i in carried}
-        if k > 1:
-            batch_arguments.check_once(
-                seen,
-                (args, kwargs),
-                lambda batch, carry, others: loss_fn(diff, carry, batch, others)[0],
-                {i: args[i] for i in batches},
-                carry,
-                whole | kwargs,
-                k,
-                named=accumulate_argnums is not None,
-            )
-        loss, aux, carry, grads = scaled_value_and_grad(
-            loss_fn,
-            diff,
+        with batch_arguments.checked(
+            seen,
+            (args, kwargs),
+            lambda batch, carry, others: loss_fn(diff, carry, batch, others)[0],
+            {i: args[i] for i in batches},
             carry,
-            batches,
-            opt_state,
-            policy=policy,
-            k=k,
-            axis_name=axis_name,
-            keep_fp8_weights=keep_fp8_weights,
-        )
+            whole | kwargs,
+            k,
+            named=accumulate_argnums is not None,
+        ):
+            loss, aux, carry, grads = scaled_value_and_grad(
+                loss_fn,
+                diff,
+                carry,
+                batches,
+                opt_state,
+                policy=policy,
+                k=k,
+                axis_name=axis_name,
+                keep_fp8_weights=keep_fp8_weights,
+            )
         aux = carried_arguments.put_back(aux, carry)
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
 

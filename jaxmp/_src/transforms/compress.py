@@ -22,6 +22,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import boxed_state, kept_elements
+from jaxmp._src.step.in_place import as_transformation
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
@@ -71,7 +72,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
       2602.23349) for companding.
     """
     moments.codec_of(state_dtype, signed=True)
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation(inner)
 
     def store(x: Any, like: Any, signed: bool, number: int, count: Array) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)

@@ -34,6 +34,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments
+from jaxmp._src.step.in_place import as_transformation
 from pallas_kernels import moments
 
 
@@ -133,7 +134,7 @@ def float32_moments(inner: optax.GradientTransformation) -> optax.GradientTransf
       >>> optax.tree.get(float32_moments(optax.adam(1e-3)).init(params), "nu")["w"].dtype.name
       'float32'
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation(inner)
 
     def init_fn(params: PyTree) -> Any:
         return inner.init(_wide(params))
