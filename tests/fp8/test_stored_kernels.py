@@ -499,6 +499,85 @@ def test_linen_layers_that_are_switched_off_multiply_by_the_weight_itself():
     assert_close(off, expected, rtol=2.0**-6, atol=2.0**-8)
 
 
+def own_promotion(*args, dtype=None, **_):
+    return [None if x is None else jnp.asarray(x, dtype) for x in (args[0] if len(args) == 1 else args)]
+
+
+BOXED = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None))
+IN_FP8 = {"dtype": jnp.bfloat16, "dot_general_cls": jaxmp.linen.Fp8DotGeneral}
+OF_LINEN = {
+    "dense": lambda: nn.Dense(WIDTH, **IN_FP8),
+    "boxed": lambda: nn.Dense(WIDTH, kernel_init=BOXED, **IN_FP8),
+    "own promotion": lambda: nn.Dense(WIDTH, promote_dtype=own_promotion, **IN_FP8),
+    "general": lambda: nn.DenseGeneral((4, WIDTH // 4), **IN_FP8),
+    "in float16": lambda: nn.Dense(WIDTH, **IN_FP8 | {"dtype": jnp.float16}),
+    "einsum": lambda: jaxmp.linen.Fp8Einsum((WIDTH, WIDTH), "...i,ij->...j", dtype=jnp.bfloat16),
+    "conv": lambda: nn.Conv(
+        WIDTH, (1,), dtype=jnp.bfloat16, conv_general_dilated_cls=jaxmp.linen.Fp8ConvGeneralDilated
+    ),
+    "attention": lambda: nn.MultiHeadDotProductAttention(
+        4,
+        dtype=jnp.bfloat16,
+        qkv_dot_general_cls=jaxmp.linen.Fp8DotGeneral,
+        out_dot_general_cls=jaxmp.linen.Fp8DotGeneral,
+    ),
+    "remat": lambda: nn.remat(nn.Dense)(WIDTH, **IN_FP8),
+}
+
+
+@pytest.mark.parametrize("name", OF_LINEN)
+def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
+    """flax promotes the kernel to the layer's dtype before the product sees it."""
+    layer, x = OF_LINEN[name](), X[None]
+    params = layer.init(jax.random.key(0), x)["params"]
+    params = jaxmp.get_policy("fp8", fp8_weights=True).cast_to_param(params)
+    assert any(map(stored_kernels.is_stored, jax.tree.leaves(params)))
+    weights = jaxmp.fp8.load_weights(params, jnp.bfloat16)
+    for is_on in (True, False):
+        with jaxmp.fp8.autocast(enabled=is_on):
+            got, expected = (layer.apply({"params": p}, x) for p in (params, weights))
+        assert_bitwise(got, expected)
+    assert_bitwise(layer.apply({"params": params}, x), layer.apply({"params": weights}, x))
+
+
+def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switched_off():
+    layer = nn.Sequential([nn.Dense(WIDTH, dtype=jnp.bfloat16, kernel_init=BOXED) for _ in range(3)])
+    with in_fp8():
+        params = layer.init(jax.random.key(0), X)["params"]
+    params = jaxmp.get_policy("fp8", fp8_weights=True).cast_to_param(params)
+    weights = jaxmp.fp8.load_weights(params, jnp.bfloat16)
+    with jaxmp.fp8.autocast(enabled=False):
+        assert_bitwise(layer.apply({"params": params}, X), layer.apply({"params": weights}, X))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": jnp.bfloat16}, {"dtype": jnp.float16, "promote_dtype": own_promotion}]
+)
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_nnx_layers_evaluate_with_stored_kernels(options, by_hand):
+    model = nnx.Sequential(
+        *(
+            nnx.Linear(
+                WIDTH,
+                WIDTH,
+                rngs=nnx.Rngs(i),
+                dot_general=jaxmp.nnx.Fp8DotGeneral(RECIPE) if by_hand and i == 1 else jax.lax.dot_general,
+                **options,
+            )
+            for i in range(3)
+        )
+    )
+    if not by_hand:
+        jaxmp.nnx.to_fp8(model, RECIPE)
+    jaxmp.nnx.cast_to_param(model, jaxmp.get_policy("fp8", fp8_weights=True))
+    assert stored_kernels.is_stored(model.layers[1].kernel[...])
+    with_weights = nnx.clone(model)
+    nnx.update(with_weights, jaxmp.fp8.load_weights(nnx.state(model), jnp.bfloat16))
+    for is_on in (True, False):
+        with jaxmp.fp8.autocast(enabled=is_on):
+            assert_bitwise(model(X), with_weights(X))
+
+
 def test_jax_value_and_grad_says_what_to_do():
     tx, params, opt_state, _ = job()
     grads = jax.tree.map(jnp.zeros_like, params)  # in fp8, as jax.grad makes them

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import signatures
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8.nnx_layers import Fp8Scale
+from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels
 from jaxmp._src.step import (
     argument_kinds,
     batch_arguments,
@@ -282,7 +282,10 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
       >>> model.bias[...].dtype.name
       'float16'
     """
-    nnx.update(model, policy_lib.get_policy(policy).cast_to_param(nnx.state(model, wrt)))
+    policy = policy_lib.get_policy(policy)
+    nnx.update(model, policy.cast_to_param(nnx.state(model, wrt)))
+    if policy.fp8_weights:
+        read_stored_kernels(model)
 
 
 def _filter_of(argnums: Any, wrt: Any) -> Any:

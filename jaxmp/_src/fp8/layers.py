@@ -187,13 +187,15 @@ promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer r
 
 @dataclasses.dataclass(frozen=True)
 class _Promotion:
-    """A `promote_dtype=` that the user gave to a layer which runs in fp8."""
+    """A `promote_dtype=` that the user gave to a layer which runs in fp8. A kernel that is stored in fp8 stays so."""
 
     promote: Callable[..., Any]
     is_in_fp8: ClassVar[bool] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.promote(*args, **kwargs)
+        _, kernel, *_ = args[0] if len(args) == 1 else args
+        inputs, promoted, *rest = self.promote(*args, **kwargs)
+        return [inputs, promoted.astype(kernel.dtype) if stored_kernels.is_stored(kernel) else promoted, *rest]
 
 
 def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:

@@ -165,11 +165,21 @@ def _product(
     """The product with the scale leaves of `module`, which lies in the layer."""
     recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
     leaves, key = leaves_of(module), rounding_key(module)
+    rhs = _as_stored(module, rhs)
     with layers.switched(layers.is_enabled() and not module.is_initializing()):
         layer = "/".join(module.path[:-1])
         return layers.dot_general(
             recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, bias=bias, layer=layer, key=key
         )
+
+
+def _as_stored(module: nn.Module, rhs: Array) -> Array:
+    """`rhs` in fp8 if the layer's kernel is stored in fp8: flax's promotion has cast these numbers to a wider dtype."""
+    layer = module.parent
+    if not isinstance(layer, nn.Module) or layer.scope is None:
+        return rhs
+    kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
+    return rhs.astype(kernel.dtype) if stored_kernels.is_stored(kernel) else rhs
 
 
 def rounding_key(module: Any) -> Array | None:
@@ -325,7 +335,7 @@ def _marks(jaxpr: Any, *, in_loop: bool) -> Iterator[tuple[str, bool]]:
 def _recipe_of_stored(module: Any) -> Any:
     """A recipe for the scales of a layer with a kernel stored in fp8; None for other layers."""
     params = module.variables.get("params", {})
-    if not stored_kernels.is_stored(params.get("kernel")):
+    if not stored_kernels.is_stored(nn.meta.unbox(params.get("kernel"))):
         return None
     in_e4m3 = any("grad_e4m3" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     return recipes.DelayedScaling(fp8_format="E4M3" if in_e4m3 else "HYBRID")

@@ -314,6 +314,16 @@ def to_fp8(
     return converted
 
 
+def read_stored_kernels(model: nnx.Module) -> None:
+    """Lets the fp8 layers of `model` read kernels that are stored in fp8, in place.
+
+    flax's promotion would cast the fp8 numbers to a dtype in which the layer takes them for weights.
+    """
+    for _, layer in nnx.iter_modules(model):
+        if _recipe_of(layer) is not None:
+            layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
+
+
 def _recipe_of(layer: Any) -> Any:
     """The recipe of a layer that runs in fp8, else None."""
     kind = _kind_of(layer)
