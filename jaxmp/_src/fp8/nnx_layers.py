@@ -319,7 +319,8 @@ def read_stored_kernels(model: nnx.Module) -> None:
 
     flax's promotion would cast the fp8 numbers to a dtype in which the layer takes them for weights.
     """
-    for _, layer in nnx.iter_modules(model):
+    for _, module in nnx.iter_modules(model):
+        layer: Any = module
         if _recipe_of(layer) is not None:
             layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
 
