@@ -419,6 +419,30 @@ def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     assert_bitwise((y, d_lhs, d_rhs), whole[:3])
 
 
+@pytest.mark.optimized
+@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), MXFP8()], ids=["delayed", "current", "mxfp8"])
+def test_operands_that_the_same_program_computes_in_bfloat16_are_rounded_first(recipe):
+    """XLA computes them in float32, and a reader in float32 could see them without their rounding."""
+    rng = np.random.default_rng(7)
+    x, w, slope = (rng.normal(size=shape).astype(F32) for shape in ((48, 64), (64, 32), (48, 32)))
+    scales = Scales(*np.array([6, 9, 14], F32)) if recipe is HYBRID else None
+    three = jnp.bfloat16(3)
+
+    def product(h, w, scales):
+        return dot_general(h, w.astype(jnp.bfloat16), MATMUL, recipe=recipe, scales=scales)
+
+    def backward(h, w, scales, grad):
+        return jax.vjp(product, h, w, scales)[1](grad)
+
+    activate = lambda x: jnp.tanh(x.astype(jnp.bfloat16) * three)  # noqa: E731
+    differentiate = lambda x: x.astype(jnp.bfloat16) * jnp.cos(x.astype(jnp.bfloat16) * three)  # noqa: E731
+    h, grad = jax.jit(activate)(x), jax.jit(differentiate)(slope)
+    together = jax.jit(lambda x, w, s: product(activate(x), w, s))(x, w, scales)
+    assert_bitwise(together, jax.jit(product)(h, w, scales))
+    together = jax.jit(lambda h, w, s, slope: backward(h, w, s, differentiate(slope)))(h, w, scales, slope)
+    assert_bitwise(together, jax.jit(backward)(h, w, scales, grad))
+
+
 # vmap
 
 

@@ -44,6 +44,7 @@ from jaxmp._src.fp8 import blocks as blocks_lib, gemms, nvfp4, padding, remat
 from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
+from jaxmp._src.numerics import casting
 
 Recipe = blocks_lib.BlockScaling | RowwiseScaling | MXFP8 | NVFP4
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -216,7 +217,7 @@ def _stored(
     if isinstance(recipe, NVFP4):
         return Fp4Blocks(*remat.named(lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key)))))
     q, scale_inv = recipe.quantize(x, axis=axes, backward=backward)
-    overflowed = blocks_lib.block_amax(x.astype(jnp.float32), axes, recipe.block_size) == jnp.inf
+    overflowed = blocks_lib.block_amax(casting.widened(x), axes, recipe.block_size) == jnp.inf
     scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
     return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 

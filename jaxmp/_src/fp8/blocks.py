@@ -118,7 +118,7 @@ class _Fp8Blocks(BlockRecipe):
         """
         blocked = blocked_axes(x, axis)
         dtype, given = self.dtype(backward=backward), x.dtype
-        x = x.astype(jnp.float32)
+        x = casting.widened(x)
         scale, scale_inv = self._scales(block_amax(x, blocked, self.block_size), dtype, given)
         q = casting.saturating_cast(float_bits.product(x, spread(scale, x.shape, self.block_size)), dtype)
         return Blocks(q, scale_inv)

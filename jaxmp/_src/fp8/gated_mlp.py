@@ -28,7 +28,7 @@ from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
-from jaxmp._src.numerics import quantize as quantize_lib
+from jaxmp._src.numerics import casting, quantize as quantize_lib
 from pallas_kernels import backend, passes, reference
 
 
@@ -237,7 +237,7 @@ class _Computation(NamedTuple):
 
     def of(self, *tensors: Array) -> list[Array]:
         """The values."""
-        made = self.function(*(t.astype(jnp.float32) for t in tensors))
+        made = self.function(*map(casting.widened, tensors))
         return list(made) if isinstance(made, tuple) else [made]
 
 

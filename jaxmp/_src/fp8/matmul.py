@@ -43,7 +43,7 @@ from jaxmp._src.fp8 import (
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
-from jaxmp._src.numerics import float_bits
+from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
 from pallas_kernels.activation import check_activation
 
@@ -484,7 +484,7 @@ _current_dot.defvjp(_current_forward, _current_backward)
 
 def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
     """`x` with `zeros` in fp8, with the scale of its own amax."""
-    x = padding.pad(x, zeros)
+    x = casting.widened(padding.pad(x, zeros))
     with jax.named_scope("jaxmp.fp8_quantize"):
         largest = largest_magnitude(x)
         scale = recipe.scale(largest, backward=backward)

@@ -129,7 +129,7 @@ class NVFP4(BlockRecipe):
           [(32, 64), (2, 4), ()]
         """
         blocked = blocks_lib.blocked_axes(x, axis)
-        x = x.astype(jnp.float32)
+        x = casting.widened(x)
         amax = blocks_lib.block_amax(x, blocked, _SIZE)
         largest = jnp.max(jnp.where(amax < jnp.inf, amax, 0.0), initial=0.0)
         tensor_scale = recipes.scale_from_amax(largest, _E4M3_MAX * _E2M1_MAX, fallback=1.0, power_of_two=False)

@@ -25,19 +25,20 @@ from jaxmp._src.fp8 import padding, recipes, remat, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.padding import Zeros
-from jaxmp._src.numerics import float_bits, quantize as quantize_lib
+from jaxmp._src.numerics import casting, float_bits, quantize as quantize_lib
 from pallas_kernels import activation as activations, backend, passes, reference
 
 
 def activated(x: Array, activation: str | None) -> Array:
-    """f(x) in float32, or x itself."""
-    return x if activation is None else activations.ACTIVATIONS[activation][0](x.astype(jnp.float32))
+    """f(x), or x itself, in float32."""
+    x = casting.widened(x)
+    return x if activation is None else activations.ACTIVATIONS[activation][0](x)
 
 
 def activation_gradient(grad: Array, x: Array, activation: str) -> Array:
     """`grad` f'(x), computed in float32, in the dtype of x."""
     derivative = activations.ACTIVATIONS[activation][1]
-    return derivative(grad.astype(jnp.float32), x.astype(jnp.float32)).astype(x.dtype)
+    return derivative(casting.widened(grad), casting.widened(x)).astype(x.dtype)
 
 
 def quantize(
@@ -97,7 +98,7 @@ def quantize_and_sum(
             values, transposed, observed = found[:3]
             sums = found[3] if in_kernel else None
         if summed is not None and not in_kernel:
-            sums = reference.sums_over_rows(x, summed)
+            sums = reference.sums_over_rows(casting.widened(x), summed)
         values, transposed, observed = remat.named((values, transposed, observed))
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         observed = collectives.max_over(observed, tuple(compat.varying_axes(observed) - compat.varying_axes(leaf)))

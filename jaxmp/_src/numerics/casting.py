@@ -94,6 +94,16 @@ def param_of(weight: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return reference.param_of(weight, dtype)
 
 
+def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in float32. A bfloat16 `x` keeps its rounding, also where XLA computes it in float32.
+
+    XLA may leave out the rounding of a bfloat16 result whose reader casts it to float32, and does so in some programs
+    only. (float16 is computed in float16.)
+    """
+    wide = x.astype(jnp.float32)
+    return lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7) if x.dtype == jnp.bfloat16 else wide
+
+
 def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """float32 `x`, rounded to values that `dtype` can hold, still in float32. XLA cannot remove this rounding.
 
