@@ -499,6 +499,24 @@ def test_linen_layers_that_are_switched_off_multiply_by_the_weight_itself():
     assert_close(off, expected, rtol=2.0**-6, atol=2.0**-8)
 
 
+def test_weights_of_other_names_are_not_stored_and_are_named():
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, rows, sizes):
+            for name in ("kernel", "w2"):
+                weight = self.param(name, nn.initializers.lecun_normal(), (2, WIDTH, WIDTH))
+                rows = jaxmp.linen.Fp8RaggedDot(RECIPE)(rows, weight, sizes)
+            return rows
+
+    sizes = jnp.array([40, 24])
+    params = Experts().init(jax.random.key(0), X, sizes)["params"]
+    policy = jaxmp.get_policy("fp8", fp8_weights=True)
+    with pytest.warns(UserWarning, match=rf"got Fp8RaggedDot_0/{LEAF} with no `kernel` of its own") as caught:
+        stored = policy.cast_to_param(params)  # the paths do not say which of both reads `kernel`
+    assert len(caught) == 1 and "kernel-not-stored" in str(caught[0].message)
+    assert_bitwise(*(Experts().apply({"params": p}, X, sizes) for p in (stored, params)))
+
+
 def own_promotion(*args, dtype=None, **_):
     return [None if x is None else jnp.asarray(x, dtype) for x in (args[0] if len(args) == 1 else args)]
 

@@ -49,8 +49,10 @@ def refuse(paths: Iterable[str]) -> None:
     for path in paths:
         if is_scale(path):
             raise ValueError(
-                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe. Pass "
-                f'recipe=, the one that the layers were built with, to jaxmp.mixed_precision, or use the policy "fp8".'
+                f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe for "
+                f"it. Pass recipe=, the DelayedScaling that the layers were built with, to jaxmp.mixed_precision, or "
+                f'use the policy "fp8". A recipe without scales must be that of the layer, too: '
+                f"Fp8DotGeneral(recipe=...), Fp8RaggedDot(recipe=...)."
             )
 
 

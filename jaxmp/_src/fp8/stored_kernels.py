@@ -14,10 +14,12 @@ The gradient is that of the weight w. Other code in the loss that reads such a k
 error.
 
 A kernel belongs to the rhs leaf of a layer if it is called `kernel` and lies in the nearest level above the leaf that
-has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`.
+has one: `Dense_0/kernel` and `Dense_0/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale`. A kernel with two such leaves stays in
+its dtype.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -27,12 +29,14 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits, quantize
 from jaxmp._src.programs import jaxprs, readers
 
 _DTYPE = jnp.float8_e4m3fn
+_LEAF = "fp8_rhs_e4m3_log2_scale"
 
 
 def is_stored(x: Any) -> bool:
@@ -48,16 +52,17 @@ def pairs(tree: PyTree) -> dict[str, str]:
     is_unit = lambda x: tree_paths.is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
     units = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)[0]
     paths = {tree_paths.path_str(path): x for path, x in units}
-    found = {}
+    found: dict[str, list[str]] = {}
     for path in paths:
-        if path.rpartition("/")[2] != "fp8_rhs_e4m3_log2_scale":
+        if path.rpartition("/")[2] != _LEAF:
             continue
         above = path.split("/")[:-1]
         levels = ["/".join([*above[:depth], "kernel"]) for depth in range(len(above), -1, -1)]
         kernel = next((k for k in levels if k in paths and not isinstance(paths[k], optax.MaskedNode)), None)
         if kernel is not None:
-            found[kernel] = path
-    return found
+            found.setdefault(kernel, []).append(path)
+    # Of two products in one module, only one may read the kernel, and the paths do not say which.
+    return {kernel: leaves[0] for kernel, leaves in found.items() if len(leaves) == 1}
 
 
 def stored_pairs(params: PyTree) -> dict[str, str]:
@@ -70,7 +75,9 @@ def store(params: PyTree) -> PyTree:
     """`params` with the kernels of fp8 layers in float8_e4m3fn, and log2 of their scales in the rhs leaves."""
     by_path = tree_paths.leaves_by_path(params)
     new: dict[str, Any] = {}
-    for kernel, leaf in pairs(params).items():
+    found = pairs(params)
+    _warn_of_others(by_path, found)
+    for kernel, leaf in found.items():
         w = by_path[kernel]
         if is_stored(w):
             continue
@@ -79,6 +86,18 @@ def store(params: PyTree) -> PyTree:
         new[leaf] = float_bits.log2_of_power_of_two(scale)
         new[kernel] = cast(w, new[leaf])
     return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
+
+
+def _warn_of_others(paths: Iterable[str], found: dict[str, str]) -> None:
+    """Warns of a layer whose weight has another name than `kernel`."""
+    leaf = next((path for path in paths if path.rpartition("/")[2] == _LEAF and path not in found.values()), None)
+    if leaf is not None:
+        warn(
+            "kernel-not-stored",
+            f"fp8_weights=True stores the weights that are called `kernel`, one for each fp8 layer; got {leaf} with no "
+            f"`kernel` of its own in a level above. The weight stays in its dtype, which is right, but takes more "
+            f"memory. Call it `kernel`, and put two such weights of one module into two submodules.",
+        )
 
 
 def load_weights(params: PyTree, dtype: Any) -> PyTree:
