@@ -63,11 +63,8 @@ def largest_on_any_device(values: T, axes: tuple[str, ...]) -> T:
 
 def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
     """Whether a float or complex leaf of `tree` holds inf or NaN on this device."""
-    found = jnp.zeros((), bool)
-    for x in jax.tree.leaves(tree):
-        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            found = found | reductions.any_nonfinite(x)
-    return found
+    arrays = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return reductions.any_nonfinite(arrays)
 
 
 def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:

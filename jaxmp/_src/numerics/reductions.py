@@ -6,8 +6,13 @@ the results of the blocks. One sum of complex numbers needs a single launch for 
 and for the flag, each by its own function below. Both functions write the same sum, and XLA computes equal sums once.
 If only one of them is needed, the other costs no time, because the pass is limited by memory.
 
-On CPU and TPU this is no faster, so XLA gets two ordinary sums there.
+On CPU and TPU this is no faster, so XLA gets two ordinary sums there. XLA for CPU needs a loop of its own for the flags
+of each array, and one to join them. The sum of squares is there for the norm, or costs less than that: if it is finite,
+so are all numbers, and only if it is not, the program looks at each.
 """
+
+import functools
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,8 +26,22 @@ def sum_of_squares(x: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.real(_both(x)) if _is_one_sum(x) else jnp.sum(x * x)
 
 
-def any_nonfinite(x: Array) -> Bool[Array, ""]:
-    """Whether a float or complex array holds inf or NaN."""
+def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:
+    """Whether one of several float or complex arrays holds inf or NaN."""
+    if not write_order.pays(arrays) or any(jnp.result_type(x) != jnp.float32 for x in arrays):
+        return _any(map(_has_nonfinite, arrays))
+    arrays = lax.stop_gradient(arrays)
+    squares = sum((sum_of_squares(x) for x in arrays), start=jnp.zeros((), jnp.float32))
+    return lax.cond(
+        jnp.isfinite(squares), lambda _: jnp.zeros((), bool), lambda xs: _any(map(_has_nonfinite, xs)), arrays
+    )
+
+
+def _any(found: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
+    return functools.reduce(jnp.logical_or, found, jnp.zeros((), bool))
+
+
+def _has_nonfinite(x: Array) -> Bool[Array, ""]:
     return jnp.imag(_both(x)) > 0 if _is_one_sum(x) else jnp.any(~jnp.isfinite(x))
 
 
