@@ -186,12 +186,11 @@ def _operation(step: Step, operands: list[Origin]) -> tuple[int | None, bool, st
     if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _casts_below_16_bits(eqn)):
         return None, True, "it is a layer with a rule of its own"
     if name == "gather":  # an embedding
-        is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
-        table = operands[0]
-        return (0, False, "it is no matmul") if is_table and table.is_weight else None
+        has_rows = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
+        return (0, False, "it is no matmul") if has_rows and operands[0].is_table else None
     if name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return None
-    weight = weights.number_of_weight(operands)
+    weight = weights.number_of_weight(eqn, operands)
     if name != "dot_general":
         return weight, False, _OTHER_PRODUCTS.get(name, f"it is a {name}")
     if step.how != "bind" or step.group != "allow":
