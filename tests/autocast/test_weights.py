@@ -105,6 +105,110 @@ def test_what_is_no_weight(name):
     assert "allow, not fp8: the function computes both operands" in {row.group for row in rows}
 
 
+def layers(params, x):
+    for w, b in params:
+        x = jnp.tanh(x @ w + lax.expand_dims(b, range(x.ndim - b.ndim)))
+    return x
+
+
+def labels(logits):
+    return -jnp.take_along_axis(logits, jnp.zeros((len(logits), 1), int), 1).mean()
+
+
+def attention(params, x):
+    q, k, v = (x @ w + b[None] for w, b in params[:3])
+    return labels(layers(params[3:], jax.nn.softmax(q @ k.T) @ v))
+
+
+def columns(params, x):
+    x = x.T
+    for w, b in params:
+        x = jnp.tanh(w @ x + b[:, None])
+    return x[:, [0, 0]]
+
+
+# each with six layers, in which no product makes a part of a weight
+DATA = {
+    "the label's logit": lambda p, x: labels(layers(p, x)),
+    "rows, then layers": lambda p, x: layers(p[3:], layers(p[:3], x)[jnp.array([0, 0, 0])]),
+    "two towers, one of a row": lambda p, x: labels(layers(p[:3], x[:1])) + layers(p[3:], x).mean(),
+    "two towers, multiplied": lambda p, x: layers(p[:3], x[:1]) @ layers(p[3:], jnp.cos(x)).T,
+    "a bias with an axis of one": lambda p, x: labels(layers([(w, lax.reshape(b, (1, SIDE))) for w, b in p], x)),
+    "a batch of sequences": lambda p, x: labels(layers(p, x[:, None])[:, 0]),
+    "columns": columns,
+    "an example at a time": lambda p, x: labels(jnp.stack([layers(p, row) for row in x])),
+    "vmap": lambda p, x: labels(jax.vmap(lambda row: layers(p, row))(x)),
+    "remat": lambda p, x: labels(jax.checkpoint(layers)(p, x)),
+    "a masked weight": lambda p, x: labels(layers([(w * (w > 0), b) for w, b in p], x)),
+    "a product of two": lambda p, x: labels(layers(p[2:], layers(p[:1], x) @ (A1 @ B1))),
+    "attention": attention,
+}
+OTHERS = {"two towers, multiplied": 1, "a product of two": 1, "attention": 2}  # in 16 bits
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", DATA)
+def test_a_layer_of_one_row_is_no_weight(name, rows):
+    """x w + b of one row has the form of W + A B; nothing that is done with it takes its matmul out of fp8."""
+    params = [(W * (i + 1), G * i) for i in range(6)]
+    fn = jaxmp.autocast(DATA[name], "fp8", recipe=RECIPE, filter=lambda path, eqn: True)
+    found = matmuls(fn, params, X[:rows])
+    times = rows if name == "an example at a time" else 1
+    assert found.pop(FORWARD) == 6 * times
+    assert sum(found.values()) == OTHERS.get(name, 0)
+
+
+def hypernetwork(p):
+    """A row that becomes a matrix."""
+    z = p["m"][:1, :16]
+    return layers([(p["b"], p["g"]), (p["wide"], p["wide g"])], z).reshape(SIDE, SIDE)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 48])
+@pytest.mark.parametrize("how", ["plain", "unbatched", "scan", "remat"])
+def test_weights_made_of_weights_beside_a_row(how, rows):
+    """Of one row, too: the products that make a weight stay in 16 bits, the matmuls by it run in fp8."""
+    made = {
+        "LoRA": lambda p: p["w"] + p["a"] @ p["b"],
+        "LoRA of heads": lambda p: (p["heads"] + jnp.einsum("dr,rhk->dhk", p["a"], p["rhk"])).reshape(SIDE, SIDE),
+        "LoRA of one head": lambda p: (p["head"] + jnp.einsum("dr,rhk->dhk", p["a"], p["r1k"]))[:, 0],
+        "product": lambda p: p["a2"] @ p["b2"],
+        "hypernetwork": hypernetwork,
+        "normed": lambda p: p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True),
+    }
+    params = PARAMS | {"wide": jnp.ones((SIDE, SIDE * SIDE)) / 99, "wide g": jnp.ones(SIDE * SIDE)}
+    params |= {"heads": W.reshape(SIDE, 2, 16), "head": W[:, None], "rhk": B1.reshape(16, 2, 16), "r1k": B1[:, None]}
+
+    def loss(params, x):
+        h = layers([(params["first"], params["g"])], x)
+        return layers([(make(params), params["g"]) for make in made.values()], h)
+
+    hows = {
+        "plain": loss,
+        "unbatched": lambda p, x: jax.vmap(lambda row: loss(p, row))(x),
+        "scan": lambda p, x: lax.scan(lambda c, row: (c, loss(p, row[None])), 0, x)[1],
+        "remat": jax.checkpoint(loss),
+    }
+    fn = jaxmp.autocast(hows[how], "fp8", recipe=RECIPE, filter=lambda path, eqn: True)
+    assert matmuls(fn, params, X[:rows]) == {FORWARD: 7, "bfloat16": 6}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tables_that_are_made_of_weights(rows):
+    """A table with an adapter, looked up and tied, of which the product stays in 16 bits; and a codebook."""
+
+    def loss(params, tokens):
+        table = params["w"] + params["a"] @ params["b"]
+        h = layers([(params["m"], params["g"])], table[tokens])
+        codes = params["first"] / jnp.linalg.norm(params["first"], axis=1, keepdims=True)
+        h = layers([(params["last"], params["g"])], codes[jnp.argmax(h @ codes.T, 1)])
+        return labels(h @ table.T)
+
+    fn = jaxmp.autocast(loss, "fp8", recipe=RECIPE, filter=lambda path, eqn: True)
+    found = matmuls(fn, PARAMS, jnp.arange(rows))
+    assert found == {FORWARD: 4, "bfloat16": 1}
+
+
 def test_rows_say_why_other_products_are_left():
     def loss(params, x):
         h = jnp.tanh(x @ params["first"]) @ (params["w"] + params["a"] @ params["b"])

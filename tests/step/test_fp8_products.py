@@ -462,6 +462,45 @@ def test_a_derivative_inside_the_function():
         assert matmuls(in_fp8(jax.grad(mlp)), weights_of(4), X) == {"bfloat16": 11}
 
 
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_a_function_with_its_own_derivative(kind):
+    """Rows and the warning name it, and the warning does not advise a filter, which cannot help."""
+    if kind == "custom_vjp":
+        own = jax.custom_vjp(lambda x, w: jax.jit(jnp.matmul)(x, w))
+        own.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
+    else:
+        own = jax.custom_jvp(lambda x, w: jax.jit(jnp.matmul)(x, w))
+        own.defjvp(lambda dx, y, x, w: dx @ w, lambda dw, y, x, w: x @ dw)
+
+    def model(weights, x):
+        return own(jnp.tanh(own(x, weights[0])), weights[1])
+
+    reason = "it is in a function with its own derivative: call jaxmp.fp8.dot_general there"
+    with pytest.warns(UserWarning, match=reason) as caught:
+        in_fp8(model, filter=everywhere)(weights_of(2), X)
+        explained = jaxmp.explain_autocast(model, weights_of(2), X, dtype="fp8", recipe=RECIPE, filter=everywhere)
+    assert [row.group for row in explained.rows if row.name == "dot_general"] == [f"allow, not fp8: {reason}"]
+    assert not any("filter=lambda" in str(warning.message) for warning in caught)
+
+    def between(weights, x):  # the ends are those of the rest
+        return mlp(weights, own(x, weights[0])) + own(x, weights[1]).sum()
+
+    groups = [row.group for row in jaxmp.explain_autocast(between, weights_of(4), X, dtype="fp8", recipe=RECIPE).rows]
+    assert sum("the first" in group or "the last" in group for group in groups) == 2
+
+
+def test_fp8_products_in_a_function_with_its_own_derivative():
+    """What the reason of its rows advises: they run in fp8, and nothing warns."""
+
+    def product(x, w):
+        return jaxmp.fp8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=RECIPE)
+
+    own = jax.custom_vjp(lambda x, w: product(x, w))
+    own.defvjp(lambda x, w: (own(x, w), (x, w)), lambda res, g: (product(g, res[1].T), product(res[0].T, g)))
+    model = in_fp8(lambda weights, x: jnp.mean(own(x, weights[0]) ** 2), filter=everywhere)
+    assert matmuls(jax.grad(model), weights_of(1), X) == {FORWARD: 3}
+
+
 def test_a_function_in_which_nothing_runs_in_fp8():
     with pytest.warns(UserWarning, match="the first operation with weights.*the last operation with weights"):
         in_fp8(mlp)(weights_of(2), X)

@@ -34,7 +34,8 @@ class Operation(NamedTuple):
       place: where it is.
       path: the module or named scope, as `explain_autocast` shows it; "" at the top.
       eqn: the equation as traced.
-      weight: which operand is the weight; None of a matmul of two computed values, and of a layer.
+      weight: which operand is the weight; None of a matmul of two computed values, of a layer, and of a matmul in a
+        function with its own derivative.
       in_loop: whether it is in a loop.
       is_layer: whether it is a layer with a narrow product of its own.
       why_not: why it cannot have a product; None if it can.
@@ -132,7 +133,10 @@ class _Search:
                 self.operations.append(Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not))
             count = len(self.operations)
             inner: list[list[Origin]] = []
-            if eqn.primitive.name not in jaxprs.WITH_OWN_DERIVATIVE:
+            if eqn.primitive.name in jaxprs.WITH_OWN_DERIVATIVE:
+                if found is None:
+                    self._refuse(step, (*at, i), here, in_loop=in_loop)
+            else:
                 for k, function in enumerate(step.inner):
                     loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
                     passed = _passed(eqn, operands, function)
@@ -140,6 +144,17 @@ class _Search:
             results = self._results(step, operands, inner, has_matmuls=len(self.operations) > count)
             known |= dict(zip(eqn.outvars, results, strict=True))
         return [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in plan.jaxpr.outvars]
+
+    def _refuse(self, step: Step, at: Place, path: str, *, in_loop: bool) -> None:
+        """The matmuls in a function with its own derivative, at any depth."""
+        for k, function in enumerate(step.inner):
+            for i, inner in enumerate(function.steps):
+                name = inner.eqn.primitive.name
+                here, place = module_paths.join(path, regions.scope_of(inner.eqn)), (*at, k, i)
+                if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+                    why_not = _OTHER_PRODUCTS.get(name, _OF_OWN_DERIVATIVE)
+                    self.operations.append(Operation(place, here, inner.eqn, None, in_loop, why_not=why_not))
+                self._refuse(inner, place, here, in_loop=in_loop or name in jaxprs.LOOPS)
 
     def _results(
         self, step: Step, operands: list[Origin], inner: list[list[Origin]], *, has_matmuls: bool
@@ -183,15 +198,14 @@ def _has_matmuls(function: tuple[Any, Any]) -> bool:
 def _operation(step: Step, operands: list[Origin]) -> tuple[int | None, bool, str | None] | None:
     """(weight, is_layer, why_not) of an operation with weights or a matmul; None for others."""
     eqn, name = step.eqn, step.eqn.primitive.name
-    if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _casts_below_16_bits(eqn)):
+    if name == vmap_rules.NAME or (name in jaxprs.WITH_OWN_DERIVATIVE and _has_narrow_product(eqn)):
         return None, True, "it is a layer with a rule of its own"
     if name == "gather":  # an embedding
-        is_table = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
-        table = operands[0]
-        return (0, False, "it is no matmul") if is_table and table.is_weight else None
+        has_rows = eqn.invars[0].aval.ndim > 1 and eqn.invars[0].aval.dtype in FLOATS
+        return (0, False, "it is no matmul") if has_rows and operands[0].is_table else None
     if name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return None
-    weight = weights.number_of_weight(operands)
+    weight = weights.number_of_weight(eqn, operands)
     if name != "dot_general":
         return weight, False, _OTHER_PRODUCTS.get(name, f"it is a {name}")
     if step.how != "bind" or step.group != "allow":
@@ -199,19 +213,21 @@ def _operation(step: Step, operands: list[Origin]) -> tuple[int | None, bool, st
     return weight, False, "the function computes both operands" if weight is None else None
 
 
+_OF_OWN_DERIVATIVE = "it is in a function with its own derivative: call jaxmp.fp8.dot_general there"
 _OF_EXPERTS = "it is a ragged_dot: call jaxmp.fp8.ragged_dot"
 _OTHER_PRODUCTS = dict.fromkeys(jaxprs.RAGGED_MATMULS, _OF_EXPERTS) | {
     "conv_general_dilated": "it is a convolution: fp8 runs those of one pixel, in flax's layers"
 }
 
 
-def _casts_below_16_bits(eqn: Any) -> bool:
+def _has_narrow_product(eqn: Any) -> bool:
+    """Whether a function in an equation casts below 16 bits, or has a product of jaxmp.fp8, at any depth."""
     for jaxpr, _ in jaxprs.functions_of(eqn):
         for inner in jaxpr.eqns:
             dtypes = (getattr(v.aval, "dtype", None) for v in inner.outvars)
             if any(d is not None and jnp.issubdtype(d, jnp.floating) and d.itemsize < 2 for d in dtypes):
                 return True
-            if _casts_below_16_bits(inner):
+            if inner.primitive.name == vmap_rules.NAME or _has_narrow_product(inner):
                 return True
     return False
 

@@ -9,6 +9,7 @@ which it is stored). If a layer used the recipe, no other matmul uses it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,7 +90,10 @@ class Chooser:
         chosen = [self._choose(operation, names.get(operation.place)) for operation in operations]
         if not self.of_policy:
             idle = layers.warn_of_idle("jaxmp.autocast", self._recipe(), self.filter, [o.path for o in could])
-            if not idle and not any(isinstance(choice, Fp8Product) for choice in chosen):
+            is_narrow = [
+                o.is_layer or isinstance(choice, Fp8Product) for o, choice in zip(operations, chosen, strict=True)
+            ]
+            if not idle and not any(is_narrow):
                 _warn_of_nothing(operations, chosen)
         return chosen
 
@@ -168,16 +172,18 @@ def _warn_of_state(count: int) -> None:
 
 
 def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
-    reasons = [
-        f"{operation.path or '(top)'}: {choice}"
+    reasons = {
+        f"{operation.path or '(top)'}: {choice}": None
         for operation, choice in zip(operations, chosen, strict=True)
         if isinstance(choice, str)
-    ]
-    shown = "; ".join(dict.fromkeys(reasons).keys()) if len(reasons) <= 4 else "; ".join(reasons[:4]) + "; ..."
+    }
+    shown = "; ".join([*itertools.islice(reasons, 4), *(["..."] if len(reasons) > 4 else [])])
+    could = any(operation.why_not is None for operation in operations)
+    advice = "Choose them by filter=, as filter=lambda path, eqn: True. " if could else ""
     warn(
         "no-matmul-in-fp8",
         f"autocast(recipe=) runs matmuls with weights in fp8, between the first and the last operation with weights or "
-        f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). Choose them by filter=, "
-        f"as filter=lambda path, eqn: True. A flax module with a dtype of its own keeps it. "
+        f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). {advice}"
+        f"A flax module with a dtype of its own keeps it. "
         f"jaxmp.explain_autocast(fn, *args, recipe=...) shows all.",
     )
