@@ -161,8 +161,34 @@ def test_states_that_cannot_be_told_apart_are_an_error(tmp_path):
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=PARAMS, opt_state=mixed(optax.chain(one)).init(PARAMS))
         manager.wait_until_finished()
-        with pytest.raises(ValueError, match="1 with trace/body/kernel, trace/head, and the new optimizer 2"):
-            checkpoint.restore(manager, mixed(two), params=PARAMS, partial="skipped_steps")
+        for partial in ("skipped_steps", "*", "trace/*"):  # also where both may be missing: the saved one stays
+            with pytest.raises(ValueError, match="1 with trace/body/kernel, trace/head, and the new optimizer 2"):
+                checkpoint.restore(manager, mixed(two), params=PARAMS, partial=partial)
+
+
+def test_the_error_of_two_schedules_names_a_pattern_that_keeps_the_saved_one(tmp_path):
+    one = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.1))
+    params, state = POLICY.cast_to_param(PARAMS), mixed(one).init(PARAMS)
+    jaxmp.get_loss_scale(state)  # the gradients are made by hand
+    params, state = jaxmp.apply_gradients(mixed(one), params, state, params)
+    two = mixed(optax.chain(optax.trace(0.9), *[optax.scale_by_schedule(lambda count: -0.1)] * 2))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=state)
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match="1 with count, and the new optimizer 2.* such as '/2/count'"):
+            checkpoint.restore(manager, two, params=params, partial="*")
+        restored = checkpoint.restore(manager, two, params=params, partial="/2/count")
+    assert restored.report == (("2/count",), (), ())
+    inner = restored.opt_state.guarded.master_inner
+    assert [int(inner[1].count), int(inner[2].count)] == [1, 0]
+    assert_bitwise(inner[0].trace, state.guarded.master_inner[0].trace)
+
+
+def test_what_may_be_missing_is_taken_if_it_is_there(steps):
+    """Adam's first moment and count go to Lion, although both fit the patterns."""
+    restored = checkpoint.restore(steps, mixed(optax.lion(1e-3)), params=trained()[0], partial="*")
+    assert restored.report == ((), ("0/nu/body/kernel", "0/nu/head"), ())
+    assert_bitwise(moments(restored.opt_state, "mu", "count"), moments(trained()[1], "mu", "count"))
 
 
 def test_a_pattern_that_fits_nothing_is_warned_of(steps):

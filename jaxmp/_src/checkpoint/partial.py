@@ -78,7 +78,8 @@ def complete_state(
             state[path] = given[path]  # named by the check of all leaves
     state |= fresh_leaves(fresh)
     moved = tuple(("/".join(old), "/".join(new)) for new, old in pairs.items() if old != new)
-    left = [path for path in left if path not in fresh and tree_paths.matches(path, patterns)]
+    replaced = {path for path in fresh & given.keys() if tuple(given[path].shape) != tuple(wanted[path].shape)}
+    left = [path for path in left if path not in replaced and tree_paths.matches(path, patterns)]
     return saved._replace(state=state), Report(tuple(p for p in wanted if p in fresh), tuple(left), moved)
 
 
@@ -115,13 +116,20 @@ def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tup
         found = saved.get(kind, [])
         if len(found) == len(nodes):
             pairs |= dict(zip(nodes, found, strict=True))
-        elif found and "" not in kind:
-            names = ", ".join(sorted(kind)[:3])
+        elif found:
+            names = sorted(kind - {""})
+            more, fewer = (here, nodes) if len(nodes) > len(found) else (there, found)
             raise ValueError(
                 f"partial= finds the states of a chain by the names of their leaves; {what} has {len(found)} with "
-                f"{names}, and the new optimizer {len(nodes)}, so nobody can tell which is which. Restore without the "
-                f"new transforms, and put the state into the new one by hand."
+                f"{', '.join(names[:3])}, and the new optimizer {len(nodes)}, so nobody can tell which is which. Give "
+                f"partial= the whole paths of those that only one of them has, such as "
+                f"{'/' + more.leaves[fewer[-1]][names[0]]!r}, and no pattern that fits the others."
             )
+    # What may be missing is taken if it is there: from a state with other leaves, too, if that stands at its place.
+    taken = set(pairs.values())
+    for node in here.leaves.keys() - pairs.keys():
+        if not here.required[node] and not there.required.get(node, {""}) and node not in taken:
+            pairs[node] = node
     return pairs
 
 
