@@ -365,6 +365,17 @@ def test_shardings_of_arrays_are_read_and_arrays_held():
     assert memory.plan(abstract, "fp16", optimizer=tx, mesh=mesh) == plan
 
 
+@pytest.mark.parametrize("spec", [P(None, "data"), P("data")], ids=["across groups", "along rows"])
+def test_scales_that_the_devices_do_not_divide_are_whole(spec):
+    """Five groups in a row of 160 on eight devices, as `sharding_of` lays them out."""
+    mesh, tx = AbstractMesh((8,), ("data",)), RECIPES["8 bits"][1]
+    params = {"w": S((40, 160), F32)}
+    plan = memory.plan(params, "bf16", optimizer=tx, mesh=mesh, specs={"w": spec})
+    places = jaxmp.sharding_of(tx, params, {"w": NamedSharding(mesh, spec)})
+    parts = jax.tree.map(lambda x, s: S(s.shard_shape(x.shape), x.dtype), jax.eval_shape(tx.init, params), places)
+    assert plan.masters + plan.optimizer == sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts))
+
+
 def test_boxes_and_modules_of_flax_are_params_like_others():
     """nn.Partitioned, with flax's own specs; and the state of an nnx module."""
     tx, mesh = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), AbstractMesh((4, 2), ("data", "model"))

@@ -508,8 +508,9 @@ def test_mosaic_says_why_it_cannot_serve():
         jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)
 
 
-def test_an_empty_tree_and_empty_leaves():
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=CLIP), "fp16")
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=lambda x: x.__name__)
+def test_an_empty_tree_and_empty_leaves(state_dtype):
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=CLIP, state_dtype=state_dtype), "fp16")
     assert jaxmp.apply_gradients(tx, {}, tx.init({}), {})[0] == {}
     params = {"a": jnp.zeros((0, 3), jnp.float16), "b": jnp.ones(1, jnp.float16)}
     step = functools.partial(jaxmp.apply_gradients, tx, jax.tree.map(jnp.ones_like, params), tx.init(params))

@@ -268,9 +268,10 @@ def restore(
       layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
         layout, for another number of devices, or with none.
       partial: path patterns of leaves that may be missing from the checkpoint, left over in it, or of another shape:
-        `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given; a missing leaf of
-        the state is as from `tx.init`. All others must be there. With patterns, states that stand elsewhere in the
-        chain of the optimizer are found by the names of their leaves. `Restored.report` lists all of it.
+        `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given, so `params` must
+        have an array there, not its shape; a missing leaf of the state is as from `tx.init`. All others must be there.
+        With patterns, states that stand elsewhere in the chain of the optimizer are found by the names of their leaves.
+        `Restored.report` lists all of it.
 
     Returns:
       A `Restored`.

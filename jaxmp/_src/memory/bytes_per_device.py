@@ -53,13 +53,24 @@ def own_part(path: Sequence[Any], x: Any) -> Any:
     return x if per_device.axis_of(path) is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def spec_in_state(path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]]) -> PartitionSpec:
-    """The spec of a leaf of the optimizer's state: that of its param if both have as many axes, else not split."""
+def spec_in_state(
+    path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]], mesh: AnyMesh | None
+) -> PartitionSpec:
+    """The spec of a leaf of the optimizer's state: that of its param if both have as many axes, else not split.
+
+    An axis of another length than the param's, as scales of 8-bit moments have, is whole if the devices do not divide
+    it: `sharding_of` cuts it so.
+    """
     # Paths are those of `jax.tree_util.keystr`, as for `owner_of`; `params` has (param, its spec) by path.
     owner = shardings.owner_of(path, params)
     if owner is None or len(params[owner][0].shape) != len(x.shape):
         return PartitionSpec()
-    return params[owner][1]
+    param, spec = params[owner]
+    if mesh is None or param.shape == x.shape:
+        return spec
+    devices = shardings.devices_per_dim(spec, len(x.shape), mesh.shape)
+    axes = zip(spec, x.shape, param.shape, devices, strict=False)
+    return PartitionSpec(*(part if n == of_param or n % k == 0 else None for part, n, of_param, k in axes))
 
 
 def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> int:

@@ -183,7 +183,8 @@ def plan(
     def of_state(tree: PyTree) -> int:
         leaves = [(keystr(path), bytes_per_device.own_part(path, x)) for path, x in tree_leaves_with_path(tree)]
         return sum(
-            bytes_per_device.of_array(x, bytes_per_device.spec_in_state(path, x, owners), mesh) for path, x in leaves
+            bytes_per_device.of_array(x, bytes_per_device.spec_in_state(path, x, owners, mesh), mesh)
+            for path, x in leaves
         )
 
     owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}

@@ -199,7 +199,9 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
                     f"tx.init with float32 params, before they are cast to fp8; keep such leaves outside params, or "
                     f"freeze them with optax.multi_transform and optax.set_to_zero."
                 )
-        needs_master = dtype_of(path).itemsize <= 2 and not is_frozen
+        # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
+        is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))
+        needs_master = dtype_of(path).itemsize <= 2 and (is_empty or not is_frozen)
         masters.append(full_unit if needs_master else optax.MaskedNode())
     return treedef.unflatten(masters)
 
