@@ -278,6 +278,16 @@ def test_a_layout_that_one_side_forgot_is_named(saved_on_8, tmp_path):
     assert_bitwise((restored.params, restored.opt_state), (params, opt_state))
 
 
+@pytest.mark.parametrize("rows", [45, 53])  # 53 rows are padded to 56 on 8 devices, as 51 are
+def test_another_model_is_shown_without_padding(rows, saved_on_8):
+    new = {"dense": PARAMS["dense"], "embed": jnp.ones((rows, 6))}
+    layout = layout_of(8, new)
+    like = shapes(POLICY.cast_to_param(new), layout)
+    told = rf"embed has shape \(51, 6\) in the checkpoint and \({rows}, 6\) in the model, both without padding\."
+    with pytest.raises(ValueError, match=told):
+        checkpoint.restore(saved_on_8, TX, params=like, layout=layout)
+
+
 def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path):
     """`block/w` has the padded shape of `w`: its last rows were cut off, and were not in its checksum."""
     tree = {"w": jnp.ones((14, 3)), "block": {"w": jnp.full((16, 3), 2.0)}}

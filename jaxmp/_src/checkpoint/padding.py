@@ -54,7 +54,8 @@ class Change:
             here = new.shapes.get(path) or _without_padding(params[path])
             if here[0] == there[0] and here[1] != there[1]:  # another model is named where all leaves are compared
                 self._shapes[path], self._whole[path] = (there[1], here[1]), here[0]
-            if here[0] != there[0] and here[1] == there[1]:  # but not there, as the padded shapes agree
+            is_known = path in old.shapes and path in new.shapes
+            if here[0] != there[0] and (is_known or here[1] == there[1]):  # not there: it sees the padded shapes only
                 self._others[path] = there, here
 
     @property
@@ -63,10 +64,16 @@ class Change:
         return not self._shapes
 
     def check(self, patterns: Sequence[str]) -> None:
-        """Raises a ValueError for a param that only looks as the saved one, as one of them is padded, unless named."""
+        """Raises a ValueError for a param of another shape without padding than the saved one, unless named."""
         for path in sorted(self._others):
             if tree_paths.matches(path, patterns):
                 continue
+            if path in self._old.shapes and path in self._new.shapes:
+                there, here = (whole for whole, _ in self._others[path])
+                raise ValueError(
+                    f"the checkpoint must be of this model; {path} has shape {there} in the checkpoint and {here} in "
+                    f"the model, both without padding. To start this leaf fresh, name it in partial=."
+                )
             there, here = (
                 f"{whole}" if whole == padded else f"{whole}, padded to {padded},"
                 for whole, padded in self._others[path]
@@ -78,7 +85,7 @@ class Change:
             )
 
     def without_other_params(self, tree: PyTree) -> PyTree:
-        """A saved tree without the leaves of params that only look as those of the job; `check` allowed them."""
+        """A saved tree without the leaves of params of another shape than those of the job; `check` allowed them."""
         if not self._others:
             return tree
         return tree_paths.map_with_path(lambda path, x: None if self._owner(path)[0] in self._others else x, tree)
