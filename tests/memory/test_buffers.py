@@ -31,6 +31,12 @@ def test_elementwise_chains_have_one_buffer():
     assert (found.scratch, found.peak) == (0, VALUE)
 
 
+def test_a_rounding_is_no_reduction():
+    """reduce_precision is elementwise, as its name does not say."""
+    found = usage(lambda x: jnp.sin(lax.reduce_precision(jnp.exp(x), 8, 7)) - x, X)
+    assert (found.scratch, found.peak) == (0, VALUE)
+
+
 def test_operands_and_results_of_matmuls_are_buffers():
     found = usage(lambda x, w: jnp.sum(jnp.tanh(jnp.sin(x) @ w)), X, W)
     assert found.scratch == found.peak == 2 * VALUE  # sin(x), while it is multiplied; the result, while it is summed

@@ -53,6 +53,7 @@ _GATHERS, _CUTS = "a param is gathered", "a gradient is cut"  # no names of prim
 _PADS, _KEEPS = "a convolution's operand is padded", "a pool keeps what its gradient reads"
 _WRITES |= {_GATHERS, _CUTS, _PADS, _KEEPS}
 _PREFIXES = ("reduce_", "scatter", "rng_", "select_and_")
+_NOT_REDUCED = frozenset({"reduce_precision"})  # an elementwise rounding
 _OF_CUBLAS = 4 << 20
 _ALIGNED, _LARGE = 8, 1 << 16  # arrays of fewer values than _LARGE do not count
 _TILE, _CORES = 128, 132  # of a matmul's result on an H100
@@ -323,7 +324,8 @@ def _forced(program: _Program) -> set[int]:
         if op.is_barrier or op.name in _MATMULS | _BODIES | _KERNELS:
             for r in op.reads:
                 force(r, op.name == "dot_general")
-        if op.name in _MATMULS | _BODIES | _KERNELS | _WRITES or op.name.startswith(_PREFIXES):
+        by_name = op.name.startswith(_PREFIXES) and op.name not in _NOT_REDUCED
+        if op.name in _MATMULS | _BODIES | _KERNELS | _WRITES or by_name:
             forced |= set(op.writes)
     return forced
 
