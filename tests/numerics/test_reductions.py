@@ -52,6 +52,7 @@ def test_the_sum_of_squares_has_a_gradient_on_a_gpu(monkeypatch):
     np.testing.assert_array_equal(jax.jit(jax.grad(reductions.sum_of_squares))(jnp.array([1.0, -3.0])), [2, -6])
 
 
+@pytest.mark.skipif(not backend.BARRIERS_HOLD, reason="before jax 0.11 the step on a CPU has no order of its own")
 def test_on_a_cpu_the_flag_is_read_from_the_sum_of_the_norm():
     """The loop over flags lies in a branch, for sums that are not finite."""
     both = jax.jit(lambda x: (reductions.sum_of_squares(x), reductions.any_nonfinite([x])))

@@ -19,7 +19,7 @@ its dtype.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -52,6 +52,12 @@ def pairs(tree: PyTree) -> dict[str, str]:
     is_unit = lambda x: tree_paths.is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
     units = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_unit)[0]
     paths = {tree_paths.path_str(path): x for path, x in units}
+    # Of two products in one module, only one may read the kernel, and the paths do not say which.
+    return {kernel: leaves[0] for kernel, leaves in _leaves_of_kernels(paths).items() if len(leaves) == 1}
+
+
+def _leaves_of_kernels(paths: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The paths of the rhs leaves beside each kernel."""
     found: dict[str, list[str]] = {}
     for path in paths:
         if path.rpartition("/")[2] != _LEAF:
@@ -61,8 +67,7 @@ def pairs(tree: PyTree) -> dict[str, str]:
         kernel = next((k for k in levels if k in paths and not isinstance(paths[k], optax.MaskedNode)), None)
         if kernel is not None:
             found.setdefault(kernel, []).append(path)
-    # Of two products in one module, only one may read the kernel, and the paths do not say which.
-    return {kernel: leaves[0] for kernel, leaves in found.items() if len(leaves) == 1}
+    return found
 
 
 def stored_pairs(params: PyTree) -> dict[str, str]:
@@ -75,9 +80,8 @@ def store(params: PyTree) -> PyTree:
     """`params` with the kernels of fp8 layers in float8_e4m3fn, and log2 of their scales in the rhs leaves."""
     by_path = tree_paths.leaves_by_path(params)
     new: dict[str, Any] = {}
-    found = pairs(params)
-    _warn_of_others(by_path, found)
-    for kernel, leaf in found.items():
+    _warn_of_shared(by_path)
+    for kernel, leaf in pairs(params).items():
         w = by_path[kernel]
         if is_stored(w):
             continue
@@ -88,16 +92,16 @@ def store(params: PyTree) -> PyTree:
     return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
 
 
-def _warn_of_others(paths: Iterable[str], found: dict[str, str]) -> None:
-    """Warns of a layer whose weight has another name than `kernel`."""
-    leaf = next((path for path in paths if path.rpartition("/")[2] == _LEAF and path not in found.values()), None)
-    if leaf is not None:
-        warn(
-            "kernel-not-stored",
-            f"fp8_weights=True stores the weights that are called `kernel`, one for each fp8 layer; got {leaf} with no "
-            f"`kernel` of its own in a level above. The weight stays in its dtype, which is right, but takes more "
-            f"memory. Call it `kernel`, and put two such weights of one module into two submodules.",
-        )
+def _warn_of_shared(paths: Mapping[str, Any]) -> None:
+    """Warns of a kernel beside two products."""
+    for kernel, leaves in _leaves_of_kernels(paths).items():
+        if len(leaves) > 1:
+            warn(
+                "kernel-not-stored",
+                f"fp8_weights=True stores a `kernel` with the scale of the one fp8 product beside it; got {kernel} "
+                f"beside {', '.join(leaf.rpartition('/')[0] for leaf in leaves)}. It stays in its dtype, which is "
+                f"right, but takes more memory. Put each weight with its product into a submodule.",
+            )
 
 
 def load_weights(params: PyTree, dtype: Any) -> PyTree:
