@@ -118,12 +118,12 @@ def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tup
             pairs |= dict(zip(nodes, found, strict=True))
         elif found:
             names = sorted(kind - {""})
-            more, fewer = (here, nodes) if len(nodes) > len(found) else (there, found)
+            chain, last = (here, nodes[-1]) if len(nodes) > len(found) else (there, found[-1])
             raise ValueError(
                 f"partial= finds the states of a chain by the names of their leaves; {what} has {len(found)} with "
                 f"{', '.join(names[:3])}, and the new optimizer {len(nodes)}, so nobody can tell which is which. Give "
                 f"partial= the whole paths of those that only one of them has, such as "
-                f"{'/' + more.leaves[fewer[-1]][names[0]]!r}, and no pattern that fits the others."
+                f"{'/' + chain.leaves[last][names[0]]!r}, and no pattern that fits the others."
             )
     # What may be missing is taken if it is there: from a state with other leaves, too, if that stands at its place.
     taken = set(pairs.values())
