@@ -19,10 +19,10 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Array:
     return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-def param_of(weight: Float[Array, "..."], dtype: Any) -> Array:
-    """`saturating_cast` for a param that is written from its master. Its bits are the same.
+def cast_by_selects(weight: Float[Array, "..."], dtype: Any) -> Array:
+    """The bits of `saturating_cast`, for a param that is written from its master.
 
-    It selects: XLA for TPU does not make a clamp part of the pass that writes the master and the moments.
+    It does not clamp: XLA for TPU does not make a clamp part of the pass that writes the master and the moments.
     """
     limit = weight.dtype.type(jnp.finfo(dtype).max)
     return jnp.where(weight > limit, limit, jnp.where(weight < -limit, -limit, weight)).astype(dtype)

@@ -336,9 +336,9 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     if len(values.reads) == 2:  # found before
         held = counted = (values.reads[1] & 1) != 0
     else:
-        held = counted = functools.reduce(jnp.logical_or, map(broken.in_other_words, made, (weight, *old)))
-        if broken.counted_apart():
-            held = functools.reduce(jnp.logical_or, map(broken.is_broken, made, (weight, *old)))
+        joined = lambda breaks: functools.reduce(jnp.logical_or, map(breaks, made, (weight, *old)))  # noqa: E731
+        counted = joined(broken.in_other_words)
+        held = joined(broken.is_broken) if broken.counted_apart() else counted
     moved, *new = (jnp.where(held, before, x) for x, before in zip(made, (weight, *old), strict=True))
     one, zero = jnp.ones_like(weight), jnp.zeros_like(weight)
     sums = [jnp.where(counted, one, zero)]

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
 
 _LOW, _WIDE = "in 16 bits", "in float32"
@@ -66,9 +67,7 @@ def rounded(x: Any) -> Any:
     """A 16-bit array whose rounding XLA cannot remove."""
     if x.dtype == jnp.float16:  # `reduce_precision` would flush its subnormals
         return lax.optimization_barrier(x)
-    info = jnp.finfo(x.dtype)
-    wide = lax.reduce_precision(lax.convert_element_type(x, jnp.float32), info.nexp, info.nmant)
-    return lax.convert_element_type(wide, x.dtype)
+    return casting.widened(x).astype(x.dtype)
 
 
 def _is_low(dtype: Any) -> bool:

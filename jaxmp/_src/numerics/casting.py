@@ -89,11 +89,6 @@ def saturating_cast(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return reference.saturating_cast(x, dtype)
 
 
-def param_of(weight: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """The bits of `saturating_cast(weight, dtype)`, for a param of 16 bits that is written from its float32 master."""
-    return reference.param_of(weight, dtype)
-
-
 def widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """`x` in float32. A bfloat16 `x` keeps its rounding, also where XLA computes it in float32.
 

@@ -39,6 +39,7 @@ from jaxmp._src.step import (
 from jaxmp._src.step.in_place import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state_tuples import MasterState
+from pallas_kernels import reference
 
 
 def keep_master_params(
@@ -164,7 +165,7 @@ def keep_master_params(
 
 def model_param(master: PyTree, dtype: Any) -> PyTree:
     """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
-    return jax.tree.map(lambda m: casting.param_of(m, dtype), master)
+    return jax.tree.map(lambda m: reference.cast_by_selects(m, dtype), master)
 
 
 def _check_grads(grads: PyTree, params: PyTree) -> None:

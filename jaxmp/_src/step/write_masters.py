@@ -20,7 +20,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import boxed_state, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
-from pallas_kernels import flags, moments, write_order
+from pallas_kernels import flags, moments, reference, write_order
 
 
 class Remainder16(NamedTuple):
@@ -143,7 +143,7 @@ def by_updates(
         if casting.is_low_precision(new.dtype):  # frozen
             return pair
         if not is_remainder(master):
-            return None if param is None else casting.param_of(new, param.dtype), new
+            return None if param is None else reference.cast_by_selects(new, param.dtype), new
         random = None
         if master.dtype == jnp.int8:
             random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
