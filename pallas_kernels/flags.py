@@ -22,15 +22,16 @@ from pallas_kernels import write_order
 
 Flags = list[Int8[Array, "..."]]
 
-_MOST = 7  # so many bytes can be added, if the second flag is 8, and still say how many of both flags were set
+_SECOND = 3  # the bit of the second flag in a byte
+_MOST = 2**_SECOND - 1  # so many bytes can be added and still say how many of both flags were set
 _SMALL = 2**15  # elements; up to here the flags of a param are written as bytes, and not summed at once
 _ROW = 128  # elements that are summed at least, so that the sums are few beside the param
 
 
-def in_bytes(first: Sequence[Array], second: Sequence[Array | None], *, bit: int = 1) -> Flags:
-    """Two flags for each element of each param in an int8, in bit 0 and in `bit`; None stands for no flag set."""
+def in_bytes(first: Sequence[Array], second: Sequence[Array | None]) -> Flags:
+    """Two flags for each element of each param in an int8, in bits 0 and 3; None stands for no flag set."""
     return [
-        x.astype(jnp.int8) if y is None else x.astype(jnp.int8) + 2**bit * y.astype(jnp.int8)
+        x.astype(jnp.int8) if y is None else x.astype(jnp.int8) + 2**_SECOND * y.astype(jnp.int8)
         for x, y in zip(first, second, strict=True)
     ]
 
@@ -44,17 +45,17 @@ def count(flags: Flags) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """How many of the first, and of the second flags are set; float32[] each. XLA for CPU counts only if any is set."""
     if not flags:
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-    return lax.platform_dependent(flags, cpu=_count_if_any, default=_count)
+    return lax.platform_dependent(_added(flags, at_most=_MOST), cpu=_count_if_any, default=_count)
 
 
-def _count_if_any(flags: Flags) -> tuple[Array, Array]:
-    most = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in flags])
+def _count_if_any(added: Flags) -> tuple[Array, Array]:
+    most = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in added])
     nothing = (jnp.zeros((), jnp.float32),) * 2
-    return lax.cond(most > 0, lambda: _count(flags), lambda: nothing)
+    return lax.cond(most > 0, lambda: _count(added), lambda: nothing)
 
 
-def _count(flags: Flags) -> tuple[Array, Array]:
-    return count_in_pass([x & 1 for x in flags], [x >> 1 for x in flags])
+def _count(added: Flags) -> tuple[Array, Array]:
+    return count_in_pass([x & _MOST for x in added], [x >> _SECOND for x in added])
 
 
 def count_in_pass(first: Sequence[Array], second: Sequence[Array | None]) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -97,11 +98,11 @@ def _sum_of(first: Sequence[Array], second: Sequence[Array | None], number: Call
     large = [i for i, x in enumerate(first) if x.size > _SMALL]
     bytes_, rows = lax.optimization_barrier(
         (
-            in_bytes([first[i] for i in small], [second[i] for i in small], bit=3),
+            in_bytes([first[i] for i in small], [second[i] for i in small]),
             [_row_sums(number(first[i], second[i])) for i in large],
         )
     )
-    parts = [number(x & _MOST, x >> 3) for x in _added(bytes_, at_most=_MOST)] + rows
+    parts = [number(x & _MOST, x >> _SECOND) for x in _added(bytes_, at_most=_MOST)] + rows
     return sum((jnp.sum(x) for x in _added(parts, at_most=len(parts))), start=jnp.zeros((), jnp.float32))
 
 

@@ -271,6 +271,17 @@ def split(
     return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
 
 
+def as_one_word(param: Array, remainder: Int[Array, "..."]) -> Int[Array, "..."]:
+    """The bits of a bfloat16 param and of its remainder in one int32."""
+    upper = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32) << 16
+    return upper | (remainder.astype(jnp.int32) & np.int32(0xFFFF))
+
+
+def from_one_word(word: Int[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
+    """The bfloat16 param, and the remainder in `dtype` (int16 or int8), of `as_one_word`."""
+    return lax.bitcast_convert_type((word >> 16).astype(jnp.int16), jnp.bfloat16), word.astype(dtype)
+
+
 def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, signed: bool) -> Any:
     """float32 `x` in the stored form of `like`: float32, bfloat16 or `Quantized`; `random` has 16 bits per element."""
     if not isinstance(like, Quantized):

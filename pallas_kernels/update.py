@@ -383,7 +383,7 @@ def _in_order(
     ]
     weights = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
     n_weights = [2 if leaf.kind.is_split else 1 for leaf in leaves]
-    written = [(new[:n], new[len(leaf.states) :]) for leaf, new, n in zip(leaves, weights, n_weights, strict=True)]
+    written = [_weights_in_order(leaf, new, taken) for leaf, new in zip(leaves, weights, strict=True)]
     written, moments = write_order.behind(
         (written, [leaf.states[n:] for leaf, n in zip(leaves, n_weights, strict=True)])
     )
@@ -396,3 +396,16 @@ def _in_order(
         for leaf, n, (weight, params), new in zip(leaves, n_weights, written, rest, strict=True)
     ]
     return multi_tensor.Result(together, flags.count(both)[:n_sums])
+
+
+def _weights_in_order(
+    leaf: multi_tensor.Leaf, new: Sequence[Array], taken: Bool[Array, ""]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """(master; or param and remainder) and (param beside a master): of `new`, each computed by a loop of its own."""
+    if leaf.kind.is_split:
+        return write_order.in_one_loop(*new[:2]), ()
+    master = new[0]
+    params = tuple(
+        jnp.where(taken, reference.saturating_cast(master, param.dtype), param) for param in leaf.writes
+    )
+    return (master,), params

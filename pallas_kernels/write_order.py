@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import backend
+from pallas_kernels import backend, moments
 
 
 def pays(tree: PyTree) -> bool:
@@ -54,6 +54,16 @@ def _is_traced(tree: PyTree) -> bool:
 
 def _meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
     return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]
+
+
+def in_one_loop(param: Array, remainder: Array) -> tuple[Array, Array]:
+    """A bfloat16 param and its remainder unchanged; XLA for CPU computes both in one loop, as one number.
+
+    In loops of their own, each would read the old values of both, and XLA would copy what the first one overwrites.
+    """
+    word = lax.optimization_barrier(moments.as_one_word(param, remainder))
+    new, remainder = moments.from_one_word(word, remainder.dtype)
+    return moments.with_derivative_of(param, new), remainder
 
 
 def behind(tree: PyTree) -> PyTree:

@@ -96,13 +96,32 @@ def test_a_step_traced_for_a_gpu_counts_and_keeps_the_same_elements(name, monkey
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA for CPU of jax 0.10 drops barriers too early")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the order is XLA's for CPU")
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "no masters"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_donated_buffer_is_copied(name):
     tx = OPTIMIZERS[name]()
-    compiled = jax.jit(step(tx), donate_argnums=(0, 1)).lower(*start(name, tx)).compile()
+    args = start(name, tx)
+    compiled = jax.jit(step(tx), donate_argnums=(0, 1)).lower(*args).compile()
     entry = compiled.as_text().partition("ENTRY")[2]
     copies = re.findall(rf"= \S*\[{SIDE},{SIDE}\]\S* copy\(", entry)
     assert not copies, entry
+    size = sum(x.size for x in jax.tree.leaves(args[0]))
+    # a byte of flags, half a byte of their sums, and either squares of gradients or the two halves of a master
+    assert compiled.memory_analysis().temp_size_in_bytes <= 5.5 * size + 2000
+
+
+def test_updates_are_added_to_the_params_of_the_caller():
+    """A transform around the optimizer may pass other params, or change the updates."""
+    params, grads = {"w": jnp.array([1.0, -2.0])}, {"w": jnp.array([0.5, 4.0])}
+    inner = jaxmp.unscale_and_skip(optax.chain(optax.add_decayed_weights(1.0), optax.sgd(0.5)))
+
+    def look_ahead(updates, state, params, **extra_args):
+        return inner.update(updates, state, jax.tree.map(lambda p: 3 * p, params), **extra_args)
+
+    ahead = optax.GradientTransformationExtraArgs(inner.init, look_ahead)
+    doubled = optax.chain(inner, optax.scale(2.0))
+    for tx, expected in ((inner, [0.25, -3]), (ahead, [-0.75, -1]), (doubled, [-0.5, -4])):
+        new, _ = jax.jit(step(tx))(params, tx.init(params), grads)
+        np.testing.assert_array_equal(new["w"], expected)
 
 
 BOXED = {
@@ -147,3 +166,21 @@ def test_boxes_without_masters():
     given = params, tx.init(params)
     new = jax.eval_shape(step(tx), *given, params)
     assert jax.tree.structure(new) == jax.tree.structure(given)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_skipped_step_keeps_the_bits_of_split_masters(bits):
+    """Also of NaN, inf, -0.0 and subnormal params, and of remainders that no step has made."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=bits)
+    uppers = np.array([0x7FC1, 0xFF80, 0x8000, 0x0001, 0x3F80, 0x7F7F, 0x0000], np.uint16)
+    lows = np.array([0, 1, -1, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1], f"int{bits}")
+    params = {"w": jnp.asarray(np.repeat(uppers, len(lows))).view(jnp.bfloat16)}
+    remainder = jnp.asarray(np.tile(lows, len(uppers)))
+    opt_state = tx.init({"w": jnp.zeros(params["w"].shape)})
+    opt_state = jax.tree.map(lambda x: remainder if x.dtype == remainder.dtype else x, opt_state)
+    grads = {"w": jnp.full(params["w"].shape, jnp.nan)}
+    new_params, new_state = jax.jit(step(tx))(params, opt_state, grads)
+    assert jaxmp.get_metrics(new_state)["skipped_steps"] == 1
+    np.testing.assert_array_equal(new_params["w"].view(jnp.uint16), params["w"].view(jnp.uint16))
+    kept = [x for x in jax.tree.leaves(new_state) if x.dtype == remainder.dtype]
+    np.testing.assert_array_equal(kept, [remainder])

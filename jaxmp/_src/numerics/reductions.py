@@ -12,7 +12,7 @@ so are all numbers, and only if it is not, the program looks at each.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,15 +26,20 @@ def sum_of_squares(x: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.real(_both(x)) if _is_one_sum(x) else jnp.sum(x * x)
 
 
-def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """Whether one of several float or complex arrays holds inf or NaN."""
+def any_nonfinite(arrays: Sequence[Array], again: Callable[[], Sequence[Array]] | None = None) -> Bool[Array, ""]:
+    """Whether one of several float or complex arrays holds inf or NaN.
+
+    Args:
+      arrays: of any shapes.
+      again: makes the same arrays, for the branch that looks at each number. What a branch takes is written to memory
+        first, so it should take what is there already.
+    """
     if not write_order.pays(arrays) or any(jnp.result_type(x) != jnp.float32 for x in arrays):
         return _any(map(_has_nonfinite, arrays))
     arrays = lax.stop_gradient(arrays)
     squares = sum((sum_of_squares(x) for x in arrays), start=jnp.zeros((), jnp.float32))
-    return lax.cond(
-        jnp.isfinite(squares), lambda _: jnp.zeros((), bool), lambda xs: _any(map(_has_nonfinite, xs)), arrays
-    )
+    look = lambda: _any(map(_has_nonfinite, lax.stop_gradient(again() if again else arrays)))  # noqa: E731
+    return lax.cond(jnp.isfinite(squares), lambda: jnp.zeros((), bool), look)
 
 
 def _any(found: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:

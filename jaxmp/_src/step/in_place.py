@@ -89,6 +89,7 @@ class Destination:
         self.grads = grads
         self.arrived: list[Any] | None = None
         self.written: PyTree | None = None
+        self._sums: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
         self._noted: list[Any] | None = None
         self._expected = params
         self._trace_state = compat.trace_state()
@@ -114,6 +115,21 @@ class Destination:
         """Called by a transform with masters: it returns these updates, and `apply_gradients` may not need them."""
         if self._trace_state == compat.trace_state():
             self._noted = [*(self._noted or []), *jax.tree.leaves(updates)]
+
+    def note_sums(self, params: PyTree, updates: PyTree, sums: PyTree) -> None:
+        """Called by a transform that has added its updates to the params already; a sum may be None."""
+
+        def note(x: Any, p: Any, u: Any) -> None:
+            if x is not None:
+                self._sums[id(p), id(u)] = p, u, x  # held here, so no other array gets their ids
+
+        if self._trace_state == compat.trace_state():
+            jax.tree.map(note, sums, params, updates, is_leaf=lambda x: x is None)
+
+    def sum_of(self, param: Any, update: Any) -> Any:
+        """`param` after `update`: of just these two arrays, as noted, or added here."""
+        _, _, noted = self._sums.get((id(param), id(update)), (None, None, None))
+        return optax.apply_updates(param, update) if noted is None else noted
 
     def is_last(self, updates: PyTree, opt_state: Any, kinds: tuple[type, ...]) -> bool:
         """Whether no transform behind or around one with masters has made other updates.

@@ -50,6 +50,7 @@ class Held:
         # masks: bool, of the shape of the param; whole: bool[], whether an array of another shape is held.
         # to_count: the masks, perhaps in other words.
         self._paths, self._masks, self._whole, self._to_count = paths, masks, whole, to_count
+        self._shapes = [mask.shape for mask in masks]
 
     def keep(self, new: PyTree, old: PyTree, *, taken: Bool[Array, ""] | None = None) -> PyTree:
         """`new`; `old` for held elements, and everywhere where the step is not taken. In the dtypes of `old`.
@@ -100,7 +101,7 @@ class Held:
         return Held(self._paths, masks, whole, masks), both, rest
 
     def _owner_of(self, path: _Path, x: Array) -> _Owner | None:
-        return _owner(self._paths, [mask.shape for mask in self._masks], path, x)
+        return _owner(self._paths, self._shapes, path, x)
 
 
 def find(like: PyTree, new: PyTree, old: PyTree) -> Held:

@@ -193,7 +193,8 @@ def apply_gradients(
     with jax.named_scope("jaxmp.write_params"):
         units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
         masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params))
-        new_units = [_moved(p, m, u) for p, m, u in zip(units, masters, treedef.flatten_up_to(updates), strict=True)]
+        moves = treedef.flatten_up_to(updates)
+        new_units = [_moved(p, m, u, destination) for p, m, u in zip(units, masters, moves, strict=True)]
         new_params = treedef.unflatten(new_units)
         return stored_kernels.write(new_params, treedef.unflatten(masters)), opt_state
 
@@ -227,11 +228,11 @@ def _check_is_last(destination: in_place.Destination, updates: PyTree, opt_state
         )
 
 
-def _moved(param: Any, master_param: Any, update: Any) -> Any:
+def _moved(param: Any, master_param: Any, update: Any, destination: in_place.Destination) -> Any:
     if any(stored_kernels.is_stored(x) for x in jax.tree.leaves(param)):
         return param  # written last, with the new scale
     if master_param is None:
-        return optax.apply_updates(param, update)
+        return jax.tree.map(destination.sum_of, param, update)
     leaves, treedef = jax.tree.flatten(param)  # either may be in a box (nnx.Param)
     new = [master_params.model_param(m, p.dtype) for p, m in zip(leaves, jax.tree.leaves(master_param), strict=True)]
     return treedef.unflatten(new)

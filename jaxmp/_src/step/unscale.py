@@ -225,7 +225,7 @@ def unscale_and_skip(
         way = ways_to_write.way_for(guarded, destination, params, axis_name, as_made=as_made)
         measured = way.measure(grads, look=rule.looks(grads_finite))
         with jax.named_scope("jaxmp.check_finite"):
-            decision = decide(rule, grads.unscaled, state, measured, clamped, grads_finite)
+            decision = decide(rule, grads, state, measured, clamped, grads_finite)
 
         next_scaler = scaler.adjust(decision.finite) if own_scale_moves else scaler
         next_scaling = read_state.scaling_state(next_scaler) if scales else state.scaling
@@ -281,19 +281,22 @@ def _unscale(
         with jax.named_scope("jaxmp.clamp_inf"):
             scaled, clamped = clamp_infinite(scaled, largest)
             given = scaled
-    with jax.named_scope("jaxmp.unscale"):
+    def unscaled() -> PyTree:
         # The `unscale` of a user's own loss-scale object may return 16 bits.
         grads = static.unscale(scaled, used_scale) if scaler is None else scaler.unscale(scaled)
         grads = casting.cast_floats(grads, jnp.float32)
         # The "gradients" of fp8 scales are amaxes; value_and_grad has unscaled them.
-        grads = scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
+        return scale_leaves.map_scales(lambda _, g, given: given.astype(jnp.float32), grads, scaled)
+
+    with jax.named_scope("jaxmp.unscale"):
+        grads = unscaled()
     scale = used_scale if read_state.is_own(rule.template) else None
-    return ways_to_write.Gradients(given, scaled, grads, scale), clamped
+    return ways_to_write.Gradients(given, scaled, grads, unscaled, scale), clamped
 
 
 def decide(
     rule: Rule,
-    grads: PyTree,
+    grads: ways_to_write.Gradients,
     state: state_tuples.UnscaleState,
     measured: ways_to_write.Measured | None,
     clamped: Bool[Array, ""] | None,
@@ -303,7 +306,7 @@ def decide(
 
     Args:
       rule: the arguments of `unscale_and_skip`.
-      grads: unscaled gradients, with the amaxes of fp8 scales.
+      grads: the gradients, with the amaxes of fp8 scales.
       state: the state before the step.
       measured: what the way to write has measured; None: the gradients are checked here.
       clamped: whether an infinite gradient was clamped; this changes the scale and skips nothing. None: not asked.
@@ -311,17 +314,20 @@ def decide(
     """
     looks = rule.looks(known_finite)
     measured_nonfinite = None if measured is None else measured.nonfinite
-    only_scales, grads = scale_leaves.partition(grads)
+    only_scales, weights = scale_leaves.partition(grads.unscaled)
     amaxes = jax.tree.leaves(only_scales)
 
     overflow = jnp.zeros((), bool)
     if looks:
         own = [x for x in amaxes if compat.varying_axes(x)]  # these leaves are split over devices
-        overflow = collectives.any_nonfinite((grads, own) if measured_nonfinite is None else own)
-        overflow = overflow if measured_nonfinite is None else overflow | measured_nonfinite
+        if measured_nonfinite is None:
+            again = lambda: (scale_leaves.partition(grads.again())[1], own)  # noqa: E731
+            overflow = collectives.any_nonfinite((weights, own), again)
+        else:
+            overflow = collectives.any_nonfinite(own) | measured_nonfinite
     unwanted = jnp.zeros((), bool)
     if rule.skip_if is not None:
-        unwanted = _as_flag(rule.skip_if(grads, read_state.get_metrics(state)))
+        unwanted = _as_flag(rule.skip_if(weights, read_state.get_metrics(state)))
     axes = collectives.bound_axes(rule.axis_name)
     if looks or rule.skip_if is not None:
         found = collectives.largest_on_any_device(_Flags(overflow, unwanted, clamped), axes)

@@ -9,6 +9,7 @@ gradients and whether they are finite. `write` runs after it: it returns the new
     StreamedWrite    the same for state and gradients in host memory, one window at a time
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,12 +34,14 @@ class Gradients(NamedTuple):
       given: still scaled; in host memory if the caller passed them there.
       scaled: the same on the device.
       unscaled: float32, on the device.
+      again: makes `unscaled` from `scaled` once more.
       scale: float32[], scaled / unscaled; None if a user's loss-scale object unscales by its own rule.
     """
 
     given: PyTree
     scaled: PyTree
     unscaled: PyTree
+    again: Callable[[], PyTree]
     scale: Float[Array, ""] | None
 
 
@@ -156,9 +159,10 @@ class PlainUpdate:
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
             saturated = read_state.saturated_masters(state, params, updates)
             if in_order:
-                held, both, (state, params) = held.behind(saturated, (state, params))
-                only_writes = self._destination is not None
-                updates, new = _in_order(update, grads, state, params, held, taken, only_writes=only_writes)
+                held, both, old = held.behind(saturated, (state, params))
+                updates, sums, new = _in_order(update, grads, *old, held, taken, adds=self._destination is not None)
+                if self._destination is not None:
+                    self._destination.note_sums(params, updates, sums)
                 counts = flags.count(both)
             else:
                 updates, new = _selected(updates, new, state, held, taken)
@@ -182,20 +186,20 @@ def _in_order(
     held: kept_elements.Held,
     taken: Bool[Array, ""],
     *,
-    only_writes: bool,
-) -> tuple[PyTree, Any]:
-    """The same as `_selected`, weights before moments: see `write_order`.
+    adds: bool,
+) -> tuple[PyTree, PyTree, Any]:
+    """The same as `_selected`, weights before moments (see `write_order`): (updates, params after them, state).
 
-    `only_writes`: params are written from their masters, and nobody reads the updates of these.
+    With `adds`, the weights of params without masters are their sums with their updates, and nobody reads updates. The
+    other sums are None. Without it, updates are weights, and there are no sums.
     """
     updates, new = update(grads, state, params)
     updates, new = _selected(updates, new, state, held, taken)
-    weights = (_without_masters(updates, state) if only_writes else updates), _masters(new)
-    (own, masters), others = write_order.behind((weights, _with_masters(state, None)))
+    weights = _moved(_without_masters(params, state), updates) if adds else updates
+    (weights, masters), others = write_order.behind(((weights, _masters(new)), _with_masters(state, None)))
     state = _with_masters(others, _masters(state))
-    new = held.keep(update(grads, state, params)[1], state, taken=taken)
-    updates = jax.tree.map(lambda o, u: u if o is None else o, own, updates, is_leaf=lambda x: x is None)
-    return updates, _with_masters(new, masters)
+    new = _with_masters(held.keep(update(grads, state, params)[1], state, taken=taken), masters)
+    return (updates, weights, new) if adds else (weights, None, new)
 
 
 def _masters(state: Any) -> list[PyTree]:

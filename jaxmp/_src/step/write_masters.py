@@ -115,8 +115,7 @@ def by_updates(
     the counts only have the right sum.
     """
     treedef = jax.tree.structure(params)
-    inv_scale, taken = casting.computed_once((step.inv_scale, step.taken))
-    step = step._replace(inv_scale=inv_scale, taken=taken)
+    step = step._replace(taken=casting.computed_once(step.taken))
     unscaled = treedef.unflatten([g.astype(jnp.float32) * step.inv_scale for g in grads])
 
     def update(state: Any, pairs: list[Pair]) -> tuple[PyTree, Any, PyTree]:
@@ -148,7 +147,8 @@ def by_updates(
         if master.dtype == jnp.int8:
             random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
         new_param, remainder = moments.split(new, master.dtype, random)
-        return jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
+        kept = jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
+        return write_order.in_one_loop(*kept) if in_order else kept
 
     new = [after(i, *x) for i, x in enumerate(zip(pairs, jax.tree.leaves(new_weights), strict=True))]
     if in_order:
