@@ -1,7 +1,7 @@
 """Times the optimizer's side of a step, and its compilation, beside versions by hand and other libraries.
 
 Every program takes one step of clipping by the global norm and AdamW on the same tree: about eight million params in
-10, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two versions by hand do the same
+10, 60, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two versions by hand do the same
 work: float16 params and gradients, float32 masters and moments, a dynamic loss scale, no step after an overflow.
 
     a step            All programs run in each round, in a different order. The ratio to the best version by hand is
@@ -46,8 +46,9 @@ from benchmarks.programs.recipes import (
     selected,
 )
 
-SIDES = {10: 1280, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
-ROUNDS = {10: 40, 148: 40, 1000: 25}
+SIDES = {10: 1280, 60: 512, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
+ROUNDS = {10: 40, 60: 40, 148: 40, 1000: 25}
+SCALES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")  # of an fp8 layer
 COMPILATIONS, PATIENCE = 3, 5.0  # compilations of a program, and the seconds after which no other one starts
 STEP_TARGET, COMPILE_TARGET = 1.2, 2.0
 SCALE = 2.0**16
@@ -64,6 +65,7 @@ class Program(NamedTuple):
     scale: float = 1.0  # of gradients
     has_target: bool = False
     max_leaves: int = 1000  # less if the time to compile grows with the square of the leaves
+    in_fp8: bool = False  # whether each layer has scales beside its kernel and bias
 
 
 def programs() -> list[Program]:
@@ -71,18 +73,28 @@ def programs() -> list[Program]:
     adamw = optax.adamw(LEARNING_RATE)
     tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
     ours = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), adamw)
-    fp16, bf16 = jaxmp.mixed_precision(ours, "fp16"), jaxmp.mixed_precision(ours, "bf16")
+    fp16 = jaxmp.mixed_precision(ours, "fp16")
+    fused = jaxmp.fused_adamw(LEARNING_RATE, max_norm=MAX_NORM)
 
     def apply(tx: optax.GradientTransformation, params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
+    def applied(kind: str, tx: optax.GradientTransformation, **given: Any) -> Program:
+        step = functools.partial(apply, tx)
+        return Program(f"jaxmp.apply_gradients{kind}", tx.init, step, **given, has_target=True)
+
     in_fp16 = {"dtype": jnp.float16, "scale": SCALE}
+    split = jaxmp.mixed_precision(ours, "bf16", remainder_bits=16)
     return [
-        Program("jaxmp.apply_gradients", fp16.init, functools.partial(apply, fp16), **in_fp16, has_target=True),
+        applied("", fp16, **in_fp16),
         Program("jaxmp update + optax.apply_updates", *plain(fp16), **in_fp16),
         Program(BY_HAND[0], *by_hand(selected), **in_fp16, max_leaves=148),
         Program(BY_HAND[1], *by_hand(branched), **in_fp16),
-        Program("jaxmp.apply_gradients, bf16", bf16.init, functools.partial(apply, bf16), jnp.bfloat16),
+        applied(", bf16", jaxmp.mixed_precision(ours, "bf16"), dtype=jnp.bfloat16),
+        applied(", bf16, remainders", split, dtype=jnp.bfloat16),
+        applied(", fused, fp16", jaxmp.mixed_precision(fused, "fp16"), **in_fp16),
+        applied(", fp32", jaxmp.mixed_precision(ours, "fp32")),
+        applied(", fp8", jaxmp.mixed_precision(ours, "fp8"), in_fp8=True),
         Program("flax DynamicScale, f32 params", *flax_dynamic_scale(tx), max_leaves=148),
         Program("jmp DynamicLossScale, f32 params", *jmp_dynamic_scale(tx), scale=SCALE, max_leaves=148),
         Program("optax.apply_if_finite, f32", *plain(optax.apply_if_finite(tx, 10))),
@@ -104,6 +116,8 @@ def make_params(n_leaves: int, side: int) -> PyTree:
 
 def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
     """Params, state and gradients of a program, in its own buffers."""
+    if program.in_fp8:
+        params = {name: layer | {x: jnp.zeros(()) for x in SCALES} for name, layer in params.items()}
     opt_state = jax.tree.map(jnp.copy, program.init(params))
     grads = jax.tree.map(lambda p: (p * (1e-2 * program.scale / SCALE * 2.0**10)).astype(program.dtype), params)
     return jax.tree.map(lambda p: jnp.array(p, program.dtype, copy=True), params), opt_state, grads
