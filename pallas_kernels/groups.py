@@ -14,6 +14,7 @@ interpreter of Pallas knows no lanes; there the same values are made by reshapes
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 VECTOR = 8
 WARP, THREADS = 32, 128  # of a warp and of a warpgroup
@@ -46,9 +47,9 @@ def load(scales: Any, group: int, *, interpreted: bool) -> Any:
         number = arith.divui(mgpu.thread_idx(), mgpu.c(group // VECTOR, ir.IntegerType.get_signless(32)))
         kind = ir.VectorType.get((1,), memory.type.element_type)
         value = vector.load(kind, memory, [arith.index_cast(ir.IndexType.get(), number)])
-        one = mgpu.FragmentedArray.splat(mgpu.c(0.0, memory.type.element_type), (THREADS,), layout.to_mgpu())
-        one.registers.flat[0] = value
-        return one
+        return mgpu.FragmentedArray(
+            _registers=np.array([value], dtype=object), _layout=layout.to_mgpu(), _is_signed=None
+        )
 
     return group_load(scales)  # type: ignore
 

@@ -4,9 +4,9 @@ ptxas prints the registers of a thread and the bytes that it spills to memory. T
 and written.
 
 Targets: no kernel spills registers (they are bound by memory traffic), no kernel reads or writes more than it has to,
-no thread reads or writes less than 8 bytes of a leaf at once if the leaf fills its blocks, for any number of leaves,
-and under plain jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel,
-add a row in `kernels()`.
+no thread reads or writes less than 8 bytes of a leaf at once if the leaf fills its blocks, for any number of leaves, no
+thread stores less than 4 bytes at once in shared memory (a bank has 4 bytes), and under plain jit on eight devices XLA
+gathers nothing for a kernel that declares its partitioning. To add a kernel, add a row in `kernels()`.
 """
 
 import functools
@@ -39,6 +39,7 @@ WHOLE = (8, 4096)  # a leaf that only needs blocks of the largest size
 LEAVES = (1, 2, 12, 37, 148)
 LEAST_WIDTH = 8  # bytes of a leaf that a thread moves at once
 N_SCALARS = 8  # loads and stores of 4 bytes that a kernel may have: flag, scalars, numbers of the leaf, scales, sums
+LEAST_SHARED = 4  # bytes that a thread stores in shared memory at once
 SLACK = 0.5  # MiB: partial sums and scalars
 CAST, NORM = "cast_transpose_amax", "norm_cast_transpose_amax"  # whose splits over devices are looked at
 
@@ -201,12 +202,15 @@ def measure(kernel: Kernel) -> dict[str, Any]:
         "beside": len(runs) - len(ours),
         "mib": round(sum(i.bytes_read + i.bytes_written for i in runs) / 2**20 - kernel.unread_mib, 2),
         "least_mib": kernel.least_mib,
+        "shared_stores": _shared_stores(said[0]),
     }
+    narrow = sum(n for size, n in row["shared_stores"].items() if int(size) < LEAST_SHARED)
     checks = (
         (bool(ours), "it is not in the program"),
         (row["registers"] is not None, "ptxas said nothing"),
         (not row["spilled_bytes"], f"{row['spilled_bytes']} bytes spilled"),
         (row["mib"] <= kernel.least_mib + SLACK, f"{row['mib']} MiB, not {kernel.least_mib}"),
+        (not narrow, f"{narrow} stores of less than {LEAST_SHARED} bytes in shared memory"),
     )
     row["missed"] = [what for holds, what in checks if not holds]
     return row
@@ -248,6 +252,14 @@ def _widths(ptx: str, op: str) -> Counter[str]:
     """How many loads or stores there are of each number of bytes."""
     found = re.findall(rf"{re.escape(op)}(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
     return Counter(str(int(n or 1) * int(bits) // 8) for n, bits in found)
+
+
+def _shared_stores(ptx: str) -> dict[str, int]:
+    """How many stores to shared memory there are of each number of bytes; stmatrix stores 4 bytes for each matrix."""
+    found = _widths(ptx, "st.shared")
+    for matrices in re.findall(r"stmatrix\.[\w.:]*?\.x(\d)", ptx):
+        found[str(4 * int(matrices))] += 1
+    return dict(sorted(found.items(), key=lambda item: -int(item[0])))
 
 
 @contextmanager
@@ -303,7 +315,7 @@ def _padded(spec: P) -> tuple[Any, ...]:
 
 def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
-    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "holds"]]
+    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "shared", "holds"]]
     cells += [
         [
             row["kernel"],
@@ -314,6 +326,7 @@ def render(results: dict[str, Any]) -> str:
             str(row["beside"]),
             f"{row['mib']:.1f}",
             f"{row['least_mib']:.0f}",
+            ", ".join(f"{n} x {size} B" for size, n in row["shared_stores"].items()) or "none",
             holds(row),
         ]
         for row in results["kernels"]
