@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels import aligned
+from pallas_kernels import aligned, groups
 from pallas_kernels.leaves import Function, Leaf, Level, Values, shape_of
 
 THREADS = 128  # a warpgroup
+WIDTH = 8  # bytes of one array that a thread moves at once, or more
 
 
 class Region(NamedTuple):
@@ -56,10 +57,10 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
         n = math.prod(shape_of(leaf))
         kind = tuple(x if x is None else (x.dtype, x.size == n) for x in arrays), leaf.outs, leaf.kind, leaf.group
         kinds.setdefault(kind, []).append(i)
-    for (*_, group), members in kinds.items():
+    for (arrays, outs, _, group), members in kinds.items():
         done = dict.fromkeys(members, 0)
-        whole = (Level(2, group, group // THREADS), Level(1, group, group // THREADS))
-        for level in levels if group == 1 else whole:
+        narrowest = min(jnp.dtype(d).itemsize for d in (*(x[0] for x in arrays if x is not None), *outs))
+        for level in map(functools.partial(_widened, narrowest), levels) if group == 1 else _levels_of_groups(group):
             block = level.pieces * level.size
             here, firsts, offsets = [], [0], []
             for i in members:
@@ -72,6 +73,24 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
             if here:
                 yield Region(start, level, tuple(here), tuple(firsts), tuple(offsets), group)
                 start += firsts[-1]
+
+
+def _widened(narrowest: int, level: Level) -> Level:
+    """`level` with 8 bytes of the narrowest array for each thread, if the blocks have so many."""
+    vector = max(level.vector, WIDTH // narrowest)
+    return level if level.size % (THREADS * vector) else level._replace(vector=vector)
+
+
+def _levels_of_groups(group: int) -> tuple[Level, ...]:
+    """Blocks of several groups, if they fit into warps, then blocks of one group."""
+    wide = (Level(1, groups.BLOCK, groups.VECTOR),) if groups.fit(group) else ()
+    return (*wide, Level(1, group, group // THREADS)) if group % THREADS == 0 else wide
+
+
+def takes_groups(group: int, size: int) -> bool:
+    """Whether a leaf of this size with these groups can be cut into blocks."""
+    levels = _levels_of_groups(group)
+    return bool(levels) and size % levels[-1].size == 0
 
 
 @functools.partial(jax.jit, static_argnames=("program", "interpret"))
@@ -182,16 +201,18 @@ def _run(
         plgpu.commit_smem()  # a barrier: every thread must read the scalar before any thread writes it
     results: list[tuple[Any, ...]] = []
     totals = [jnp.float32(0)] * program.n_sums
-    whole = jnp.max if level.vector else lambda x: x
+    access = _Access(level, math.prod(shape_of(some)), region.group, interpreted)
+    refs = (*some.reads, *some.states)
     add_up = jnp.sum if level.vector else lambda x: x
-    for piece, loaded in enumerate(pieces):
+    for piece, found in enumerate(pieces):
+        loaded = [access.spread(ref, x) for ref, x in zip(refs, found, strict=True)]
         values = Values(
-            loaded[: len(some.reads)],
-            loaded[len(some.reads) :],
+            tuple(loaded[: len(some.reads)]),
+            tuple(loaded[len(some.reads) :]),
             own_numbers,
             tuple(packed[k] for k in range(1, packed.shape[0])),
             some.kind,
-            whole,
+            access.group_max,
             functools.partial(index, piece),
             in_kernel=True,
         )
@@ -213,35 +234,66 @@ def _run(
 
 
 class _Access(NamedTuple):
-    """Reads a block from memory and writes it: as a vector, as a scalar, or as the one element of its group."""
+    """Reads a block from memory and writes it: as a vector, as a scalar, or as one element for each of its groups."""
 
     level: Level
     size: int
     group: int
-    interpreted: bool  # the interpreter does not know `aligned`
+    interpreted: bool  # the interpreter does not know `aligned`, nor the lanes of `groups`
 
     def load(self, ref: Any, start: Any) -> Any:
-        from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         if self._is_per_group(ref):
+            if self._has_groups():
+                return groups.load(self._scales(ref, start), self.group, interpreted=self.interpreted)
             return ref[lax.div(start, jnp.int32(self.group))]
         if not self.level.vector:
             return ref[start]
-        block = ref.at[pl.ds(pl.multiple_of(start, self.level.size), self.level.size)]
+        block = self._block(ref, start)
         if self.interpreted:
             return plgpu.load(block, layout=_layout(self.level), optimized=False)
         return aligned.load(block, _layout(self.level), self.level.vector)
 
-    def store(self, ref: Any, start: Any, x: Any) -> None:
-        from jax.experimental import pallas as pl
+    def spread(self, ref: Any, loaded: Any) -> Any:
+        """What was loaded, one value for each element of the block."""
+        if self._is_per_group(ref) and self._has_groups():
+            return groups.spread(loaded, _layout(self.level), self.group, interpreted=self.interpreted)
+        return loaded
 
+    def store(self, ref: Any, start: Any, x: Any) -> None:
         if self._is_per_group(ref):
-            ref[lax.div(start, jnp.int32(self.group))] = x
+            if self._has_groups():
+                scales, layout = self._scales(ref, start), _layout(self.level)
+                groups.store(scales, x, layout, self.group, interpreted=self.interpreted)
+            else:
+                ref[lax.div(start, jnp.int32(self.group))] = x
         elif not self.level.vector:
             ref[start] = x.astype(ref.dtype)
+        elif self.interpreted:
+            self._block(ref, start)[...] = x.astype(ref.dtype)
         else:
-            ref[pl.ds(pl.multiple_of(start, self.level.size), self.level.size)] = x.astype(ref.dtype)
+            aligned.store(self._block(ref, start), x.astype(ref.dtype), _layout(self.level), self.level.vector)
+
+    def group_max(self, x: Any) -> Any:
+        """The maximum of each group; `Values.group_max`."""
+        if self._has_groups():
+            return groups.maximum(x, _layout(self.level), self.group, interpreted=self.interpreted)
+        return jnp.max(x)
+
+    def _has_groups(self) -> bool:
+        """Whether a block holds several groups."""
+        return self.level.size > self.group > 1
+
+    def _block(self, ref: Any, start: Any) -> Any:
+        from jax.experimental import pallas as pl
+
+        return ref.at[pl.ds(pl.multiple_of(start, self.level.size), self.level.size)]
+
+    def _scales(self, ref: Any, start: Any) -> Any:
+        from jax.experimental import pallas as pl
+
+        return ref.at[pl.ds(lax.div(start, jnp.int32(self.group)), self.level.size // self.group)]
 
     def _is_per_group(self, ref: Any) -> bool:
         return self.group > 1 and ref.shape[0] < self.size

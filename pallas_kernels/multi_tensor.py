@@ -12,8 +12,9 @@ Only the code of loads and stores is repeated for each leaf, so 32 leaves compil
 seconds. The leaves are put into buckets so that many buckets are equal (as the layers of a network are), and equal
 buckets are traced and compiled once.
 
-A leaf may have any size: whole blocks first, then blocks of 128, then single elements as scalars. Changed arrays are
-written in place (`pl.run_state`). If `when` is false, the kernel reads and writes nothing.
+A leaf may have any size: whole blocks first, then blocks of 128, then single elements as scalars. A leaf with groups
+that share a scale is cut into blocks of 1024 (`groups`), then into blocks of one group. Changed arrays are written in
+place (`pl.run_state`). If `when` is false, the kernel reads and writes nothing.
 
 `apply` runs the kernel; `reference` runs the same `f` on whole arrays in jax.numpy.
 """
@@ -133,8 +134,8 @@ def apply(
 
     Args:
       f: hashable, and equal for equal arithmetic: a function of a module, or a `functools.partial` of one.
-      leaves: leaves that are not empty. `reference` takes those with a group that does not fill a warpgroup, and those
-        of 2^31 or more elements.
+      leaves: leaves that are not empty. `reference` takes those with groups that do not fill blocks
+        (`launch.takes_groups`), and those of 2^31 or more elements.
       scalars: numbers or float32[].
       name: of the kernel.
       n_sums: the largest number of sums that `f` returns.
@@ -181,9 +182,10 @@ def apply(
 
 def _why_not(leaf: Leaf) -> str | None:
     """Why the reference takes a leaf; None if the kernel supports it."""
-    if leaf.group > 1 and leaf.group % launch.THREADS:
-        return f"its groups of {leaf.group} do not fill a warpgroup"
-    return "its elements cannot be counted in 31 bits" if math.prod(shape_of(leaf)) >= 2**31 else None
+    size = math.prod(shape_of(leaf))
+    if leaf.group > 1 and not launch.takes_groups(leaf.group, size):
+        return f"its groups of {leaf.group} do not fill blocks"
+    return "its elements cannot be counted in 31 bits" if size >= 2**31 else None
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Array:

@@ -3,7 +3,7 @@
     for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; compute may
                                                                          also take a number for each row or column
                                 q tile       <- fp8(clip(v * scale))
-                                q.T tile     <- the same, read back from shared memory by columns
+                                q.T tile     <- the same, transposed in registers (`turned`)
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
                                 partial sums <- sums of v over rows      one row per CTA, if wanted; XLA adds them
 
@@ -14,8 +14,9 @@ and transposes in a second one, and reads once more for the amax if a cast feeds
 What Mosaic GPU requires (found by experiment; the interpreter does not check it):
 
 - Register layouts are chosen, not inferred. Tiles are read as fragments of WGMMA for 8 bits, in which a thread has four
-  neighbours and stores 16 bytes of fp8 at once (stmatrix). By columns they are read as WGMMA_TRANSPOSED; one shuffle
-  converts it to WGMMA, in which a thread stores two fp8 values at once. Both are read from swizzled shared memory.
+  neighbours and stores 16 bytes of fp8 at once (stmatrix). The transpose has a layout of its own, in which a thread
+  stores four bytes at once. For the sums, tiles are read by columns, as WGMMA_TRANSPOSED; one shuffle converts it to
+  WGMMA. All of them are in swizzled shared memory.
 - Only float32 can be converted to fp8. There is no atomic MAX of float32, so each CTA writes a partial amax; this is
   also deterministic.
 - Both sides are multiples of 64, for the layout; this is also enough for the swizzle and TMA.
@@ -31,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import reference
+from pallas_kernels import reference, turned
 
 MULTIPLE = 64
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -91,7 +92,7 @@ def run_tiles(
     m, n = inputs[0].shape
     tm, tn = tile = _tile(m, n, plain=compute is None or bool(of_rows))
     columns = n // tn
-    optional = _Optional(None if compute is None else rounded, wide_dtype, sums)
+    optional = _Optional(rounded if sums and compute is not None else None, wide_dtype, sums)
 
     def body(ins: Any, rows: Any, cols: Any, factors: Any, outs: Any, tiles: Any, barriers: Any, scratch: Any) -> None:
         number = lax.axis_index("tile")
@@ -111,21 +112,22 @@ def run_tiles(
         copies = []
         for value, factor, out, at in zip(values, factors, outs, scratch, strict=True):
             if compute is not None:
-                at.value[...] = value.astype(rounded)
                 value = value.astype(rounded).astype(jnp.float32)
-            at.q[...] = reference.saturating_cast(value * factor, dtype)
+            q = reference.saturating_cast(value * factor, dtype)
+            at.q[...] = q
+            at.q_t[...] = turned.turned(q, interpreted=bool(interpret))
             magnitude = jnp.abs(value)
             magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
             out.amax[number] = jnp.max(jnp.max(magnitude, axis=1))
             if wide_dtype is not None:
                 at.wide[...] = value.astype(wide_dtype)
                 copies.append((at.wide, out.wide.at[row, column]))
-            if compute is not None:
-                plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
-            turned = _load_transposed(tiles[0] if compute is None else at.value)
-            at.q_t[...] = reference.saturating_cast(turned * factor, dtype)
             if sums:
-                at.sums[...] = jnp.sum(turned, axis=1)
+                if compute is not None:
+                    at.value[...] = value.astype(rounded)
+                    plgpu.commit_smem()  # a barrier: threads read values that other threads wrote
+                by_columns = _load_transposed(tiles[0] if compute is None else at.value)
+                at.sums[...] = jnp.sum(by_columns, axis=1)
                 copies.append((at.sums, out.sums.at[i, column]))
             copies += [(at.q, out.q.at[row, column]), (at.q_t, out.q_t.at[column, row])]
         plgpu.commit_smem()
@@ -165,11 +167,11 @@ class _PerValue(NamedTuple):
     amax: Any = None  # partial ones, in memory only
     wide: Any = None
     sums: Any = None  # partial ones
-    value: Any = None  # rounded, on the chip only
+    value: Any = None  # rounded, on the chip only, to be summed by columns
 
 
 class _Optional(NamedTuple):
-    """What is written beside the casts: computed values, rounded so, on the chip; values in a wide dtype; sums."""
+    """What is written beside the casts: values to sum, rounded so, on the chip; values in a wide dtype; sums."""
 
     rounded: Any
     wide_dtype: Any

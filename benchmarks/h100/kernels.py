@@ -4,9 +4,9 @@ ptxas prints the registers of a thread and the bytes that it spills to memory. T
 and written.
 
 Targets: no kernel spills registers (they are bound by memory traffic), no kernel reads or writes more than it has to,
-no thread reads less than 8 bytes at once from a leaf that fills its blocks, for any number of leaves, and under plain
-jit on eight devices XLA gathers nothing for a kernel that declares its partitioning. To add a kernel, add a row in
-`kernels()`.
+no thread reads or writes less than 8 bytes of a leaf at once if the leaf fills its blocks, for any number of leaves, no
+thread stores less than 4 bytes at once in shared memory (a bank has 4 bytes), and under plain jit on eight devices XLA
+gathers nothing for a kernel that declares its partitioning. To add a kernel, add a row in `kernels()`.
 """
 
 import functools
@@ -37,8 +37,9 @@ SIDE = 4096
 SHAPES = ((SIDE, SIDE), (1000,), (13,))  # a matrix, and small leaves that need blocks of every size
 WHOLE = (8, 4096)  # a leaf that only needs blocks of the largest size
 LEAVES = (1, 2, 12, 37, 148)
-LEAST_LOAD = 8  # bytes that a thread loads at once from a leaf
-N_SCALARS = 8  # loads of 4 bytes that a kernel may have: the flag, the scalars, numbers of the leaf
+LEAST_WIDTH = 8  # bytes of a leaf that a thread moves at once
+N_SCALARS = 8  # loads and stores of 4 bytes that a kernel may have: flag, scalars, numbers of the leaf, scales, sums
+LEAST_SHARED = 4  # bytes that a thread stores in shared memory at once
 SLACK = 0.5  # MiB: partial sums and scalars
 CAST, NORM = "cast_transpose_amax", "norm_cast_transpose_amax"  # whose splits over devices are looked at
 
@@ -147,6 +148,7 @@ def _over_trees(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Kernel]:
         ("AdamW", adamw, jnp.float16, jnp.float32, jnp.float32, 28, 2),
         ("AdamW, split masters", adamw, jnp.bfloat16, jnp.int16, jnp.float32, 26, 0),
         ("AdamW, 24-bit masters, int8 moments", adamw, jnp.bfloat16, jnp.int8, jnp.int8, 12, 0),
+        ("AdamW, 24-bit masters, bfloat16 moments", adamw, jnp.bfloat16, jnp.int8, jnp.bfloat16, 16, 0),
         ("AdamW, bfloat16 moments", adamw, jnp.bfloat16, jnp.float32, jnp.bfloat16, 20, 2),
         ("AdamW, e4m3 moments", adamw, jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn, 16, 2),
         ("Lion", lion, jnp.float16, jnp.float32, jnp.float32, 20, 2),
@@ -200,12 +202,15 @@ def measure(kernel: Kernel) -> dict[str, Any]:
         "beside": len(runs) - len(ours),
         "mib": round(sum(i.bytes_read + i.bytes_written for i in runs) / 2**20 - kernel.unread_mib, 2),
         "least_mib": kernel.least_mib,
+        "shared_stores": _shared_stores(said[0]),
     }
+    narrow = sum(n for size, n in row["shared_stores"].items() if int(size) < LEAST_SHARED)
     checks = (
         (bool(ours), "it is not in the program"),
         (row["registers"] is not None, "ptxas said nothing"),
         (not row["spilled_bytes"], f"{row['spilled_bytes']} bytes spilled"),
         (row["mib"] <= kernel.least_mib + SLACK, f"{row['mib']} MiB, not {kernel.least_mib}"),
+        (not narrow, f"{narrow} stores of less than {LEAST_SHARED} bytes in shared memory"),
     )
     row["missed"] = [what for holds, what in checks if not holds]
     return row
@@ -219,17 +224,19 @@ def measure_widths(n_leaves: int) -> Iterator[dict[str, Any]]:
         with said_by_ptxas() as said:
             aot.compile_for(kernel.run, *aot.abstract(m, kernel.arguments), donate_argnums=kernel.donated)
         launches = [part for part in said[0].split(".entry")[1:] if "mosaic_gpu" in part]
-        found = [_widths(part) for part in launches]
+        loads, stores = ([_widths(part, f"{op}.global") for part in launches] for op in ("ld", "st"))
         yield {
             "kernel": kernel.name,
             "leaves": n_leaves,
             **_registers_and_spills(said[0]),
-            "loads": [{str(size): n for size, n in sorted(widths.items())} for widths in found],
+            "loads": [dict(sorted(widths.items())) for widths in loads],
+            "stores": [dict(sorted(widths.items())) for widths in stores],
             "missed": [
-                f"{n} loads of {size} bytes"
+                f"{n} {what} of {size} bytes"
+                for what, found in (("loads", loads), ("stores", stores))
                 for widths in found
                 for size, n in sorted(widths.items())
-                if size < LEAST_LOAD and n > (N_SCALARS if size == 4 else 0)
+                if int(size) < LEAST_WIDTH and n > (N_SCALARS if size == "4" else 0)
             ],
         }
 
@@ -241,10 +248,18 @@ def _registers_and_spills(said: str) -> dict[str, int | None]:
     }
 
 
-def _widths(ptx: str) -> Counter[int]:
-    """How many loads from global memory there are of each number of bytes."""
-    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
-    return Counter(int(n or 1) * int(bits) // 8 for n, bits in loads)
+def _widths(ptx: str, op: str) -> Counter[str]:
+    """How many loads or stores there are of each number of bytes."""
+    found = re.findall(rf"{re.escape(op)}(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s", ptx)
+    return Counter(str(int(n or 1) * int(bits) // 8) for n, bits in found)
+
+
+def _shared_stores(ptx: str) -> dict[str, int]:
+    """How many stores to shared memory there are of each number of bytes; stmatrix stores 4 bytes for each matrix."""
+    found = _widths(ptx, "st.shared")
+    for matrices in re.findall(r"stmatrix\.[\w.:]*?\.x(\d)", ptx):
+        found[str(4 * int(matrices))] += 1
+    return dict(sorted(found.items(), key=lambda item: -int(item[0])))
 
 
 @contextmanager
@@ -300,7 +315,7 @@ def _padded(spec: P) -> tuple[Any, ...]:
 
 def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
-    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "holds"]]
+    cells = [["kernel", "of", "registers", "spilled", "launches", "beside", "MiB", "at least", "shared", "holds"]]
     cells += [
         [
             row["kernel"],
@@ -311,6 +326,7 @@ def render(results: dict[str, Any]) -> str:
             str(row["beside"]),
             f"{row['mib']:.1f}",
             f"{row['least_mib']:.0f}",
+            ", ".join(f"{n} x {size} B" for size, n in row["shared_stores"].items()) or "none",
             holds(row),
         ]
         for row in results["kernels"]
@@ -325,7 +341,8 @@ def render(results: dict[str, Any]) -> str:
         ]
         for row in results["split"]
     ]
-    widths = [["kernel", "leaves", "registers", "spilled", "loads of 16, 8, fewer bytes", "holds"]]
+    sizes = "16, 8, fewer bytes"
+    widths = [["kernel", "leaves", "registers", "spilled", f"loads of {sizes}", f"stores of {sizes}", "holds"]]
     widths += [
         [
             row["kernel"],
@@ -333,6 +350,7 @@ def render(results: dict[str, Any]) -> str:
             str(row["registers"]),
             f"{row['spilled_bytes']} B",
             "; ".join(_by_width(loads) for loads in row["loads"]),
+            "; ".join(_by_width(stores) for stores in row["stores"]),
             holds(row),
         ]
         for row in results["widths"]
@@ -340,9 +358,9 @@ def render(results: dict[str, Any]) -> str:
     return "\n\n".join(markdown(part) for part in (cells, widths, split))
 
 
-def _by_width(loads: dict[str, int]) -> str:
-    fewer = sum(n for size, n in loads.items() if int(size) < LEAST_LOAD)
-    return f"{loads.get('16', 0)}, {loads.get('8', 0)}, {fewer}"
+def _by_width(found: dict[str, int]) -> str:
+    fewer = sum(n for size, n in found.items() if int(size) < LEAST_WIDTH)
+    return f"{found.get('16', 0)}, {found.get('8', 0)}, {fewer}"
 
 
 def measure_all() -> dict[str, Any]:

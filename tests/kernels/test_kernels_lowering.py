@@ -209,6 +209,7 @@ def uses(jaxpr: Any, dtype: Any) -> set[str]:
         ]
         if touched and not inside:
             is_store = eqn.primitive.name == "swap" and not any(id(v) in used for v in eqn.outvars)
+            is_store |= getattr(eqn.params.get("mgpu_fn"), "__name__", "") == "aligned_store"
             found.add("store" if is_store else eqn.primitive.name)
     return found
 
