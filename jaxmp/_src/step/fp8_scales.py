@@ -23,6 +23,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
+from jaxmp._src.numerics import casting
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
 from jaxmp._src.step import extra_arguments, in_place, state_arrays
 from jaxmp._src.step.read_state import find, masters_of
@@ -101,7 +102,8 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
                 highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
                 move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
-            move = jnp.where(move == 0, -0.0, move)
+            # Once for all, and not again in the code of each leaf.
+            move = casting.computed_once(jnp.where(move == 0, -0.0, move))
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
