@@ -405,7 +405,5 @@ def _weights_in_order(
     if leaf.kind.is_split:
         return write_order.in_one_loop(*new[:2]), ()
     master = new[0]
-    params = tuple(
-        jnp.where(taken, reference.saturating_cast(master, param.dtype), param) for param in leaf.writes
-    )
+    params = tuple(jnp.where(taken, reference.saturating_cast(master, param.dtype), param) for param in leaf.writes)
     return (master,), params

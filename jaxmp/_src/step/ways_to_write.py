@@ -159,8 +159,9 @@ class PlainUpdate:
             held = kept_elements.find(updates, (own, moved, new), (kept_elements.no_updates(own), weights, state))
             saturated = read_state.saturated_masters(state, params, updates)
             if in_order:
-                held, both, old = held.behind(saturated, (state, params))
-                updates, sums, new = _in_order(update, grads, *old, held, taken, adds=self._destination is not None)
+                held, both, (old, weights) = held.behind(saturated, (state, params))
+                adds = self._destination is not None
+                updates, sums, new = _in_order(update, grads, old, weights, held, taken, adds=adds)
                 if self._destination is not None:
                     self._destination.note_sums(params, updates, sums)
                 counts = flags.count(both)
