@@ -191,12 +191,12 @@ def _in_order(
 ) -> tuple[PyTree, PyTree, Any]:
     """The same as `_selected`, weights before moments (see `write_order`): (updates, params after them, state).
 
-    With `adds`, the weights of params without masters are their sums with their updates, and nobody reads updates. The
-    other sums are None. Without it, updates are weights, and there are no sums.
+    With `adds`, the weights of trained params without masters are their sums with their updates, and nobody reads
+    updates. The other sums are None. Without it, updates are weights, and there are no sums.
     """
     updates, new = update(grads, state, params)
     updates, new = _selected(updates, new, state, held, taken)
-    weights = _moved(_without_masters(params, state), updates) if adds else updates
+    weights = _moved(_trained(_without_masters(params, state), state), updates) if adds else updates
     (weights, masters), others = write_order.behind(((weights, _masters(new)), _with_masters(state, None)))
     state = _with_masters(others, _masters(state))
     new = _with_masters(held.keep(update(grads, state, params)[1], state, taken=taken), masters)
