@@ -5,7 +5,8 @@ split along any axis, if all its arrays are split in the same way, and that each
 The sums of the kernel are added over the mesh axes that split a leaf, and only over these: a replicated leaf counts
 once. So one launch takes only leaves that are split over the same axes.
 
-On one device, and inside `jax.shard_map` and `jax.pmap`, arrays are the device's own, and none of this is needed.
+On one device, and inside `jax.shard_map` and `jax.pmap`, arrays are the device's own, and none of this is needed. Under
+vmap the reference runs, because a kernel has no rule for it.
 """
 
 import functools
@@ -37,8 +38,12 @@ def apply(
 ) -> Result:
     """`multi_tensor.apply`, also for leaves that are split over devices; same arguments."""
     launch = functools.partial(multi_tensor.apply, f, n_sums=n_sums, **kwargs)
-    if jax.sharding.get_abstract_mesh().manual_axes or kwargs.get("interpret"):
+    if kwargs.get("interpret"):
         return launch(leaves, scalars, when=when)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return _on_own_arrays(
+            launch, functools.partial(multi_tensor.reference, f, n_sums=n_sums), leaves, scalars, when
+        )
     shapes = [shape_of(leaf) for leaf in leaves]
     arrays = [(leaf.reads, leaf.states, leaf.writes) for leaf in leaves]
     flat, treedef = jax.tree.flatten(arrays)
@@ -112,6 +117,37 @@ def apply(
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in (*scalars, *computed))])
     plain = functools.partial(_plain, f, leaves, len(scalars), numbers_of, treedef, n_sums, when is not None)
     return _with_rule_for_vmap(split, plain, leaves)(packed, *flat)
+
+
+def _on_own_arrays(
+    launch: Callable[..., Result],
+    reference: Callable[..., Result],
+    leaves: Sequence[Leaf],
+    scalars: Sequence[Any],
+    when: Bool[Array, ""] | None,
+) -> Result:
+    """`launch`, and `reference` under vmap."""
+    flat, treedef = jax.tree.flatten((list(leaves), list(scalars), when))
+    places = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
+
+    def on(apply: Callable[..., Result], *arrays: Array) -> Result:
+        given = list(flat)
+        for i, x in zip(places, arrays, strict=True):
+            given[i] = x
+        own, numbers, flag = treedef.unflatten(given)
+        return apply(own, numbers, when=flag)
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays: Array) -> Result:
+        return on(launch, *arrays)
+
+    @run.def_vmap
+    def run_batch(axis_size: int, in_batched: Sequence[bool], *arrays: Array) -> tuple[Result, Result]:
+        in_axes = [0 if b else None for b in in_batched]
+        out = jax.vmap(functools.partial(on, reference), in_axes, axis_size=axis_size)(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run(*(flat[i] for i in places))
 
 
 def _any_array(leaves: Sequence[Leaf]) -> bool:

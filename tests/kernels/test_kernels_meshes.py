@@ -144,6 +144,20 @@ def test_inside_shard_map_the_kernel_stands_bare():
     assert "mosaic_gpu" in text and "CustomSPMDPartitioning" not in text
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_vmap_inside_shard_map_the_reference_serves(check_vma):
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "bf16")
+    params32 = {"w": jnp.ones((2, 8, 4)), "b": jnp.ones((2, 4))}  # two models
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), jax.vmap(tx.init)(params32)
+    grads = {"w": params["w"].at[1, 0, 0].set(jnp.nan), "b": params["b"]}  # the second one overflows
+    update = jax.vmap(functools.partial(jaxmp.apply_gradients, tx))
+    spread = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=check_vma)
+    got = jax.jit(spread)(grads, opt_state, params)
+    assert_close(got, jax.jit(update)(grads, opt_state, params), rtol=1e-6)
+    assert jaxmp.get_metrics(got[1])["skipped"].tolist() == [False, True]
+
+
 def test_blocks_cover_each_element_once():
     levels = multi_tensor.UPDATE_LEVELS
     leaves = [Leaf(reads=(jnp.ones(n),)) for n in (1, 127, 128, 2047, 2048, 5000)]

@@ -762,3 +762,16 @@ def test_a_reason_to_skip_is_one_bool(given, got):
     for fine in (True, np.True_, jnp.array(True)):
         tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics, fine=fine: fine)
         assert bool(tx.update(grads(), tx.init(params()), params())[1].skipped)
+
+
+def test_an_ensemble_over_explicit_axes_steps_member_by_member():
+    mesh = jax.make_mesh((2,), ("member",), axis_types=(jax.sharding.AxisType.Explicit,))
+    tx = jaxmp.mixed_precision(optax.adam(0.5), "bf16")
+    params = {"w": jnp.ones((2, 4), jnp.bfloat16), "b": jnp.ones((2, 3), jnp.bfloat16)}
+    grads = {"w": jnp.ones((2, 4)).at[1, 0].set(jnp.inf), "b": jnp.ones((2, 3))}
+    state = grads, jax.vmap(tx.init)(params), params
+    split = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("member")))
+    with jax.set_mesh(mesh):
+        new, opt_state = jax.jit(jax.vmap(functools.partial(jaxmp.apply_gradients, tx)))(*split)
+    assert new["w"].astype(jnp.float32).tolist() == [[0.5] * 4, [1.0] * 4]
+    assert jaxmp.get_metrics(opt_state)["skipped"].tolist() == [False, True]

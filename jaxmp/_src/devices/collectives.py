@@ -94,9 +94,11 @@ def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
     return bad == 0
 
 
-def as_common(count: Float[Array, ""], axis_name: AxisName) -> Float[Array, ""]:
-    """The maximum of `count` over the axes over which it varies; `count` itself where it varies over none."""
-    return max_over(count, tuple(a for a in bound_axes(axis_name) if a in compat.varying_axes(count)))
+def as_common(counts: Sequence[Float[Array, ""]], axis_name: AxisName) -> Sequence[Float[Array, ""]]:
+    """The maximum of each count over the axes over which one of them varies; the counts where they vary over none."""
+    axes = tuple(a for a in bound_axes(axis_name) if any(a in compat.varying_axes(c) for c in counts))
+    # Under vmap, on a mesh with explicit axes, only some of them may be split: jax would not stack those.
+    return tuple(max_over(jnp.stack(counts), axes)) if axes else tuple(counts)
 
 
 def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:

@@ -168,7 +168,7 @@ class PlainUpdate:
             else:
                 updates, new = _selected(updates, new, state, held, taken)
                 counts = held.count_beside(saturated)
-            kept, saturated = collectives.as_common(jnp.stack(counts), self._axis_name)
+            kept, saturated = collectives.as_common(counts, self._axis_name)
             return Written(updates, new, jnp.where(taken, kept, 0.0), saturated)
 
 
@@ -283,7 +283,7 @@ class InPlaceWrite:
             new_params, new_state, counts = self._inner.write(measured.grads, state, params, step, **extra_args)
             self._destination.written = new_params
             nothing = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
-            saturated, kept = collectives.as_common(jnp.stack(counts), self._axis_name)
+            saturated, kept = collectives.as_common(counts, self._axis_name)
             return Written(nothing, new_state, jnp.where(taken, kept, 0.0), jnp.where(taken, saturated, jnp.nan))
 
     def _to_write_from(self, grads: Gradients) -> Measured:
