@@ -1,6 +1,7 @@
 """Each rule of the monitor, with its cause planted in a recurrent net that no rule was written for; and silence."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -207,6 +208,13 @@ def test_elements_that_the_optimizer_lost():
     (finding,) = rules.kept_elements(3, {"kept_elements": 4.0})
     assert "for 4 elements the optimizer made a value that is not finite" in finding.message
     assert not list(rules.kept_elements(3, {"kept_elements": 0.0})) and not list(rules.kept_elements(3, {}))
+
+
+def test_a_norm_that_overflows():
+    (finding,) = rules.infinite_norm(3, {"grad_norm": math.inf, "skipped": 0.0})
+    assert "makes all gradients zero" in finding.message
+    for healthy in ({"grad_norm": 1e19}, {"grad_norm": math.nan}, {"grad_norm": math.inf, "skipped": 1.0}, {}):
+        assert not list(rules.infinite_norm(3, healthy))
 
 
 def test_params_that_do_not_move():

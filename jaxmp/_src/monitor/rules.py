@@ -7,6 +7,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
     kept_elements  the optimizer made values that are not finite, and the old ones were kept
+    infinite_norm  the norm of finite gradients is inf, so that clipping makes all of them zero
     lost_gradients gradients came to fp8 layers as zeros although the layers ran
     unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
     clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
@@ -17,7 +18,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+The first eight check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
 only if it appears in several samples. A loss scale that falls to the right level causes several overflows in a row:
 they count as one overflow.
 """
@@ -42,8 +43,8 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, lost_gradients, unscaled, clipped, overflow,
-        near_overflow, underflow, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, infinite_norm, lost_gradients, unscaled, clipped,
+        overflow, near_overflow, underflow, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -217,6 +218,19 @@ def kept_elements(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
             f"for {kept:.0f} elements the optimizer made a value that is not finite, of finite gradients; they keep "
             f"their old value. If it happens again and again they do not train: a gradient is huge (clip it), or the "
             f"optimizer divides by 0 (jaxmp.check_optimizer).",
+        )
+
+
+def infinite_norm(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
+    """The norm of finite gradients overflowed float32, in a step that was taken."""
+    if metrics.get("grad_norm") == math.inf and metrics.get("skipped", 0.0) == 0:
+        yield Finding(
+            "infinite_norm",
+            step,
+            "",
+            "the norm of finite gradients is inf: a gradient is above 1.8e19, and its square overflows float32. "
+            "Clipping by this norm makes all gradients zero, so the step trains nothing. Skip such steps (skip_if=), or "
+            "look for the huge gradient (jaxmp.monitor.step_stats).",
         )
 
 

@@ -15,7 +15,7 @@ This is elementwise, so XLA computes it in the optimizer's pass over memory. Whe
 shape than its param (rows and columns of Adafactor, a norm of each leaf), one value belongs to many elements: if it is
 not finite, the whole array and the whole param keep their old values. In an array that belongs to no param, each
 non-finite element keeps its old value. The same holds for an array that differs between devices (`PerDevice`), because
-all devices must keep the same elements.
+all devices must keep the same elements. A norm that is only reported keeps nothing: it may be inf.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import per_device
-from jaxmp._src.step import state_arrays
+from jaxmp._src.step import state_arrays, state_tuples
 from pallas_kernels import broken, flags, write_order
 
 _Path = tuple[Any, ...]
@@ -61,7 +61,9 @@ class Held:
           taken: None: the step is taken.
         """
 
-        def choose(path: _Path, n: Any, o: Any) -> Array:
+        def choose(path: _Path, n: Any, o: Any) -> Any:
+            if _is_reported(n):
+                return n if taken is None else jax.tree.map(lambda n, o: jnp.where(taken, n, o), n, o)
             n, o = _alike(n, o)
             owner = self._owner_of(path, n)
             if owner is None:
@@ -74,7 +76,7 @@ class Held:
             n = n if held is None else jnp.where(held, o, n)
             return n if taken is None else jnp.where(taken, n, o)
 
-        return jax.tree_util.tree_map_with_path(choose, new, old)
+        return jax.tree_util.tree_map_with_path(choose, new, old, is_leaf=_is_reported)
 
     def counts(self) -> list[Float[Array, ""]]:
         """How many elements of each param are held, float32[] each."""
@@ -176,6 +178,10 @@ def _check_shapes(path: _Path, new: Any, old: Any) -> None:
             f"(optax.adafactor) takes the parts of shard_map for small leaves: use plain jax.jit, where it sees whole "
             f"leaves."
         )
+
+
+def _is_reported(x: Any) -> bool:
+    return isinstance(x, state_tuples.GlobalNormState)
 
 
 def _any_of(flags: Sequence[Array], shape: tuple[int, ...]) -> Bool[Array, "..."]:
