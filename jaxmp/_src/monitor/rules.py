@@ -229,8 +229,8 @@ def infinite_norm(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
             step,
             "",
             "the norm of finite gradients is inf: a gradient is above 1.8e19, and its square overflows float32. "
-            "Clipping by this norm makes all gradients zero, so the step trains nothing. Skip such steps (skip_if=), or "
-            "look for the huge gradient (jaxmp.monitor.step_stats).",
+            "Clipping by this norm makes all gradients zero, so the step trains nothing. Skip such steps (skip_if=), "
+            "or look for the huge gradient (jaxmp.monitor.step_stats).",
         )
 
 
