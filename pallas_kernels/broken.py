@@ -6,6 +6,7 @@ asks the same in other words (`counted_apart`), so that both are one pass.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import backend
@@ -13,7 +14,10 @@ from pallas_kernels import backend
 
 def is_broken(new: Float[Array, "..."], old: Float[Array, "..."]) -> Bool[Array, "..."]:
     """Where `new` is not finite although `old` is. (Some state starts at inf, such as a best loss.)"""
-    return ~jnp.isfinite(new) & jnp.isfinite(old)
+    if jnp.issubdtype(new.dtype, jnp.complexfloating):
+        return ~jnp.isfinite(new) & jnp.isfinite(old)
+    # The functions of jnp take much longer to trace: each is a jit of its own.
+    return lax.bitwise_and(lax.bitwise_not(lax.is_finite(new)), lax.is_finite(old))
 
 
 def in_other_words(new: Float[Array, "..."], old: Float[Array, "..."]) -> Bool[Array, "..."]:

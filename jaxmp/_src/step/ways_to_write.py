@@ -195,11 +195,11 @@ def _in_order(
     updates. The other sums are None. Without it, updates are weights, and there are no sums.
     """
     updates, new = update(grads, state, params)
-    updates, new = _selected(updates, new, state, held, taken)
+    updates, masters = _selected(updates, _masters(new), _masters(state), held, taken)
     weights = _moved(_trained(_without_masters(params, state), state), updates) if adds else updates
-    (weights, masters), others = write_order.behind(((weights, _masters(new)), _with_masters(state, None)))
-    state = _with_masters(others, _masters(state))
-    new = _with_masters(held.keep(update(grads, state, params)[1], state, taken=taken), masters)
+    (weights, masters), others = write_order.behind(((weights, masters), _with_masters(state, None)))
+    new = update(grads, _with_masters(others, _masters(state)), params)[1]
+    new = _with_masters(held.keep(_with_masters(new, None), others, taken=taken), masters)
     return (updates, weights, new) if adds else (weights, None, new)
 
 
