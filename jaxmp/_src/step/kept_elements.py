@@ -63,7 +63,7 @@ class Held:
 
         def choose(path: _Path, n: Any, o: Any) -> Any:
             if _is_reported(n):
-                return n if taken is None else jax.tree.map(lambda n, o: jnp.where(taken, n, o), n, o)
+                return type(n)(*(x if taken is None else jnp.where(taken, x, y) for x, y in zip(n, o, strict=True)))
             n, o = _alike(n, o)
             owner = self._owner_of(path, n)
             if owner is None:
