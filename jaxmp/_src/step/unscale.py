@@ -281,6 +281,7 @@ def _unscale(
         with jax.named_scope("jaxmp.clamp_inf"):
             scaled, clamped = clamp_infinite(scaled, largest)
             given = scaled
+
     def unscaled() -> PyTree:
         # The `unscale` of a user's own loss-scale object may return 16 bits.
         grads = static.unscale(scaled, used_scale) if scaler is None else scaler.unscale(scaled)
