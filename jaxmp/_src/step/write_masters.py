@@ -131,7 +131,7 @@ def by_updates(
     new_weights, new_state, old_weights = update(state, pairs)
     held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
     nothing = [None] * treedef.num_leaves
-    counts = held.counts() if leaf_by_leaf else [held.count_beside(nothing)[0]]
+    counts = held.counts() if leaf_by_leaf else [held.count_beside(nothing, step.taken)[0]]
     if in_order:
         held, both, (state, pairs) = held.behind(nothing, (state, pairs))
         new_weights, new_state, old_weights = update(state, pairs)
