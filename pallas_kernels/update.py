@@ -242,12 +242,12 @@ def multi_tensor_update(
         )
 
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
+        f, whole, scalars = _of(leaves, scalars)
         if write_order.pays((leaves, scalars, taken)):
-            f, whole, scalars = _of(leaves, scalars)
             return _in_order(f, whole, scalars, n_sums, taken)
         if broken.counted_apart():
-            return _params_last(*_of(leaves, scalars), n_sums, taken)
-        return multi_tensor.reference(*_of(leaves, scalars), n_sums=n_sums, when=taken)
+            return _params_last(f, whole, scalars, n_sums, taken)
+        return multi_tensor.reference(f, whole, scalars, n_sums=n_sums, when=taken)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
 
