@@ -30,7 +30,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
-from pallas_kernels import launch
+from pallas_kernels import launch, views
 from pallas_kernels.leaves import Function, Leaf, Level, Result, Values, shape_of, signature_of
 from pallas_kernels.moments import flat_index
 
@@ -69,28 +69,25 @@ def _of_leaf(
     """New arrays of one leaf, and its sums."""
     reads, states, writes = arrays
     shape = shape_of(Leaf(*arrays))
-    grouped = (*shape[:-1], -1, group) if group > 1 else shape
-
-    def view(x: Array) -> Array:
-        return x.reshape(grouped) if x.shape == shape else x[..., None]
-
+    view = views.of(shape, group, arrays)
+    old = (*states, *writes)
+    reads, before = view.of_tree((reads, old))
     values = Values(
-        tuple(view(x) for x in reads),
-        tuple(view(x) for x in states),
+        reads,
+        before[: len(states)],
         numbers,
         shared,
         kind,
-        lambda x: jnp.max(x, axis=-1, keepdims=True),
-        lambda: flat_index(shape).reshape(grouped),
+        view.group_max,
+        lambda: view.of_array(flat_index(shape)),
         in_kernel=False,
     )
     new, parts = f(values)
-    old = (*states, *writes)
     dtypes = [x.dtype for x in old] + list(outs)
-    shapes = [x.shape for x in old] + [shape] * len(outs)
-    new = [x.astype(d).reshape(s) for x, d, s in zip(new, dtypes, shapes, strict=True)]
+    new = [x.astype(d) for x, d in zip(new, dtypes, strict=True)]
     if when is not None:
-        new[: len(old)] = [jnp.where(when, n, o) for n, o in zip(new, old, strict=False)]
+        new[: len(old)] = [jnp.where(when, n, o) for n, o in zip(new, before, strict=False)]
+    new = view.undone(new, [x.shape for x in old] + [shape] * len(outs))
     return tuple(new), [jnp.sum(jnp.asarray(part)) for part in parts]
 
 

@@ -242,10 +242,12 @@ def multi_tensor_update(
         )
 
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
+        f, whole, scalars = _of(leaves, scalars)
         if write_order.pays((leaves, scalars, taken)):
-            f, whole, scalars = _of(leaves, scalars)
             return _in_order(f, whole, scalars, n_sums, taken)
-        return multi_tensor.reference(*_of(leaves, scalars), n_sums=n_sums, when=taken)
+        if broken.counted_apart():
+            return _params_last(f, whole, scalars, n_sums, taken)
+        return multi_tensor.reference(f, whole, scalars, n_sums=n_sums, when=taken)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
 
@@ -362,6 +364,48 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     if kind.param_dtype == "float16":
         sums.append(jnp.where(jnp.abs(weight) > float(jnp.finfo(jnp.float16).max), one, zero))
     return results, sums
+
+
+def _params_last(
+    f: multi_tensor.Function, leaves: list[multi_tensor.Leaf], scalars: Any, n_sums: int, taken: Bool[Array, ""]
+) -> multi_tensor.Result:
+    """The same as `multi_tensor.reference`, for a TPU: the step changes float32 weights, params are made from these.
+
+    XLA would select between the old and the new param in a pass of its own, which computes the update again. So a step
+    that is not taken rounds the same params from the same masters again (as with optax's transforms, on any platform).
+    """
+    asked = [_with_weight(leaf) for leaf in leaves]
+    found = multi_tensor.reference(functools.partial(_without_params, f), asked, scalars, n_sums=n_sums, when=taken)
+    step = scalars[2]
+    return found._replace(leaves=[_with_param(*x, step) for x in zip(leaves, found.leaves, strict=True)])
+
+
+def _without_params(f: multi_tensor.Function, values: multi_tensor.Values) -> Any:
+    results, sums = f(values)
+    return results[: len(values.states)], sums
+
+
+def _with_weight(leaf: multi_tensor.Leaf) -> multi_tensor.Leaf:
+    """`leaf` with its float32 weight in place of a split one, and no param beside it."""
+    if not _is_joined_first(leaf):
+        return leaf._replace(writes=())
+    weight = write_order.alone(_moments.join(*leaf.states[:2]))
+    return leaf._replace(states=(weight, *leaf.states[2:]), kind=leaf.kind._replace(is_split=False))
+
+
+def _with_param(leaf: multi_tensor.Leaf, new: tuple[Array, ...], step: Any) -> tuple[Array, ...]:
+    weight, *moments = new
+    if not _is_joined_first(leaf):
+        return (*new, *(reference.cast_by_selects(weight, param.dtype) for param in leaf.writes))
+    weight, dtype, random = write_order.alone(weight), leaf.states[1].dtype, None
+    if dtype == jnp.int8:
+        random = _moments.split_noise(_moments.flat_index(weight.shape), leaf.numbers[1], step)
+    return (*_moments.split(weight, dtype, random), *moments)
+
+
+def _is_joined_first(leaf: multi_tensor.Leaf) -> bool:
+    # With groups, XLA makes several passes anyway, and reads fewer bytes from a split weight.
+    return leaf.kind.is_split and leaf.group == 1
 
 
 def _in_order(

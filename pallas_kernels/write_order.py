@@ -38,9 +38,13 @@ def is_one_pass(tree: PyTree) -> bool:
     Inside `jax.shard_map` and `jax.pmap` each device has its own arrays. Under `jax.jit` on a mesh, arrays of one shape
     may be split in different ways: what joins or adds them would be a collective.
     """
-    return is_for_gpu(tree) and all(
-        mesh.size == 1 or set(mesh.manual_axes) == set(mesh.axis_names) for mesh in _meshes(tree)
-    )
+    return is_for_gpu(tree) and devices_of(tree) == 1
+
+
+def devices_of(tree: PyTree) -> int:
+    """Over how many devices an array may be split that is whole for this trace; 1 inside `jax.shard_map`."""
+    meshes = [mesh for mesh in _meshes(tree) if not mesh.empty and set(mesh.manual_axes) != set(mesh.axis_names)]
+    return max((mesh.size for mesh in meshes), default=1)
 
 
 def is_for_gpu(tree: PyTree) -> bool:
@@ -64,6 +68,14 @@ def in_one_loop(param: Array, remainder: Array) -> tuple[Array, Array]:
     word = lax.optimization_barrier(moments.as_one_word(param, remainder))
     new, remainder = moments.from_one_word(word, remainder.dtype)
     return moments.with_derivative_of(param, new), remainder
+
+
+def alone(weight: Array) -> Array:
+    """A float32 weight that is joined from two halves, or will be split; on a TPU XLA writes it to memory.
+
+    If it were part of the step's pass, XLA would find it too dear to compute for each result, and make several passes.
+    """
+    return lax.optimization_barrier(weight) if backend.default_platform() == "tpu" else weight
 
 
 def behind(tree: PyTree) -> PyTree:

@@ -128,6 +128,28 @@ def test_the_smallest_program_of_each_kind_compiles(kind):
         assert found["host_bytes"] >= 12 * 2 * 256 * 256
 
 
+# Bytes of HBM for each param. By hand, with float32 masters and moments, they are 30.
+MOST_BYTES = {
+    "jaxmp, bf16": 32.1,
+    "jaxmp, fp16": 32.1,
+    "jaxmp, bf16, 16 bits of remainder": 36.1,
+    "jaxmp.fused_adamw, bf16": 30.1,
+    "jaxmp.fused_adamw, bf16, 16 bits of remainder": 36.1,
+    "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments": 32.4,
+}
+
+
+@needs_libtpu
+@pytest.mark.optimized
+@pytest.mark.costly
+@pytest.mark.parametrize("program", MOST_BYTES)
+def test_no_step_moves_more_bytes_than_it_did(program):
+    case = next(case for case in steps.cases() if case.name == program)
+    found = steps.count(case, "v6e")
+    assert "error" not in found, found["error"]
+    assert found["bytes_per_param"] <= MOST_BYTES[program]
+
+
 @needs_libtpu
 @pytest.mark.optimized
 @pytest.mark.parametrize("chip", steps.ONE)

@@ -147,10 +147,19 @@ def test_every_master_is_that_of_consistent_state(rule, policy, options):
     assert_near(got, want)
 
 
-@pytest.mark.parametrize(("rule", "policy"), [("adamw", "bf16"), ("adam", "fp32"), ("fused_adamw", "bf16")])
-def test_counted_in_other_words_as_for_a_tpu(rule, policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("rule", "policy", "bits"),
+    [
+        ("adamw", "bf16", None),
+        ("adam", "fp32", None),
+        ("fused_adamw", "bf16", None),
+        ("adam", "bf16", 16),
+        ("adam", "bf16", 8),
+    ],
+)
+def test_a_step_traced_for_a_tpu_has_the_same_bits(rule, policy, bits, monkeypatch):
     gradients = huge_gradients(5)
-    tx = jaxmp.mixed_precision(RULES[rule][0](), policy)
+    tx = jaxmp.mixed_precision(RULES[rule][0](), policy, remainder_bits=bits)
     monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
     got, counts, state = run(tx, policy, gradients)
     monkeypatch.setattr(backend, "default_platform", lambda: "tpu")

@@ -82,12 +82,18 @@ class Held:
         """How many elements of each param are held, float32[] each."""
         return [jnp.sum(mask, dtype=jnp.float32) for mask in self._to_count]
 
-    def count_beside(self, others: Sequence[Array | None]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def count_beside(
+        self, others: Sequence[Array | None], taken: Bool[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """How many elements are held, and how many of the flags `others` are set; float32[] each.
 
         Args:
           others: for each param None, or bools of its shape.
+          taken: whether the step is taken; if not, the counts are undefined.
         """
+        if broken.counted_apart():
+            # XLA for TPU joins two sums if it can. With a sum that `taken` is made from, this would be a pass before.
+            return flags.count_in_pass([mask & taken for mask in self._to_count], others)
         return flags.count_in_pass(self._to_count, others)
 
     def behind(self, others: Sequence[Array | None], rest: PyTree) -> tuple["Held", flags.Flags, PyTree]:

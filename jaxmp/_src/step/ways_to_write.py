@@ -167,7 +167,7 @@ class PlainUpdate:
                 counts = flags.count(both)
             else:
                 updates, new = _selected(updates, new, state, held, taken)
-                counts = held.count_beside(saturated)
+                counts = held.count_beside(saturated, taken)
             kept, saturated = collectives.as_common(counts, self._axis_name)
             return Written(updates, new, jnp.where(taken, kept, 0.0), saturated)
 

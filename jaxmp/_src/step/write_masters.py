@@ -20,7 +20,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import boxed_state, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
-from pallas_kernels import flags, moments, reference, write_order
+from pallas_kernels import broken, flags, moments, reference, write_order
 
 
 class Remainder16(NamedTuple):
@@ -120,7 +120,8 @@ def by_updates(
 
     def update(state: Any, pairs: list[Pair]) -> tuple[PyTree, Any, PyTree]:
         """(weights, state) after the update, and the weights before it."""
-        old_weights = treedef.unflatten([moments.join(p, m) if is_remainder(m) else m for p, m in pairs])
+        joined = [write_order.alone(moments.join(p, m)) if is_remainder(m) else m for p, m in pairs]
+        old_weights = treedef.unflatten(joined)
         moves, new_state = boxed_state.update(inner, unscaled, state, old_weights, extra_args)
         return jax.tree.map(moved, old_weights, moves), new_state, old_weights
 
@@ -130,7 +131,7 @@ def by_updates(
     new_weights, new_state, old_weights = update(state, pairs)
     held = kept_elements.find(params, (new_weights, new_state), (old_weights, state))
     nothing = [None] * treedef.num_leaves
-    counts = held.counts() if leaf_by_leaf else [held.count_beside(nothing)[0]]
+    counts = held.counts() if leaf_by_leaf else [held.count_beside(nothing, step.taken)[0]]
     if in_order:
         held, both, (state, pairs) = held.behind(nothing, (state, pairs))
         new_weights, new_state, old_weights = update(state, pairs)
@@ -146,7 +147,9 @@ def by_updates(
         random = None
         if master.dtype == jnp.int8:
             random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
-        new_param, remainder = moments.split(new, master.dtype, random)
+        new_param, remainder = moments.split(write_order.alone(new), master.dtype, random)
+        if broken.counted_apart():  # new is the old weight where the step is not taken
+            return new_param, remainder
         kept = jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
         return write_order.in_one_loop(*kept) if in_order else kept
 

@@ -1,0 +1,119 @@
+"""Groups of neighbours seen in tiles, as for a TPU: the same numbers as in rows; compiled for the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import AdamW, backend, multi_tensor_update, views
+from pallas_kernels.moments import zeros
+from pallas_kernels.update import Weight
+
+SHAPES = [(16, 512), (8, 384), (3, 24, 256), (2, 2, 8, 768)]
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Steps are traced as on a machine whose default device is a TPU."""
+    monkeypatch.setattr(backend, "default_platform", lambda: "tpu")
+
+
+@pytest.mark.parametrize("group", [128, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_view_in_tiles_has_the_groups_of_the_rows(on_tpu, shape, group):
+    if shape[-1] % group:
+        group = 128
+    view = views.of(shape, group, ())
+    assert view.in_tiles
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    per_group = np.abs(x).reshape(*shape[:-1], -1, group).max(-1)
+    (seen,), (groups,) = view.of_tree(([jnp.asarray(x)], [jnp.asarray(per_group)]))
+    np.testing.assert_array_equal(view.group_max(jnp.abs(seen)), groups)
+    scaled, again = view.undone([seen * groups, groups], [shape, per_group.shape])
+    np.testing.assert_array_equal(scaled, x * np.repeat(per_group, group, axis=-1))
+    np.testing.assert_array_equal(again, per_group)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group"), [((256,), 256), ((12, 256), 128), ((16, 192), 64), ((16, 256), 1)], ids=str
+)
+def test_what_has_no_whole_tiles_is_seen_in_rows(on_tpu, shape, group):
+    assert not views.of(shape, group, ()).in_tiles
+
+
+def test_other_platforms_see_rows():
+    assert not views.of((16, 256), 256, ()).in_tiles
+
+
+@pytest.mark.parametrize("rows", [64, 32])
+def test_each_device_needs_whole_tiles(on_tpu, rows):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.zeros((rows, 256)), jax.NamedSharding(mesh, P("d")))
+    found = []
+    seen = lambda x: found.append(views.of(x.shape, 256, x).in_tiles)  # noqa: E731
+    jax.jit(seen)(x)
+    jax.jit(jax.shard_map(seen, mesh=mesh, in_specs=P(None), out_specs=P()))(x)  # whole on each device
+    assert found == [rows == 64, True]
+
+
+def weights():
+    """Leaves with float32 and split masters, and moments in float32, 16 and 8 bits."""
+    rng = np.random.default_rng(1)
+    found = []
+    for master, dtype in [("float32", "float32"), ("int16", "float32"), ("int8", "float32"), ("float32", "bfloat16")]:
+        found.append(((40, 3), master, dtype))
+    for master in ("own", "float32", "int16", "int8"):
+        found.append(((16, 512), master, "int8"))
+    found.append(((12, 512), "int8", "int8"))  # in rows
+
+    def weight(shape, master, dtype):
+        w = jnp.asarray(rng.normal(size=shape), jnp.float32)
+        param = None if master == "own" else w.astype(jnp.bfloat16)
+        if master in ("int16", "int8"):
+            info = jnp.iinfo(master)
+            w = jnp.asarray(rng.integers(info.min, info.max, shape, endpoint=True), master)
+        elif param is not None:
+            w = param.astype(jnp.float32) * 1.0001
+        grad = rng.normal(size=shape) * np.where(rng.random(shape) < 0.05, 3e38, 1.0)
+        moments = tuple(zeros(shape, dtype, signed=signed) for signed in (True, False))
+        return Weight(jnp.asarray(np.clip(grad, -3e38, 3e38), jnp.bfloat16), param, w, moments, 0.01)
+
+    return [weight(*x) for x in found]
+
+
+def after_steps(platform, monkeypatch):
+    """(weights, elements that were kept) after a taken step, a skipped one, and one more.
+
+    Operation by operation: XLA for CPU contracts products and sums in different ways in different programs.
+    """
+    monkeypatch.setattr(backend, "default_platform", lambda: platform)
+
+    def step(weights, number, taken):
+        scalars = (1 - 0.9**number, 1 - 0.999**number)
+        return multi_tensor_update(
+            weights,
+            AdamW(),
+            factor=jnp.float32(1.0),
+            learning_rate=jnp.float32(1e-3),
+            step=number,
+            scalars=scalars,
+            taken=taken,
+            backend="xla",
+        )
+
+    ws, kept = weights(), []
+    for number, taken in ((1.0, True), (2.0, False), (2.0, True)):
+        ws, counts = step(ws, jnp.float32(number), jnp.bool_(taken))
+        kept.append((jax.device_get(ws), float(counts.kept) if taken else 0.0))
+    return kept
+
+
+@pytest.mark.costly
+def test_a_step_for_a_tpu_has_the_bits_of_other_steps(monkeypatch):
+    for found, want in zip(after_steps("tpu", monkeypatch), after_steps("gpu", monkeypatch), strict=True):
+        assert found[1] == want[1]
+        for i, (w, x) in enumerate(zip(found[0], want[0], strict=True)):
+            for got, expected in zip(jax.tree.leaves(w), jax.tree.leaves(x), strict=True):
+                assert np.asarray(got).tobytes() == np.asarray(expected).tobytes(), f"leaf {i}"
+    assert want[1] > 0
