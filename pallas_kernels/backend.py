@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 from jax import lax
-from jaxtyping import Array
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
 
 NAMES = ("auto", "xla", "mosaic", "interpret")
 FIRST_JAX = (0, 11, 2)  # in earlier versions, `plgpu.kernel` cannot write refs and has no interpreter
@@ -111,6 +112,17 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
 def default_platform() -> str:
     """The platform of the default device: where a function that is traced now most likely runs."""
     return jax.default_backend()
+
+
+def devices_of(tree: PyTree) -> int:
+    """Over how many devices an array may be split that is whole for this trace; 1 inside `jax.shard_map`."""
+    found = [mesh for mesh in meshes(tree) if not mesh.empty and set(mesh.manual_axes) != set(mesh.axis_names)]
+    return max((mesh.size for mesh in found), default=1)
+
+
+def meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
+    """The mesh of this region of a program, and those of the arrays of a tree; some may be empty."""
+    return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]
 
 
 def oldest_gpu() -> float | None:

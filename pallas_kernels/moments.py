@@ -29,6 +29,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import views
+
 GROUPS = (256, 128, 64, 32)  # neighbours along the last axis that share a scale: the first size that divides the axis
 LEAST = 4096  # leaves with fewer elements keep float32 moments: they take few bytes and matter most
 
@@ -288,10 +290,10 @@ def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, 
         return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
     codec = codec_for(like.codes.dtype.name, signed=signed)
     assert codec is not None
-    grouped = x.reshape(*x.shape[:-1], -1, like.codes.shape[-1] // like.scales.shape[-1])
-    random = jnp.broadcast_to(random, x.shape).reshape(grouped.shape)
-    scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
-    return Quantized(encode(codec, grouped, scales, random).reshape(x.shape), scales[..., 0])
+    view = views.of(x.shape, like.group, (x, like))
+    grouped, random = view.of_tree(x), view.of_array(jnp.broadcast_to(random, x.shape))
+    scales = view.group_max(jnp.abs(grouped))
+    return Quantized(*view.undone([encode(codec, grouped, scales, random), scales], [x.shape, like.scales.shape]))
 
 
 def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
@@ -300,6 +302,6 @@ def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
         return stored.astype(jnp.float32)
     codec = codec_for(stored.codes.dtype.name, signed=signed)
     assert codec is not None
-    shape = stored.codes.shape
-    grouped = stored.codes.reshape(*shape[:-1], -1, stored.group)
-    return decode(codec, grouped, stored.scales[..., None]).reshape(shape)
+    view = views.of(stored.codes.shape, stored.group, stored)
+    (wide,) = view.undone([decode(codec, *view.of_tree(tuple(stored)))], [stored.codes.shape])
+    return wide

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import backend, write_order
+from pallas_kernels import backend
 
 _ROWS, _COLUMNS = 8, 128  # of a tile
 
@@ -63,5 +63,10 @@ def of(shape: tuple[int, ...], group: int, arrays: PyTree) -> View:
 
     If devices share the arrays under `jax.jit`, each must have whole tiles, whichever axes are split.
     """
-    fits = group % _COLUMNS == 0 and len(shape) > 1 and shape[-2] % (_ROWS * write_order.devices_of(arrays)) == 0
-    return View(shape, group, fits and backend.default_platform() == "tpu")
+    in_tiles = (
+        backend.default_platform() == "tpu"
+        and group % _COLUMNS == 0
+        and len(shape) > 1
+        and shape[-2] % (_ROWS * backend.devices_of(arrays)) == 0
+    )
+    return View(shape, group, in_tiles)

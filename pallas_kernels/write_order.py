@@ -16,7 +16,6 @@ other platforms there is no barrier, so the parts are equal programs, and XLA ma
 import jax
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import backend, moments
@@ -29,7 +28,7 @@ def pays(tree: PyTree) -> bool:
     """
     if backend.default_platform() != "cpu" or not backend.BARRIERS_HOLD or not _is_traced(tree):
         return False
-    return all(mesh.empty for mesh in _meshes(tree))
+    return all(mesh.empty for mesh in backend.meshes(tree))
 
 
 def is_one_pass(tree: PyTree) -> bool:
@@ -38,13 +37,7 @@ def is_one_pass(tree: PyTree) -> bool:
     Inside `jax.shard_map` and `jax.pmap` each device has its own arrays. Under `jax.jit` on a mesh, arrays of one shape
     may be split in different ways: what joins or adds them would be a collective.
     """
-    return is_for_gpu(tree) and devices_of(tree) == 1
-
-
-def devices_of(tree: PyTree) -> int:
-    """Over how many devices an array may be split that is whole for this trace; 1 inside `jax.shard_map`."""
-    meshes = [mesh for mesh in _meshes(tree) if not mesh.empty and set(mesh.manual_axes) != set(mesh.axis_names)]
-    return max((mesh.size for mesh in meshes), default=1)
+    return is_for_gpu(tree) and backend.devices_of(tree) == 1
 
 
 def is_for_gpu(tree: PyTree) -> bool:
@@ -54,10 +47,6 @@ def is_for_gpu(tree: PyTree) -> bool:
 
 def _is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
-def _meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
-    return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]
 
 
 def in_one_loop(param: Array, remainder: Array) -> tuple[Array, Array]:

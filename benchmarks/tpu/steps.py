@@ -102,7 +102,9 @@ def in_jaxmp(inner: Any, policy: str = "bf16", **kwargs: Any) -> tuple[Callable[
 
 def optimizers() -> dict[str, tuple[Any, Any]]:
     """Name: ((init, step), dtype of the params)."""
-    clipped = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(RATE))
+    clip = jaxmp.clip_by_global_norm(MAX_NORM)
+    clipped = optax.chain(clip, optax.adamw(RATE))
+    compressed = optax.chain(clip, jaxmp.compress_moments(optax.adamw(RATE), jnp.int8))
     fused = functools.partial(jaxmp.fused_adamw, RATE, max_norm=MAX_NORM)
     bf16 = jnp.bfloat16
     return {
@@ -111,6 +113,7 @@ def optimizers() -> dict[str, tuple[Any, Any]]:
         "jaxmp, bf16": (in_jaxmp(clipped), bf16),
         "jaxmp, fp16": (in_jaxmp(clipped, "fp16"), jnp.float16),
         "jaxmp, bf16, 16 bits of remainder": (in_jaxmp(clipped, remainder_bits=16), bf16),
+        "jaxmp, bf16, int8 moments": (in_jaxmp(compressed), bf16),
         "jaxmp.fused_adamw, bf16": (in_jaxmp(fused()), bf16),
         "jaxmp.fused_adamw, bf16, 16 bits of remainder": (in_jaxmp(fused(), remainder_bits=16), bf16),
         "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments": (

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AdamW, backend, multi_tensor_update, views
-from pallas_kernels.moments import zeros
+from pallas_kernels.moments import dequantize, requantize, zeros
 from pallas_kernels.update import Weight
 
 SHAPES = [(16, 512), (8, 384), (3, 24, 256), (2, 2, 8, 768)]
@@ -55,6 +55,24 @@ def test_each_device_needs_whole_tiles(on_tpu, rows):
     jax.jit(seen)(x)
     jax.jit(jax.shard_map(seen, mesh=mesh, in_specs=P(None), out_specs=P()))(x)  # whole on each device
     assert found == [rows == 64, True]
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("signed", [True, False])
+def test_moments_that_are_compressed_alone_have_the_same_bits(monkeypatch, state_dtype, signed):
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(3, 16, 512)) ** (1 if signed else 2), jnp.float32)
+    random = jnp.asarray(rng.integers(0, 2**16, x.shape), jnp.int32)
+    like = zeros(x.shape, state_dtype, signed=signed)
+
+    def both(platform):
+        monkeypatch.setattr(backend, "default_platform", lambda: platform)
+        stored = requantize(x, like, random, signed=signed)
+        return *stored, dequantize(stored, signed=signed)
+
+    for got, want in zip(both("tpu"), both("gpu"), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
 def weights():

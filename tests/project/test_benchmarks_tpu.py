@@ -133,6 +133,7 @@ MOST_BYTES = {
     "jaxmp, bf16": 32.1,
     "jaxmp, fp16": 32.1,
     "jaxmp, bf16, 16 bits of remainder": 36.1,
+    "jaxmp, bf16, int8 moments": 70.2,
     "jaxmp.fused_adamw, bf16": 30.1,
     "jaxmp.fused_adamw, bf16, 16 bits of remainder": 36.1,
     "jaxmp.fused_adamw, bf16, 8 bits of remainder, int8 moments": 32.4,
