@@ -1,4 +1,6 @@
-"""On a CPU: a step in an order in which XLA overwrites donated buffers and copies none of them.
+"""The order in which a step writes, where XLA does not find the best one by itself: on a CPU, and in part on a TPU.
+
+On a CPU, XLA overwrites donated buffers in this order, and copies none of them.
 
 XLA for CPU computes each result of a step in a loop of its own. If an element would become inf or NaN in one of its
 arrays, all of them keep it as it was, so every loop reads all old arrays of its param. Whichever is written first, the
@@ -6,8 +8,11 @@ next loop still needs its old values: XLA copies the masters and the moments, an
 loop. Three parts in a row need no copy:
 
     flags       which elements keep their old values           reads all old arrays, writes a byte for each element
-    weights     masters; updates of params without one         the same and the flags
+    weights     masters, then params; params without one       the same and the flags
     the rest    moments                                        their own old values, the gradient, the flags
+
+A param beside a master is cast from the new master. A param and its remainder are two results of the same old values,
+so they are one number first (`in_one_loop`).
 
 The update is written down in each part, from old arrays behind a barrier. XLA removes what a part does not use. On
 other platforms there is no barrier, so the parts are equal programs, and XLA makes them one: one pass computes all.
