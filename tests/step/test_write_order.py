@@ -172,7 +172,7 @@ def test_boxes_without_masters():
 def test_a_skipped_step_keeps_the_bits_of_split_masters(bits):
     """Also of NaN, inf, -0.0 and subnormal params, and of remainders that no step has made."""
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=bits)
-    uppers = np.array([0x7FC1, 0xFF80, 0x8000, 0x0001, 0x3F80, 0x7F7F, 0x0000], np.uint16)
+    uppers = np.array([0x7FC0, 0xFF80, 0x8000, 0x0001, 0x3F80, 0x7F7F, 0x0000], np.uint16)
     lows = np.array([0, 1, -1, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1], f"int{bits}")
     params = {"w": jnp.asarray(np.repeat(uppers, len(lows))).view(jnp.bfloat16)}
     remainder = jnp.asarray(np.tile(lows, len(uppers)))
