@@ -18,7 +18,6 @@ from jaxtyping import Array
 from pallas_kernels import aligned, groups
 from pallas_kernels.leaves import Function, Leaf, Level, Values, shape_of
 
-THREADS = 128  # a warpgroup
 WIDTH = 8  # bytes of one array that a thread moves at once, or more
 
 
@@ -78,13 +77,13 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
 def _widened(narrowest: int, level: Level) -> Level:
     """`level` with 8 bytes of the narrowest array for each thread, if the blocks have so many."""
     vector = max(level.vector, WIDTH // narrowest)
-    return level if level.size % (THREADS * vector) else level._replace(vector=vector)
+    return level if level.size % (groups.THREADS * vector) else level._replace(vector=vector)
 
 
 def _levels_of_groups(group: int) -> tuple[Level, ...]:
     """Blocks of several groups, if they fit into warps, then blocks of one group."""
     wide = (Level(1, groups.BLOCK, groups.VECTOR),) if groups.fit(group) else ()
-    return (*wide, Level(1, group, group // THREADS)) if group % THREADS == 0 else wide
+    return (*wide, Level(1, group, group // groups.THREADS)) if group % groups.THREADS == 0 else wide
 
 
 def takes_groups(group: int, size: int) -> bool:

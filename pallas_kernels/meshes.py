@@ -116,7 +116,7 @@ def apply(
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in (*scalars, *computed))])
     plain = functools.partial(_plain, f, leaves, len(scalars), numbers_of, treedef, n_sums, when is not None)
-    return _with_rule_for_vmap(split, plain, leaves)(packed, *flat)
+    return _result(_with_rule_for_vmap(lambda *given: list(split(*given)), plain)(packed, *flat), leaves)
 
 
 def _on_own_arrays(
@@ -137,16 +137,7 @@ def _on_own_arrays(
         own, numbers, flag = treedef.unflatten(given)
         return apply(own, numbers, when=flag)
 
-    @jax.custom_batching.custom_vmap
-    def run(*arrays: Array) -> Result:
-        return on(launch, *arrays)
-
-    @run.def_vmap
-    def run_batch(axis_size: int, in_batched: Sequence[bool], *arrays: Array) -> tuple[Result, Result]:
-        in_axes = [0 if b else None for b in in_batched]
-        out = jax.vmap(functools.partial(on, reference), in_axes, axis_size=axis_size)(*arrays)
-        return out, jax.tree.map(lambda _: True, out)
-
+    run = _with_rule_for_vmap(functools.partial(on, launch), functools.partial(on, reference))
     return run(*(flat[i] for i in places))
 
 
@@ -175,34 +166,33 @@ def _plain(
     return _flat_result(multi_tensor.reference(f, own, scalars, n_sums=n_sums, when=when))
 
 
-def _with_rule_for_vmap(
-    split: Callable[..., Any], plain: Callable[..., list[Array]], leaves: Sequence[Leaf]
-) -> Callable[..., Result]:
-    """`split`, with the reference under vmap."""
+def _with_rule_for_vmap(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, a function of arrays, with `plain` under vmap."""
 
     @jax.custom_batching.custom_vmap
-    def run(packed: Array, *flat: Array) -> list[Array]:
-        return list(split(packed, *flat))
+    def run(*arrays: Array) -> Any:
+        return kernel(*arrays)
 
     @run.def_vmap
-    def run_batch(axis_size: int, in_batched: Sequence[bool], *args: Array) -> tuple[list[Array], list[bool]]:
-        out = jax.vmap(plain, [0 if b else None for b in in_batched], axis_size=axis_size)(*args)
-        return out, [True] * len(out)
+    def run_batch(axis_size: int, in_batched: Sequence[bool], *arrays: Array) -> tuple[Any, Any]:
+        out = jax.vmap(plain, [0 if b else None for b in in_batched], axis_size=axis_size)(*arrays)
+        return out, jax.tree.map(lambda _: True, out)
 
-    def result(packed: Array, *flat: Array) -> Result:
-        left = run(packed, *flat)
-        found = []
-        for leaf in leaves:
-            size = len(leaf.states) + len(leaf.writes) + len(leaf.outs)
-            found.append(tuple(left[:size]))
-            left = left[size:]
-        return Result(found, tuple(left))
-
-    return result
+    return run
 
 
 def _flat_result(result: Result) -> list[Array]:
     return [x for leaf in result.leaves for x in leaf] + list(result.sums)
+
+
+def _result(flat: list[Array], leaves: Sequence[Leaf]) -> Result:
+    """The opposite of `_flat_result`."""
+    left, found = flat, []
+    for leaf in leaves:
+        size = len(leaf.states) + len(leaf.writes) + len(leaf.outs)
+        found.append(tuple(left[:size]))
+        left = left[size:]
+    return Result(found, tuple(left))
 
 
 def _even_spec(sharding: Any, shape: Sequence[int], group: int) -> Spec:

@@ -30,12 +30,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool
 
-from pallas_kernels import launch, views
+from pallas_kernels import groups, launch, views
 from pallas_kernels.leaves import Function, Leaf, Level, Result, Values, shape_of, signature_of
 from pallas_kernels.moments import flat_index
 
-UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, launch.THREADS, 1), Level(1, 1, 0))
-READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, launch.THREADS, 1), Level(1, 1, 0))
+UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, groups.THREADS, 1), Level(1, 1, 0))
+READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, groups.THREADS, 1), Level(1, 1, 0))
 MOST = 128  # leaves per launch
 
 

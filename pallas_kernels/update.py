@@ -245,7 +245,7 @@ def multi_tensor_update(
         f, whole, scalars = _of(leaves, scalars)
         if write_order.pays((leaves, scalars, taken)):
             return _in_order(f, whole, scalars, n_sums, taken)
-        if broken.counted_apart():
+        if write_order.params_last():
             return _params_last(f, whole, scalars, n_sums, taken)
         return multi_tensor.reference(f, whole, scalars, n_sums=n_sums, when=taken)
 
@@ -371,8 +371,8 @@ def _params_last(
 ) -> multi_tensor.Result:
     """The same as `multi_tensor.reference`, for a TPU: the step changes float32 weights, params are made from these.
 
-    XLA would select between the old and the new param in a pass of its own, which computes the update again. So a step
-    that is not taken rounds the same params from the same masters again (as with optax's transforms, on any platform).
+    A step that is not taken rounds the same params from the same masters again, as with optax's transforms on any
+    platform; see `write_order.params_last`.
     """
     asked = [_with_weight(leaf) for leaf in leaves]
     found = multi_tensor.reference(functools.partial(_without_params, f), asked, scalars, n_sums=n_sums, when=taken)

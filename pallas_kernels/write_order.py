@@ -64,6 +64,14 @@ def in_one_loop(param: Array, remainder: Array) -> tuple[Array, Array]:
     return moments.with_derivative_of(param, new), remainder
 
 
+def params_last() -> bool:
+    """Whether params are made from the new weights, also in a step that is not taken: traced for a TPU.
+
+    XLA for TPU would select between the old and the new param in a pass of its own, which computes the update again.
+    """
+    return backend.default_platform() == "tpu"
+
+
 def alone(weight: Array) -> Array:
     """A float32 weight that is joined from two halves, or will be split; on a TPU XLA writes it to memory.
 

@@ -33,6 +33,7 @@ from jaxtyping import PyTree
 import jaxmp
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import markdown
+from benchmarks.lib.trees import FP8_SCALES
 from benchmarks.lib.versions import CPU, versions
 from benchmarks.programs.recipes import (
     LEARNING_RATE,
@@ -48,7 +49,6 @@ from benchmarks.programs.recipes import (
 
 SIDES = {10: 1280, 60: 512, 148: 320, 1000: 128}  # leaves to the width of a layer: 7.6 to 8.2 million params
 ROUNDS = {10: 40, 60: 40, 148: 40, 1000: 25}
-SCALES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")  # of an fp8 layer
 COMPILATIONS, PATIENCE = 3, 5.0  # compilations of a program, and the seconds after which no other one starts
 STEP_TARGET, COMPILE_TARGET = 1.2, 2.0
 SCALE = 2.0**16
@@ -117,7 +117,7 @@ def make_params(n_leaves: int, side: int) -> PyTree:
 def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
     """Params, state and gradients of a program, in its own buffers."""
     if program.in_fp8:
-        params = {name: layer | {x: jnp.zeros(()) for x in SCALES} for name, layer in params.items()}
+        params = {name: layer | {x: jnp.zeros(()) for x in FP8_SCALES} for name, layer in params.items()}
     opt_state = jax.tree.map(jnp.copy, program.init(params))
     grads = jax.tree.map(lambda p: (p * (1e-2 * program.scale / SCALE * 2.0**10)).astype(program.dtype), params)
     return jax.tree.map(lambda p: jnp.array(p, program.dtype, copy=True), params), opt_state, grads

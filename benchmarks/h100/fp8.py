@@ -42,6 +42,7 @@ import jaxmp.linen
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.trees import FP8_SCALES
 from benchmarks.lib.versions import H100, versions
 from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS, everywhere, gemms, written_in_fp8
 from benchmarks.programs.h100 import SMALL
@@ -53,7 +54,6 @@ MATMUL = (((1,), (0,)), ((), ()))
 FAST, FULL = "ALG_DOT_ANY_F8_ANY_F8_F32_FAST_ACCUM", "ALG_DOT_ANY_F8_ANY_F8_F32"
 BLOCK_WIDTH, HEADS, SEQUENCES, LENGTH = 2048, 16, 4, 2048
 BLOCKS = ("bf16", "jaxmp.fp8.autocast", "flax Fp8DirectDotGeneralOp")
-LEAVES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
 
 
 class Target(NamedTuple):
@@ -490,15 +490,15 @@ def mlp_cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 def stack_of(n: int, *, in_fp8: bool) -> PyTree:
     """Float32 params of `n` small layers."""
-    scales = dict.fromkeys(LEAVES, jnp.zeros(())) if in_fp8 else {}
+    scales = dict.fromkeys(FP8_SCALES, jnp.zeros(())) if in_fp8 else {}
     return {f"layer_{i}": {"kernel": jnp.zeros((256, 256)), **scales} for i in range(n)}
 
 
 def loss_of_stack(params: PyTree, x: Array) -> Array:
     """A sequence of layers: in fp8 if they have scales, otherwise in bfloat16."""
     for layer in params.values():
-        if LEAVES[0] in layer:
-            scales = fp8.Scales(*(layer[name] for name in LEAVES))
+        if FP8_SCALES[0] in layer:
+            scales = fp8.Scales(*(layer[name] for name in FP8_SCALES))
             x = fp8.dot_general(x, layer["kernel"], MATMUL, recipe=fp8.DelayedScaling(), scales=scales)
         else:
             x = x @ layer["kernel"].astype(x.dtype)

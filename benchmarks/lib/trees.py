@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+# The scales of an fp8 layer, beside its kernel.
+FP8_SCALES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
+
 
 def leaf(*shape: int) -> jax.ShapeDtypeStruct:
     """A float32 parameter."""

@@ -20,7 +20,7 @@ from jaxmp._src.numerics import casting
 from jaxmp._src.step import boxed_state, in_place, kept_elements
 from jaxmp._src.step.policy import Policy
 from jaxmp._src.step.state_tuples import MasterState
-from pallas_kernels import broken, flags, moments, reference, write_order
+from pallas_kernels import flags, moments, reference, write_order
 
 
 class Remainder16(NamedTuple):
@@ -148,7 +148,7 @@ def by_updates(
         if master.dtype == jnp.int8:
             random = moments.split_noise(moments.flat_index(new.shape), number, step.number)
         new_param, remainder = moments.split(write_order.alone(new), master.dtype, random)
-        if broken.counted_apart():  # new is the old weight where the step is not taken
+        if write_order.params_last():  # new is the old weight where the step is not taken
             return new_param, remainder
         kept = jnp.where(step.taken, new_param, param), jnp.where(step.taken, remainder, master)
         return write_order.in_one_loop(*kept) if in_order else kept
