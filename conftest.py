@@ -35,6 +35,12 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+if os.environ.get("JAXMP_TEST_COMPILERS"):
+    sys.path.insert(0, os.path.join(os.path.dirname(__file__), "tests", "support"))
+    import compilers
+
+    compilers.vary(os.environ["JAXMP_TEST_COMPILERS"])
+
 # Doctest would import them: scripts that recorded other systems need those systems, and naive loops train.
 collect_ignore_glob = ["tests/oracles/*.py", "tests/support/naive_loops/*.py"]
 
