@@ -5,6 +5,8 @@
 #   make test       lint, types, tests, doctests, notebooks and the documentation
 #   make lint       the first of these: ruff, import layers, pyright
 #   make docs       the last of these: build/docs/index.html, with warnings as errors
+#   make portable   the tests of `make test` as other CPUs compile them: with FMA and without, LLVM's optimizations on and
+#                   off, other widths, threads and numbers of processes; 10 minutes for each of six variants
 #   make parity     the loss of every policy and fp8 recipe over paired seeds; a second call goes on: over an hour
 #   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
@@ -41,11 +43,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs campaign faults corruption oracle autocast kills pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs portable campaign faults corruption oracle autocast kills pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,20p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,22p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -85,6 +87,9 @@ lint: $(STAMP)/dev
 
 pytest: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(addprefix --thirds=,$(THIRDS)) $(ARGS)
+
+portable: $(STAMP)/dev
+	$(VENV)/bin/python tests/support/portable.py --json benchmarks/results/portability.json --sample=$(SAMPLE) $(addprefix --thirds=,$(THIRDS)) $(ARGS)
 
 campaign: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)

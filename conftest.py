@@ -8,14 +8,18 @@ To run the suite on other devices, name the platform: `JAXMP_TEST_PLATFORM=cuda 
 """
 
 import os
+import platform
 import sys
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before conftest.py could choose its devices; find the pytest plugin that did")
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAXMP_TEST_PLATFORM") or "cpu"
+# AVX has no FMA: a * b + c is rounded twice, whatever else is in its loop. No test needs that (`make portable` runs all
+# with FMA, too); a test that does by mistake fails on no machine of a user. An instruction set of your XLA_FLAGS stands.
 os.environ["XLA_FLAGS"] = " ".join(
-    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    ["--xla_cpu_max_isa=AVX"] * (platform.machine() in ("x86_64", "AMD64"))
+    + [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     + ["--xla_force_host_platform_device_count=8"]
 )
 # Simulated devices share the threads of few cores: two programs with collectives in flight can lock each other out.
@@ -144,8 +148,13 @@ def _values(case: pytest.Item) -> set[tuple[str, int]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Compiles without LLVM's optimizations, in fixtures too; with them for tests marked `optimized`."""
+    """Compiles without LLVM's optimizations, in fixtures too; with them for tests marked `optimized`.
+
+    `JAXMP_TEST_OPTIMIZED=1` compiles all tests with them, `JAXMP_TEST_OPTIMIZED=0` none.
+    """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("optimized") is None)
+    of_all = os.environ.get("JAXMP_TEST_OPTIMIZED")
+    optimized = of_all == "1" if of_all else item.get_closest_marker("optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", not optimized)
     return (yield)

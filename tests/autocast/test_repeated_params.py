@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxmp
 import regimes
+from helpers import assert_moved, assert_within_ulps
 
 ROWS, WIDTH, TIMES = 4, 8, 3000
 TOKENS = np.repeat(np.array([2, 1], np.int32), [TIMES, 8]).reshape(-1, 4)
@@ -104,9 +105,8 @@ def test_rows_and_their_tangents_are_as_they_were():
     fn = lambda table: take(table, TOKENS[:3])  # noqa: E731
     found = jax.jvp(jaxmp.autocast(fn, jnp.bfloat16), (table,), (tangent,))
     expected = jax.jvp(fn, (table,), (tangent,))
-    for got, x in zip(found, expected, strict=True):
-        assert got.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(got.astype(jnp.float32), x.astype(jnp.float32))
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    assert_moved(found, expected)
 
 
 # ---- biases and factors: (rows, positions, width) plus or times (width,)
@@ -260,7 +260,7 @@ def test_a_loop_over_16_bit_weights_computes_what_it_did():
     w = {"w": jnp.asarray(TABLE.T @ TABLE, jnp.bfloat16), "b": jnp.ones(WIDTH, jnp.bfloat16), "s": jnp.bfloat16(0.5)}
     x = np.ones((3, 1, WIDTH), jnp.bfloat16)
     fn = jaxmp.autocast(recurrent, jnp.bfloat16)
-    np.testing.assert_array_equal(jax.jit(fn)(w, x), jax.jit(recurrent)(w, x))
+    assert_within_ulps(jax.jit(fn)(w, x), jax.jit(recurrent)(w, x), 2)  # three roundings to bfloat16
     tangents = jax.tree.map(jnp.ones_like, w)
     loss_fn = lambda w, fn: jnp.sum(fn(w, x).astype(jnp.float32) ** 2)  # noqa: E731
     found, expected = (

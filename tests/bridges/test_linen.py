@@ -14,7 +14,7 @@ from flax.training import train_state as flax_train_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from matmul_dtypes import matmuls
 from regimes import guarded, squared_error
 
@@ -81,18 +81,18 @@ def our_step(state, x):
 
 def test_create_casts_the_params_and_keeps_masters_of_the_initial_values():
     state = make_state()
-    assert_bitwise(state.params, POLICY.cast_to_param(variables()["params"]))
+    assert_exact(state.params, POLICY.cast_to_param(variables()["params"]))
     assert {str(x.dtype) for x in jax.tree.leaves(state.params["BatchNorm_0"])} == {"float32"}
     masters = jaxmp.get_master_params(state.opt_state, state.params)
-    assert_bitwise(masters, variables()["params"])
+    assert_moved(masters, variables()["params"])
     assert any(np.any(m != p) for m, p in zip(*map(jax.tree.leaves, (masters, state.params)), strict=True))
-    assert_bitwise(state.step, np.int32(0))
-    assert_bitwise(state.loss_scale, F32(4.0))
+    assert_exact(state.step, np.int32(0))
+    assert_exact(state.loss_scale, F32(4.0))
     # without a policy the params are taken as they are
     cast = POLICY.cast_to_param(variables()["params"])
     plain = jaxmp.linen.TrainState.create(apply_fn=None, params=cast, tx=optimizer())
-    assert_bitwise(plain.params, cast)
-    assert_bitwise(jaxmp.get_master_params(plain.opt_state, cast), jax.tree.map(lambda x: x.astype(F32), cast))
+    assert_moved(plain.params, cast)
+    assert_exact(jaxmp.get_master_params(plain.opt_state, cast), jax.tree.map(lambda x: x.astype(F32), cast))
 
 
 @pytest.mark.costly
@@ -100,17 +100,17 @@ def test_a_skipped_step_keeps_batch_stats_and_the_step_counter():
     """flax leaves inf in the statistics of BatchNorm, and counts the step."""
     first, loss, _ = our_step(make_state(), X)
     assert np.isfinite(loss)
-    assert_bitwise((first.step, first.metrics["skipped"]), (np.int32(1), np.bool_(False)))
+    assert_exact((first.step, first.metrics["skipped"]), (np.int32(1), np.bool_(False)))
     second, _, bad_stats = our_step(first, BAD_X)
     assert not bool(jaxmp.all_finite(bad_stats))  # what flax's apply_gradients(batch_stats=...) stores
-    assert_bitwise(second.params, first.params)
-    assert_bitwise(second.batch_stats, first.batch_stats)
-    assert_bitwise(second.step, first.step)
-    assert_bitwise(guarded(second.opt_state), guarded(first.opt_state))
-    assert_bitwise((second.loss_scale, second.metrics["skipped_steps"]), (F32(2.0), np.int32(1)))
+    assert_moved(second.params, first.params)
+    assert_moved(second.batch_stats, first.batch_stats)
+    assert_moved(second.step, first.step)
+    assert_moved(guarded(second.opt_state), guarded(first.opt_state))
+    assert_exact((second.loss_scale, second.metrics["skipped_steps"]), (F32(2.0), np.int32(1)))
     third, _, stats = our_step(second, X)
-    assert_bitwise(third.batch_stats, stats)
-    assert_bitwise((third.step, optax.tree.get(third.opt_state, "count")), (np.int32(2), np.int32(2)))
+    assert_within_ulps(third.batch_stats, stats, 4)
+    assert_exact((third.step, optax.tree.get(third.opt_state, "count")), (np.int32(2), np.int32(2)))
     assert bool(jaxmp.all_finite((third.params, third.batch_stats)))
 
 
@@ -132,10 +132,10 @@ def test_flax_s_own_train_state_works_with_keep_if_skipped():
         # two programs: Adam and the fused multiply-adds around it may round apart in the last place
         assert_close(theirs.params, ours.params, rtol=2.0**-10, atol=1e-6)
         assert_close(theirs.batch_stats, ours.batch_stats, rtol=1e-5, atol=1e-6)
-        assert_bitwise(theirs.opt_state.scaling, ours.opt_state.scaling)
+        assert_exact(theirs.opt_state.scaling, ours.opt_state.scaling)
     # flax's counter counts skipped steps, the optimizer's does not
-    assert_bitwise((jnp.asarray(theirs.step), optax.tree.get(theirs.opt_state, "count")), (np.int32(3), np.int32(2)))
-    assert_bitwise(ours.step, np.int32(2))
+    assert_exact((jnp.asarray(theirs.step), optax.tree.get(theirs.opt_state, "count")), (np.int32(3), np.int32(2)))
+    assert_exact(ours.step, np.int32(2))
 
 
 def test_a_skip_keeps_minus_zero_in_flax_s_own_train_state():
@@ -144,7 +144,7 @@ def test_a_skip_keeps_minus_zero_in_flax_s_own_train_state():
     params = {"dense": jnp.array([-0.0, 0.0, 1.0], F16), "norm": jnp.array([-0.0, 0.0, 1.0], F32)}
     state = flax_train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = jax.tree.map(lambda p: jnp.full_like(p, np.inf), params)
-    assert_bitwise(state.apply_gradients(grads=grads).params, params)
+    assert_moved(state.apply_gradients(grads=grads).params, params)
 
 
 def test_extra_arguments_reach_the_optimizer():
@@ -157,11 +157,11 @@ def test_extra_arguments_reach_the_optimizer():
     step = jax.jit(lambda s, g, value: s.apply_gradients(grads=g, value=value))
     for value, scale in ((1.0, 1.0), (1.0, 0.5)):
         state = step(state, good, jnp.float32(value))
-        assert_bitwise(optax.tree.get(state.opt_state, "scale"), F32(scale))
+        assert_exact(optax.tree.get(state.opt_state, "scale"), F32(scale))
     skipped = step(state, bad, jnp.float32(np.nan))
-    assert_bitwise(skipped.params, state.params)
-    assert_bitwise(guarded(skipped.opt_state), guarded(state.opt_state))
-    assert_bitwise(skipped.step, np.int32(2))
+    assert_moved(skipped.params, state.params)
+    assert_moved(guarded(skipped.opt_state), guarded(state.opt_state))
+    assert_exact(skipped.step, np.int32(2))
     theirs = flax_train_state.TrainState.create(apply_fn=None, params=state.params, tx=tx)
     with pytest.raises(TypeError, match="value"):
         theirs.apply_gradients(grads=good, value=1.0)
@@ -175,15 +175,15 @@ def test_fields_given_by_hand_are_kept_on_a_skip_as_well():
     params = {"w": jnp.ones(2)}
     state = WithEma.create(apply_fn=None, params=params, tx=tx, policy="bf16", ema=jnp.zeros(2))
     taken = state.apply_gradients(grads={"w": jnp.ones(2)}, ema=jnp.ones(2), step=state.step + 10)
-    assert_bitwise((taken.ema, taken.step), (np.ones(2, F32), np.int32(10)))
+    assert_exact((taken.ema, taken.step), (np.ones(2, F32), np.int32(10)))
     skipped = taken.apply_gradients(grads={"w": jnp.full(2, np.inf)}, ema=jnp.full(2, np.inf), step=taken.step + 10)
-    assert_bitwise((skipped.ema, skipped.step), (np.ones(2, F32), np.int32(10)))
+    assert_exact((skipped.ema, skipped.step), (np.ones(2, F32), np.int32(10)))
 
 
 def test_any_optax_transform_may_be_in_the_train_state():
     state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(1.0))
     state = state.apply_gradients(grads={"w": jnp.ones(2)})
-    assert_bitwise((state.params["w"], state.step, state.loss_scale), (np.zeros(2, F32), np.int32(1), F32(1.0)))
+    assert_exact((state.params["w"], state.step, state.loss_scale), (np.zeros(2, F32), np.int32(1), F32(1.0)))
 
 
 @pytest.mark.costly
@@ -268,9 +268,9 @@ def test_partitioned_boxes_carry_over_to_masters_and_moments():
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim)
         assert before.dtype == after.dtype
     masters = jaxmp.get_master_params(second.opt_state, second.params)
-    assert_bitwise(policy.cast_to_param(masters), second.params)
+    assert_exact(policy.cast_to_param(masters), second.params)
     assert isinstance(masters["Dense_1"]["kernel"], nn.Partitioned)
-    assert_bitwise(nn.unbox(masters), jaxmp.get_master_params(nn.unbox(second.opt_state), nn.unbox(second.params)))
+    assert_moved(nn.unbox(masters), jaxmp.get_master_params(nn.unbox(second.opt_state), nn.unbox(second.params)))
 
 
 class Block(nn.Module):
@@ -325,15 +325,15 @@ def test_lifted_and_shared_modules_train(model):
     scale = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(exact))
     assert_close(unscaled, exact, atol=0.02 * scale)
     skipped, _, _ = step(first, np.nan)
-    assert_bitwise(skipped.params, first.params)
-    assert_bitwise(guarded(skipped.opt_state), guarded(first.opt_state))
+    assert_moved(skipped.params, first.params)
+    assert_moved(guarded(skipped.opt_state), guarded(first.opt_state))
     state = skipped
     for _ in range(20):
         state, last, _ = step(state, 1.0)
     assert last < 0.5 * loss
-    assert_bitwise((state.metrics["skipped_steps"], state.step), (np.int32(1), np.int32(21)))
+    assert_exact((state.metrics["skipped_steps"], state.step), (np.int32(1), np.int32(21)))
     masters = jaxmp.get_master_params(state.opt_state, state.params)
-    assert_bitwise(POLICY.cast_to_param(masters), state.params)
+    assert_exact(POLICY.cast_to_param(masters), state.params)
 
 
 def test_frozen_dicts_are_params_too():
@@ -341,13 +341,13 @@ def test_frozen_dicts_are_params_too():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16")
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx, policy="bf16")
     state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
-    assert_bitwise(state.params, flax.core.freeze({"Dense_0": {"kernel": jnp.zeros((2, 2), jnp.bfloat16)}}))
+    assert_exact(state.params, flax.core.freeze({"Dense_0": {"kernel": jnp.zeros((2, 2), jnp.bfloat16)}}))
 
 
 def test_a_train_state_is_a_pytree_of_arrays():
     state = make_state()
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-    assert_bitwise(jax.tree.map(jnp.asarray, restored), state)
+    assert_moved(jax.tree.map(jnp.asarray, restored), state)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     moved = jax.device_put(state, NamedSharding(mesh, P()))
     assert all(len(x.devices()) == 2 for x in jax.tree.leaves(moved))
@@ -473,7 +473,7 @@ def test_the_same_optimizer_with_another_rate_takes_the_state():
     state = started(inner=optax.sgd(0.1))
     new = state.replace(tx=jaxmp.mixed_precision(optax.sgd(1.0), "bf16"))
     new = new.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
-    assert_bitwise(new.params["b"], jnp.zeros(2, jnp.bfloat16))
+    assert_exact(new.params["b"], jnp.zeros(2, jnp.bfloat16))
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
@@ -486,4 +486,4 @@ def test_params_in_other_containers_come_into_those_of_the_state(policy, change)
         new = state.replace(params=given)
         assert jax.tree.structure(new) == jax.tree.structure(state)
         grads = jax.tree.map(jnp.ones_like, state.params)
-        assert_bitwise(new.apply_gradients(grads=grads).params, plain.apply_gradients(grads=grads).params)
+        assert_same_program(new.apply_gradients(grads=grads).params, plain.apply_gradients(grads=grads).params)

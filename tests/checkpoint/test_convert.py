@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from fp8_model import model_params
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved, assert_within_ulps
 from jaxmp._src.checkpoint import job_leaves
 from jaxmp._src.step import leaf_paths
 from jaxmp.checkpoint import convert, reload_master_params
@@ -103,22 +103,22 @@ def test_masters_moments_and_counts_go_along_bit_for_bit(pair):
     before, after = (jaxmp.get_master_params(*x) for x in ((opt_state, params), (new_state, new_params)))
     for layer, name in WEIGHTS:
         if target != "split8":  # which keeps 24 bits
-            assert_bitwise(after[layer][name], before[layer][name])
+            assert_exact(after[layer][name], before[layer][name])
         np.testing.assert_allclose(after[layer][name], before[layer][name], rtol=2.0**-16)
         if "split8" not in pair:  # no midway point among the others
             rounded = jaxmp.casting.saturating_cast(before[layer][name], new_params[layer][name].dtype)
-            np.testing.assert_array_equal(new_params[layer][name], rounded)
-    assert_bitwise(inner_leaves(new_state), inner_leaves(opt_state))
+            assert_exact(new_params[layer][name], rounded)
+    assert_moved(inner_leaves(new_state), inner_leaves(opt_state))
     assert int(optax.tree.get(new_state, "count")) == 2 and int(new_state.skipped_steps) == 1
     kept = target in SCALING and source in SCALING
-    assert_bitwise(new_state.scaling, opt_state.scaling if kept else fresh.scaling)
+    assert_exact(new_state.scaling, opt_state.scaling if kept else fresh.scaling)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in BITS else pytest.mark.campaign) for x in KINDS])
 def test_the_same_optimizer_gets_the_same_bits(name):
     params, opt_state = job(name)
     kind = KINDS[name]
-    assert_bitwise(convert(opt_state, params, to=kind.tx, policy=kind.policy), (params, opt_state))
+    assert_moved(convert(opt_state, params, to=kind.tx, policy=kind.policy), (params, opt_state))
 
 
 @pytest.mark.costly
@@ -129,7 +129,7 @@ def test_the_next_step_is_that_of_the_inner_optimizer():
     updates, _ = INNER.update(grads, inner, masters)
     new_params, new_state = quietly("bf16", "fp32")
     got, _ = KINDS["fp32"].tx.update(grads, new_state, new_params)
-    assert_bitwise(got, updates)
+    assert_within_ulps(got, updates, 4)  # of AdamW, compiled in other parts
 
 
 def test_masters_midway_between_params_are_kept_exactly_when_split():
@@ -137,7 +137,7 @@ def test_masters_midway_between_params_are_kept_exactly_when_split():
     source, target = (jaxmp.mixed_precision(optax.sgd(0.1), "bf16", **k) for k in ({}, {"remainder_bits": 16}))
     params = jaxmp.get_policy("bf16").cast_to_param({"w": midway})
     new_params, new_state = convert(source.init({"w": midway}), params, to=target, policy="bf16")
-    assert_bitwise(jaxmp.get_master_params(new_state, new_params), {"w": midway})
+    assert_exact(jaxmp.get_master_params(new_state, new_params), {"w": midway})
 
 
 def test_a_state_of_plain_optax_is_taken_as_wrap_state_takes_it():
@@ -145,8 +145,8 @@ def test_a_state_of_plain_optax_is_taken_as_wrap_state_takes_it():
     old = INNER.init(params16)  # moments in bfloat16
     old = jax.tree.map(lambda x: x + 1, old)
     params, opt_state = convert(old, params16, to=KINDS["bf16"].tx, policy="bf16")
-    assert_bitwise(opt_state, jaxmp.wrap_state(KINDS["bf16"].tx, old, params16))
-    assert_bitwise(params, params16)
+    assert_exact(opt_state, jaxmp.wrap_state(KINDS["bf16"].tx, old, params16))
+    assert_moved(params, params16)
 
 
 def test_boxes_and_a_place_in_a_chain_go_along():
@@ -157,10 +157,10 @@ def test_boxes_and_a_place_in_a_chain_go_along():
     )
     opt_state, params = source.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32)
     params, opt_state = convert(opt_state, params, to=target, policy="fp32")
-    assert_bitwise(params, params32)
-    assert_bitwise(opt_state, target.init(params32))
+    assert_exact(params, params32)
+    assert_exact(opt_state, target.init(params32))
     alone = jaxmp.mixed_precision(optax.adam(1e-3), "fp32")
-    assert_bitwise(convert(opt_state, params, to=alone, policy="fp32")[1], alone.init(params32))
+    assert_exact(convert(opt_state, params, to=alone, policy="fp32")[1], alone.init(params32))
 
 
 # Loss scales
@@ -227,12 +227,12 @@ def test_a_loss_scale_of_a_class_of_ones_own():
     tx = scaled(Halving(jnp.float32(8.0), jnp.int32(0)))
     _, old = tx.update(W16, tx.init(W16), W16)
     _, opt_state = convert(old, W16, to=tx, policy="fp16")
-    assert_bitwise(opt_state, old)
+    assert_moved(opt_state, old)
     assert int(opt_state.scaling.scaler_leaves[1]) == 1
     for other in (scaled(4.0), scaled(jaxmp.DynamicLossScale())):
         with pytest.warns(UserWarning, match="no loss scale of the kind .* scale starts from 8.0"):
             _, opt_state = convert(other.init(W16), W16, to=tx, policy="fp16")
-        assert_bitwise(opt_state.scaling, tx.init(W16).scaling)
+        assert_exact(opt_state.scaling, tx.init(W16).scaling)
     with pytest.warns(UserWarning, match="no loss scale of the kind .* scale starts from 65536.0"):
         convert(old, W16, to=scaled(jaxmp.DynamicLossScale()), policy="fp16")
 
@@ -261,13 +261,13 @@ def test_scales_and_histories_go_along_by_layer():
     before, after = group_columns(params, opt_state), group_columns(new_params, new_state)
     assert list(after) == [path for path in before if path.startswith("b/")]
     for path, history in after.items():
-        assert_bitwise(history[-3:], before[path][-3:])
+        assert_moved(history[-3:], before[path][-3:])
         assert not history[:-3].any()
     leaf = "fp8_grad_e5m2_log2_scale"
-    assert_bitwise(new_params["b"][leaf], params["b"][leaf])
+    assert_exact(new_params["b"][leaf], params["b"][leaf])
     assert float(params["b"][leaf]) != 0
     new_params, new_state = convert(new_state, new_params, to=KINDS["fp8"].tx, policy="fp32", like=PARAMS)
-    assert_bitwise(new_params["b"][leaf], params["b"][leaf])
+    assert_exact(new_params["b"][leaf], params["b"][leaf])
     assert float(new_params["a"][leaf]) == 0.0  # as in a new model
     assert [x.scale.shape for x in optax.tree.get(new_state, "amax_states")] == [(2,), (4,)]
 
@@ -294,12 +294,12 @@ def test_histories_of_several_recipes_go_along_where_the_layers_are_the_same():
     opt_state = jaxmp._src.base.tree_paths.map_with_path(
         lambda path, x: jnp.full_like(x, next(number)).at[0].set(0.0) if path.endswith("amax_history") else x, opt_state
     )
-    assert_bitwise(convert(opt_state, PARAMS, to=tx, policy="fp32"), (PARAMS, opt_state))
+    assert_moved(convert(opt_state, PARAMS, to=tx, policy="fp32"), (PARAMS, opt_state))
     with pytest.warns(UserWarning, match="these jobs differ. The histories start again"):
         one = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=RECIPE)
         params, moved = convert(opt_state, PARAMS, to=one, policy="fp32")
     assert not any(group.amax_history.any() for group in optax.tree.get(moved, "amax_states"))
-    assert_bitwise(params, PARAMS)
+    assert_moved(params, PARAMS)
 
 
 def dense(kernel, *, scales=True):
@@ -316,16 +316,16 @@ def test_kernels_stored_in_fp8_come_from_masters_and_go_back():
     params32 = dense(kernel)
     opt_state, params = plain.init({"kernel": kernel}), jaxmp.get_policy("bf16").cast_to_param({"kernel": kernel})
     new_params, new_state = convert(opt_state, params, to=to_stored, policy=stored, like=params32)
-    assert_bitwise(new_params, stored.cast_to_param(params32))
+    assert_exact(new_params, stored.cast_to_param(params32))
     assert new_params["kernel"].dtype == jnp.float8_e4m3fn
-    assert_bitwise(new_state, to_stored.init(params32)._replace(guarded=new_state.guarded))
-    assert_bitwise(jaxmp.get_master_params(new_state, new_params)["kernel"], kernel)
+    assert_exact(new_state, to_stored.init(params32)._replace(guarded=new_state.guarded))
+    assert_moved(jaxmp.get_master_params(new_state, new_params)["kernel"], kernel)
     (group,) = [x for x in optax.tree.get(new_state, "amax_states") if x.scale.shape == (2,)]
     assert float(group.scale[1]) == 2.0 ** float(new_params["op"]["fp8_rhs_e4m3_log2_scale"]) > 1
     fresh = stored.cast_to_param(params32), to_stored.init(params32)  # whose state does not know the kernel's scale yet
-    assert_bitwise(convert(fresh[1], fresh[0], to=to_stored, policy=stored), fresh)
+    assert_moved(convert(fresh[1], fresh[0], to=to_stored, policy=stored), fresh)
     back_params, back_state = convert(new_state, new_params, to=plain, policy="bf16", like={"kernel": kernel})
-    assert_bitwise((back_params, back_state), (params, opt_state))
+    assert_exact((back_params, back_state), (params, opt_state))
 
 
 # Shardings
@@ -342,7 +342,7 @@ def test_masters_and_moments_lie_where_their_params_are_to_lie():
     for tree in (params, optax.tree.get(opt_state, "master_params"), optax.tree.get(opt_state, "mu")):
         assert tree["a"]["w"].sharding == split and tree["ln"]["scale"].sharding == everywhere
     assert all(x.sharding in (split, everywhere) for x in jax.tree.leaves((opt_state, fp32_state)))
-    assert_bitwise(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, quietly("bf16", "fp16")[0]))
+    assert_exact(jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, quietly("bf16", "fp16")[0]))
 
 
 # Masters from params
@@ -355,17 +355,17 @@ def test_masters_are_reloaded_from_params(name):
     new = reload_master_params(opt_state, loaded)
     for layer, weight in WEIGHTS:
         got = jaxmp.get_master_params(new, loaded)[layer][weight]
-        assert_bitwise(got, loaded[layer][weight].astype(jnp.float32))
+        assert_exact(got, loaded[layer][weight].astype(jnp.float32))
     assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, opt_state)
-    assert_bitwise(inner_leaves(new), inner_leaves(opt_state))
-    assert_bitwise(new.scaling, opt_state.scaling)
+    assert_moved(inner_leaves(new), inner_leaves(opt_state))
+    assert_moved(new.scaling, opt_state.scaling)
 
 
 def test_masters_are_reloaded_in_full_from_float32():
     _, opt_state = job("bf16")
     full = jax.tree.map(lambda x: jnp.asarray(x) * np.float32(1.001), PLAIN)
     new = reload_master_params(opt_state, full)
-    assert_bitwise(optax.tree.get(new, "master_params"), full)
+    assert_moved(optax.tree.get(new, "master_params"), full)
     full["a"]["w"].delete()  # a donated buffer is gone: the masters have their own
     assert bool(jnp.isfinite(optax.tree.get(new, "master_params")["a"]["w"]).all())
 
@@ -434,4 +434,4 @@ def test_what_was_converted_shares_no_buffer_with_what_it_came_from():
     new = convert(opt_state, params, to=KINDS["fp32"].tx, policy="fp32")
     jax.tree.map(lambda x: x.delete(), (params, opt_state))
     with warnings.catch_warnings(action="error"):
-        assert_bitwise(new, job("fp32"))
+        assert_moved(new, job("fp32"))

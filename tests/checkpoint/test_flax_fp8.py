@@ -11,7 +11,7 @@ import pytest
 from flax.linen import fp8_ops
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved
 from jaxmp.checkpoint import import_flax_fp8
 
 LEAVES = {"lhs": "fp8_lhs_e4m3_log2_scale", "rhs": "fp8_rhs_e4m3_log2_scale", "grad": "fp8_grad_e5m2_log2_scale"}
@@ -71,7 +71,7 @@ def test_the_scales_are_those_of_the_step_that_would_have_come():
             scale = 2.0 ** float(got[layer]["Fp8DotGeneral_0"][leaf])
             assert scale <= 1 / flax_scale < 2 * scale  # the power of two below
             assert scale != 1.0
-    assert_bitwise(got["Dense_0"]["kernel"], ours_params["Dense_0"]["kernel"])
+    assert_moved(got["Dense_0"]["kernel"], ours_params["Dense_0"]["kernel"])
     assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, opt_state)
     assert not np.array_equal(jaxmp.fp8.get_scales(got), jaxmp.fp8.get_scales(ours_params))
 
@@ -87,7 +87,7 @@ def test_histories_are_in_order_the_newest_last():
     ]
     assert group.amax_history.shape == (16, 4)
     for column, expected in enumerate(newest_first):
-        assert group.amax_history[::-1, column].tolist()[:3] == expected
+        assert_moved(group.amax_history[::-1, column][:3], np.asarray(expected, np.float32))
     assert not group.amax_history[:-3].any()
 
 
@@ -97,7 +97,7 @@ def test_amaxes_of_scaled_gradients_are_unscaled():
     _, scaled = flax_run(3, loss_scale=1024.0)
     params, opt_state = ours()
     plain, scaled = (import_flax_fp8(c, params, opt_state, loss_scale=s) for c, s in ((seen[2], 1), (scaled[2], 1024)))
-    assert_bitwise(scaled[0], plain[0])
+    assert_exact(scaled[0], plain[0])  # scales that are powers of two
 
 
 def test_without_a_history_the_last_scale_goes_on():

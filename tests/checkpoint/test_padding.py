@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved
 from jaxmp import checkpoint, fsdp
 from pallas_kernels import moments
 
@@ -71,19 +71,19 @@ def test_from_8_devices_to_others(saved_on_8, devices):
         )
     assert optax.tree.get(restored.opt_state, "mu")["embed"].sharding.spec == layout.specs["embed"]
     there = jax.tree.map(np.asarray, (restored.params, restored.opt_state))
-    assert_bitwise(there, jax.tree.map(np.asarray, fsdp.pad(trained(), layout)))
+    assert_moved(there, jax.tree.map(np.asarray, fsdp.pad(trained(), layout)))
     back = fsdp.trim((restored.params, restored.opt_state), layout)
-    assert_bitwise(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, trained()))
+    assert_moved(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, trained()))
 
 
 def test_to_one_device_and_to_sixteen(saved_on_8):
     restored = checkpoint.restore(saved_on_8, TX, params=trained()[0])
-    assert_bitwise((restored.params, restored.opt_state), trained())
+    assert_moved((restored.params, restored.opt_state), trained())
     wide = fsdp.layout_of(PARAMS, jax.sharding.AbstractMesh((16,), ("fsdp",)), min_size=10)
     like = jax.eval_shape(lambda tree: fsdp.pad(tree, wide), trained()[0])
     restored = checkpoint.restore(saved_on_8, TX, params=like, layout=wide)
     assert restored.params["embed"].shape == (64, 6)
-    assert_bitwise((restored.params, restored.opt_state), fsdp.pad(trained(), wide))
+    assert_moved((restored.params, restored.opt_state), fsdp.pad(trained(), wide))
 
 
 @pytest.mark.costly
@@ -96,7 +96,7 @@ def test_and_back_from_one_device(tmp_path):
         steps.wait_until_finished()
         restored = checkpoint.restore(steps, fp32, params=shapes(PARAMS, layout), layout=layout)
     expected = checkpoint.convert(trained()[1], trained()[0], to=fp32, policy="fp32")
-    assert_bitwise(jax.tree.map(np.asarray, restored[1:3]), jax.tree.map(np.asarray, fsdp.pad(expected, layout)))
+    assert_exact(jax.tree.map(np.asarray, restored[1:3]), jax.tree.map(np.asarray, fsdp.pad(expected, layout)))
 
 
 @pytest.mark.costly
@@ -106,7 +106,7 @@ def test_other_trees_are_padded_where_they_are_as_the_params(saved_on_8):
         "other": jnp.ones((56, 6)),
     }
     found = checkpoint.restore(saved_on_8, TX, params=trained()[0], extra=like).extra
-    assert_bitwise(found["average"], jaxmp.get_ema_params(trained()[1], trained()[0]))
+    assert_exact(found["average"], jaxmp.get_ema_params(trained()[1], trained()[0]))
     assert found["other"].shape == (56, 6)
 
 
@@ -184,7 +184,7 @@ def test_moments_in_8_bits_keep_their_numbers_under_another_padding(shape, axis,
         np.testing.assert_allclose(values(y, shape, name, dtype), values(x, shape, name, dtype), rtol=1e-6)
         if isinstance(y, moments.Quantized):
             whole = tuple(map(slice, shape))
-            np.testing.assert_array_equal(np.asarray(y.codes[whole]), np.asarray(x.codes[whole]))
+            assert_moved(np.asarray(y.codes[whole]), np.asarray(x.codes[whole]))
             assert not np.any(np.asarray(y.codes, np.float32)[..., shape[-1] :])
 
 
@@ -234,7 +234,7 @@ def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
     # To float32 and back to the same groups is the same code again: the value is one of the grid.
     for name in ("mu", "nu"):
         was, now = (optax.tree.get(s, name)["w"] for s in (opt_state, back.opt_state))
-        assert_bitwise(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
+        assert_exact(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
 
 
 @pytest.mark.parametrize("devices", [3, 8])
@@ -252,11 +252,11 @@ def test_a_padded_leaf_that_partial_names_starts_fresh_or_is_left_over(change, d
     assert of_leaf == {*restored.report.fresh, *restored.report.left_over} and len(of_leaf) >= 4
     got = fsdp.trim((restored.params, restored.opt_state), layout)
     mu = optax.tree.get(got[1], "mu")
-    assert_bitwise(jax.tree.map(np.asarray, mu["dense"]), optax.tree.get(trained()[1], "mu")["dense"])
+    assert_moved(jax.tree.map(np.asarray, mu["dense"]), optax.tree.get(trained()[1], "mu")["dense"])
     masters, before = jaxmp.get_master_params(got[1], got[0]), jaxmp.get_master_params(*trained()[::-1])
-    assert_bitwise(jax.tree.map(np.asarray, masters["dense"]), jax.tree.map(np.asarray, before["dense"]))
+    assert_exact(jax.tree.map(np.asarray, masters["dense"]), jax.tree.map(np.asarray, before["dense"]))
     for name in new.keys() - {"dense"}:
-        assert_bitwise(np.asarray(masters[name]), np.asarray(new[name]))
+        assert_exact(np.asarray(masters[name]), np.asarray(new[name]))
         assert not np.any(mu[name])
 
 
@@ -275,7 +275,7 @@ def test_a_layout_that_one_side_forgot_is_named(saved_on_8, tmp_path):
         with pytest.raises(ValueError, match=f"{told}.*saved without it is restored without it"):
             checkpoint.restore(steps, TX, params=params, layout=layout)
         restored = checkpoint.restore(steps, TX, params=params)
-    assert_bitwise((restored.params, restored.opt_state), (params, opt_state))
+    assert_moved((restored.params, restored.opt_state), (params, opt_state))
 
 
 @pytest.mark.parametrize("rows", [45, 53])  # 53 rows are padded to 56 on 8 devices, as 51 are
@@ -295,4 +295,4 @@ def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path
     with checkpoint.manager(tmp_path) as steps:
         checkpoint.save(steps, 0, params=fsdp.pad(tree, layout), opt_state=(), layout=layout)
         steps.wait_until_finished()
-        assert_bitwise(checkpoint.restore(steps, None, params=tree).params, tree)
+        assert_moved(checkpoint.restore(steps, None, params=tree).params, tree)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_moved, assert_same_program
 from jaxmp import fsdp
 from regimes import AXIS, mesh_of
 
@@ -52,7 +52,7 @@ def job_of(tx, params, how):
             updates, opt_state = run(grads, opt_state)
             updates = jax.tree.map(np.asarray, updates)
             for u in jax.tree.leaves(updates):
-                assert_bitwise(u, np.broadcast_to(u[:1], u.shape))
+                assert_same_program(u, np.broadcast_to(u[:1], u.shape))
             return jax.tree.map(lambda u: u[0], updates), opt_state
 
         return copies, by_pmap
@@ -131,7 +131,7 @@ def test_one_bad_value_on_one_device_skips_the_step_and_changes_nothing_unsent(h
     assert np.all(jaxmp.get_metrics(after)["skipped"])
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
     keep = lambda state: [optax.tree.get(state, name) for name in ("unsent", "unsent_of")]  # noqa: E731
-    assert_bitwise(jax.tree.map(np.asarray, keep(after)), jax.tree.map(np.asarray, keep(opt_state)))
+    assert_moved(jax.tree.map(np.asarray, keep(after)), jax.tree.map(np.asarray, keep(opt_state)))
 
 
 @pytest.mark.costly
@@ -140,7 +140,7 @@ def test_a_step_that_skip_if_refuses_changes_nothing_unsent():
     _, opt_state = step(gradients(0), opt_state)
     _, after = step(gradients(1, scale=1e3), opt_state)
     assert jaxmp.get_metrics(after)["skipped"]
-    assert_bitwise(optax.tree.get(after, "unsent"), optax.tree.get(opt_state, "unsent"))
+    assert_moved(optax.tree.get(after, "unsent"), optax.tree.get(opt_state, "unsent"))
 
 
 def _is_large(grads, metrics):
@@ -158,10 +158,10 @@ def test_where_no_step_is_skipped_an_overflow_holds_its_elements():
     grads["even"][1, 0, 3] = np.inf
     updates, opt_state = step(grads, opt_state)
     block = np.arange(16 * 64).reshape(16, 64) < 128
-    np.testing.assert_array_equal(np.asarray(updates["even"])[block], 0.0)
+    assert not np.any(np.asarray(updates["even"])[block])
     assert np.mean(np.asarray(updates["even"])[~block] != 0) > 0.9
     assert jaxmp.get_metrics(opt_state)["kept_elements"] == 128
-    np.testing.assert_array_equal(unsent_of(opt_state)["even"][:, block], before["even"][:, block])
+    assert_moved(unsent_of(opt_state)["even"][:, block], before["even"][:, block])
 
 
 def test_what_another_device_has_not_sent_is_dropped():
@@ -271,7 +271,7 @@ def test_unsent_parts_lie_over_their_axis_and_else_as_their_params():
         assert spec_of(optax.tree.get(found, "unsent_of").by_axis["node"]) == P("node")
     state = tx.init(padded)
     assert optax.tree.get(fsdp.trim(state, layout), "unsent").by_axis["node"]["odd"].shape == (2, 7, 5)
-    assert_bitwise(fsdp.pad(fsdp.trim(state, layout), layout), state)
+    assert_moved(fsdp.pad(fsdp.trim(state, layout), layout), state)
 
 
 def test_the_plan_counts_what_is_unsent_on_one_device():
@@ -323,9 +323,9 @@ def test_a_job_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
     with jaxmp.checkpoint.manager(tmp_path) as steps:
         jaxmp.checkpoint.save(steps, 0, params=params, opt_state=opt_state)
         job = jaxmp.checkpoint.restore(steps, tx, params=params)
-    assert_bitwise(job.opt_state, opt_state)
+    assert_moved(job.opt_state, opt_state)
     restored = jax.device_put(job.opt_state, shardings)
-    assert_bitwise(step(gradients(1), restored)[0], step(gradients(1), opt_state)[0])
+    assert_same_program(step(gradients(1), restored)[0], step(gradients(1), opt_state)[0])
 
 
 def test_what_is_unsent_is_restored_where_it_belongs(tmp_path):

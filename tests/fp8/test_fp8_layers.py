@@ -18,7 +18,7 @@ from flax.training import train_state
 
 import jaxmp
 from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import layers, scale_leaves
 from jaxmp._src.step import state_tuples
@@ -122,8 +122,8 @@ def test_layers_hold_leaves_beside_their_kernel_and_report_amaxes(layer, x):
         name: ((), F32) for name in LEAVES
     }
     amaxes = amaxes_of(lambda p: layer.apply({"params": p}, x), params)[0][""]
-    assert_bitwise(amaxes[LHS], F32(np.max(np.abs(x))))
-    assert_bitwise(amaxes[RHS], F32(np.max(np.abs(params["kernel"]))))
+    assert_exact(amaxes[LHS], F32(np.max(np.abs(x))))
+    assert_exact(amaxes[RHS], F32(np.max(np.abs(params["kernel"]))))
     assert float(amaxes[GRAD]) > 0
 
 
@@ -143,13 +143,16 @@ def test_attention():
     assert converted({"attention": params}) == [f"attention/{name}" for name in ("key", "out", "query", "value")]
     observed, _ = amaxes_of(lambda p: layer.apply({"params": p}, SEQUENCE), params)
     for name in ("key", "query", "value"):
-        assert_bitwise(observed[name][LHS], F32(np.max(np.abs(X))))
+        assert_exact(observed[name][LHS], F32(np.max(np.abs(X))))
     plain = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=2 * SIDE, out_features=SIDE)
     with autocast(RECIPE, filter=all_true):
         converted_params = init(plain, SEQUENCE)
         expected, _ = amaxes_of(lambda p: plain.apply({"params": p}, SEQUENCE), converted_params)
-    assert_bitwise(converted_params, params)
-    assert_bitwise({name: expected[name][LHS] for name in expected}, {name: observed[name][LHS] for name in expected})
+    assert_same_program(converted_params, params)
+    for name in ("key", "query", "value"):
+        assert_exact(expected[name][LHS], observed[name][LHS])
+    # of what the attention computes, in two programs: products, a softmax, sums
+    assert_within_ulps(expected["out"][LHS], observed["out"][LHS], 16)
 
 
 def test_current_scaling_needs_no_leaves():
@@ -157,7 +160,7 @@ def test_current_scaling_needs_no_leaves():
     params = init(layer, X)
     assert sorted(params) == ["bias", "kernel"]
     plain = nn.Dense(SIDE)
-    assert_bitwise(params, init(plain, X))
+    assert_same_program(params, init(plain, X))
     y, exact = layer.apply({"params": params}, X), plain.apply({"params": params}, X)
     assert 0 < float(jnp.max(jnp.abs(y - exact))) < 0.3
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=CurrentScaling())
@@ -184,7 +187,7 @@ def test_promote_all_but_kernel_keeps_the_gradient_of_the_kernel_in_float32(kind
         gradients[promote] = kernel
         assert kernel.dtype == F32
     rounded = lambda x: x.astype(BF16).astype(F32)  # noqa: E731
-    assert np.array_equal(rounded(gradients[False]), gradients[False])
+    assert_exact(rounded(gradients[False]), gradients[False])
     assert not np.array_equal(rounded(gradients[True]), gradients[True])
 
 
@@ -241,7 +244,7 @@ def test_filters(chosen, expected):
     with autocast(RECIPE, filter=chosen):
         params = init(Model(), X)
     assert converted(params) == sorted(expected)
-    assert_bitwise(without_leaves(params), init(Model(), X))
+    assert_same_program(without_leaves(params), init(Model(), X))
     if chosen is None:
         with autocast(RECIPE, filter=chosen):
             observed, _ = amaxes_of(lambda p: Model().apply({"params": p}, X), params)
@@ -315,8 +318,8 @@ def test_disabled_layers_run_in_their_own_dtype():
         got = linen_layer.apply({"params": params}, X)
         got_nnx = nnx_layer(X)
     kept = {name: params[name] for name in ("kernel", "bias")}
-    assert_bitwise(got, nn.Dense(SIDE, dtype=BF16).apply({"params": kept}, X))
-    assert_bitwise(got_nnx, plain(X))
+    assert_same_program(got, nn.Dense(SIDE, dtype=BF16).apply({"params": kept}, X))
+    assert_same_program(got_nnx, plain(X))
     assert np.any(np.asarray(linen_layer.apply({"params": params}, X) != got))
 
 
@@ -408,7 +411,7 @@ def test_models_of_all_kinds_train(kind):
     params = variables.pop("params")
     assert converted(params) == layers
     assert all(x.shape == shape for x in jax.tree.leaves(scale_leaves.partition(params)[0]))
-    assert_bitwise(without_leaves(params), init(model, X))
+    assert_within_ulps(without_leaves(params), init(model, X), 4)  # drawn by two programs
 
     def apply(params):
         with autocast(RECIPE, filter=all_true):
@@ -449,10 +452,10 @@ def test_a_bound_model_and_a_frozen_dict():
     with autocast(RECIPE):
         params = init(model, X)
         expected = model.apply({"params": params}, X)
-        assert_bitwise(model.bind({"params": params})(X), expected)
+        assert_same_program(model.bind({"params": params})(X), expected)
     exact = model.apply({"params": without_leaves(params)}, X)
     assert np.any(np.asarray(exact != expected))
-    assert_bitwise(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
+    assert_same_program(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
 @pytest.mark.costly
@@ -488,7 +491,7 @@ def test_train_states(kind):
     assert len(leaves) == 3 * len(INNER) and all(x.dtype == F32 and x != 0 for x in leaves)
     before, (state, _) = state, step(state, WITH_INF)
     assert bool(jaxmp.get_metrics(state.opt_state)["skipped"])
-    assert_bitwise((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
+    assert_moved((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
 
 
 @pytest.mark.costly
@@ -558,7 +561,7 @@ def test_to_fp8(chosen, expected):
     assert len(jax.tree.leaves(scales)) == 3 * len(expected)
     assert all(x.dtype == F32 and x.shape == () for x in jax.tree.leaves(scales))
     others = scale_leaves.partition(params)[1]
-    assert_bitwise(jax.tree.leaves(others), jax.tree.leaves(nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
+    assert_same_program(jax.tree.leaves(others), jax.tree.leaves(nnx.to_pure_dict(nnx.state(plain, nnx.Param))))
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
 
 
@@ -594,7 +597,7 @@ def test_nnx_optimizers_move_the_scales(kind):
     before = to_host(nnx.to_pure_dict(nnx.state(model, kinds)))
     step(model, optimizer, WITH_INF)
     assert bool(jaxmp.get_metrics(optimizer.opt_state)["skipped"])
-    assert_bitwise(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
+    assert_moved(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
 
 
 @pytest.mark.costly
@@ -605,7 +608,7 @@ def test_nnx_attention_and_einsum():
     _, grads = jaxmp.nnx.value_and_grad(lambda m, x: mean_square(m(x)))(attention, SEQUENCE, opt_state=opt_state)
     grads = nnx.as_pure(grads)
     for name in ("query", "key", "value"):
-        assert_bitwise(grads[name]["dot_general"][LHS], F32(np.max(np.abs(X))))
+        assert_exact(grads[name]["dot_general"][LHS], F32(np.max(np.abs(X))))
         assert float(grads[name]["dot_general"][GRAD]) > 0
     given = nnx.MultiHeadAttention(
         2, SIDE, qkv_features=2 * SIDE, decode=False, rngs=nnx.Rngs(0), qkv_dot_general=jaxmp.nnx.Fp8DotGeneral(RECIPE)
@@ -614,7 +617,7 @@ def test_nnx_attention_and_einsum():
     _, shared = jaxmp.nnx.value_and_grad(lambda m, x: mean_square(m(x)))(given, SEQUENCE, opt_state=opt_state)
     (observed,) = [x for x in _dicts(nnx.to_pure_dict(shared)) if RHS in x]
     expected = max(np.max(np.abs(getattr(given, name).kernel[...])) for name in ("query", "key", "value"))
-    assert_bitwise(observed[RHS], F32(expected))
+    assert_exact(observed[RHS], F32(expected))
 
 
 def _dicts(tree):
@@ -790,7 +793,7 @@ def test_a_promote_dtype_of_the_user_is_kept(name):
         amaxes = amaxes_of(lambda p: layer.apply({"params": p}, x), params)[0]
     expected = plain.apply({"params": {"kernel": params["kernel"]}}, x) / 2
     np.testing.assert_allclose(y, expected, rtol=0.1, atol=0.2)
-    assert_bitwise(amaxes[""][RHS], F32(np.max(np.abs(params["kernel"])) / 2))
+    assert_exact(amaxes[""][RHS], F32(np.max(np.abs(params["kernel"])) / 2))
 
 
 NNX_WITH_PROMOTION = {
@@ -825,16 +828,16 @@ def test_an_einsum_that_is_no_gemm_runs_as_it_is_and_warns_with_its_path():
         with pytest.warns(jaxmp.fp8.FallbackWarning, match=said):
             y = model.apply({"params": params}, X)
     assert sorted(params["summed"]) == ["kernel"]
-    assert_bitwise(y, model.apply({"params": params}, X))
+    assert_same_program(y, model.apply({"params": params}, X))
     layer = nnx.Einsum("bd,df->b", (SIDE, SIDE), rngs=nnx.Rngs(0))
     before = layer(X)
     holder = nnx.Dict(summed=layer)
     with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed does not run in fp8: .* one GEMM"):
         assert jaxmp.nnx.to_fp8(holder, RECIPE, filter=all_true) == []
-    assert_bitwise(holder.summed(X), before)
+    assert_same_program(holder.summed(X), before)
     product = jaxmp.nnx.Fp8Einsum(CurrentScaling(), layer="summed")
     with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed"):
-        assert_bitwise(product("bd,df->b", X, layer.kernel[...]), before)
+        assert_same_program(product("bd,df->b", X, layer.kernel[...]), before)
 
 
 def test_a_layer_of_nnx_is_named_in_its_warnings():
@@ -866,7 +869,7 @@ def test_a_subclass_that_computes_by_itself_warns_with_its_path():
         with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"does not call nn.Einsum.__call__"):
             y = holder.apply({"params": params}, X)
     assert converted(params) == []
-    assert_bitwise(y, holder.apply({"params": params}, X))
+    assert_same_program(y, holder.apply({"params": params}, X))
     layers = nnx.Dict(own=OwnNnxLinear(SIDE, SIDE, rngs=nnx.Rngs(0)))
     with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"layer own does not run .* OwnNnxLinear.__call__ does not use"):
         assert jaxmp.nnx.to_fp8(layers, RECIPE, filter=all_true) == []
@@ -895,7 +898,7 @@ def test_a_convolution_of_one_pixel_is_a_matmul(kind, kwargs):
             amaxes = amaxes_of(lambda p: layer.apply({"params": p}, images), params)[0]
             y = layer.apply({"params": params}, images)
         want = layer.apply({"params": params}, images)
-        assert_bitwise(amaxes[""][RHS], np.max(np.abs(params["kernel"])))
+        assert_exact(amaxes[""][RHS], np.max(np.abs(params["kernel"])))
     else:
         layer = nnx.Conv(SIDE, 10, (1, 1), **kwargs, rngs=nnx.Rngs(0))
         want = layer(images)
@@ -966,7 +969,7 @@ def test_a_stack_of_nnx_layers_has_a_stack_of_scales_which_trains(fp8_weights):
     scales = nnx.to_pure_dict(nnx.state(grads))["blocks"]["dot_general"]
     assert {name: leaf.shape for name, leaf in scales.items()} == dict.fromkeys((GRAD, LHS, RHS), (3,))
     if not fp8_weights:
-        assert_bitwise(scales[RHS], np.max(np.abs(kernels), axis=(1, 2)))
+        assert_exact(scales[RHS], np.max(np.abs(kernels), axis=(1, 2)))
     before = {k: np.asarray(v) for k, v in jaxmp.fp8.get_scales(nnx.to_pure_dict(nnx.state(model, nnx.Param))).items()}
     assert before[f"blocks/dot_general/{RHS}"].tolist() == sorted(before[f"blocks/dot_general/{RHS}"], reverse=True)
     assert len(set(before[f"blocks/dot_general/{RHS}"])) == 3

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved, assert_same_program
 from jaxmp import checkpoint
 from jaxmp._src.base import tree_paths
 from jaxmp.fp8 import DelayedScaling, is_scale
@@ -77,10 +77,10 @@ def test_checkpoint_and_resume(tmp_path, policy):
     variables = jax.tree.leaves(fresh.opt_state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
         variable.set_value(value)
-    assert_bitwise(state_of(other, fresh), state_of(model, optimizer))
+    assert_moved(state_of(other, fresh), state_of(model, optimizer))
     losses = step(model, optimizer, X), step(other, fresh, X)
-    assert losses[0] == losses[1]
-    assert_bitwise(state_of(other, fresh), state_of(model, optimizer))
+    assert_same_program(*losses)
+    assert_same_program(state_of(other, fresh), state_of(model, optimizer))
 
 
 @pytest.mark.costly
@@ -94,4 +94,4 @@ def test_calibrate_fills_each_layer_of_a_stack():
         assert np.all(np.asarray(leaf.get_value()) != 0)
     query = model.blocks.attention.query.dot_general.fp8_lhs_e4m3_log2_scale.get_value()
     key = model.blocks.attention.key.dot_general.fp8_lhs_e4m3_log2_scale.get_value()
-    assert_bitwise(key, query)
+    assert_exact(key, query)

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxmp
 import regimes
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import stored_kernels
 
@@ -120,9 +120,9 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     assert scale[2] == 1.0  # nothing is known of zeros
     loaded = jaxmp.fp8.load_weights(stored, jnp.float32)
     np.testing.assert_allclose(loaded["kernel"], kernel, rtol=2.0**-4)
-    assert_bitwise(stored_kernels.store(stored), stored)
-    assert_bitwise(stored_kernels.store(loaded), stored)  # nothing is rounded twice
-    assert_bitwise({"bias": loaded["bias"]}, {"bias": params["bias"]})
+    assert_moved(stored_kernels.store(stored), stored)
+    assert_exact(stored_kernels.store(loaded), stored)  # nothing is rounded twice
+    assert_moved({"bias": loaded["bias"]}, {"bias": params["bias"]})
 
 
 @pytest.mark.costly
@@ -131,7 +131,7 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
 def test_params_are_one_byte_and_follow_the_float32_master(policy):
     _, params, opt_state, step = job(policy)
     masters = jaxmp.get_master_params(opt_state, params)
-    assert_bitwise(masters["Dense_1"]["kernel"], params32()["Dense_1"]["kernel"])
+    assert_moved(masters["Dense_1"]["kernel"], params32()["Dense_1"]["kernel"])
     assert [params[f"Dense_{i}"]["kernel"].dtype.itemsize == 1 for i in range(3)] == [False, True, False]
     losses = []
     for _ in range(40):
@@ -140,10 +140,18 @@ def test_params_are_one_byte_and_follow_the_float32_master(policy):
         kernel, leaf = params["Dense_1"]["kernel"], params["Dense_1"]["Fp8DotGeneral_0"][LEAF]
         master = opt_state_master(opt_state)["Dense_1"]["kernel"]
         assert (kernel.dtype, master.dtype, leaf.dtype) == (jnp.float8_e4m3fn, jnp.float32, jnp.float32)
-        assert_bitwise(kernel, np.clip(np.asarray(master) * 2.0 ** np.asarray(leaf), -448, 448).astype(kernel.dtype))
+        assert_cast(kernel, np.asarray(master), 2.0 ** np.asarray(leaf))
     assert grads["Dense_1"]["kernel"].dtype == jnp.bfloat16
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
     assert jaxmp.get_metrics(opt_state)["fp8/unused"] == 0
+
+
+def assert_cast(kernel, master, scale):
+    """The cast of `master`; a step may compute it for the cast once more, an ulp of float32 beside."""
+    ulp = 2.0**-23 * np.abs(master).max()
+    low, high = (np.clip((master + d) * scale, -448, 448).astype(kernel.dtype).astype(np.float32) for d in (-ulp, ulp))
+    kernel = np.asarray(kernel, np.float32)
+    assert np.all((low <= kernel) & (kernel <= high))
 
 
 def opt_state_master(opt_state):
@@ -179,8 +187,8 @@ def test_a_skipped_step_leaves_stored_kernels_and_their_scales():
     bad[3, 3] = np.inf
     new_params, new_state, *_ = step(params, opt_state, bad)
     assert bool(jaxmp.get_metrics(new_state)["skipped"])
-    assert_bitwise(new_params, params)
-    assert_bitwise(regimes.guarded(new_state), regimes.guarded(opt_state))
+    assert_moved(new_params, params)
+    assert_moved(regimes.guarded(new_state), regimes.guarded(opt_state))
 
 
 @pytest.mark.costly
@@ -302,7 +310,9 @@ def test_a_penalty_takes_the_weights_by_load_weights():
         layer = name.split("/")[0]
         moved = np.asarray(grads[layer]["kernel"], np.float64) - np.asarray(without[layer]["kernel"], np.float64)
         assert_close(moved, w, rtol=2.0**-6, atol=2.0**-6)  # gradients of such kernels are bfloat16
-    assert_bitwise(grads["Dense_1"]["Fp8DotGeneral_0"], without["Dense_1"]["Fp8DotGeneral_0"])
+    # amaxes of bfloat16 numbers that two programs compute: some may be rounded to the other side
+    got, expected = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), g["Dense_1"]) for g in (grads, without))
+    assert_within_ulps(got["Fp8DotGeneral_0"], expected["Fp8DotGeneral_0"], 2)
 
 
 def apply(net, params):
@@ -337,7 +347,7 @@ def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
         state.apply_fn({"params": state.params}, X)
     weights = jaxmp.fp8.load_weights(state.params, jnp.bfloat16)
     expected = model.apply({"params": weights}, X)
-    assert_bitwise(state.apply_fn({"params": weights}, X), expected)
+    assert_same_program(state.apply_fn({"params": weights}, X), expected)
     with jaxmp.autocast(policy):
         assert_close(state.apply_fn({"params": state.params}, X), expected, rtol=0, atol=0.1)
     assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
@@ -351,9 +361,9 @@ def test_an_unused_layer_keeps_its_scale_and_its_kernel():
         return loss_fn({k: v for k, v in params.items()} | {"Dense_2": params["Dense_1"]}, x, y)
 
     new, new_state, *_ = stepper(tx, skips_one)(params, opt_state)
-    assert_bitwise(new["Dense_2"], params["Dense_2"])
+    assert_moved(new["Dense_2"], params["Dense_2"])
     assert jaxmp.get_metrics(new_state)["fp8/unused"] == 3
-    assert not regimes.same_bits(jax.device_get(new["Dense_1"]), jax.device_get(params["Dense_1"]))
+    assert not regimes.unchanged(jax.device_get(new["Dense_1"]), jax.device_get(params["Dense_1"]))
 
 
 def test_step_stats_have_the_amaxes_of_the_masters():
@@ -364,7 +374,7 @@ def test_step_stats_have_the_amaxes_of_the_masters():
     found = jaxmp.monitor.step_stats(ran, opt_state, params, histogram=False).fp8
     path = f"Dense_1/Fp8DotGeneral_0/{LEAF}"
     assert scales[path] > 448
-    assert_bitwise(found.amax[path], jnp.max(jnp.abs(masters["Dense_1"]["kernel"])))
+    assert_exact(found.amax[path], jnp.max(jnp.abs(masters["Dense_1"]["kernel"])))
     assert not any(map(bool, found.saturated.values()))
     idle = jaxmp.monitor.step_stats(jax.tree.map(jnp.zeros_like, ran), opt_state, params, histogram=False).fp8
     assert found.amax.keys() == idle.amax.keys() == scales.keys()
@@ -381,10 +391,10 @@ def test_frozen_kernels_stay_in_fp8_without_a_master():
     before = params
     for _ in range(3):
         params, opt_state, *_ = step(params, opt_state)
-    assert_bitwise(params["Dense_1"]["kernel"], before["Dense_1"]["kernel"])
-    assert_bitwise(params["Dense_1"]["Fp8DotGeneral_0"][LEAF], before["Dense_1"]["Fp8DotGeneral_0"][LEAF])
+    assert_moved(params["Dense_1"]["kernel"], before["Dense_1"]["kernel"])
+    assert_moved(params["Dense_1"]["Fp8DotGeneral_0"][LEAF], before["Dense_1"]["Fp8DotGeneral_0"][LEAF])
     assert jaxmp.get_metrics(opt_state)["fp8/unused"] == 0  # it is used without a cast
-    assert not regimes.same_bits(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
+    assert not regimes.unchanged(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
 
 
 @pytest.mark.costly
@@ -428,7 +438,8 @@ def after_three_steps(regime_name):
 @pytest.mark.parametrize("regime_name", ["pmap", "shard_map", "jit_fsdp"])
 def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     (single,), parallel = after_three_steps("single"), after_three_steps(regime_name)
-    assert all(regimes.same_bits(copy, parallel[0]) for copy in parallel)
+    for copy in parallel:
+        assert_same_program(copy, parallel[0])
     masters = [jaxmp.get_master_params(state[1], state[0]) for state in (parallel[0], single)]
     assert_close(masters[0], masters[1], rtol=2.0**-6, atol=2.0**-9)
 
@@ -443,7 +454,7 @@ def test_checkpoints_hold_them(tmp_path):
         checkpointer.save(tmp_path / "step", {"params": params, "opt_state": opt_state})
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "step", {"params": params, "opt_state": opt_state})
-    assert_bitwise(step(restored["params"], restored["opt_state"])[:2], step(params, opt_state)[:2])
+    assert_same_program(step(restored["params"], restored["opt_state"])[:2], step(params, opt_state)[:2])
 
 
 # --- kept over microbatches ------------------------------------------------------------------------------------------
@@ -463,7 +474,7 @@ def test_kernels_kept_over_microbatches_change_nothing(policy):
         results.append((first, loss, step(params, opt_state)[0]))
     (first, loss, params), (kept_first, kept_loss, kept_params) = results
     assert kept_first["Dense_1"]["kernel"].dtype == jnp.float32
-    assert_bitwise(kept_first["Dense_1"]["Fp8DotGeneral_0"][LEAF], first["Dense_1"]["Fp8DotGeneral_0"][LEAF])
+    assert_exact(kept_first["Dense_1"]["Fp8DotGeneral_0"][LEAF], first["Dense_1"]["Fp8DotGeneral_0"][LEAF])
     assert_close(kept_loss, loss, rtol=1e-4)
     for kept, expected in ((kept_first, first), (kept_params, params)):
         jax.tree.map(lambda a, b: assert_close(a, b, atol=2.0**-8 * float(np.abs(b).max())), kept, expected)
@@ -514,7 +525,7 @@ def test_a_kernel_beside_two_products_is_not_stored():
     with pytest.warns(UserWarning, match="got kernel beside Fp8RaggedDot_0, Fp8RaggedDot_1") as caught:
         stored = policy.cast_to_param(params)  # the paths do not say which of both reads `kernel`
     assert len(caught) == 1 and "kernel-not-stored" in str(caught[0].message)
-    assert_bitwise(*(Experts().apply({"params": p}, X, sizes) for p in (stored, params)))
+    assert_same_program(*(Experts().apply({"params": p}, X, sizes) for p in (stored, params)))
 
 
 def own_promotion(*args, dtype=None, **_):
@@ -554,8 +565,8 @@ def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
     for is_on in (True, False):
         with jaxmp.fp8.autocast(enabled=is_on):
             got, expected = (layer.apply({"params": p}, x) for p in (params, weights))
-        assert_bitwise(got, expected)
-    assert_bitwise(layer.apply({"params": params}, x), layer.apply({"params": weights}, x))
+        assert_same_program(got, expected)
+    assert_same_program(layer.apply({"params": params}, x), layer.apply({"params": weights}, x))
 
 
 def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switched_off():
@@ -565,7 +576,7 @@ def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switche
     params = jaxmp.get_policy("fp8", fp8_weights=True).cast_to_param(params)
     weights = jaxmp.fp8.load_weights(params, jnp.bfloat16)
     with jaxmp.fp8.autocast(enabled=False):
-        assert_bitwise(layer.apply({"params": params}, X), layer.apply({"params": weights}, X))
+        assert_same_program(layer.apply({"params": params}, X), layer.apply({"params": weights}, X))
 
 
 @pytest.mark.parametrize(
@@ -593,7 +604,7 @@ def test_nnx_layers_evaluate_with_stored_kernels(options, by_hand):
     nnx.update(with_weights, jaxmp.fp8.load_weights(nnx.state(model), jnp.bfloat16))
     for is_on in (True, False):
         with jaxmp.fp8.autocast(enabled=is_on):
-            assert_bitwise(model(X), with_weights(X))
+            assert_same_program(model(X), with_weights(X))
 
 
 def test_jax_value_and_grad_says_what_to_do():

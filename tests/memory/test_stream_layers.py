@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxmp
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
 from jaxmp import offload
 from jaxmp._src.devices import host_memory
 
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model(options):
     got = loss_and_grads(offload.stream_layers(layer, **options), offload.to_host(make_params()))
     assert {g.sharding.memory_kind for g in got[1].values()} == {"pinned_host"}
     assert got[0].sharding.memory_kind == "device"
-    assert_bitwise(jax.tree.map(np.array, got), of_the_plain_model())
+    assert_within_ulps(jax.tree.map(np.array, got), of_the_plain_model(), 64)  # sums of 6 layers, in another program
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_params_on_the_device_and_shared_arguments():
 
     apply = offload.stream_layers(masked, num_slices=2)
     x, extra = apply(make_params(), (make_batch(), jnp.arange(BATCH)), mask)
-    assert_bitwise(np.array(x[:, 1::2]), np.array(make_batch()[:, 1::2]))
+    assert_moved(np.array(x[:, 1::2]), np.array(make_batch()[:, 1::2]))
     assert extra.tolist() == list(range(BATCH))
 
 
@@ -143,7 +143,7 @@ def test_a_whole_step_with_params_gradients_and_state_on_the_host():
             }
         runs.append(jax.tree.map(np.array, (params, opt_state, loss)))
     assert_close(runs[1], runs[0], rtol=1e-3, atol=1e-5)
-    assert_bitwise(runs[1][1].scaling, runs[0][1].scaling)
+    assert_exact(runs[1][1].scaling, runs[0][1].scaling)
     assert int(runs[1][1].skipped_steps) >= 1
     assert step._cache_size() == 2  # one for each place
 

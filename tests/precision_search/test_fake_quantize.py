@@ -43,13 +43,13 @@ def test_rounding_is_the_cast(name):
     numbers = [*RNG.standard_normal(100), *np.exp2(RNG.uniform(-30, 14, 100)), 0.0, -0.0, 65519.9, 65520.0, -70000.0]
     x = np.asarray([*numbers, *(edges(name) if name in ("fp16", "e4m3", "e5m2") else [])], np.float32)
     rounded = jax.jit(fake_quantize.rounded)(x, fake_quantize.grid(name))
-    helpers.assert_bitwise(rounded, jnp.asarray(oracle(x, name), jnp.float32))
+    helpers.assert_exact(rounded, jnp.asarray(oracle(x, name), jnp.float32))
 
 
 def test_loss_scale_shifts_the_range_of_float16():
     x = np.asarray([1e-9, 3e-5, 1.0], np.float32)
     rounded = jax.jit(fake_quantize.rounded)(x, fake_quantize.grid("fp16", loss_scale=2.0**15))
-    helpers.assert_bitwise(rounded, jnp.asarray(oracle(x, "fp16", 2.0**15), jnp.float32))
+    helpers.assert_exact(rounded, jnp.asarray(oracle(x, "fp16", 2.0**15), jnp.float32))
     assert float(rounded[0]) == 0.0 or abs(float(rounded[0]) / 1e-9 - 1) < 0.01
 
 
@@ -114,7 +114,8 @@ def test_float32_is_the_function_itself_and_overflow_of_float16_is_seen():
     x, w = RNG.standard_normal((4, 8)).astype(np.float32), RNG.standard_normal((8, 3)).astype(np.float32)
     g = np.ones((4, 3), np.float32)
     same = jax.jit(jax.value_and_grad(jaxmp.fake_quantize(dense, {"dense": "fp32"})))(x, w, g)
-    helpers.assert_bitwise(same, jax.jit(jax.value_and_grad(dense))(x, w, g))
+    operands = np.float32(np.sum(np.abs(x) @ np.abs(w))), g @ np.abs(w).T
+    helpers.assert_within_ulps(same, jax.jit(jax.value_and_grad(dense))(x, w, g), 4, of=operands)
     assert not np.isfinite(jaxmp.fake_quantize(dense, {"dense": "fp16"})(x * 1e5, w, g))
     assert np.isfinite(jaxmp.fake_quantize(dense, {"dense": "fp8"})(x * 1e5, w, g))
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from helpers import assert_moved
 from jaxmp._src.precision_search import rehearsal
 from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Mix, Operation, Run, Suggestion
@@ -165,7 +166,7 @@ def test_an_nnx_module_with_a_param_below_float16():
     tried = rehearsal.Rehearsal(subject, optax.sgd(1e-18), suggestion("fp32", is_nnx=True).code)
     run = tried.run(suggestion("fp16", is_nnx=True))
     assert any(p.path == "tiny" and "cast to float16" in p.message for p in run.problems)
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
+    assert_moved(nnx.to_pure_dict(nnx.state(model, nnx.Param)), before)
 
 
 def test_code_that_cannot_run_is_a_problem_too():

@@ -9,6 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
+from helpers import assert_within_ulps
 from jaxmp._src.memory import buffers
 from jaxmp._src.programs import frozen_leaves, jaxprs, windows
 
@@ -54,7 +55,7 @@ def test_calls_have_one_function_of_their_operands(name):
     assert eqn.primitive.name in jaxprs.CALLS
     ((jaxpr, consts),) = jaxprs.functions_of(eqn)
     assert (len(jaxpr.invars), len(jaxpr.outvars), consts) == (len(eqn.invars), len(eqn.outvars), ())
-    np.testing.assert_array_equal(jaxprs.run_as_traced(eqn, [X])[0], CALLS[name](X))
+    assert_within_ulps(jaxprs.run_as_traced(eqn, [X])[0], CALLS[name](X), 2)  # of a sine, compiled alone or in a call
 
 
 @pytest.mark.parametrize("name", CONTROL_FLOW)

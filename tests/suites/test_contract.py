@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 import jaxmp
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 
 # One shape for all leaves, so that eager operations compile once; a norm has two dimensions in a stack of layers.
 KERNEL = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(8, 3)
@@ -217,7 +217,7 @@ def test_tree_map_params_finds_the_leaves_that_are_like_params(name):
         key = jax.tree_util.keystr(path)
         assert tag == ("param" if "'dense'" in key or "'norm'" in key else "other"), key
     assert jax.tree.structure(tagged) == jax.tree.structure(c.state)
-    assert_bitwise(optax.tree.map_params(c.tx, lambda x: x, c.state), c.state)
+    assert_moved(optax.tree.map_params(c.tx, lambda x: x, c.state), c.state)
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if "precision" in name or "master" in name])
@@ -250,9 +250,9 @@ def test_flax_serialization_goes_on_bit_for_bit(name):
     c = case(name)
     _, state = c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)
     restored = flax.serialization.from_bytes(c.state, flax.serialization.to_bytes(state))
-    assert_bitwise(restored, state)
+    assert_moved(restored, state)
     restored = jax.tree.map(jnp.asarray, restored)
-    assert_bitwise(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
+    assert_same_program(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
 
 
 @pytest.mark.costly
@@ -269,11 +269,11 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         checkpointer.save(tmp_path / "checkpoint", saved)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, saved))
-    assert_bitwise(restored, saved)
+    assert_moved(restored, saved)
     for name in names:
         c = case(name)
         got, expected = (c.update(c.good, x[name]["state"], x[name]["params"]) for x in (restored, saved))
-        assert_bitwise(got, expected)
+        assert_same_program(got, expected)
 
 
 @pytest.mark.sampled(9)
@@ -291,7 +291,7 @@ def test_pmap_replication(name):
         expected, expected_state = c.update(single, expected_state, c.params)
     host = jax.tree.map(np.asarray, (updates, state))
     first, second = (jax.tree.map(lambda x, i=i: x[i], host) for i in range(2))
-    assert_bitwise(first, second)
+    assert_same_program(first, second)
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
@@ -311,7 +311,7 @@ def test_nnx_optimizer(name):
         bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), grads)
         optimizer.update(model, bad, unknown=1)
         assert bool(jaxmp.get_metrics(optimizer.opt_state)["skipped"])
-        assert_bitwise(nnx.to_pure_dict(nnx.state(model)), before)
+        assert_moved(nnx.to_pure_dict(nnx.state(model)), before)
     optimizer.update(model, grads, unknown=1)
     after = nnx.to_pure_dict(nnx.state(model))
     assert types(after) == types(before)
@@ -520,8 +520,8 @@ def check_three_steps(name: str, step: Any, tx: Any) -> None:
     good = grads_for(params)
     params, state = step(good, state, params, jnp.float32(1.0))
     skipped_params, skipped_state = step(grads_for(params, bad=True), state, params, jnp.float32(jnp.nan))
-    assert_bitwise(skipped_params, params)
-    assert_bitwise(skipped_state.guarded, state.guarded)
+    assert_moved(skipped_params, params)
+    assert_moved(skipped_state.guarded, state.guarded)
     assert bool(skipped_state.skipped) and int(skipped_state.skipped_steps) == 1
     next_params, next_state = step(good, skipped_state, skipped_params, jnp.float32(0.5))
     assert not bool(next_state.skipped) and int(next_state.skipped_steps) == 1
@@ -534,7 +534,7 @@ def check_three_steps(name: str, step: Any, tx: Any) -> None:
     )
     assert not np.array_equal(masters["dense"]["kernel"], old_masters["dense"]["kernel"])
     expected = KEEP_NORMS.cast_to_param(masters)
-    assert_bitwise(next_params, expected)
+    assert_exact(next_params, expected)
 
 
 def overflow_run(name: str, *, compiled: bool) -> None:
@@ -592,41 +592,43 @@ def test_per_example_gradients():
     bad = {"w": grads["w"].at[0, 0].set(jnp.inf)}
     apply = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
     params, state = apply(bad, state, params)
-    assert_bitwise(params, {"w": jnp.ones(3, jnp.float16)})
+    assert_moved(params, {"w": jnp.ones(3, jnp.float16)})
     params, state = apply(grads, state, params)
     assert params["w"].dtype == jnp.float16 and float(params["w"][0]) < 1.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# fp32 is bitwise the inner optimizer
+# fp32 is the inner optimizer
 
-BITWISE = [(name, False) for name in ("adamw-mask", "sgd-momentum", "adafactor", "lion", "multi_transform")]
-BITWISE += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
-
-
-# Within a fusion XLA decides by its neighbours whether a * b + c is rounded once or twice: `jit(inner.update)` and
-# `jit(inner.update + apply_updates)` differ in the last bit already. Without fusions the arithmetic is what is written.
-AS_WRITTEN = {"xla_disable_hlo_passes": "fusion"}
+PLAIN = [(name, False) for name in ("adamw-mask", "sgd-momentum", "adafactor", "lion", "multi_transform")]
+PLAIN += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
 
 
 @pytest.mark.sampled(9)
-@pytest.mark.parametrize("name, compiled", BITWISE, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
-def test_fp32_is_bitwise_the_inner_optimizer(name, compiled):
+@pytest.mark.parametrize("name, compiled", PLAIN, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
+def test_fp32_is_the_inner_optimizer(name, compiled):
+    """Op by op to the bit; under jit to the roundings of each step: they are two programs."""
     plain = optax.with_extra_args_support(OPTIMIZERS[name]())
     wrapped = jaxmp.mixed_precision(OPTIMIZERS[name](), "fp32")
-    compile_it = functools.partial(jax.jit, compiler_options=AS_WRITTEN) if compiled else lambda f: f
+    compile_it = jax.jit if compiled else lambda f: f
     plain_update, wrapped_update = compile_it(plain.update), compile_it(wrapped.update)
     params = wrapped_params = jax.tree.map(jnp.asarray, PARAMS32)
     state, wrapped_state = plain.init(params), wrapped.init(params)
     rng = np.random.default_rng(0)
-    for _ in range(3):
+    for step in range(1, 4):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), PARAMS32)
         updates, state = plain_update(grads, state, params)
         wrapped_updates, wrapped_state = wrapped_update(grads, wrapped_state, wrapped_params)
-        assert_bitwise(wrapped_updates, updates)
-        assert_bitwise(wrapped_state.guarded.master_inner, state)
+        got, expected = (wrapped_updates, wrapped_state.guarded.master_inner), (updates, state)
+        if compiled:
+            assert_within_ulps(got, expected, 4 * step)
+        else:
+            assert_same_program(got, expected)
         params, wrapped_params = (
             optax.apply_updates(params, updates),
             optax.apply_updates(wrapped_params, wrapped_updates),
         )
-    assert_bitwise(wrapped_params, params)
+    if compiled:
+        assert_within_ulps(wrapped_params, params, 4 * step)
+    else:
+        assert_same_program(wrapped_params, params)

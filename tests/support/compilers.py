@@ -47,7 +47,8 @@ class _Varied:
     def __init__(self, jit: Callable, fun: Callable, options: dict[str, Any], ways: list[dict], seed: str) -> None:
         self._plain = jit(fun, **options)
         # Inside another program the outer one decides: jax takes options of the outermost only.
-        self._by_way = [jit(fun, **options, compiler_options=way | options.get("compiler_options", {})) for way in ways]
+        said = options.get("compiler_options") or {}
+        self._by_way = [jit(fun, **(options | {"compiler_options": way | said})) for way in ways]
         self._seed, self._chosen = seed, {}
         functools.update_wrapper(self, fun)
 

@@ -25,8 +25,8 @@ def assert_close(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float =
         np.testing.assert_allclose(_wide(a), _wide(b), rtol=rtol, atol=atol, equal_nan=True, err_msg=path)
 
 
-# Bits are equal for one of three reasons, and the name of an assertion says which. Where none of them holds, because two
-# programs compute the same floats, the compiler forms an FMA in one and not in the other: `assert_within_ulps`.
+# Bits are equal for one of three reasons, and the name of an assertion says which. None of them holds where two
+# programs compute the same floats, because LLVM forms an FMA in one and not in the other: `assert_within_ulps`.
 
 
 def assert_same_program(actual: Any, expected: Any) -> None:

@@ -1,0 +1,138 @@
+"""The suite as other machines compile it: `make portable` runs all that `make test` runs, once for each variant.
+
+LLVM forms an FMA from `a * b + c` or not, by the CPU, by its optimizations, and by what else is in a loop; it cuts
+loops by the width of vectors, and XLA by the number of threads. No test may depend on any of this, nor on the number of
+pytest's processes. A variant is one value of each:
+
+    instructions  the newest ones that LLVM may use: SSE4_2 and AVX have no FMA, AVX2 and AVX512 do
+    optimized     whether LLVM optimizes: 0, 1, or as in `make test` (None)
+    width         bits of a vector that LLVM prefers
+    threads       of the CPU client
+    jobs          pytest's processes
+    compilers     a seed: each program is compiled with LLVM's optimizations or without (tests/support/compilers.py)
+
+`--third HASH` runs one variant on a third of the test files, both chosen by the hash, as `.ci/run` does.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import zlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Variant(NamedTuple):
+    """How the suite is compiled and run."""
+
+    instructions: str
+    optimized: int | None = None
+    width: int = 256
+    threads: int | None = None
+    jobs: int = 2
+    compilers: str = ""
+
+
+VARIANTS = {
+    "sse4_2": Variant("SSE4_2", optimized=0, width=128, threads=1),
+    "avx": Variant("AVX", optimized=1, width=256, threads=4),
+    "avx2": Variant("AVX2", optimized=1, width=128, threads=1),
+    "avx512": Variant("AVX512", optimized=1, width=512, threads=4),
+    "avx512-plain": Variant("AVX512", optimized=0, width=512, threads=1, jobs=3),
+    "mixed": Variant("AVX512", compilers="1", threads=4),
+}
+
+
+def environment_of(variant: Variant) -> dict[str, str]:
+    """The environment of pytest. `conftest.py` reads it."""
+    flags = [f"--xla_cpu_prefer_vector_width={variant.width}"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        flags.append(f"--xla_cpu_max_isa={variant.instructions}")
+    found = dict(os.environ) | {"XLA_FLAGS": " ".join(flags)}
+    if variant.optimized is not None:
+        found["JAXMP_TEST_OPTIMIZED"] = str(variant.optimized)
+    if variant.threads is not None:
+        found["NPROC"] = str(variant.threads)
+    if variant.compilers:
+        found["JAXMP_TEST_COMPILERS"] = variant.compilers
+    return found
+
+
+def third_of_files(part: int) -> list[str]:
+    """A third of the files with tests or doctests, from the root of the project."""
+    files = [*ROOT.glob("tests/*/test_*.py"), *ROOT.glob("jaxmp/**/*.py"), *ROOT.glob("pallas_kernels/*.py")]
+    names = sorted(str(path.relative_to(ROOT)) for path in files)
+    return [name for name in names if zlib.crc32(name.encode()) % 3 == part]
+
+
+def run(name: str, pytest: list[str]) -> dict:
+    """Runs the suite in a variant; what ran, and how it went."""
+    variant, start = VARIANTS[name], time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(variant.jobs), "--dist", "loadgroup", *pytest]
+    print(f"=== {name}: {variant}", flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment_of(variant), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    last = lines[-1] if lines else ""
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return variant._asdict() | {
+        "exit": process.wait(),
+        "counts": counts,
+        "failed": failed,
+        "seconds": round(time.monotonic() - start),
+        "load": round(os.getloadavg()[2], 1),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+    }
+
+
+def cpu() -> str:
+    """The model of this machine's CPU, with what it has of vector instructions."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    model = re.search(r"model name\s*: (.*)", text)
+    flags = set(text.split())
+    has = [name for name in ("avx", "fma", "avx2", "avx512f") if name in flags]
+    return " ".join([model[1] if model else platform.machine(), *has])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--third", metavar="HASH", help="one variant, a third of the files: by this hex number")
+    parser.add_argument("--json", type=Path, help="a file of results: a row of a variant is replaced")
+    known, pytest = parser.parse_known_args()
+    names = known.variants
+    if known.third:
+        number = int(known.third, 16)
+        names = [list(VARIANTS)[number // 3 % len(VARIANTS)]]
+        pytest += third_of_files(number % 3)
+    exits = []
+    for name in names:
+        row = run(name, pytest)
+        exits.append(row["exit"])
+        if known.json:
+            found = json.loads(known.json.read_text()) if known.json.exists() else {}
+            found[f"{name}, jax {row['jax']}"] = row | {"cpu": cpu()}
+            known.json.write_text(json.dumps(found, indent=1) + "\n")
+    return max(exits, default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
