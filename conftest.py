@@ -16,7 +16,7 @@ if "jax" in sys.modules:
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAXMP_TEST_PLATFORM") or "cpu"
 # AVX has no FMA: a * b + c is rounded twice, whatever else is in its loop. No test needs that (`make portable` runs all
-# with FMA, too); a test that does by mistake fails on no machine of a user. An instruction set of your XLA_FLAGS stands.
+# with FMA, too); a test that does by mistake fails on no machine of a user. An instruction set in XLA_FLAGS stands.
 os.environ["XLA_FLAGS"] = " ".join(
     ["--xla_cpu_max_isa=AVX"] * (platform.machine() in ("x86_64", "AMD64"))
     + [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
