@@ -8,7 +8,6 @@
 #   make portable   the tests of `make test` as other CPUs compile them: with FMA and without, LLVM's optimizations on and
 #                   off, other widths, threads and numbers of processes; 10 minutes for each of six variants
 #   make parity     the loss of every policy and fp8 recipe over paired seeds; a second call goes on: over an hour
-#   make campaign   the slow full matrix behind the sampled tests
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
 #   make autocast   530 public functions of JAX under autocast and every transformation, beside float32
@@ -26,8 +25,7 @@
 #   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest runs in                   (2)
-#   SAMPLE        of the cases of a parametrized test run one of so many   (6; 1: all)
-#   THIRDS        the thirds of the costly tests that run, as in 1,2         (0; empty: all)
+#   ALL=1         every case of every test, those marked `thorough` too: about an hour
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`
@@ -37,17 +35,16 @@ VENV_H100 ?= .venv-h100
 CONSTRAINTS ?=
 ARGS ?=
 JOBS ?= 2
-SAMPLE ?= 6
-THIRDS ?= 0
+ALL ?=
 LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs portable campaign faults corruption oracle autocast kills pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs portable faults corruption oracle autocast kills pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,22p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,21p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -86,14 +83,10 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup --sample=$(SAMPLE) $(addprefix --thirds=,$(THIRDS)) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(if $(ALL),--all) $(ARGS)
 
 portable: $(STAMP)/dev
-	$(VENV)/bin/python tests/support/portable.py --json benchmarks/results/portability.json --sample=$(SAMPLE) $(addprefix --thirds=,$(THIRDS)) $(ARGS)
-
-campaign: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup -m campaign $(ARGS)
+	$(VENV)/bin/python tests/support/portable.py --json benchmarks/results/portability.json $(if $(ALL),--all) $(ARGS)
 
 faults: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \

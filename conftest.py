@@ -55,29 +55,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxmp")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def gradients_are_scaled_by_hand() -> None:
-    """Many tests make gradients themselves. Reading a loss scale once says so (`jaxmp.UnreadLossScale`)."""
-    import jaxmp
+@pytest.fixture(autouse=True)
+def nothing_was_said_before() -> None:
+    """Forgets what jaxmp says once for a process, so that no test depends on those before it.
 
+    Many tests make gradients themselves: reading a loss scale once says so (`jaxmp.UnreadLossScale`).
+    """
+    import jaxmp
+    from jaxmp._src.base import ambient
+
+    now = ambient.now()
+    for said in (now.autocast_reached, now.checked_chains, now.checked_runs, now.replaced_flags):
+        said.clear()
+    now.scale_reads.warned = False
     jaxmp.get_loss_scale(())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--sample",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of the cases of each parametrized test run one of N only; a mark `sampled(n)` goes before it",
-    )
-    parser.addoption(
-        "--thirds",
-        type=lambda text: {int(part) for part in text.split(",")},
-        default={0, 1, 2},
-        metavar="0,1,2",
-        help="of the tests marked `costly`, and of the cases of such a test that is `whole`, run these thirds only",
-    )
+    parser.addoption("--all", action="store_true", help="every case, also of tests that are marked `thorough`")
 
 
 def pytest_collection_finish() -> None:
@@ -87,53 +82,29 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest itself selects by `-m`
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Selects one case of n of each test: n from its mark `sampled` (the rest is for campaigns) or from `--sample`.
-
-    With `--thirds`, these thirds of the tests that are marked `costly`.
-    """
-    of_all, thirds = config.getoption("sample"), config.getoption("thirds")
-    cases = defaultdict(list)
+    """Takes n of the cases that are marked `thorough(n)`: all with `--all`, and those that the command line names."""
+    if config.getoption("all") or any("::" in argument for argument in config.args):
+        return
+    thorough = defaultdict(list)
     for item in items:
-        name = getattr(item, "originalname", None) if hasattr(item, "callspec") else item.name
-        cases[item.path, getattr(item, "cls", None), name].append(item)
+        marks = [mark.args[0] for mark in item.iter_markers("thorough")]
+        if marks:
+            name = getattr(item, "originalname", item.name)
+            thorough[item.path, getattr(item, "cls", None), name, min(marks)].append(item)
     left_out = set()
-    for (_, _, name), found in cases.items():
-        is_whole = found[0].get_closest_marker("whole") is not None
-        if found[0].get_closest_marker("costly"):
-            left_out |= {item for item in found if _third(item.name if is_whole else name) not in thirds}
-            found = [item for item in found if item not in left_out]
-            if not found:
-                continue
-        mark = found[0].get_closest_marker("sampled")
-        always, of_campaign = _by_campaign(found)
-        if mark is not None:
-            for item in set(always) - _sample(always, *mark.args):
-                item.add_marker(pytest.mark.campaign)
-                of_campaign.append(item)
-        elif not is_whole:
-            left_out |= set(always) - _sample(always, of_all)
-        left_out |= set(of_campaign) - _sample(of_campaign, of_all)
+    for (*_, n), cases in thorough.items():
+        left_out |= set(cases) - _sample(cases, n)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def _third(name: str) -> int:
-    return zlib.crc32(name.encode()) % 3
-
-
-def _by_campaign(cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Those that run always, and those of the campaign."""
-    of_campaign = [item for item in cases if item.get_closest_marker("campaign")]
-    return [item for item in cases if item not in of_campaign], of_campaign
-
-
 def _sample(cases: list[pytest.Item], n: int) -> set[pytest.Item]:
-    """One of `n` cases of a test, the same ones in every run; together they show every parameter's values early."""
+    """`n` cases of a test, the same ones in every run; together they show every parameter's values early."""
     left = sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))
     sample, seen = set(), set()
-    while n * len(sample) < len(cases):
+    while left and len(sample) < n:
         chosen = max(left, key=lambda item: len(_values(item) - seen))
         left.remove(chosen)
         sample.add(chosen)

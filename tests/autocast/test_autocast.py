@@ -114,7 +114,6 @@ def test_leaves_other_dtypes_alone() -> None:
 # ---- the lists, and what their neighbours make of them
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
@@ -172,6 +171,7 @@ TINY: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", TINY)
 def test_constants_that_float16_cannot_hold_keep_their_operation_in_float32(name: str) -> None:
     """In value and gradient, where the 16-bit value is 0; bfloat16 holds all of them."""
@@ -196,6 +196,7 @@ def test_bounds_that_no_value_passes_saturate(constant: Any) -> None:
     assert jax.eval_shape(jaxmp.autocast(lambda x: constant(x @ W)), X).dtype == F16
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "product",
     [
@@ -220,6 +221,7 @@ WRITES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_a_buffer_keeps_its_dtype(name: str, dtype: Any) -> None:
@@ -325,6 +327,7 @@ FUNCTIONS: dict[str, Any] = {
 DTYPES = {"cond": "float32"}  # the other branch hands on float32
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_over_transformations(name: str) -> None:
     fn = FUNCTIONS[name]
@@ -342,6 +345,7 @@ def test_over_transformations(name: str) -> None:
         assert name == "custom_jvp" or sqnr(exact, out) > 45  # there a rounding may go the other way
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "while"])
 def test_gradients_under_and_over(name: str) -> None:
     fn = FUNCTIONS[name]
@@ -400,6 +404,7 @@ def test_loops_carry_what_their_body_gives() -> None:
     assert types == ("float16", "float32", "float16", ("float16", "float16"))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_under_and_over(check_vma: bool) -> None:
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -558,7 +563,7 @@ class NnxNet(nnx.Module):
         return self.out(self.drop(y)), y
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nnx_modules_as_arguments() -> None:
     model, twin = nnx.jit(lambda: (NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))))()
 
@@ -666,7 +671,7 @@ class Deep(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_explain_shows_repeated_layers_once() -> None:
     explanation = jaxmp.explain_autocast(Deep().apply, jax.eval_shape(Deep().init, KEY, X), X, dtype=BF16)
     lines = str(explanation).splitlines()
@@ -751,7 +756,6 @@ BINARY = [
 ]
 
 
-@pytest.mark.costly
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8))
 def test_random_functions_run_within_the_tolerance_of_16_bits(program: list[tuple[int, int, int]]) -> None:

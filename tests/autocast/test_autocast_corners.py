@@ -83,6 +83,7 @@ def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds(axes: int)
     assert np.isfinite(tangent).all()
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["exp1", "expi", "hyp1f1", "polar"])
 def test_functions_of_scipy_with_such_loops(name: str) -> None:
     x = np.linspace(0.5, 3.0, 4, dtype=np.float32)
@@ -109,6 +110,7 @@ def many_operations(x: jax.Array, w: jax.Array) -> jax.Array:
 fn_of_constants = jax.jit(lambda x: many_operations(x, W))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "call",
     [
@@ -231,6 +233,7 @@ def product_with_rules(kind: str, told: list[Any]) -> Any:
     return product_vjp
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
 @pytest.mark.parametrize("over", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
 def test_rules_are_told_what_is_differentiated(kind: str, over: Any) -> None:
@@ -373,6 +376,7 @@ def test_nnx_state_of_an_outer_trace_is_read() -> None:
         assert jax.tree.leaves(jax.eval_shape(grad, params))[0].dtype == jnp.float32
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_16_bit_params_are_params_of_the_same_function(dtype: Any) -> None:
     def loss(w: jax.Array, labels: jax.Array) -> jax.Array:
@@ -481,6 +485,7 @@ def by_rows(each: Any) -> Any:
     }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("loop", ["scan", "fori", "unrolled", "map"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_scalars_of_float32_are_not_taken_to_16_bits_by_a_number_of_an_array(dtype: Any, loop: str) -> None:

@@ -20,7 +20,7 @@ def test_a_sample_of_public_functions(name: str) -> None:
     check(name, jnp.float16, ("plain", "vmap", "scan"))
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_public_functions(name: str, dtype: str) -> None:

@@ -35,8 +35,8 @@ DEVIATIONS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def slow(name: str) -> Any:
-    """A case of the campaign: the others have the same layers, or the other test has it."""
-    return pytest.param(name, marks=pytest.mark.campaign)
+    """A thorough case: the others have the same layers, or the other test has it."""
+    return pytest.param(name, marks=pytest.mark.thorough(0))
 
 
 def layers_of(framework: str, name: str, lp: str) -> dict[str, Any]:
@@ -56,7 +56,6 @@ def autocast(fn: Any, lp: str) -> Any:
     return jaxmp.autocast(fn, dtype=DTYPES[lp])
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("lp", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -71,6 +70,7 @@ def test_layers_have_the_dtypes_of_torch(framework, name, lp):
     assert {layer: SHORT[found[layer].dtype] for layer in expected} == expected
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_float32_as_in_torch(name):
     assert {dtype for lp in DTYPES for dtype in TORCH[name][lp]["grads, on cpu"].values()} == {"f32"}
@@ -85,6 +85,7 @@ def types_of(tree: Any) -> Any:
     return jax.tree.structure(tree), [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_output_has_the_structure_of_the_function_itself(name):
     params, rest = models.shapes_linen(name)
@@ -176,8 +177,6 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     return run(params, batch, rest)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [slow("cnn"), "transformer", "lstm", "moe"])
 def test_gradients_are_those_of_a_model_cast_by_hand(name):
     """The two round at other places here and there: neither may be further from float32 than the other by a bit."""
@@ -234,7 +233,6 @@ def losses_of(name: str, policy: str) -> np.ndarray:
     return np.asarray(losses)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["float16"])
 @pytest.mark.parametrize("name", ["cnn", slow("transformer"), slow("lstm"), slow("moe")])
 def test_training_follows_float32(name, policy):

@@ -58,14 +58,14 @@ LOSSES: dict[str, Any] = {
 
 
 def case(head: str, dtype: Any, *losses: str) -> Any:
-    """Some losses always, all of them in the campaign."""
+    """Some losses always, all of them with ALL=1."""
     name = f"{head}-{jnp.dtype(dtype).name}"
     return pytest.param(
-        head, dtype, losses or tuple(LOSSES), id=name if losses else f"{name}-all", marks=CAMPAIGN[: not losses]
+        head, dtype, losses or tuple(LOSSES), id=name if losses else f"{name}-all", marks=THOROUGH[: not losses]
     )
 
 
-CAMPAIGN = (pytest.mark.campaign,)
+THOROUGH = (pytest.mark.thorough(0),)
 SAMPLE = [
     case("bias", BF16, "classes", "log_softmax", "logsumexp", "split"),
     case("scaled", BF16, "one hot", "dynamic_slice"),
@@ -76,6 +76,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("head", "dtype", "names"), [*SAMPLE, *(case(h, d) for h in HEADS for d in (BF16, F16))])
 def test_losses_of_saturated_logits(head: str, dtype: Any, names: tuple[str, ...]) -> None:
     def losses(x: jax.Array) -> Any:

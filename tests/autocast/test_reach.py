@@ -46,7 +46,7 @@ def haiku_scaled(x):
     return h * hk.get_parameter("scale", (1, 3), init=jnp.ones)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("net", [haiku_net, haiku_scaled])
 def test_haiku_modules_run_by_the_region(net):
     model = hk.without_apply_rng(hk.transform(net))

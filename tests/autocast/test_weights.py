@@ -63,7 +63,7 @@ PARAMS |= {"key": jax.random.key(7), "stack": jnp.stack([W, M]), "memory": X.res
 PRODUCTS = {"two LoRAs": 2, "LoRA": 1, "in jit": 1, "of two": 1, "of three": 2}  # in 16 bits
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_that_are_made_inside(name):
     """The matmul by it runs in fp8, the products that make it do not; its gradient is that of its parts."""
@@ -146,6 +146,7 @@ DATA = {
 OTHERS = {"two towers, multiplied": 1, "a product of two": 1, "attention": 2}  # in 16 bits
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", DATA)
 def test_a_layer_of_one_row_is_no_weight(name, rows):
@@ -228,7 +229,6 @@ def test_rows_say_why_other_products_are_left():
         assert any(why in group for group in groups), (why, groups)
 
 
-@pytest.mark.costly
 def test_lora_in_a_scan_trains_all_its_parts():
     """A stack of layers with adapters: in fp8, and the gradients of A and B are those of float32."""
     stack = {name: jnp.stack([PARAMS[name]] * 3) for name in ("w", "a", "b")}

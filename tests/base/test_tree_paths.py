@@ -199,7 +199,6 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_speaks_the_language(argument):
     for pattern, expected in CHOICES:
@@ -212,6 +211,7 @@ def test_a_level_of_the_tree_is_named_with_what_is_below():
     assert tree_paths.matches("mlp/up/kernel", "mlp/*")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_pattern_that_fits_nothing_says_the_same_everywhere(argument):
     pattern = "mlp/upp"

@@ -95,7 +95,7 @@ def test_create_casts_the_params_and_keeps_masters_of_the_initial_values():
     assert_exact(jaxmp.get_master_params(plain.opt_state, cast), jax.tree.map(lambda x: x.astype(F32), cast))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_skipped_step_keeps_batch_stats_and_the_step_counter():
     """flax leaves inf in the statistics of BatchNorm, and counts the step."""
     first, loss, _ = our_step(make_state(), X)
@@ -114,7 +114,7 @@ def test_a_skipped_step_keeps_batch_stats_and_the_step_counter():
     assert bool(jaxmp.all_finite((third.params, third.batch_stats)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_s_own_train_state_works_with_keep_if_skipped():
     ours = make_state()
     theirs = make_state(FlaxState).replace(params=POLICY.cast_to_param(variables()["params"]))
@@ -186,7 +186,6 @@ def test_any_optax_transform_may_be_in_the_train_state():
     assert_exact((state.params["w"], state.step, state.loss_scale), (np.zeros(2, F32), np.int32(1), F32(1.0)))
 
 
-@pytest.mark.costly
 def test_dropout_keys_are_split_over_microbatches():
     model = Net(rate=0.5)
     params, batch_stats = POLICY.cast_to_param(variables()["params"]), variables()["batch_stats"]
@@ -221,7 +220,7 @@ class Partitioned(nn.Module):
         return nn.Dense(4, kernel_init=split(("model", None)), dtype=jnp.bfloat16)(norm(x))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_partitioned_boxes_carry_over_to_masters_and_moments():
     model, policy = Partitioned(), jaxmp.get_policy("bf16", keep_fp32=("*norm*",))
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy)
@@ -297,8 +296,6 @@ class Tied(nn.Module):
         return embed.attend(dense(dense(embed(x))))
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", [Stack(), Tied()], ids=lambda m: type(m).__name__)
 def test_lifted_and_shared_modules_train(model):
     x = jnp.arange(5) if isinstance(model, Tied) else jnp.asarray(X)
@@ -454,6 +451,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_optimizer_needs_its_own_state(name):
     """Optax's own error is about a chain; with sgd there was none. The fix that the message names is tried here."""
@@ -476,6 +474,7 @@ def test_the_same_optimizer_with_another_rate_takes_the_state():
     assert_exact(new.params["b"], jnp.zeros(2, jnp.bfloat16))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 @pytest.mark.parametrize("change", [lambda p: p, lambda p: jax.tree.map(lambda x: 2 * x, p)], ids=["same", "other"])
 def test_params_in_other_containers_come_into_those_of_the_state(policy, change):

@@ -180,7 +180,7 @@ def test_loss_and_gradients_are_those_of_nnx():
     assert_exact(state_of(model, nnx.RngState), state_of(theirs, nnx.RngState))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_accumulation_passes_state_through_the_microbatches():
     model, optimizer = make()
     one_by_one = nnx.clone(model)
@@ -269,7 +269,6 @@ def test_a_forgotten_cast_is_an_error():
         optimizer.update(model, grads)
 
 
-@pytest.mark.costly
 def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))
@@ -285,7 +284,7 @@ def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     assert_exact(jaxmp.get_metrics(optimizer.opt_state)["skipped"], np.bool_(True))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_sharding_metadata_carries_over_to_masters_and_moments():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     split = functools.partial(nnx.with_partitioning, nnx.initializers.lecun_normal())
@@ -367,7 +366,7 @@ class Stack(nnx.Module):
         return forward(self.layers, x.astype(jnp.float16))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("make_model", [Tied, Stack], ids=lambda m: m.__name__)
 def test_shared_and_lifted_modules_train(make_model):
     x, y = (jnp.arange(5), jnp.eye(5)) if make_model is Tied else (X, X[:, ::-1])
@@ -483,7 +482,7 @@ def wide_step(model, optimizer, x):
 WIDE_X = np.random.default_rng(0).normal(size=(4, 32)).astype(F32)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("name", "ours"), [("fused int8", True), ("split", True), ("int8", False), ("frozen", False)], ids=str
 )
@@ -513,7 +512,7 @@ def test_state_keeps_its_structure_from_the_first_step_on(name, ours):
     np.testing.assert_allclose(by_scan, losses, rtol=1e-2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", ["fused int8", "frozen"])
 def test_a_job_goes_on_beside_a_frozen_part(name, tmp_path):
     """Each Variable of the state has one array, also beside a frozen part."""
@@ -543,6 +542,7 @@ class Plain(nnx.Module):
         return self.outer(self.dropout(self.norm(self.inner(x))))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("named", [True, False], ids=["policy=", "opt_state=optimizer"])
 def test_the_loss_runs_in_the_precision_of_the_policy(named, accumulate):

@@ -88,7 +88,7 @@ def test_onto_another_mesh_and_back(steps, tmp_path):
         assert_moved(checkpoint.restore(manager, TX, params=abstract(trained()[0]))[1:3], trained())
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_moments_in_8_bits_lie_as_their_param(tmp_path):
     """Codes and their scales; scales that the devices do not divide are whole."""
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "fp32")
@@ -165,8 +165,8 @@ def numbered_layers():
     return tx, *jax.jit(lambda *args: jaxmp.apply_gradients(tx, *args))(grads, tx.init(params), params)
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "orbax-alone"])
-@pytest.mark.costly
 def test_histories_stay_with_their_layers_where_keys_are_numbers(recorded, tmp_path):
     """Orbax makes strings of numbers, and "10" sorts before "2"."""
     tx, params, opt_state = numbered_layers()
@@ -250,8 +250,8 @@ def test_files_of_something_else(tmp_path):
         checkpoint.restore(tmp_path / "model", TX, params=PARAMS)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("cases", [8, pytest.param(1000, marks=pytest.mark.campaign)])
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("cases", [8, pytest.param(1000, marks=pytest.mark.thorough(0))])
 def test_no_damage_is_restored_in_silence(cases, tmp_path):
     """Flipped bits, files cut off, zeros, deleted files: an error, or what was saved."""
     script = ROOT / "tests" / "support" / "corruption.py"  # in a process of its own: Orbax's threads are loud
@@ -388,6 +388,7 @@ if end == "sys.exit":
 """
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("end", "code", "told", "saved"),
     [
@@ -449,6 +450,7 @@ def test_files_are_on_the_disk_before_a_step_gets_its_name(tmp_path, monkeypatch
     assert there - known == {pathlib.Path("commit_success.txt")}  # of no content
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_damaged_files_are_an_error_that_names_the_other_steps(damage, tmp_path):
     params = {"w": jnp.arange(5.0)}  # one array: where several reads fail, Orbax's event loop is closed before the last
@@ -463,6 +465,7 @@ def test_damaged_files_are_an_error_that_names_the_other_steps(damage, tmp_path)
         assert_moved(checkpoint.restore(manager, None, params=params, step=1).params, params)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("damage", ["cut", "empty", "no object", "missing"])
 def test_a_damaged_record_is_an_error_that_names_the_other_steps(damage, tmp_path):
     params = {"w": jnp.arange(5.0)}
@@ -596,6 +599,7 @@ def with_keys(tmp_path_factory):
     return directory, tx, params32, opt_state, extra
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("described", [False, True], ids=["arrays", "shapes"])
 def test_keys_come_back_wherever_they_are(described, with_keys, capsys):
     """In the state (noise in the gradients) they came back as an error; arrays of no keys could not be saved."""
@@ -688,9 +692,9 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
 # Kills
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("elastic", [False, True], ids=["one-device", "other-devices"])
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.thorough(0))])
 def test_killed_at_any_moment_it_goes_on_from_the_last_finished_step(kills, elastic, tmp_path):
     script = ROOT / "tests" / "support" / "checkpoint_job.py"
     command = [sys.executable, str(script), "--kills", str(kills), "--seconds", "0.3", "--out", str(tmp_path / "out")]

@@ -88,10 +88,9 @@ def inner_leaves(opt_state):
     return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
-    "pair", [pytest.param(x, marks=() if x in SAMPLE else pytest.mark.campaign, id=x) for x in EVERY]
+    "pair", [pytest.param(x, marks=() if x in SAMPLE else pytest.mark.thorough(0), id=x) for x in EVERY]
 )
 def test_masters_moments_and_counts_go_along_bit_for_bit(pair):
     source, target = pair.split("-")
@@ -114,14 +113,15 @@ def test_masters_moments_and_counts_go_along_bit_for_bit(pair):
     assert_exact(new_state.scaling, opt_state.scaling if kept else fresh.scaling)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in BITS else pytest.mark.campaign) for x in KINDS])
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in BITS else pytest.mark.thorough(0)) for x in KINDS])
 def test_the_same_optimizer_gets_the_same_bits(name):
     params, opt_state = job(name)
     kind = KINDS[name]
     assert_moved(convert(opt_state, params, to=kind.tx, policy=kind.policy), (params, opt_state))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_the_next_step_is_that_of_the_inner_optimizer():
     params, opt_state = job("bf16")
     masters, inner = jaxmp.get_master_params(opt_state, params), optax.tree.get(opt_state, "master_inner")
@@ -251,7 +251,6 @@ def group_columns(params, opt_state):
     }
 
 
-@pytest.mark.costly
 def test_scales_and_histories_go_along_by_layer():
     params, opt_state = job("fp16+fp8")
     only_b = PARAMS | {"a": PLAIN["a"]}
@@ -272,7 +271,6 @@ def test_scales_and_histories_go_along_by_layer():
     assert [x.scale.shape for x in optax.tree.get(new_state, "amax_states")] == [(2,), (4,)]
 
 
-@pytest.mark.costly
 def test_a_scale_of_another_format_is_made_of_its_amaxes():
     params, opt_state = job("fp16+fp8")
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4, fp8_format="E4M3", power_of_two=False)
@@ -307,7 +305,6 @@ def dense(kernel, *, scales=True):
     return {"kernel": kernel} | ({"op": jax.tree.map(jnp.float32, leaves)} if scales else {})
 
 
-@pytest.mark.costly
 def test_kernels_stored_in_fp8_come_from_masters_and_go_back():
     kernel = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
     stored = jaxmp.get_policy("bf16", fp8_weights=True)

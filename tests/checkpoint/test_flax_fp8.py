@@ -91,7 +91,6 @@ def test_histories_are_in_order_the_newest_last():
     assert not group.amax_history[:-3].any()
 
 
-@pytest.mark.costly
 def test_amaxes_of_scaled_gradients_are_unscaled():
     _, seen = flax_run()
     _, scaled = flax_run(3, loss_scale=1024.0)

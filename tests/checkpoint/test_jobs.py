@@ -69,7 +69,7 @@ def linen_step(state):
     return state.apply_gradients(grads=grads, batch_stats=stats).replace(key=key)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", [WithStats, PlainWithStats], ids=["jaxmp", "flax"])
 def test_a_train_state_goes_on(kind, tmp_path):
     state = linen_job(kind, 0)
@@ -110,7 +110,7 @@ def nnx_step(model, optimizer, rngs):
     optimizer.update(model, grads)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["params", "adapters"])
 def test_modules_go_on_in_three_lines(wrt, tmp_path):
     """Model, optimizer, statistics, the keys of dropout, a frozen base, and the keys of an object of its own."""
@@ -207,7 +207,7 @@ def weights(model):
     return jax.tree.map(lambda x: x.astype(jnp.float32), loaded)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

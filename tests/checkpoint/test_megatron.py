@@ -100,6 +100,7 @@ def test_every_recorded_case_is_here():
     assert SHAPES == "[[[7, 5], [5, 3]], [[5]]]"
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", CASES)
 def test_load_cases(case):
     change, warning, error = CASES[case]
@@ -169,6 +170,7 @@ def test_what_megatron_has_not_is_named():
         import_megatron(state, opt_state, params, groups=GROUPS)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kwargs", [{}, {"remainder_bits": 16}], ids=["whole", "split"])
 def test_there_and_back(kwargs):
     params, opt_state = started("bf16", **kwargs)

@@ -60,8 +60,8 @@ def saved_on_8(tmp_path_factory):
         yield steps
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("devices", [3, 4, 8])
-@pytest.mark.costly
 def test_from_8_devices_to_others(saved_on_8, devices):
     layout = layout_of(devices)
     restored = checkpoint.restore(saved_on_8, TX, params=shapes(trained()[0], layout), layout=layout)
@@ -86,7 +86,6 @@ def test_to_one_device_and_to_sixteen(saved_on_8):
     assert_moved((restored.params, restored.opt_state), fsdp.pad(trained(), wide))
 
 
-@pytest.mark.costly
 def test_and_back_from_one_device(tmp_path):
     """What was saved without padding takes the padding of the new layout, into another precision too."""
     fp32 = jaxmp.mixed_precision(optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)), "fp32")
@@ -99,7 +98,6 @@ def test_and_back_from_one_device(tmp_path):
     assert_exact(jax.tree.map(np.asarray, restored[1:3]), jax.tree.map(np.asarray, fsdp.pad(expected, layout)))
 
 
-@pytest.mark.costly
 def test_other_trees_are_padded_where_they_are_as_the_params(saved_on_8):
     like = {
         "average": jax.eval_shape(lambda: jaxmp.get_ema_params(trained()[1], trained()[0])),
@@ -160,7 +158,6 @@ def values(moment, shape, name, dtype):
     return (np.sign(codes) * np.abs(codes / top) ** power * scales)[tuple(map(slice, shape))]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "axis", "old", "new"),
@@ -188,7 +185,6 @@ def test_moments_in_8_bits_keep_their_numbers_under_another_padding(shape, axis,
             assert not np.any(np.asarray(y.codes, np.float32)[..., shape[-1] :])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "old", "new"), [((64, 246), 288, 256), ((16, 2048), 2049, 2048)], ids=["32-to-256", "float32-to-256"]
@@ -237,6 +233,7 @@ def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
         assert_exact(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("change", ["another shape", "the same padded shape", "gone", "renamed"])
 def test_a_padded_leaf_that_partial_names_starts_fresh_or_is_left_over(change, devices, saved_on_8):

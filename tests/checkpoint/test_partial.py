@@ -65,6 +65,7 @@ ADDED = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_added_to_the_chain_starts_fresh(name, steps):
     inner, partial, fresh, left_over, moved = ADDED[name]
@@ -98,7 +99,7 @@ def test_what_is_left_over_is_listed(steps):
     assert report.fresh == ("0/trace/body/kernel", "0/trace/head") and len(report.left_over) == 5
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_leaves_of_lora_start_fresh_with_their_masters_and_moments(steps):
     more = PARAMS | {"body": PARAMS["body"] | {"lora_a": jnp.full((4, 2), 0.1), "lora_b": jnp.zeros((2, 6))}}
     params, tx = POLICY.cast_to_param(more), mixed(ADAM)
@@ -121,6 +122,7 @@ def test_leaves_of_lora_start_fresh_with_their_masters_and_moments(steps):
         checkpoint.restore(steps, tx, params=shapes, partial="*lora_*")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("with_state", [True, False], ids=["with-state", "params-alone"])
 def test_a_new_head_starts_fresh(with_state, steps):
     """The same name with other shapes, and no head at all."""

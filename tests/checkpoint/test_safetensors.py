@@ -52,6 +52,7 @@ def test_masters_are_written_and_not_what_they_are_rounded_to(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("dtype", "code"), [("float16", "F16"), ("bfloat16", "BF16")])
 @pytest.mark.parametrize("layout", ["flax", "torch"])
 def test_sixteen_bits_are_each_rounded_once(dtype, code, layout, tmp_path):

@@ -49,6 +49,7 @@ def values_by_device(x):
     return [shard.data.item() for shard in x.addressable_shards]
 
 
+@pytest.mark.thorough(2)
 @MANUAL
 @BAD_VALUES
 def test_every_device_hears_of_one_bad_value(how, value):
@@ -60,6 +61,7 @@ def test_every_device_hears_of_one_bad_value(how, value):
     assert values_by_device(flag_of(how)(rows(1.0, 0))) == [True] * DEVICES
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
 @BAD_VALUES
 def test_a_bad_value_in_one_shard_under_jit(axis_type, value):

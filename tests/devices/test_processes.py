@@ -81,7 +81,7 @@ def traces(tmp_path_factory):
     return folder, [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("case", process_worker.JOBS, ids=lambda case: case[0])
 def test_processes_decide_as_one(traces, case):
     _, traces = traces
@@ -98,7 +98,7 @@ def test_processes_decide_as_one(traces, case):
         regimes.check_equal(job, trace, job, alone, regimes.TOLERANCE[dtype])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_processes_write_one_model_tensor_by_tensor(traces):
     folder, whole = traces[0], process_worker.weights()
     with safetensors.safe_open(folder / "fp8.safetensors", framework="np") as file:
@@ -121,7 +121,7 @@ def test_the_overflow_is_in_the_data_of_one_process():
     assert jax.process_count() == 1  # here
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path):
     """Params are cut over all processes; what an earlier life saved is restored in every bit."""
     lives = []
@@ -146,8 +146,7 @@ def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path
     assert lives[2][-1] == "end" and lives[2][-2].startswith("6 ")
 
 
-@pytest.mark.costly
-@pytest.mark.newest
+@pytest.mark.thorough(0)
 def test_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
     """One process overflows, one dies between two checkpoints, both are killed and started again."""
     bad = resume_worker.BAD_RANK

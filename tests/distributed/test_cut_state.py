@@ -77,8 +77,7 @@ def distance(a, b):
     return np.sqrt(sum(np.sum((np.asarray(a[name]) - np.asarray(b[name])) ** 2) for name in a))
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_of_every_kind_moves_as_on_one_device(kind, how):
@@ -110,7 +109,6 @@ def test_a_scale_that_spans_devices_is_refused_by_its_path():
     assert optax.tree.get(placed, "mu")["w"].codes.spec == P(None, "fsdp")
 
 
-@pytest.mark.costly
 def test_a_part_of_a_moment_keeps_its_form():
     """At `init` 1024 elements would stay in float32; as a part of 8192 they are in 8 bits."""
     tx = jaxmp.compress_moments(optax.adam(RATE), jnp.int8)

@@ -99,7 +99,7 @@ def test_padding_comes_off_on_explicit_axes():
         assert_moved(jax.tree.map(np.asarray, trimmed), jax.tree.map(np.asarray, PARAMS))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_moments_in_8_bits_are_not_padded():
     tx = jaxmp.compress_moments(optax.adam(1e-2), jnp.int8)
     odd = {"w": jnp.ones((1023, 1056))}
@@ -248,8 +248,6 @@ HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on eve
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", HOW)
 def test_training_is_that_of_one_device(how):
     params, masters, metrics, losses, _ = run(how)
@@ -263,7 +261,7 @@ def test_training_is_that_of_one_device(how):
     np.testing.assert_allclose(losses, one[3], rtol=1e-3)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", HOW)
 def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     params, masters, programs = run(how)[4]
@@ -278,7 +276,6 @@ def test_state_lies_as_the_params_do_and_padding_stays_zero(how):
     assert programs[0] > 0 and programs[1:] == [0] * 4
 
 
-@pytest.mark.costly
 def test_meshes_with_explicit_axes():
     """Where arrays lie is part of their types there, and stays."""
     mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Explicit,))
@@ -484,7 +481,7 @@ class Fp8Net(nn.Module):
         return nn.Dense(16, dtype=jnp.bfloat16)(x)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
     """One byte a weight; the scale of a kernel comes from the masters of all devices."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -546,7 +543,7 @@ def test_arguments_in_the_place_of_others_are_named():
             call()
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_cut_inside_a_node_and_whole_between_nodes():
     """HSDP: the numbers of one device; parts are scattered over four devices, and only parts are summed over nodes."""
     rng = np.random.default_rng(0)
@@ -603,7 +600,7 @@ def test_cut_inside_a_node_and_whole_between_nodes():
         np.testing.assert_allclose(masters[1][name], masters[0][name], rtol=0, atol=2.0**-7 * way)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flaxs_rnn_trains_as_on_one_device():
     """A loop over time reads the gathered weights. (Under jit XLA does all of it.)"""
     rng = np.random.default_rng(0)

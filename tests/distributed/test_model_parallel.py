@@ -115,8 +115,7 @@ def run(mesh_name, regime="shard_map", policy="fp16"):
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left", "zero_grads")
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "mesh, regime, policy",
     [
@@ -142,6 +141,7 @@ def test_every_mesh_trains_as_one_device(mesh, regime, policy):
 GRADS = jax.tree.map(lambda p: np.asarray(p) * (np.asarray(p) > 0), PARAMS)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (3, 2)], ids=str)
 @pytest.mark.parametrize("ord", [2, np.inf])
 def test_norms_and_zeros_are_those_of_the_whole_model(shape, ord):

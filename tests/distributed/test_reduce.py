@@ -82,7 +82,7 @@ def gradients(seed, scale=1.0):
     return {key: scale * draw(DEVICES, *shape, seed=seed) for key, shape in PARAMS.items()}
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("how", "name"), [("pmap", "int8"), ("shard_map_unchecked", "int8"), *(("shard_map", name) for name in HOPS)]
 )
@@ -106,7 +106,7 @@ def test_what_is_sent_and_what_is_unsent_is_what_was_given(how, name):
             assert seed > 0 or np.abs(e).max() > (1e-6 if name == "fp32_int8" else 1e-4)  # something was rounded
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", HOPS)
 def test_the_error_of_one_step_is_that_of_the_two_formats(name):
     """The largest of a block of 128 normal numbers is about 2.7; a code is half a step off at most."""
@@ -119,7 +119,7 @@ def test_the_error_of_one_step_is_that_of_the_two_formats(name):
     assert 1e-4 < error < steps.get(name, 3 / 64 / 2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @HOW
 @pytest.mark.parametrize("bad", [np.inf, np.nan], ids=str)
 def test_one_bad_value_on_one_device_skips_the_step_and_changes_nothing_unsent(how, bad):
@@ -134,7 +134,7 @@ def test_one_bad_value_on_one_device_skips_the_step_and_changes_nothing_unsent(h
     assert_moved(jax.tree.map(np.asarray, keep(after)), jax.tree.map(np.asarray, keep(opt_state)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_step_that_skip_if_refuses_changes_nothing_unsent():
     opt_state, step = plain_job("shard_map", skip_if=_is_large)
     _, opt_state = step(gradients(0), opt_state)
@@ -148,7 +148,7 @@ def _is_large(grads, metrics):
     return jnp.max(jnp.abs(grads["even"])) > 100
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_where_no_step_is_skipped_an_overflow_holds_its_elements():
     """`skip_nonfinite=False` takes every step: the codes of the block say NaN, so nothing that was inf looks finite."""
     opt_state, step = plain_job("shard_map", skip_nonfinite=False)
@@ -238,7 +238,7 @@ def trained_in_float32():
     return trained("shard_map", None)[2]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("how", "name"), [("shard_map", "int8"), ("pmap", "e4m3")])
 def test_training_goes_as_with_exact_means(how, name):
     _, _, losses = trained(how, HOPS[name])
@@ -246,7 +246,6 @@ def test_training_goes_as_with_exact_means(how, name):
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.costly
 def test_beside_other_transforms():
     parts = [jaxmp.clip_by_global_norm(100.0), jaxmp.compress_moments(optax.adamw(1e-2), jnp.int8)]
     for inner in (jaxmp.fused_adamw(1e-2, max_norm=100.0), optax.chain(*parts, jaxmp.ema_params(0.9))):
@@ -284,7 +283,6 @@ def test_the_plan_counts_what_is_unsent_on_one_device():
     assert sizes[1] - sizes[0] == 4 * 64 * 256 + 4  # and the number of the device
 
 
-@pytest.mark.costly
 def test_cut_inside_a_node_and_eight_bits_between_nodes():
     """HSDP: the first hop, inside the node, is a reduce-scatter in float32."""
     mesh = jax.make_mesh((2, 4), ("node", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -313,7 +311,6 @@ def test_cut_inside_a_node_and_eight_bits_between_nodes():
     np.testing.assert_allclose(losses[True], losses[False], rtol=0.01)
 
 
-@pytest.mark.costly
 def test_a_job_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
     params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
     opt_state, step = plain_job("shard_map")
@@ -410,6 +407,7 @@ IN_BRANCHES = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("wire_dtype", [None, jnp.int8], ids=["whole", "int8"])
 @pytest.mark.parametrize("name", IN_BRANCHES)
 def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(name, wire_dtype):

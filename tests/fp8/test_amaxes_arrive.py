@@ -125,7 +125,7 @@ def missing(amaxes):
 OPT_STATE = jaxmp.unscale_and_skip(optax.identity()).init(())
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_linen_layers_under_autocast():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
@@ -138,7 +138,6 @@ def test_of_linen_layers_under_autocast():
     assert missing(grads) == (4 * 6 * 3, [])
 
 
-@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_nnx_layers_under_autocast():
 

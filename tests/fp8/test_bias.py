@@ -46,9 +46,9 @@ def assert_sums(got, grad):
     assert np.all(np.abs(np.asarray(got, np.float64).ravel() - grad.sum(axis=0)) <= bound)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [RECIPE, CurrentScaling()], ids=["delayed", "current"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.costly
 def test_value_and_gradient(recipe, dtype):
     """The product with the bias added in the dtype of the result, and a gradient in the bias's own dtype."""
     x, g = X.astype(dtype), jnp.asarray(G, dtype)
@@ -60,6 +60,7 @@ def test_value_and_gradient(recipe, dtype):
         assert_sums(d_bias, g)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "case", ["rows not of 16", "vector", "outer", "two free axes", "no free axis", "batch", "vmap", "vmap of all"]
 )
@@ -139,8 +140,7 @@ def biases(grads):
     return {path: np.asarray(x) for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["fp32", "fp8"])
 def test_linen(way, policy, monkeypatch):
@@ -165,7 +165,7 @@ def test_linen(way, policy, monkeypatch):
         np.testing.assert_allclose(got, biases(others)[path], rtol=2**-5, atol=0.2)  # jax sums in bfloat16
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_shard_map():
     """Each device sums its own rows; the mean over devices is that of one device."""
     model, mesh = Layers(), jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

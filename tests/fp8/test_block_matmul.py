@@ -102,11 +102,9 @@ SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("recipe", "case"),
-    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.campaign) for case in REST)],
+    [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough(0)) for case in REST)],
     ids=lambda x: x if isinstance(x, str) else recipe_id(x),
 )
 def test_products_of_the_blocks_are_exact(recipe, case):
@@ -121,16 +119,15 @@ def test_products_of_the_blocks_are_exact(recipe, case):
 
 
 def cases_of(*cases):
-    """Those of (recipe, second parameter) that run always; the rest of the matrix is for the campaign."""
+    """Those of (recipe, second parameter) that run always; the rest of the matrix is thorough."""
     rest = [case for case in itertools.product(BOTH, {second: None for _, second in cases}) if case not in cases]
-    return [*cases, *(pytest.param(*case, marks=pytest.mark.campaign) for case in rest)]
+    return [*cases, *(pytest.param(*case, marks=pytest.mark.thorough(0)) for case in rest)]
 
 
 def id_of(x):
     return recipe_id(x) if isinstance(x, BlockRecipe) else None
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), cases_of((BOTH[0], jnp.bfloat16), (BOTH[1], jnp.bfloat16), (BOTH[1], jnp.float16)), ids=id_of
 )
@@ -168,16 +165,15 @@ NORMAL_DB = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", NORMAL_DB, ids=lambda r: type(r).__name__)
-@pytest.mark.costly
 def test_snr_on_normal_data(recipe):
     found, exact = products_with_noise(recipe, outliers=False)
     for actual, wide, least in zip(found, exact, NORMAL_DB[recipe], strict=True):
         assert snr_of_rows(actual, wide) > least
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_an_outlier_costs_its_block_not_its_tensor():
     """One value in 2000 is 1e5 times as large. With one scale for the tensor most others are rounded to little."""
     current, exact = products_with_noise(CurrentScaling(), outliers=True)
@@ -211,9 +207,10 @@ def products_with_noise(recipe, *, outliers):
     return found, (x @ w, g @ w.T, x.T @ g)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("recipe", [*RECIPES[1:], pytest.param(RECIPES[0], marks=pytest.mark.campaign)], ids=recipe_id)
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES[1:], pytest.param(RECIPES[0], marks=pytest.mark.thorough(0))], ids=recipe_id
+)
 def test_overflow_shows_in_the_result(recipe, bad):
     x, w, g = (normal(*shape) for shape in ((1, 32, 48), (2, 48, 16), (3, 32, 16)))
 
@@ -231,7 +228,7 @@ def test_overflow_shows_in_the_result(recipe, bad):
     assert np.isfinite(y).all() and np.isnan(dx[3]).all() and np.isnan(dw[:, 5]).all()
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("largest", [3e38, 1e-30], ids=["near-max", "tiny"])
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=recipe_id)
 def test_extremes_stay_finite(recipe, largest):
@@ -246,8 +243,6 @@ def test_extremes_stay_finite(recipe, largest):
 # transformations
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", [RECIPES[1], BOTH[1]], ids=recipe_id)
 def test_vmap_scan_and_remat_change_nothing(recipe):
     x, w, g = normal(1, 3, 32, 48), normal(2, 3, 48, 16), normal(3, 3, 32, 16)
@@ -259,8 +254,7 @@ def test_vmap_scan_and_remat_change_nothing(recipe):
     assert_products([shared(x, w[0])[0]], [tuple(t[0] for t in expected[0])])
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("recipe", "check_vma"), cases_of((BOTH[0], True), (BOTH[1], True), (BOTH[1], False)), ids=id_of
 )
@@ -278,8 +272,7 @@ def test_shard_map(recipe, check_vma):
     assert_products(jax.jit(spread)(x, w, g), oracle(recipe, x, np.stack([w] * 8), g))
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
 def test_explicit_mesh(recipe):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -312,7 +305,7 @@ def test_only_blackwell_multiplies_blocks(monkeypatch):
     assert short.count("@__op$block_scaled_dot(") == 3 and "tensor<1x32x64xf8E4M3FN>" in short
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_only_blackwell_multiplies_four_bits(monkeypatch):
     recipe = NVFP4(stochastic_rounding=False)
     assert lowered_for_gpu(recipe, 10.0, monkeypatch).count("@__op$block_scaled_dot(") == 3
@@ -336,6 +329,7 @@ def scaled_matmul(a, b, a_scales, b_scales, preferred_element_type):
     return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["vmap", "shard_map", "shard_map_unchecked", "remat"])
 def test_hardware_path_goes_through_transformations(how, monkeypatch):
     """Lowered for a Blackwell GPU, not run."""
@@ -359,8 +353,7 @@ def test_hardware_path_goes_through_transformations(how, monkeypatch):
     assert text.count("@__op$block_scaled_dot(") == 3
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("fp8_format", ["E4M3", "HYBRID"])
 def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
@@ -398,10 +391,10 @@ def batch():
 
 
 # One recipe for linen, another for nnx.
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPES[1], *(pytest.param(recipe, marks=pytest.mark.campaign) for recipe in BOTH)],
+    [RECIPES[1], *(pytest.param(recipe, marks=pytest.mark.thorough(0)) for recipe in BOTH)],
     ids=recipe_id,
 )
 def test_training_linen(recipe):
@@ -439,8 +432,10 @@ def test_training_linen(recipe):
     assert bool(jaxmp.get_metrics(opt_state)["skipped"])
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("recipe", [MXFP8(), pytest.param(BlockScaling(), marks=pytest.mark.campaign)], ids=recipe_id)
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize(
+    "recipe", [MXFP8(), pytest.param(BlockScaling(), marks=pytest.mark.thorough(0))], ids=recipe_id
+)
 def test_training_nnx(recipe):
     x, target = batch()
     layers = [nnx.Linear(n, 16 if n == 48 else 48 if i else 32, rngs=nnx.Rngs(i)) for i, n in enumerate((16, 32, 48))]

@@ -52,7 +52,6 @@ def to_bytes(x) -> np.ndarray:
 # TransformerEngine
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "case",
     INDEX["cases"],
@@ -157,7 +156,6 @@ SHAPES = [
 ANY_SHAPE = [*itertools.product((RECIPES[0], RECIPES[2]), SHAPES), (RECIPES[1], SHAPES[0]), (RECIPES[1], SHAPES[3])]
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("recipe", "shape", "axis"), [(recipe, *shape) for recipe, shape in ANY_SHAPE], ids=id_of)
 def test_any_axis_of_any_shape(recipe, shape, axis):
     rng = np.random.default_rng(0)
@@ -182,7 +180,6 @@ def test_axes_count_from_the_front_and_from_the_back(recipe):
     assert program((0, 2)) == program((-3, -1)) == program((2, 0)) != program((0, 1))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_vmap_changes_no_byte(recipe):
     x = np.random.default_rng(0).normal(size=(3, 4, 200)).astype(jnp.bfloat16)
@@ -194,6 +191,7 @@ def test_vmap_changes_no_byte(recipe):
     assert_exact(dequantized, block_oracle.dequantized(q, scale_inv, (2,), recipe.block_size))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "recipe, source",
     [(RECIPES[1], "bf16"), (RECIPES[1], "f16"), (RECIPES[2], "f16")],
@@ -214,7 +212,6 @@ blocks_of_floats = st.lists(st.integers(0, 0x7F7FFFFF), min_size=64, max_size=64
 )
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 @given(x=blocks_of_floats, outliers=st.booleans())
 def test_errors_are_those_of_the_format(recipe, x, outliers):
@@ -238,6 +235,7 @@ def test_errors_are_those_of_the_format(recipe, x, outliers):
 EDGES = np.array([0.0, -0.0, 1e-45, -1e-42, 2.0**-126, 1.0, -448.0, np.inf, -np.inf, np.nan], np.float32)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_signs_of_zeros_and_nans_stay(recipe):
     x = np.array([[0.0, -0.0, 1.0, np.nan], [0.0, -0.0, 0.0, -0.0], [np.nan] * 4], np.float32)

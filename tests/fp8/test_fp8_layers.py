@@ -103,7 +103,6 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
 # linen: dot_general_cls
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -134,7 +133,7 @@ def test_a_batch_of_one_and_ten_classes_run_in_fp8():
     check_trains(lambda p, x: layer.apply({"params": p}, x), params, X[:1])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_attention():
     layer = nn.MultiHeadDotProductAttention(
         num_heads=2, qkv_features=2 * SIDE, out_features=SIDE, qkv_dot_general_cls=FP8, out_dot_general_cls=FP8
@@ -167,6 +166,7 @@ def test_current_scaling_needs_no_leaves():
     assert not jaxmp._src.step.read_state.find(tx.init(params), state_tuples.Fp8State)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_promote_all_but_kernel_keeps_the_gradient_of_the_kernel_in_float32(kind):
     """flax casts the kernel to the layer's dtype, and its gradient is rounded on the way back."""
@@ -226,7 +226,6 @@ class Model(nn.Module):
 INNER = ["blocks_0/down", "blocks_0/up"]
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -400,8 +399,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_models_of_all_kinds_train(kind):
     model = Net(kind)
@@ -420,6 +417,7 @@ def test_models_of_all_kinds_train(kind):
     check_trains(apply, params)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("chosen", [None, all_true], ids=["default", "filter"])
 def test_dropout_and_static_arguments(chosen):
     model = Model(rate=0.5)
@@ -446,7 +444,7 @@ def test_other_methods_run_the_layers_that_hold_scales():
     assert sorted(name for name, layer in got.items() if layer[LHS] > 0) == INNER
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_bound_model_and_a_frozen_dict():
     model = Model()
     with autocast(RECIPE):
@@ -458,8 +456,6 @@ def test_a_bound_model_and_a_frozen_dict():
     assert_same_program(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_train_states(kind):
     model = Model()
@@ -494,7 +490,7 @@ def test_train_states(kind):
     assert_moved((state.params, guarded(state.opt_state)), (before.params, guarded(before.opt_state)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_two_recipes_in_one_model():
     """Each layer has its own, and the optimizer has a dict of them by path."""
     other = DelayedScaling(amax_history_len=2, fp8_format="E4M3", power_of_two=False)
@@ -565,8 +561,7 @@ def test_to_fp8(chosen, expected):
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=chosen) == []  # they have products of their own now
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_nnx_optimizers_move_the_scales(kind):
     """Under nnx.jit, with Dropout's counts and BatchNorm's statistics, which a skip takes back."""
@@ -600,7 +595,7 @@ def test_nnx_optimizers_move_the_scales(kind):
     assert_moved(to_host(nnx.to_pure_dict(nnx.state(model, kinds))), before)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nnx_attention_and_einsum():
     attention = nnx.MultiHeadAttention(2, SIDE, qkv_features=2 * SIDE, decode=False, rngs=nnx.Rngs(0))
     assert jaxmp.nnx.to_fp8(attention, RECIPE, filter=all_true) == ["query", "key", "value", "out"]
@@ -627,7 +622,7 @@ def _dicts(tree):
             yield from _dicts(x)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nnx_current_scaling_needs_no_leaves():
     model = NnxNet(nnx.Rngs(0))
     jaxmp.nnx.to_fp8(model, CurrentScaling())
@@ -701,7 +696,7 @@ def test_a_loss_outside_of_autocast_is_warned_of():
         jaxmp.value_and_grad(loss_fn)(policy.cast_to_param(params), opt_state=tx.init(params))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_a_loss_that_was_traced_before_is_not_warned_of(wrap):
     with autocast(RECIPE):
@@ -780,8 +775,7 @@ LINEN_WITH_PROMOTION = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", LINEN_WITH_PROMOTION)
 def test_a_promote_dtype_of_the_user_is_kept(name):
     layer = LINEN_WITH_PROMOTION[name](promote_dtype=half)
@@ -804,7 +798,6 @@ NNX_WITH_PROMOTION = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NNX_WITH_PROMOTION)
 def test_a_promote_dtype_of_the_user_is_kept_in_nnx(name):
     layer, plain = NNX_WITH_PROMOTION[name](promote_dtype=half), NNX_WITH_PROMOTION[name]()
@@ -884,8 +877,7 @@ def test_an_einsum_keeps_its_preferred_element_type():
 # Convolutions of one pixel
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("kwargs", [{}, {"strides": 2}, {"padding": "CIRCULAR", "strides": (2, 1)}], ids=str)
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_convolution_of_one_pixel_is_a_matmul(kind, kwargs):
@@ -908,6 +900,7 @@ def test_a_convolution_of_one_pixel_is_a_matmul(kind, kwargs):
     np.testing.assert_allclose(y, want, rtol=0.1, atol=0.2)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "kwargs",
     [{"kernel_size": (3, 3)}, {"padding": 1}, {"feature_group_count": 2}, {"input_dilation": 2, "padding": 0}],
@@ -943,7 +936,7 @@ class Stack(nnx.Module):
         )
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_stack_of_nnx_layers_has_a_stack_of_scales_which_trains(fp8_weights):
     """Each layer of the stack has its own amaxes and scales."""

@@ -52,8 +52,6 @@ def make_batches():
     return batches
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("regime", ["pmap", "shard_map"])
 def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
     """Amaxes are the same on every device already, so whether the user's pmean goes over them does not matter."""
@@ -86,6 +84,7 @@ def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
     assert_moved(guarded(overflow[1]), guarded(larger[1]))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
 def test_stages_have_leaves_of_their_own_and_one_decision(bad):
     """Leaves that are split over the devices report what their device saw; an inf of one skips the step on all."""
@@ -186,8 +185,6 @@ def next_amax_state(state, amax, backward):
     return RECIPE.update(state, amax, backward=backward)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", INNERS)
 def test_weights_train_as_if_there_were_no_scales(name):
     """As in a model without leaves, but for the roundings of two programs; leaves move by their own rule, unclipped."""
@@ -277,7 +274,6 @@ def test_norms_zeros_and_reductions_leave_scales_out():
         assert_moved(only_scales(jax.tree.map(lambda x: x[0], reduced)), only_scales(grads))
 
 
-@pytest.mark.costly
 def test_two_optimizers_under_one_loss_scale():
     """Each moves its own leaves; an overflow in one, seen by an amax alone, leaves the other's step."""
     shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**8, hysteresis=1))
@@ -323,7 +319,7 @@ def test_a_run_without_fp8_goes_on_with_it():
 # What it costs
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])
 def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
     """A donated buffer that cannot be used is a warning, which is an error here."""
@@ -349,8 +345,7 @@ def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
         assert jax.tree.map(jax.typeof, state) == types
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_all_reduces_of_a_whole_step(how):
     """Beside the sums of gradients: the amaxes of all layers in one MAX, and the flags."""

@@ -59,7 +59,7 @@ def trained(tx, params, steps=4):
     return params
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_labels_inside_of_mixed_precision_move_all_scales():
     params = init()
     new = trained(jaxmp.mixed_precision(optimizers(optax.sgd(0.1), params), "fp8", recipe=RECIPE), params)
@@ -67,6 +67,7 @@ def test_labels_inside_of_mixed_precision_move_all_scales():
     assert_moved(new["layers_0"]["kernel"], params["layers_0"]["kernel"])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("way", ["multi_transform", "masked"])
 def test_labels_outside_are_refused(way):
     params, tx = init(), jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
@@ -78,7 +79,7 @@ def test_labels_outside_are_refused(way):
         trained(tx, params, 1)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("way", "policy"), [("closed over", "fp8"), ("an argument", "fp16")])
 def test_layers_whose_scales_are_not_differentiated_cast_each_tensor_with_its_own_scale(way, policy):
     params = init()
@@ -117,7 +118,7 @@ class Lora(nnx.Module):
         return x
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nnx_lora_moves_the_scales_of_the_frozen_layers():
     model = Lora()
     jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)
@@ -148,6 +149,7 @@ def test_flax_optimizers_say_which_filter_to_pass():
         nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_frozen_kernel_that_is_stored_in_fp8_keeps_its_scale(calibrated):
     """It is no param of the optimizer, so nobody writes it again; its scale is (`wrt=nnx.LoRAParam`)."""

@@ -85,7 +85,7 @@ def test_it_is_the_formula_with_each_tensor_cast_once():
             assert_close(np.asarray(got), np.float32(np.max(np.abs(tensor))), rtol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_under_vmap_there_is_one_amax():
     per_example = lambda x, weights, scales: jax.vmap(run, (0, None, None))(x, weights, scales)  # noqa: E731
     y, backward = jax.vjp(per_example, X, WEIGHTS, leaves())
@@ -115,7 +115,6 @@ def variables():
     return jax.jit(GatedMLP(HIDDEN, recipe=RECIPE).init)(jax.random.key(0), X)
 
 
-@pytest.mark.costly
 def test_the_module_has_the_params_of_three_layers_and_their_values():
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
         expected = jax.jit(Layers().init)(jax.random.key(0), X)
@@ -132,7 +131,7 @@ def test_the_module_has_the_params_of_three_layers_and_their_values():
     assert np.linalg.norm(jax.jit(stateless.apply)(params, X) - plain[0]) < 0.1 * np.linalg.norm(plain[0])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_the_module_trains_under_autocast_remat_and_calibration(fp8_weights):
     policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
@@ -164,7 +163,7 @@ def test_the_module_trains_under_autocast_remat_and_calibration(fp8_weights):
     assert jaxmp.get_metrics(opt_state)["fp8/saturated"] == 0
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_odd_widths_run_as_layers_and_odd_rows_are_padded():
     weights = {"gate": WEIGHTS["gate"][:, :40], "up": WEIGHTS["up"][:, :40], "down": WEIGHTS["down"][:40]}
     y = run(X, weights, leaves())
@@ -176,7 +175,7 @@ def test_odd_widths_run_as_layers_and_odd_rows_are_padded():
     assert_close(one, y[0, 0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nvfp4_takes_a_key_like_dropouts():
     mlp, x = jaxmp.linen.GatedMLP(32, recipe=jaxmp.fp8.NVFP4()), jnp.ones((16, 16))
     params = jax.eval_shape(mlp.init, jax.random.key(0), x)["params"]

@@ -93,6 +93,7 @@ def log2_leaves(*log2):
 # The casts
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
 def test_quantize_saturates_and_keeps_nan(dtype, source):
@@ -152,7 +153,6 @@ CASES = {  # lhs shape, rhs shape, dimension_numbers
 }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CASES)
 def test_result_and_gradients(name):
     lhs_shape, rhs_shape, numbers = CASES[name]
@@ -189,7 +189,7 @@ def contractions(draw):
     return lhs_shape, rhs_shape, numbers
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @settings(max_examples=6)
 @given(contractions())
 def test_any_contraction(case):
@@ -240,7 +240,6 @@ def test_values_beyond_the_range_saturate_and_are_reported():
 # Dtypes
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("lhs_dtype", "rhs_dtype", "asked", "expected"),
     [
@@ -302,7 +301,6 @@ def step_with(recipe, leaves):
     return functools.partial(step, params, jax.jit(tx.init)(params)), params
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_what_is_not_finite_skips_the_step(recipe, bad):
@@ -329,6 +327,7 @@ def test_current_scaling_hides_no_overflow():
     assert np.all(np.isnan(y))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_current_scaling(power_of_two, size):
@@ -354,8 +353,7 @@ def test_zeros_have_a_scale():
 # Sides of other lengths than multiples of 16
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(4)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 5, 3), (5, 7, 3)], ids=str)
 def test_sides_that_are_empty_or_odd(recipe, shape):
@@ -396,6 +394,7 @@ def test_inf_and_nan_stay_where_they_are_in_padded_tensors():
     assert_exact(amaxes, Scales(F32(np.inf), F32(1), F32(1)))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("rows", [8, 12, 20])
 def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     """Of split tensors XLA pads what each device has; in shard_map each device pads its own rows."""
@@ -419,6 +418,7 @@ def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     assert_exact((y, d_lhs, d_rhs), whole[:3])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), MXFP8()], ids=["delayed", "current", "mxfp8"])
 def test_operands_that_the_same_program_computes_in_bfloat16_are_rounded_first(recipe):
@@ -480,8 +480,7 @@ def test_a_model_of_one_example_runs_as_one_gemm_under_vmap():
     assert gemms_of(f, x, w, UNIT) == [((32, 32), (32, 16)), ((32, 16), (32, 16)), ((32, 32), (32, 16))]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("around", ["jit", "checkpoint", "scan", "vmap"])
 def test_vmap_joins_rows_inside_what_stands_around_the_model(recipe, around):
@@ -581,7 +580,7 @@ def test_a_recipe_with_state_needs_scales_and_others_take_none():
 # A feed-forward block
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_noise_of_a_feed_forward_block():
     """y = gelu(x w1) w2 against float32, in dB. Measured: result 25.4; gradients of x, w1, w2 21.1, 21.0,
     23.1 with e5m2 and 24.3, 24.3, 25.3 with e4m3."""
@@ -663,6 +662,7 @@ EQUATIONS = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_einsum_is_that_of_the_quantized_operands(equation):
     lhs, rhs = (whole_numbers(i, *shape) for i, shape in enumerate(EQUATIONS[equation]))

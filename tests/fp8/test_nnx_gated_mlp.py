@@ -38,7 +38,7 @@ def loss_fn(model, x):
     return jnp.mean((model(x).astype(jnp.float32) - 1) ** 2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_params_and_values_are_those_of_three_layers():
     layers = Layers(nnx.Rngs(0))
     assert jaxmp.nnx.to_fp8(layers, RECIPE, filter=lambda *_: True) == ["gate", "up", "down"]
@@ -50,7 +50,7 @@ def test_params_and_values_are_those_of_three_layers():
         assert np.linalg.norm(mlp(recipe)(X) - layers(X)) < 0.1 * np.linalg.norm(layers(X))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_gradients_are_those_of_linen():
     """The same operation on the same params: equal amaxes and gradients."""
     model = mlp()
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_linen():
             assert float(amax) > 0
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("wrap", [lambda f: f, functools.partial(nnx.remat, policy=jaxmp.fp8.save_quantized)])
 def test_it_trains_after_calibration(wrap):
     model = mlp()
@@ -100,7 +100,7 @@ def test_it_trains_after_calibration(wrap):
     assert len(scales) == 9 and all(scales)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_stack_for_scan():
     """Each layer of a stack has its own scales, and runs as alone."""
     make = nnx.vmap(lambda rngs: GatedMLP(WIDTH, HIDDEN, recipe=RECIPE, rngs=rngs))
@@ -114,7 +114,7 @@ def test_a_stack_for_scan():
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_nvfp4_draws_from_rngs():
     model = GatedMLP(16, 32, recipe=jaxmp.fp8.NVFP4(), rngs=nnx.Rngs(0, rounding=1))
     gradient = nnx.jit(nnx.grad(loss_fn))

@@ -138,15 +138,12 @@ def kernels(f, *args):
     return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_which_norms_a_kernel_computes(name):
     model, count = MODELS[name]
     assert len(kernels(*trained(model), X)) == (count if HAS_KERNELS else 0)
 
 
-@pytest.mark.costly
 @needs_kernels
 @pytest.mark.parametrize("name", ["rms", "float32 norm"])
 def test_by_autocast_the_kernel_reads_what_arrives(name):
@@ -172,10 +169,8 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.costly
 @pytest.mark.optimized  # the last bit of a sum decides a rounding
 @needs_kernels
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["rms", "layer", "16-bit params", "float32 norm", "remat", "gated"])
 def test_the_numbers_are_those_of_the_norm_and_its_cast(name, interpreted):
     """A sum in another order moves 1 in 1000 roundings to bfloat16 by its last bit: 2^-8, also of the amax.
@@ -197,7 +192,7 @@ def test_the_numbers_are_those_of_the_norm_and_its_cast(name, interpreted):
         assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("norm", [nnx.RMSNorm, nnx.LayerNorm])
 def test_in_nnx(norm):
     """`to_fp8` gives norms a class that notes what it made; their params, results and other norms stay."""

@@ -38,6 +38,7 @@ def quantize(recipe, x, axis=-1, key=None):
 # casts
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['case']}-{c['kind']}")
 def test_bytes_of_transformer_engine(case):
     i, (rows, _) = case["case"], case["tile"]
@@ -83,7 +84,7 @@ def saturated(x, axis):
     return np.clip(x, -limit, limit)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_casts_equal_a_rewrite(size):
     x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
@@ -149,7 +150,7 @@ def oracle(recipe, x, w, g):
     return [(np.einsum(s, a, b, optimize=True), np.einsum(s, abs(a), abs(b), optimize=True)) for s, a, b in sums]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [NEAREST, PLAIN, NVFP4(stochastic_rounding=False, square_weights=False)], ids=str)
 def test_products_of_the_blocks_are_exact(recipe):
     x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
@@ -165,7 +166,7 @@ def test_products_of_the_blocks_are_exact(recipe):
             assert_products([t[i : i + 1] for t in found], member)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_blackwells_path_is_the_same_product(monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
@@ -181,7 +182,7 @@ def keyed(x, w, key, recipe=RANDOM):
     return fp8.dot_general(x, w, MATMUL, recipe=recipe, key=key)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_gradients_rounded_at_random_have_the_mean_of_the_gradients_before():
     x, w, g = normal(1, 32, 48), normal(2, 48, 32), normal(3, 32, 32)
 
@@ -216,8 +217,7 @@ plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
 jitted = jax.jit(plain)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", ["remat", "scan", "shard_map", "shard_map_unchecked", "explicit"])
 def test_transformations(how):
     """The gradients with a key are those without the transformation."""
@@ -272,7 +272,7 @@ def batch():
     return x, np.tanh(x @ w)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_training_linen_with_a_key_like_dropouts():
     x, target = batch()
     recipe, model = NVFP4(), Mlp()
@@ -307,7 +307,7 @@ def test_training_linen_with_a_key_like_dropouts():
     assert "f4_e2m1fn" in text or "float4_e2m1fn" in text
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_training_nnx_with_rngs():
     x, target = batch()
     model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))

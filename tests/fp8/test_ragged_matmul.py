@@ -60,8 +60,6 @@ def compiled(recipe):
     return all_of
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_result_and_gradients_are_those_of_float32(name, sizes):
@@ -121,7 +119,7 @@ class NnxExperts(nnx.Module):
         return self.product(x, self.kernel[...], sizes)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("fp8_weights", [False, True])
 def test_a_layer_of_experts_trains(fp8_weights):
     """All scales move, and the loss falls; with kernels stored in fp8, too."""

@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)).astype(np.float32)
 RECIPES = (
     RECIPE,
     *(CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8()),
-    pytest.param(NVFP4(stochastic_rounding=False), marks=pytest.mark.campaign),  # compiles for long
+    pytest.param(NVFP4(stochastic_rounding=False), marks=pytest.mark.thorough(0)),  # compiles for long
 )
 
 
@@ -36,7 +36,7 @@ def casts_to_fp8(jaxpr):
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_no_tensor_is_cast_twice(recipe):
     layers = {"a": layer_params(1), "b": layer_params(2)}

@@ -138,7 +138,6 @@ def test_leaves_are_the_integers_that_the_state_says():
 # The loss scale
 
 
-@pytest.mark.costly
 def test_a_moving_loss_scale_moves_neither_params_nor_leaves():
     """One program. A scale grows from 2^10, another from 2^13; from 2^10 * 1.25 gradients are rounded elsewhere."""
     txs = [make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(s, growth_interval=3)) for s in (2.0**10, 2.0**13, 1280.0)]
@@ -173,7 +172,6 @@ def test_leaves_hold_the_scale_of_unscaled_gradients():
     assert_exact(only_scales(seen[1.0]), {LHS: amax_of(X), RHS: F32(1), GRAD: F32(1)})
 
 
-@pytest.mark.costly
 def test_no_leaf_moves_on_a_skip():
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**12, hysteresis=1))
     step = jax.jit(make_step(tx))
@@ -188,8 +186,7 @@ def test_no_leaf_moves_on_a_skip():
         state = new
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_an_overflow_that_only_an_amax_shows_is_skipped(policy):
     """The cast saturates: from an inf among the inputs come finite gradients."""
@@ -217,6 +214,7 @@ def tied_and_untied(tied, untied, n, *args, jit=True):
     return only_scales(to_host(got)), largest(*apart)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
 def test_a_shared_layer_reports_the_largest(jit):
     def twice(first, second, x):
@@ -263,7 +261,6 @@ def stack(trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["stacked", "broadcast"])
 def test_scan(kind, remat):
@@ -348,6 +345,7 @@ def gradients_in_microbatches(k):
     return grads_of(model_loss, model_params(), make_batch(0, rows=64), accumulate=k)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("k", [2, 4])
 def test_microbatches_have_the_amaxes_of_the_full_batch(k):
     """Loss scale / k, times k fewer rows: the numbers that are cast are those of the full batch."""
@@ -359,7 +357,6 @@ def test_microbatches_have_the_amaxes_of_the_full_batch(k):
 # Leaves that are not used
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_layer_that_is_not_used_keeps_leaf_and_history(accumulate):
     tx = make_tx("bf16", loss_scale=None)

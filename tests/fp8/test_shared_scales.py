@@ -129,8 +129,7 @@ def inputs_of(params):
     return [np.asarray(x) for path, x in found.items() if is_scale(path) and "lhs" in path]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(3)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_array_is_cast_once(name, unshared):
     """The compiled step casts the array once (remat: once each way), and every leaf moves as without sharing."""
@@ -149,7 +148,7 @@ def test_an_array_is_cast_once(name, unshared):
     assert_within_ulps(got, trained(apart, params), 2**13)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_in_shard_map(devices):
     """One cast on each device, and amaxes of all devices: the scales are those of one device."""
@@ -163,7 +162,7 @@ def test_in_shard_map(devices):
     assert_exact(inputs_of(alone), inputs_of(spread))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp8", "fp32"])
 def test_attention_of_flax(policy):
     """linen's and nnx's own attention: one cast for q, k and v, and one for `out`; by autocast and without."""
@@ -203,7 +202,6 @@ class Mixed(nn.Module):
         return gated + (gate * up).reshape(x.shape)
 
 
-@pytest.mark.costly
 def test_experts_gated_mlp_and_other_arrays():
     """Experts share the rows, a gated MLP the input of a plain layer; sin(x) keeps a scale of its own."""
     params = init(Mixed())
@@ -269,6 +267,7 @@ def test_what_two_layers_convert_alike_is_one_array(notes):
     assert shared_scales.leaf_for(second, "a", x) is second  # x itself is of another dtype
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("stacked", [(True, True), (True, False), (False, True)], ids=str)
 def test_amaxes_of_members(stacked):
     """Under vmap each leaf gets the amax of the members that share it, whether or not the leaf has the vmap's axis."""

@@ -57,8 +57,7 @@ def state_of(model, optimizer):
     return nnx.as_pure(nnx.state(model)), nnx.as_pure(optimizer.opt_state)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp8", jaxmp.get_policy("fp8", fp8_weights=True)], ids=["fp8", "fp8_weights"])
 def test_checkpoint_and_resume(tmp_path, policy):
     """Scales and histories are stacks, saved and restored as such; the next step has the bits of the uninterrupted."""
@@ -83,7 +82,6 @@ def test_checkpoint_and_resume(tmp_path, policy):
     assert_same_program(state_of(other, fresh), state_of(model, optimizer))
 
 
-@pytest.mark.costly
 def test_calibrate_fills_each_layer_of_a_stack():
     """One pass: no scale is left, no gradient is lost, and the layers of the stack have amaxes of their own."""
     model, optimizer = job(0, "fp8")

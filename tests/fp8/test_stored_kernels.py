@@ -125,8 +125,7 @@ def test_store_takes_the_scale_from_the_weights_and_load_gives_them_back():
     assert_moved({"bias": loaded["bias"]}, {"bias": params["bias"]})
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp8", "bf16", "fp16"])
 def test_params_are_one_byte_and_follow_the_float32_master(policy):
     _, params, opt_state, step = job(policy)
@@ -159,7 +158,7 @@ def opt_state_master(opt_state):
     return found.master_params
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_the_scale_falls_when_weights_outgrow_it():
     """The kernel saturates, so its amax must be that of the master, or the scale would never fall."""
     tx, params, opt_state = make(inner=optax.sgd(1.0))
@@ -179,7 +178,7 @@ def test_the_scale_falls_when_weights_outgrow_it():
     assert_close(loaded, jnp.clip(opt_state_master(opt_state)["Dense_1"]["kernel"], -112, 112), rtol=2.0**-4)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_skipped_step_leaves_stored_kernels_and_their_scales():
     _, params, opt_state, step = job()
     params, opt_state, *_ = step(params, opt_state)
@@ -191,7 +190,7 @@ def test_a_skipped_step_leaves_stored_kernels_and_their_scales():
     assert_moved(regimes.guarded(new_state), regimes.guarded(opt_state))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_an_update_that_is_added_cannot_move_them_and_says_so():
     tx, params, opt_state, _ = job()
     _, grads = first_gradients()
@@ -207,7 +206,6 @@ def test_masters_start_from_float32():
         tx.init(params)
 
 
-@pytest.mark.costly
 def test_a_policy_without_them_refuses_stored_kernels():
     _, params, opt_state, _ = job()
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "fp8", recipe=RECIPE)
@@ -279,8 +277,9 @@ READS = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("kept", [False, pytest.param(True, marks=pytest.mark.sampled(4))])
+@pytest.mark.parametrize("kept", [False, True])
 def test_a_loss_that_reads_a_kernel_outside_of_its_layer_is_refused(name, kept):
     if kept:  # cast once for two microbatches, not stored
         policy, options = "fp8", {"accumulate": 2, "keep_fp8_weights": True}
@@ -353,7 +352,6 @@ def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
     assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
 
 
-@pytest.mark.costly
 def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     tx, params, opt_state = make(inner=optax.sgd(0.1), layers=4)
 
@@ -381,7 +379,6 @@ def test_step_stats_have_the_amaxes_of_the_masters():
     assert float(idle.amax[path]) == 0
 
 
-@pytest.mark.costly
 def test_frozen_kernels_stay_in_fp8_without_a_master():
     labels = jax.tree.map(lambda _: "train", params32(4)) | {"Dense_1": "freeze"}
     inner = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
@@ -397,7 +394,6 @@ def test_frozen_kernels_stay_in_fp8_without_a_master():
     assert not regimes.unchanged(jax.device_get(params["Dense_2"]), jax.device_get(before["Dense_2"]))
 
 
-@pytest.mark.costly
 def test_nnx():
     model = nnx.Sequential(*(nnx.Linear(WIDTH, WIDTH, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(3)))
     jaxmp.nnx.to_fp8(model, RECIPE)
@@ -433,8 +429,6 @@ def after_three_steps(regime_name):
     return regime.copies(state)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("regime_name", ["pmap", "shard_map", "jit_fsdp"])
 def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     (single,), parallel = after_three_steps("single"), after_three_steps(regime_name)
@@ -444,7 +438,7 @@ def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     assert_close(masters[0], masters[1], rtol=2.0**-6, atol=2.0**-9)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_checkpoints_hold_them(tmp_path):
     import orbax.checkpoint as ocp
 
@@ -460,8 +454,6 @@ def test_checkpoints_hold_them(tmp_path):
 # --- kept over microbatches ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("policy", ["fp8", "bf16"])
 def test_kernels_kept_over_microbatches_change_nothing(policy):
     """The amaxes of kernels are those of the same numbers; all else comes from two programs, which may round apart."""
@@ -554,6 +546,7 @@ OF_LINEN = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", OF_LINEN)
 def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
     """flax promotes the kernel to the layer's dtype before the product sees it."""
@@ -579,6 +572,7 @@ def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switche
         assert_same_program(layer.apply({"params": params}, X), layer.apply({"params": weights}, X))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": jnp.bfloat16}, {"dtype": jnp.float16, "promote_dtype": own_promotion}]
 )

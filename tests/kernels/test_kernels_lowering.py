@@ -90,19 +90,20 @@ def tree_of(shapes: Any) -> list[Any]:
     return [spec(shape, dtype) for shape in shapes for dtype in FLOATS]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["unscale_and_check", "gradient_norm"])
 def test_reading_kernels(name):
     text = lowered(getattr(pallas_kernels, name), tree_of(SHAPES), spec((), jnp.float32))
     assert_launches(text, 1, name)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(dtype):
     text = lowered(lambda tree: pallas_kernels.cast_tree(tree, dtype, scale=0.5), tree_of(SHAPES))
     assert_launches(text, 1, "cast_tree")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "shapes, count",
     [([(128,)] * 128, 1), ([(128,)] * 300, 3), ([(5,), (16, 128)] * 150, 3), ([(n,) for n in range(1, 140)], 2)],
@@ -146,12 +147,11 @@ SAMPLE = {("lion", "bfloat16"), ("momentum", "float8_e4m3fn")}
 SAMPLE |= {("adamw", state) for state in ("float32", "int8", "float8_e5m2")}
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("rule", "state"),
     [
-        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.campaign)
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.thorough(0))
         for case in itertools.product(RULES, STATES)
     ],
 )
@@ -163,7 +163,6 @@ def test_updates_in_every_form(rule, state):
     assert_launches(text, 1, "multi_tensor_update")
 
 
-@pytest.mark.sampled(9)
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_written_in_place(form):

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import pallas_kernels
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved
 from pallas_kernels import launch, meshes, multi_tensor
 from pallas_kernels.leaves import Leaf
 
@@ -69,8 +69,7 @@ def step(leaves, apply, arrays, rate, when):
     return apply(descend, own, [rate], n_sums=1, when=when)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("taken", [True, False])
 def test_each_device_works_on_its_part_and_sums_count_once(parts, taken):
     leaves, mesh = make_leaves(), mesh_of()
@@ -83,9 +82,10 @@ def test_each_device_works_on_its_part_and_sums_count_once(parts, taken):
     expected = step(leaves, multi_tensor.reference, arrays_of(leaves), rate, when)
     assert_close(result.leaves, expected.leaves, rtol=1e-6)
     if taken:
-        assert float(result.sums[0]) == float(expected.sums[0]) > 0
+        assert_exact(result.sums[0], expected.sums[0])  # a quarter of a gradient is exact, so no count can differ
+        assert float(result.sums[0]) > 0
     else:
-        assert_bitwise(result.leaves, expected.leaves)
+        assert_moved(result.leaves, expected.leaves)
     for new, old in zip(result.leaves, given, strict=True):
         assert all(x.sharding.is_equivalent_to(old[1][0].sharding, x.ndim) for x in new)
     text = run.lower(given, rate, when).compile().as_text()
@@ -107,7 +107,7 @@ def test_groups_stay_whole(parts):
     assert rule == "s, l0a0 l0a1, l0a0 l0g -> l0a0 l0a1, l0a0 l0g, "
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_under_vmap_the_reference_serves(parts):
     leaves = make_leaves()[:2]
     rate = jnp.array([0.25, 0.5])
@@ -144,7 +144,7 @@ def test_inside_shard_map_the_kernel_stands_bare():
     assert "mosaic_gpu" in text and "CustomSPMDPartitioning" not in text
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_under_vmap_inside_shard_map_the_reference_serves(check_vma):
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "bf16")

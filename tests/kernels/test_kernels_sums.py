@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from helpers import assert_exact, assert_within_ulps
 from pallas_kernels import backend as backends, passes, reference
 
 HAS_KERNELS = backends.why_no_kernels() is None
@@ -23,8 +24,12 @@ def run(x, backend="auto", *, compute=None, wide=None, rows=1):
     return passes.run(plan, [x], [jnp.float32(2.0)], backend)[0]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(3)
+def size_in_e5m2(q):
+    """|q|; of subnormals, the size whose last place is as large as theirs."""
+    return np.maximum(np.abs(np.float32(q)), np.float32(2.0**-14))
+
+
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -39,14 +44,17 @@ def test_sums(backend, dtype, compute, wide):
     assert np.all(np.abs(np.asarray(found.sums, np.float64) - exact.sum(axis=0)) <= bound)
     plan = passes.Pass("no sums", compute, 1, 1, jnp.dtype(jnp.float8_e5m2), wide, 1)
     (plain,) = passes.run(plan, [jnp.asarray(x)], [jnp.float32(2.0)], backend)
-    for got, expected in zip(found[:3], plain[:3], strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    if compute is None:
+        assert_exact(found[:3], plain[:3])
+    else:  # exp is computed by two programs
+        assert_within_ulps(found.amax, plain.amax, 8)
+        assert_within_ulps(found[:2], plain[:2], 1, of=jax.tree.map(size_in_e5m2, plain[:2]))
     assert (found.wide is None) == (wide is None) and plain.sums is None
 
 
 def test_sums_over_several_axes():
     x = np.arange(2 * 32 * 64 * 2, dtype=np.float32).reshape(2, 32, 64, 2) % 7
-    np.testing.assert_array_equal(run(jnp.asarray(x), rows=2).sums, x.sum(axis=(0, 1)))
+    assert_exact(run(jnp.asarray(x), rows=2).sums, x.sum(axis=(0, 1)))
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b")), P(None, "a")], ids=str)
@@ -56,7 +64,7 @@ def test_split_over_devices(spec):
     x = np.random.default_rng(0).integers(-8, 8, size=(512, 256)).astype(np.float32)
     split = jax.device_put(x, NamedSharding(mesh, spec))
     f = jax.jit(lambda x: run(x).sums)
-    np.testing.assert_array_equal(f(split), x.sum(axis=0))
+    assert_exact(f(split), x.sum(axis=0))
     text = f.trace(split).lower(lowering_platforms=("cuda",)).as_text()
     assert ("CustomSPMDPartitioning" in text) == HAS_KERNELS
 

@@ -1,6 +1,6 @@
 """One suite over backends for the multi-tensor kernels, against NumPy in float64 and against the "xla" reference.
 
-Bitwise where arithmetic is exact: casts, flags, splits, steps that are not taken. Where it rounds, XLA may fuse a
+To the bit where arithmetic is exact: casts, flags, splits, steps that are not taken. Where it rounds, XLA may fuse a
 multiplication with an addition: there within a few units of the largest term.
 """
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import kernel_oracles as oracles
 import pallas_kernels
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from pallas_kernels import backend as backends, moments, multi_tensor
 from pallas_kernels.moments import Quantized
 from pallas_kernels.update import AdamW, Lion, Momentum, Weight, multi_tensor_update
@@ -83,19 +83,17 @@ def caster(dtype: str, backend: str) -> Any:
 # --- unscale_and_check, gradient_norm --------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @each_backend
 def test_unscale_and_check(backend):
     tree = tree_of(None)
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(2.0**-10))
-    assert_bitwise(unscaled, {k: x.astype(np.float32) * np.float32(2.0**-10) for k, x in tree.items()})
-    assert_bitwise(finite, True)
+    assert_exact(unscaled, {k: x.astype(np.float32) * np.float32(2.0**-10) for k, x in tree.items()})
+    assert_exact(finite, True)
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(1 / 3))  # one rounding each
-    assert_bitwise(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
+    assert_exact(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
 
 
-@pytest.mark.sampled(9)
 @each_backend
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_one_bad_element_anywhere_is_seen(backend, bad):
@@ -106,49 +104,48 @@ def test_one_bad_element_anywhere_is_seen(backend, bad):
         broken = tree[name].copy()
         broken.reshape(-1)[place] = bad
         unscaled, finite = check(tree | {name: broken}, np.float32(0.5))
-        assert_bitwise(finite, False)
-        assert_bitwise(unscaled[name], broken.astype(np.float32) * np.float32(0.5))
+        assert_exact(finite, False)
+        assert_exact(unscaled[name], broken.astype(np.float32) * np.float32(0.5))
         found, finite = norm(tree | {name: broken}, np.float32(0.5))
-        assert_bitwise(finite, False)
+        assert_exact(finite, False)
         assert not np.isfinite(found)
-    assert_bitwise(check({**tree, "block": tree["block"] * 2}, np.float32(MAX))[1], False)
-    assert_bitwise(norm(tree, np.float32(bad))[1], False)
+    assert_exact(check({**tree, "block": tree["block"] * 2}, np.float32(MAX))[1], False)
+    assert_exact(norm(tree, np.float32(bad))[1], False)
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
     tree = {jnp.dtype(d).name: tree_of(d, finite=False)["edges in a block"] for d in FLOATS}
     expected, _ = compiled("unscale_and_check", "xla")(tree, np.float32(0.5))
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
-    assert_bitwise(unscaled, expected)
-    assert_bitwise(finite, False)
+    assert_exact(unscaled, expected)
+    assert_exact(finite, False)
     normal = np.abs(np.asarray(EDGES, np.float32)) > 2 * TINY
     normal |= np.asarray(EDGES, np.float32) == 0
     with np.errstate(invalid="ignore"):
         by_hand = np.asarray(EDGES, np.float32) * np.float32(0.5)
-    assert_bitwise(np.asarray(unscaled["float32"])[:15][normal], by_hand[normal])
+    assert_exact(np.asarray(unscaled["float32"])[:15][normal], by_hand[normal])
 
 
-@pytest.mark.sampled(9)
 @each_backend
 def test_gradient_norm(backend):
     tree = tree_of(None)
     norm, finite = compiled("gradient_norm", backend)(tree, np.float32(0.25))
     exact = 0.25 * np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree.values()))
     assert_close(norm, float(exact), rtol=1e-6)
-    assert_bitwise(finite, True)
+    assert_exact(finite, True)
 
 
 @each_backend
 def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
     norm, finite = compiled("gradient_norm", backend)([np.full(130, 1e30, np.float32)], np.float32(1.0))
-    assert_bitwise((norm, finite), (np.float32(np.inf), True))
+    assert_exact((norm, finite), (np.float32(np.inf), True))
 
 
 # --- cast_tree -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(12)
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
@@ -161,28 +158,27 @@ def test_cast_tree(backend, dtype):
         flushed = {k: (x != 0) & (np.abs(x) < TINY) for k, x in scaled.items()}  # XLA does on CPU
         flushed = {k: f | ((tree[k] != 0) & (np.abs(tree[k].astype(np.float32)) < TINY)) for k, f in flushed.items()}
         expected = {k: oracles.saturated(x, dtype) for k, x in scaled.items()}
-        assert_bitwise(
+        assert_exact(
             {k: np.asarray(x)[~flushed[k]] for k, x in cast.items()}, {k: x[~flushed[k]] for k, x in expected.items()}
         )
-        assert_bitwise(cast, caster(dtype, "xla")(tree, np.float32(scale)))
+        assert_exact(cast, caster(dtype, "xla")(tree, np.float32(scale)))
 
 
 @each_backend
 @pytest.mark.parametrize("tree", [{}, None, [], [np.zeros(0, np.float16)], {"a": np.zeros((3, 0), np.float32)}])
 def test_trees_that_hold_nothing(backend, tree):
     unscaled, finite = pallas_kernels.unscale_and_check(tree, jnp.float32(2.0), backend=backend)
-    assert_bitwise(unscaled, jax.tree.map(lambda x: x.astype(np.float32), tree))
-    assert_bitwise(finite, True)
-    assert_bitwise(pallas_kernels.gradient_norm(tree, jnp.float32(2.0), backend=backend), (np.float32(0.0), True))
+    assert_exact(unscaled, jax.tree.map(lambda x: x.astype(np.float32), tree))
+    assert_exact(finite, True)
+    assert_exact(pallas_kernels.gradient_norm(tree, jnp.float32(2.0), backend=backend), (np.float32(0.0), True))
     cast = pallas_kernels.cast_tree(tree, jnp.bfloat16, backend=backend)
-    assert_bitwise(cast, jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree))
+    assert_exact(cast, jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree))
 
 
 # --- many leaves -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @each_backend
 def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
     """Two kinds, three launches of which two look alike; the sums of all launches add up."""
@@ -190,12 +186,12 @@ def test_more_leaves_than_a_launch_takes(backend, monkeypatch):
     count = 21
     tree = [np.full(128 if i % 2 else 1, i + 1, jnp.bfloat16 if i % 2 else np.float32) for i in range(count)]
     unscaled, finite = compiled("unscale_and_check", backend)(tree, np.float32(0.5))
-    assert_bitwise(unscaled, [x.astype(np.float32) * np.float32(0.5) for x in tree])
-    assert_bitwise(finite, True)
+    assert_exact(unscaled, [x.astype(np.float32) * np.float32(0.5) for x in tree])
+    assert_exact(finite, True)
     norm, _ = compiled("gradient_norm", backend)(tree, np.float32(1.0))
     assert_close(norm, float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree))), rtol=1e-6)
     tree[-1][-1] = np.nan
-    assert_bitwise(compiled("unscale_and_check", backend)(tree, np.float32(0.5))[1], False)
+    assert_exact(compiled("unscale_and_check", backend)(tree, np.float32(0.5))[1], False)
 
 
 # --- multi_tensor_update ---------------------------------------------------------------------------------------------
@@ -339,8 +335,6 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -350,7 +344,7 @@ def test_update_is_the_oracles(backend, rule):
     jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), after, weights)
     for i, (w, new) in enumerate(zip(weights, after, strict=True)):
         what = f"leaf {i} {leaves_of(rule)[i]}"
-        assert_bitwise(new.grad, w.grad)
+        assert_moved(new.grad, w.grad)
         g, old = np.asarray(w.grad, np.float64) * FACTOR, weight_of(w).astype(np.float64)
         held = [wide(m, signed=s) for m, s in zip(w.moments, kind.signed, strict=True)]
         u, exact = oracle(g, held, scalars)
@@ -359,22 +353,22 @@ def test_update_is_the_oracles(backend, rule):
         unit = 2.0**-15 if w.master.dtype == jnp.int8 else 0.0  # the last of 24 bits: up or down
         assert_within(weight_of(new), moved, tolerance + unit * np.abs(moved), f"weight of {what}")
         if w.param is not None and w.master.dtype == jnp.float32:
-            assert_bitwise(new.param, oracles.saturated(new.master, w.param.dtype))
+            cast = oracles.saturated(new.master, w.param.dtype)  # XLA may compute the master again to cast it
+            assert_within_ulps(new.param, cast, 1, of=np.maximum(np.abs(np.float32(cast)), np.float32(2.0**-14)))
         if w.master.dtype == jnp.int16:  # the param is the nearest bfloat16, ties aside
-            assert_bitwise(np.asarray(new.param), weight_of(new).astype(jnp.bfloat16))
+            assert_exact(np.asarray(new.param), weight_of(new).astype(jnp.bfloat16))
         for n, (m, x, signed) in enumerate(zip(new.moments, exact, kind.signed, strict=True)):
             slack = 4 * ULP * (np.abs(g) + g**2 + np.abs(held[n]))
             assert_stored(m, x, slack, signed=signed, what=f"moment {n} of {what}")
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
+@pytest.mark.thorough(0)
 @each_other_backend
 @each_rule
 def test_backends_agree(backend, rule):
     """On all but the codes whose odds a last bit has tipped."""
     (after, counts), (reference, expected) = (after_one_step(rule, b) for b in (backend, "xla"))
-    assert_bitwise(counts, expected)
+    assert_exact(counts, expected)
     for a, b in zip(after, reference, strict=True):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
             assert x.dtype == y.dtype
@@ -384,15 +378,15 @@ def test_backends_agree(backend, rule):
                 assert np.mean(np.asarray(x) != np.asarray(y)) < 0.01
 
 
+@pytest.mark.thorough(1)
 @each_backend
 @two_rules
 def test_a_step_not_taken_changes_no_bit(backend, rule):
     """Neither where the gradients are numbers nor where they are NaN."""
     weights = [w._replace(grad=np.full_like(w.grad, np.nan)) if i % 2 else w for i, w in enumerate(weights_of(rule))]
-    assert_bitwise(updated(rule, backend, weights, taken=False)[0], weights)
+    assert_moved(updated(rule, backend, weights, taken=False)[0], weights)
 
 
-@pytest.mark.sampled(9)
 @each_backend
 @two_rules
 def test_nothing_non_finite_enters(backend, rule):
@@ -407,34 +401,37 @@ def test_nothing_non_finite_enters(backend, rule):
         for i, (w, b) in enumerate(zip(weights, bad, strict=True))
     ]
     after, counts = updated(rule, backend, broken)
-    assert_bitwise(counts.kept, np.float32(sum(b.sum() for b in bad)))
+    assert_exact(counts.kept, np.float32(sum(b.sum() for b in bad)))
     for w, new, b in zip(weights, after, bad, strict=True):
         assert all(np.all(np.isfinite(np.asarray(x, np.float64))) for x in jax.tree.leaves(new._replace(grad=())))
-        assert_bitwise(weight_of(new)[b], weight_of(w)[b])
+        assert_moved(weight_of(new)[b], weight_of(w)[b])
         if w.grad.size > 100:
             assert np.mean(weight_of(new)[~b] != weight_of(w)[~b]) > 0.99
         for m, old in zip(new.moments, w.moments, strict=True):
             if not isinstance(m, Quantized):
-                assert_bitwise(np.asarray(m)[b], np.asarray(old)[b])
+                assert_moved(np.asarray(m)[b], np.asarray(old)[b])
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_a_rate_that_is_not_finite_moves_no_weight(backend):
     weights = weights_of("momentum")
     after, _ = updated("momentum", backend, weights, rate=np.inf)
     for w, new in zip(weights, after, strict=True):
-        assert_bitwise(weight_of(new), weight_of(w))
+        assert_moved(weight_of(new), weight_of(w))
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_masters_beyond_float16_are_counted(backend):
     """Before the step; a master in float32, and one of bfloat16, is none of them."""
     weights = weights_of("momentum")
     counted = sum(2 for w in weights if w.param is not None and w.param.dtype == jnp.float16)
     assert counted == 4
-    assert_bitwise(after_one_step("momentum", backend)[1].saturated, np.float32(counted))
+    assert_exact(after_one_step("momentum", backend)[1].saturated, np.float32(counted))
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_zeros_keep_their_sign(backend):
     """A weight of -0.0 with no gradient stays -0.0, master and param."""
@@ -447,9 +444,10 @@ def test_zeros_keep_their_sign(backend):
         )
         for w in weights_of("momentum")
     ]
-    assert_bitwise(updated("momentum", backend, weights)[0], weights)
+    assert_exact(updated("momentum", backend, weights)[0], weights)
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_second_moments_do_not_vanish(backend):
     """Beside a neighbour 10^12 times as large a second moment keeps the smallest code there is."""
@@ -463,18 +461,17 @@ def test_second_moments_do_not_vanish(backend):
         assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
 
 
-@pytest.mark.costly
 @each_backend
 def test_steps_and_leaves_differ_in_their_noise(backend):
     weights = weights_of("momentum")
     twice = [after_one_step("momentum", backend)[0]]
     twice += [updated("momentum", backend, weights, step=step)[0] for step in (STEP, STEP + 1)]
-    assert_bitwise(twice[0], twice[1])
+    assert_same_program(twice[0], twice[1])
     for w, again in zip(twice[0], twice[2], strict=True):
         if w.master.dtype == jnp.int8:  # the last of 24 bits is rounded by it too
             assert w.grad.size < 100 or np.mean(weight_of(w) != weight_of(again)) > 0.1
         else:
-            assert_bitwise(weight_of(w), weight_of(again))
+            assert_same_program(weight_of(w), weight_of(again))
         (m,), (n,) = w.moments, again.moments
         if isinstance(m, Quantized):
             assert np.mean(np.asarray(m.codes) != np.asarray(n.codes)) > 0.1
@@ -484,7 +481,6 @@ def test_steps_and_leaves_differ_in_their_noise(backend):
 GROUPED = {(2, 2048): 256, (17, 256): 256, (11, 384): 128, (64, 64): 64, (65, 64): 64, (128, 32): 32}
 
 
-@pytest.mark.sampled(2)
 @each_backend
 @pytest.mark.parametrize("state", ["int8", "float8_e4m3fn"])
 def test_groups_of_every_size(backend, state):
@@ -498,7 +494,7 @@ def test_groups_of_every_size(backend, state):
         (moment,) = new.moments
         assert moment.group == group
         largest = np.max(np.abs(g).reshape(*g.shape[:-1], -1, group), axis=-1)
-        assert_bitwise(moment.scales, largest)
+        assert_exact(moment.scales, largest)
         ratio = g / np.repeat(largest.astype(np.float64), group, axis=-1)
         low, _ = oracles.neighbours(ratio - 4 * ULP, state, signed=True)
         _, high = oracles.neighbours(ratio + 4 * ULP, state, signed=True)
@@ -632,7 +628,7 @@ def test_checked_shard_map_leaves_to_xla_what_varies_over_other_axes(spec):
         cast = functools.partial(pallas_kernels.cast_tree, dtype=jnp.bfloat16, scale=2.0, backend=backend)
         return jax.jit(jax.shard_map(cast, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=True))
 
-    assert_bitwise(spread("auto")(tree), jax.tree.map(lambda x: (2 * x).astype(jnp.bfloat16), tree))
+    assert_exact(spread("auto")(tree), jax.tree.map(lambda x: (2 * x).astype(jnp.bfloat16), tree))
     text = spread("auto").trace(tree).lower(lowering_platforms=("cuda",)).as_text()
     assert ("mosaic_gpu" in text) == (spec == P("x") and MISSING["interpret"] is None)
     if spec == P() and MISSING["interpret"] is None:

@@ -126,6 +126,7 @@ megatron_trace = traces_of(
 )
 
 
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("case", MEGATRON["cases"], ids=name_of)
 def test_megatron_traces(case):
     trace = megatron_trace(case)
@@ -177,6 +178,7 @@ EXACT_TORCH = [case for case in TORCH["cases"] if case["name"] not in (*ROUNDED_
 torch_trace = traces_of(TORCH["cases"], lambda case: torch_scaler(case["kwargs"]), "found_inf")
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", EXACT_TORCH, ids=name_of)
 def test_torch_traces(case):
     trace = torch_trace(case)
@@ -258,6 +260,7 @@ def test_a_scale_set_from_outside_leaves_the_growth_count():
         assert_bitwise(metrics["skipped"], not stepped)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("row", TORCH["unscale_values"], ids=lambda row: f"{row['scale']:g}-{len(row['in'])}")
 def test_unscaled_values(row):
     grads = np.array(row["in"], np.float32)
@@ -302,6 +305,7 @@ def _two_optimizers(a_first: bool):
     return shared, tx, step
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "case", TORCH["multi_optimizer"], ids=lambda c: f"{c['inf_in_opt']}-{c['unscale_opt_a_first']}"
 )
@@ -379,6 +383,7 @@ def apex_scaler(case: dict) -> jaxmp.DynamicLossScale:
 apex_trace = traces_of(APEX["cases"], apex_scaler, "found_inf")
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", APEX["cases"], ids=name_of)
 def test_apex_kernel_traces(case):
     trace = apex_trace(case)
@@ -481,7 +486,6 @@ def run_on_devices(world: int, axis_name: Any, bad_value: float):
     return _on_devices(world, axis_name)(inf_ranks(world), bad_value)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("bad_value", [np.inf, np.nan])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_devices_follow_the_trace_of_the_sharded_scaler(world, bad_value):

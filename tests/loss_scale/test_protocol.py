@@ -30,6 +30,7 @@ SCALERS = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", SCALERS)
 def test_jmp_protocol(name):
     scaler = SCALERS[name]()
@@ -52,6 +53,7 @@ def jit_adjust(scaler, finite):
     return scaler.adjust(finite)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", SCALERS)
 def test_leaves_keep_their_strong_dtypes(name):
     """A weakly typed scale follows the dtype of what it meets: in float16 65536 is inf (flax's DynamicScale)."""

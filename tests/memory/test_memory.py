@@ -73,8 +73,7 @@ def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value
 ATTENTION = {"fp32": 8, "bf16": 6}  # bytes of a score and its weight: scores are float32, weights in compute_dtype
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("precision", "width", "heads"), [("fp32", 64, 4), ("bf16", 128, 8)])
 def test_a_transformer_layer_has_12_h_h_params_and_20_h_activations_a_token(precision, width, heads):
     """And two for each pair of tokens and head; with a relu in place of the gelu, which is recomputed, 12 h."""
@@ -157,7 +156,6 @@ def small_model():
     return {"big": jnp.ones((32, 256)), "norm": jnp.ones(256), "frozen": jnp.ones((16, 16))}
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stored_is_what_arrays_take(name):
     policy, tx = RECIPES[name]
@@ -175,7 +173,7 @@ def test_what_is_stored_is_what_arrays_take(name):
     assert plan.peak == plan.total == nbytes((stored, stored, opt_state))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["kernels in float32", "kernels in fp8"])
 def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
     policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
@@ -198,7 +196,6 @@ def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
         assert found.gradients == nbytes(grads)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["kernels in float32", "kernels in fp8"])
 def test_a_loss_outside_of_fp8_is_planned_in_its_policy(fp8_weights):
     """As `value_and_grad(policy=)` runs it. It was warned of first, and with kernels in fp8 it was an error."""
@@ -318,6 +315,7 @@ def mesh_of(shape=(4, 2)):
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["fp16", "16 bits of remainder", "8 bits", "compressed", "adafactor"])
 def test_a_device_holds_what_xla_gives_it(name):
     """The arguments of a compiled step, with moments and masters split as their params are."""
@@ -441,7 +439,6 @@ def test_a_state_belongs_to_the_param_with_the_longest_matching_path():
 # Against XLA
 
 
-@pytest.mark.costly
 def test_the_example_is_planned_as_xla_has_it():
     """Compiled for this CPU, not run: arguments and gradients, to the last scalar."""
     case = memory_programs.example("bf16+8bit", train.Config(layers=1, width=32, heads=2, seq_len=16, batch_size=4))
@@ -453,14 +450,14 @@ def test_the_example_is_planned_as_xla_has_it():
     assert memory_of_xla.output_size_in_bytes == plan.gradients + 4 + pointers
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8", "bf16+8bit"])
 def test_the_whole_example_is_planned_as_xla_has_it(precision):
     row = benchmark.measure(memory_programs.example(precision), compiles_for_h100=False)
     assert row["missed"] == []
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16+remat"])
 def test_gpt2_is_planned_as_xla_has_it(precision):
     row = benchmark.measure(memory_programs.gpt2(precision), compiles_for_h100=False)
@@ -471,7 +468,7 @@ def test_gpt2_is_planned_as_xla_has_it(precision):
 COUNTS_SINCE = 8  # bytes of counts that the state got after the comparison was recorded (`kept_elements`)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_plans_are_those_that_were_held_against_an_h100():
     """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
     results = json.loads(benchmark.BENCHMARK.results.read_text())
@@ -488,7 +485,7 @@ def test_plans_are_those_that_were_held_against_an_h100():
         assert abs(temp / row["temp_h100"] - 1) < benchmark.NEAR
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_every_plan_is_that_which_was_held_against_an_h100():
     rows = json.loads(benchmark.BENCHMARK.results.read_text())["rows"]
     for case, row in zip(memory_programs.cases(), rows, strict=True):
@@ -675,6 +672,7 @@ def fsdp_plan(layers, width, *, gathers):
 
 
 # The peak of the whole step in shard_map, compiled for H100s with jax 0.11.2: `memory_analysis().peak_memory_in_bytes`.
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("layers", "mebibytes"), [(4, 42.38), (10, 97.50), (20, 189.38)])
 def test_gathered_params_are_in_the_peak(layers, mebibytes):
     planned = fsdp_plan(layers, 1536, gathers=False)

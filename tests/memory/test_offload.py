@@ -104,8 +104,9 @@ def run_on_the_device(policy):
     return train(streamed_chain(policy), policy, on_host=False)[0]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("policy", ["fp16", *(pytest.param(p, marks=pytest.mark.campaign) for p in ("bf16", "fp32"))])
+@pytest.mark.parametrize(
+    "policy", ["fp16", *(pytest.param(p, marks=pytest.mark.thorough(0)) for p in ("bf16", "fp32"))]
+)
 def test_state_on_the_host_trains_as_on_the_device(policy):
     got, compiled = train(streamed_chain(policy), policy, on_host=True)
     assert_same_training(got, run_on_the_device(policy))
@@ -118,20 +119,20 @@ def test_state_on_the_host_trains_as_on_the_device(policy):
     assert_exact((got[1].scaling, got[1].skipped_steps), (plain[1].scaling, plain[1].skipped_steps))
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_an_average_on_the_host_is_that_on_the_device():
     inner = optax.chain(adamw(), jaxmp.ema_params(0.9))
     tx = jaxmp.mixed_precision(offload.stream_updates(inner, window_bytes=1000), "fp16")
     assert_same_training(train(tx, "fp16", on_host=True)[0], train(tx, "fp16", on_host=False)[0])
 
 
-@pytest.mark.costly
 def test_gradients_on_the_host_too():
     got, compiled = train(streamed_chain("fp16"), "fp16", on_host=True, grads_on_host=True)
     assert_same_training(got, run_on_the_device("fp16"))
     assert compiled == 1
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("what", [("masters",), ("moments",), ("masters", "moments")])
 def test_an_average_is_read_whichever_part_is_on_the_host(what):
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.chain(optax.sgd(0.5), jaxmp.ema_params(0.5))), "bf16")
@@ -142,6 +143,7 @@ def test_an_average_is_read_whichever_part_is_on_the_host(what):
         assert_exact(read(opt_state, params), {"w": jnp.full(4, 0.5)})
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("on_host", ["masters", "moments"])
 def test_one_part_of_the_state_alone(on_host):
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.sgd(0.5, momentum=0.9)), "bf16")
@@ -182,7 +184,7 @@ def exact_steps(tx, *, on_host, policy="fp16", **put):
     return states
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("window_bytes", "split_leaves"), [(1000, False), (100, True)])
 def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes, split_leaves):
     inner, expected = optax.sgd(0.5, momentum=0.5), exact_steps_on_the_device()
@@ -198,14 +200,14 @@ def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes, split_
     assert int(got[-1][1].skipped_steps) == 2
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_masters_that_are_remainders():
     inner = offload.stream_updates(optax.sgd(0.5, momentum=0.5))
     tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=16)
     assert_exact(exact_steps(tx, on_host=True, policy="bf16"), exact_steps(tx, on_host=False, policy="bf16"))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_sharded_state_stays_sharded_in_host_memory():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -338,7 +340,7 @@ def test_what_needs_all_arrays_has_them_all():
     assert [x.tolist() for x in got] == [[0, 0], [6, 6], [12, 12]]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_rows_are_cut_only_where_nothing_couples_them():
     params = jax.random.normal(jax.random.key(0), (6, 4))
     for inner, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
@@ -360,7 +362,7 @@ def test_rows_are_cut_only_where_nothing_couples_them():
 # --- with the rest of optax, flax and jaxmp ---------------------------------------------------------------------------
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_masks_labels_hyperparams_and_extra_arguments():
     labels = {"l0": "a", "l1": "b", "l2": "frozen"}
     hyper = optax.inject_hyperparams(optax.adamw)(1e-2)
@@ -486,7 +488,7 @@ def test_a_device_without_pinned_memory_is_named(monkeypatch):
         offload.to_host(jnp.ones(2))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_kernels_stored_in_fp8_are_refused():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     model = nn.Dense(16)

@@ -44,13 +44,14 @@ def of_the_plain_model():
     return jax.tree.map(np.array, loss_and_grads(plain, make_params()))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.campaign),
+        pytest.param({}, marks=pytest.mark.thorough(0)),
         {"num_slices": 3, "offload_activations": True},
         {"num_slices": 2, "checkpoint_activations": False},
-        pytest.param({"num_slices": 1}, marks=pytest.mark.campaign),
+        pytest.param({"num_slices": 1}, marks=pytest.mark.thorough(0)),
     ],
     ids=str,
 )
@@ -62,9 +63,10 @@ def test_loss_and_gradients_are_those_of_the_plain_model(options):
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, marks=pytest.mark.campaign), {"num_slices": 3, "offload_activations": True}], ids=str
+    "options",
+    [pytest.param({}, marks=pytest.mark.thorough(0)), {"num_slices": 3, "offload_activations": True}],
+    ids=str,
 )
-@pytest.mark.costly
 def test_microbatches_sum_to_the_batch(options):
     apply = offload.stream_layers(layer, num_microbatches=4, **options)
     got = loss_and_grads(apply, offload.to_host(make_params()))
@@ -115,7 +117,7 @@ def test_only_slices_are_on_the_device(checkpoint_activations, offload_activatio
     assert kept == expected | ({} if checkpoint_activations else {(3, 2, BATCH, WIDTH): "Device"})
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_whole_step_with_params_gradients_and_state_on_the_host():
     policy = jaxmp.get_policy("fp16")
     inner = offload.stream_updates(optax.sgd(0.5, momentum=0.5), window_bytes=400, split_leaves=True)

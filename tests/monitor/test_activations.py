@@ -15,7 +15,7 @@ from jaxmp.monitor import Monitor, watch_activations
 from regimes import AXIS, mesh_of
 
 # What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled functions.
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("activations")]
+pytestmark = pytest.mark.xdist_group("activations")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype(np.float32)
@@ -98,8 +98,7 @@ def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_ove
     assert not any(kind == "overflow" for kind, _ in found)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_stay_as_they_are(accumulate):
     def small(params, x):
@@ -188,6 +187,7 @@ def test_nnx_modules_and_named_scopes():
     assert "second" in of_gradient.names and float(of_gradient["second"]["amax"]) > 0
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_parts_of_a_batch_give_the_whole(how):
     def look(params, x):

@@ -8,8 +8,6 @@ import pytest
 from jaxmp import monitor
 from jaxmp._src.monitor import live
 
-pytestmark = [pytest.mark.newest]
-
 METRICS = {"loss_scale": 8.0, "skipped": False}
 
 
@@ -92,7 +90,7 @@ def test_a_bad_number_of_seconds_is_named():
         monitor.LiveMonitor(window=0)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_real_notebook_has_one_output():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     lines = [

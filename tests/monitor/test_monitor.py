@@ -20,7 +20,7 @@ from jaxmp.monitor import Monitor, MonitorWarning
 from regimes import AXIS, mean_in_float32, mesh_of
 
 # What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled steps.
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("monitor")]
+pytestmark = pytest.mark.xdist_group("monitor")
 
 F16, F32 = np.float16, np.float32
 
@@ -114,9 +114,8 @@ def found(monitor):
 # It changes nothing
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
-@pytest.mark.costly
 def test_a_sampled_step_has_the_same_bits(policy):
     """One program, in which some steps are sampled or none."""
     state, watched = start(policy), start(policy)
@@ -127,7 +126,7 @@ def test_a_sampled_step_has_the_same_bits(policy):
         assert_same_program((watched, loss_watched), (state, loss))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_watched_step_is_the_step_without_statistics(policy):
     """Two programs, which XLA may fuse in different ways: sums may differ in their last bits, and so one rounding."""
@@ -141,7 +140,6 @@ def test_a_watched_step_is_the_step_without_statistics(policy):
     jax.tree.map(lambda a, b: close(np.asarray(a, np.float64), np.asarray(b, np.float64)), watched, state)
 
 
-@pytest.mark.costly
 def test_off_the_program_is_the_same():
     def program(statistics):
         lines = compiled("fp16", statistics).as_text().splitlines()
@@ -150,7 +148,7 @@ def test_off_the_program_is_the_same():
     assert program("off") == program("left out")
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_donated_buffers_are_still_reused():
     """Statistics are computed before the update, so the update can write in place."""
     state = start()
@@ -160,8 +158,6 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
     alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])
@@ -186,7 +182,6 @@ def test_on_devices_it_is_the_same_everywhere(how):
 # What is wrong is named
 
 
-@pytest.mark.costly
 def test_a_healthy_run_has_no_findings():
     monitor = run(steps=40, monitor=Monitor(window=20), loss_scale=2.0**10)
     assert not monitor.findings
@@ -195,7 +190,6 @@ def test_a_healthy_run_has_no_findings():
     assert monitor.steps[-1]["loss"] < monitor.steps[0]["loss"]
 
 
-@pytest.mark.costly
 def test_a_gradient_that_overflows_again_and_again():
     factors = lambda i: times(np.inf, "middle") if i % 2 == 1 else ONES  # noqa: E731
     monitor = run(steps=30, factors=factors, monitor=Monitor(window=20, warn=False))
@@ -292,6 +286,7 @@ def test_bfloat16_params_that_do_not_move():
     assert not watch_sgd("bf16", jnp.bfloat16, 0.1).findings
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
     """Gradients of jax.value_and_grad raise no error; their updates are too small by the factor of the scale."""
@@ -300,6 +295,7 @@ def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
     assert ("do the gradients come from jaxmp.value_and_grad" in finding.message) == (scale > 1)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp32", "16-mixed"])
 def test_a_frozen_param_is_no_dead_update(policy):
     """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master."""
@@ -324,6 +320,7 @@ def test_a_frozen_param_is_no_dead_update(policy):
     assert not monitor.findings
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("remainder_bits", [None, 16, 8])
 @pytest.mark.parametrize("boxed", [False, True], ids=["dict", "nnx"])
 def test_every_param_with_a_master_has_probes(remainder_bits, boxed):
@@ -376,7 +373,6 @@ class Fp8Net(nn.Module):
         return x.astype(F32)
 
 
-@pytest.mark.costly
 def test_an_fp8_tensor_that_saturates():
     """Inputs that grow faster than the history follows; the tensor is named by its leaf."""
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4)

@@ -12,8 +12,6 @@ import jaxmp
 from helpers import assert_exact, assert_within_ulps
 from jaxmp import monitor
 
-pytestmark = [pytest.mark.newest]
-
 ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipped": float(i == 2)} for i in range(4)]
 
 
@@ -54,7 +52,7 @@ def test_a_smoothed_loss_leaves_out_what_is_not_finite():
     assert_exact(ys(above.lines[0]), np.array([0, 0, 2, 2.5]))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_exponents_before_and_after_scaling():
     above, below = monitor.plot_exponents(samples()[0][1], names=["a"]).axes
     unscaled, scaled = above.lines

@@ -11,8 +11,6 @@ import pytest
 import jaxmp
 from jaxmp import monitor
 
-pytestmark = [pytest.mark.newest]
-
 
 def report_of(tmp_path, run, **kwargs):
     path = monitor.write_report(run, tmp_path / "run.html", **kwargs)

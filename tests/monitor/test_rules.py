@@ -13,7 +13,7 @@ import jaxmp
 from jaxmp._src.monitor import rules
 from jaxmp.monitor import Monitor, MonitorWarning
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("monitor rules")]
+pytestmark = pytest.mark.xdist_group("monitor rules")
 
 RNG = np.random.default_rng(7)
 SHAPES = {"embed": (5, 12), "carry": (12, 12), "readout": (12, 3)}
@@ -92,7 +92,7 @@ def watch(run, state, plan, monitor=None):
     return {(f.kind, f.path): f for f in monitor.findings}, state
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("policy", "optimizer"), [("fp16", "adam"), ("bf16", "adam"), ("bf16", "sgd"), ("fp32", "sgd")]
 )
@@ -122,7 +122,7 @@ def planted(kind, path=""):
     return watch(run, start(scale, params32), plan)[0]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("kind", "path", "words"),
     [
@@ -139,7 +139,6 @@ def test_a_planted_cause_is_named(kind, path, words):
     assert any(word in found[kind, path].message for word in words.split("|"))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_a_loss_that_explodes_without_a_skip(policy):
     """Finite gradients, no loss scale: the loss goes far up. The master of a plain SGD follows."""
@@ -172,7 +171,7 @@ def test_losses_that_jump_and_others(losses, step):
     assert [f.step for f in monitor.findings] == ([] if step is None else [step])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_gradients_that_were_never_scaled():
     start, run = program("fp16", grads_by="jax")
     found, _ = watch(run, start(), Plan(STEPS))
@@ -181,7 +180,7 @@ def test_gradients_that_were_never_scaled():
     assert "compute them by jaxmp.value_and_grad" in message and "loss scale of 65536" in message
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.filterwarnings("ignore:what stands before mixed_precision")  # apply_gradients says so first
 @pytest.mark.parametrize(("clip", "words"), [("by hand", "1 / loss scale"), ("around", "before the gradients are uns")])
 def test_gradients_that_were_clipped_while_they_were_scaled(clip, words):
@@ -191,7 +190,6 @@ def test_gradients_that_were_clipped_while_they_were_scaled(clip, words):
     assert words in found["clipped", ""].message and "Clip inside: " in found["clipped", ""].message
 
 
-@pytest.mark.costly
 def test_a_param_that_was_changed_by_hand():
     """It is named before the next step reverts it; masters made anew are no finding."""
     start, run = program("bf16")
@@ -238,6 +236,7 @@ def test_params_that_do_not_move():
     assert {(f.kind, f.path) for f in monitor.findings} == {("dead_update", f"params/{name}") for name in SHAPES}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("rate", "is_named"), [(1e-2, False), (1e-12, True)], ids=["trains", "too-small"])
 def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed(rate, is_named):
     tx = jaxmp.mixed_precision(optax.MultiSteps(optax.adam(rate), 4), "bf16")
@@ -290,6 +289,7 @@ def test_a_loss_that_explodes_between_skips():
     assert found and found[0].step <= 69 and "before the skip" in found[0].message
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("hysteresis", [1, 2])
 def test_a_scale_that_falls_to_its_level_is_healthy_where_every_step_is_sampled(hysteresis):
     policy, x = jaxmp.get_policy("fp16"), jax.random.normal(jax.random.key(0), (16, 4))

@@ -68,14 +68,11 @@ def compare(found, x):
 
 
 @pytest.mark.parametrize("histogram", [True, False])
-@pytest.mark.costly
 def test_shares_are_those_of_a_cast(histogram):
     x = edges()
     compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_pattern_of_a_narrow_dtype(dtype):
     bits = jnp.finfo(dtype).bits
@@ -159,7 +156,6 @@ def _alone():
     return jax.device_get(jaxmp.monitor.tensor_stats({"x": VALUES}))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["jit", "pmap", "shard_map", "shard_map_unchecked"])
 def test_parts_on_devices_give_the_statistics_of_the_whole(how):
     def look(x, step):
@@ -187,6 +183,7 @@ def test_shown_as_a_table():
     assert lines[1].split() == ["a", "float32", "1e+06", "1e-09", "25%", "0%", "0%", "50%", "50%", "50%"]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_what_is_cut_over_devices_stays_cut(axis_type, dimension):

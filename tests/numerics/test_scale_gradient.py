@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved
 from regimes import AXIS, DEVICES, mesh_of
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -31,16 +31,16 @@ def loss(f):
 def test_forward_is_the_identity_and_backward_the_factor(dtype):
     x = jnp.asarray(X, dtype)
     y, back = jax.vjp(lambda x: jaxmp.scale_gradient(x, 0.3), x)
-    assert_bitwise(y, x)
+    assert_moved(y, x)
     (got,) = back(x)
-    assert_bitwise(got, jnp.asarray(np.asarray(x, np.float32) * np.float32(0.3)).astype(dtype))  # rounded once
+    assert_exact(got, jnp.asarray(np.asarray(x, np.float32) * np.float32(0.3)).astype(dtype))  # rounded once
 
 
 def test_an_overflow_is_inf_and_an_underflow_of_the_factor_is_not_one_of_the_product():
     back = jax.vjp(lambda x: jaxmp.scale_gradient(x, 2.0**20), jnp.zeros(3, F16))[1]
-    assert_bitwise(back(jnp.array([1.0, -1.0, 2.0**-24], F16))[0], jnp.array([jnp.inf, -jnp.inf, 2.0**-4], F16))
+    assert_exact(back(jnp.array([1.0, -1.0, 2.0**-24], F16))[0], jnp.array([jnp.inf, -jnp.inf, 2.0**-4], F16))
     back = jax.vjp(lambda x: jaxmp.scale_gradient(x, 2.0**-30), jnp.zeros(1, F16))[1]  # 0 in float16
-    assert_bitwise(back(jnp.array([2.0**10], F16))[0], jnp.array([2.0**-20], F16))
+    assert_exact(back(jnp.array([2.0**10], F16))[0], jnp.array([2.0**-20], F16))
 
 
 def wrap_scan(f):
@@ -58,7 +58,6 @@ WRAPPED = {
 }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("traced", [False, True], ids=["number", "traced"])
 def test_a_pair_of_powers_of_two_round_a_block_changes_no_bit(wrap, traced):
@@ -69,7 +68,7 @@ def test_a_pair_of_powers_of_two_round_a_block_changes_no_bit(wrap, traced):
         return jax.grad(loss(wrap(lambda w, x: block(w, x, s))), (0, 1))(w, x)
 
     got = jax.jit(scaled)(w, x, 1024.0) if traced else jax.jit(lambda w, x: scaled(w, x, 1024.0))(w, x)
-    assert_bitwise(got, plain)
+    assert_exact(got, plain)
 
 
 def test_a_block_that_underflows_in_float16_does_not_with_a_pair():
@@ -80,8 +79,8 @@ def test_a_block_that_underflows_in_float16_does_not_with_a_pair():
 
     x, small = jnp.ones(2, F16), jnp.full(2, 1.5 * 2.0**-22, F16)
     plain, scaled = (jax.vjp(lambda x, s=s: block(x, s), x)[1](small)[0] for s in (1.0, 1024.0))
-    assert_bitwise(plain, jnp.zeros(2, F16))
-    assert_bitwise(scaled, small)
+    assert_exact(plain, jnp.zeros(2, F16))
+    assert_exact(scaled, small)
 
 
 def test_all_else_in_the_tree_is_left_alone():
@@ -92,18 +91,19 @@ def test_all_else_in_the_tree_is_left_alone():
     grads = jax.grad(lambda t: jnp.sum(jaxmp.scale_gradient(t, 4.0)["w"]), allow_int=True)(
         {"w": tree["w"], "n": tree["n"]}
     )
-    assert_bitwise(grads["w"], jnp.full(2, 4.0, F16))
+    assert_exact(grads["w"], jnp.full(2, 4.0, F16))
 
 
 def test_no_gradient_flows_to_the_factor():
     got = jax.grad(lambda s: jnp.sum(jaxmp.scale_gradient(jnp.ones(2), s)))(jnp.float32(2.0))
-    assert_bitwise(got, jnp.float32(0.0))
+    assert_exact(got, jnp.float32(0.0))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_it_works_where_axes_are_bound(how):
     x = jnp.asarray(np.tile(X, (DEVICES, 1)), F16)
-    w, s = jnp.asarray(W, F16), jnp.float32(256.0)
+    w, s = jnp.asarray(np.sign(W), F16), jnp.float32(256.0)  # all sums and products are exact in float16, too
 
     def step(w, x, s):
         w = jax.lax.pcast(w, AXIS, to="varying") if how == "shard_map" else w
@@ -120,8 +120,8 @@ def test_it_works_where_axes_are_bound(how):
             step, mesh=mesh_of(), in_specs=(P(), P(AXIS), P()), out_specs=(P(), P(AXIS)), check_vma=how == "shard_map"
         )
         dw, dx = jax.jit(spread)(w, x, s)
-    assert_bitwise(np.asarray(dw), np.asarray(expected[0], np.float32) * DEVICES)
-    assert_bitwise(np.asarray(dx), np.tile(np.asarray(expected[1]), (DEVICES, 1)))
+    assert_exact(np.asarray(dw), np.asarray(expected[0], np.float32) * DEVICES)
+    assert_exact(np.asarray(dx), np.tile(np.asarray(expected[1]), (DEVICES, 1)))
 
 
 def test_errors_say_the_rule_and_the_fix():

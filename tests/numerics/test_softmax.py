@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxmp
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_within_ulps
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
@@ -41,6 +41,7 @@ def logits_of(dtype, shape=(5, 7), scale=4.0):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape) * scale, dtype)
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 @pytest.mark.parametrize("axis", [-1, (0, 1)], ids=str)
 def test_values_are_those_of_float64_in_float32(dtype, axis):
@@ -52,6 +53,7 @@ def test_values_are_those_of_float64_in_float32(dtype, axis):
     assert jax.eval_shape(lambda x: jaxmp.logsumexp(x, axis, keepdims=True), x).ndim == 2
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
 def test_masks_say_what_counts_and_empty_rows_are_empty_sums(dtype):
     x = logits_of(dtype)
@@ -71,12 +73,12 @@ def test_masks_say_what_counts_and_empty_rows_are_empty_sums(dtype):
         grads = np.asarray(grads, np.float32)
         assert np.isfinite(grads).all()
         assert not grads[~mask].any() and grads[mask].any()
-    assert_bitwise(got[0][4], np.zeros(7, np.float32))
+    assert_exact(got[0][4], np.zeros(7, np.float32))
     # a row of -inf is one that is masked
     empty = jnp.full((5, 7), -jnp.inf, dtype)
-    assert_bitwise(all_of(empty), all_of(x, where=jnp.zeros((5, 7), bool)))
+    assert_exact(all_of(empty), all_of(x, where=jnp.zeros((5, 7), bool)))
     grads = jax.jit(jax.grad(lambda x: jnp.sum(jaxmp.softmax(x)) + jnp.sum(jnp.exp(jaxmp.logsumexp(x)))))(empty)
-    assert_bitwise(grads, jnp.zeros((5, 7), dtype))
+    assert_exact(grads, jnp.zeros((5, 7), dtype))
 
 
 def test_infinities_and_nan_that_count_show():
@@ -88,15 +90,16 @@ def test_infinities_and_nan_that_count_show():
 
 def test_huge_logits_and_long_rows_of_float16():
     x = jnp.array([6e4, -6e4, 6e4, 0.0], jnp.float16)  # in float16, 6e4 - -6e4 is inf
-    p, _, total = all_of(x)
-    assert_bitwise(p, np.array([0.5, 0, 0.5, 0], np.float32))
+    p, _, total = all_of(x)  # exp of 0, and of numbers that leave 0
+    assert_exact(p, np.array([0.5, 0, 0.5, 0], np.float32))
     assert_close(total, np.float32(60000.69), rtol=1e-6)
-    assert_bitwise(jax.jit(jax.grad(jaxmp.logsumexp))(x), jnp.array([0.5, 0, 0.5, 0], jnp.float16))
+    assert_exact(jax.jit(jax.grad(jaxmp.logsumexp))(x), jnp.array([0.5, 0, 0.5, 0], jnp.float16))
     p, _, total = all_of(jnp.zeros(70_000, jnp.float16))
     assert_close(total, np.float32(np.log(70_000)), rtol=1e-6)
     assert_close(p, np.full(70_000, 1 / 70_000, np.float32), rtol=1e-4)
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 def test_gradients_are_those_of_float64_rounded_once(dtype):
     x = logits_of(dtype)
@@ -110,7 +113,6 @@ def test_gradients_are_those_of_float64_rounded_once(dtype):
     )
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize(
     ("smoothing", "masked"), [(0.0, False), (0.1, False), (0.1, True)], ids=["plain", "smooth", "smooth-masked"]
@@ -129,7 +131,7 @@ def test_cross_entropy_of_classes_and_distributions(dtype, smoothing, masked):
     loss = jax.jit(lambda x, labels: jaxmp.softmax_cross_entropy(x, labels, **options))
     got = loss(x, labels)
     assert_close(got, np.asarray(expected, np.float32), rtol=3e-6, atol=1e-6)
-    assert_bitwise(loss(x, jnp.asarray(np.eye(7)[labels], dtype)), got)
+    assert_within_ulps(loss(x, jnp.asarray(np.eye(7)[labels], dtype)), got, 4)
     grads = jax.jit(jax.grad(lambda x: jnp.sum(loss(x, labels))))(x)
     assert np.isfinite(np.asarray(grads, np.float32)).all()
     assert not np.asarray(grads)[~where].any()
@@ -156,13 +158,13 @@ def test_labels_that_cannot_be():
     assert np.isinf(np.asarray(masked)).tolist() == [True, False, True, False]
     # a class of probability 0 adds nothing where its log-probability is -inf
     x = jnp.array([[0.0, -jnp.inf]], jnp.float16)
-    assert_bitwise(cross_entropy(x, jnp.array([[1.0, 0.0]])), np.zeros(1, np.float32))
+    assert_exact(cross_entropy(x, jnp.array([[1.0, 0.0]])), np.zeros(1, np.float32))
 
 
 def test_vmap_gives_the_same():
     x, labels = logits_of(jnp.float16), jnp.array([0, 6, 3, 3, 1])
-    assert_close(jax.vmap(all_of)(x), [np.asarray(y) for y in all_of(x)], rtol=1e-6)
-    assert_close(jax.vmap(cross_entropy)(x, labels), np.asarray(cross_entropy(x, labels)), rtol=1e-6)
+    assert_within_ulps(jax.vmap(all_of)(x), all_of(x), 4)
+    assert_within_ulps(jax.vmap(cross_entropy)(x, labels), cross_entropy(x, labels), 4)
 
 
 def test_errors_say_the_rule_and_the_fix():
@@ -294,12 +296,13 @@ def check_rows_of_every_kind(dtype, seed):
                 raise AssertionError((name, i, rows["x"][at], rows["where"][at], got[at], exact[at]))
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 def test_rows_of_every_kind_and_their_derivatives_are_those_of_float64(dtype):
     check_rows_of_every_kind(dtype, 0)
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @each_dtype
 @pytest.mark.parametrize("seed", range(1, 100))
 def test_more_rows_of_every_kind(dtype, seed):

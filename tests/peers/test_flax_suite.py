@@ -34,6 +34,7 @@ def scales_of(inputs, scale, *, through, **rule):
     return seen
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("through", ["transform", "scaler"])
 def test_growth_and_backoff(through):
     assert scales_of([1.0] * 6, 4.0, through=through, growth_interval=3) == [4, 4, 8, 8, 8, 16]

@@ -99,7 +99,7 @@ def newest_amaxes(opt_state):
     return [np.asarray(group.amax_history[-1]) for group in fp8_state(opt_state).amax_states]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_divides_its_amaxes_by_the_loss_scale():
     model, (x, y) = Net(THEIRS), batch(0)
     variables = variables_of(THEIRS)
@@ -118,7 +118,7 @@ def test_flax_divides_its_amaxes_by_the_loss_scale():
         np.testing.assert_allclose(scaled, alone, rtol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_one_inf_freezes_flax_for_the_whole_history():
     x, y = batch(0)
     state, step = flax_step(optax.set_to_zero())
@@ -140,7 +140,7 @@ def test_one_inf_freezes_flax_for_the_whole_history():
     assert scale * largest <= 448 < 2 * scale * largest * (1 + 2.0**-7)  # the input is bfloat16
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_averages_amaxes_over_devices():
     devices = 2
     model = Net(THEIRS)
@@ -199,7 +199,7 @@ def exact_output(params, x):
     return x
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_our_loss_curve_is_no_worse_than_flax():
     losses, _ = side_by_side()
     theirs, ours = losses.reshape(-1, 20, 2).mean(1).T

@@ -56,6 +56,7 @@ def test_it_grows_after_a_period_of_finite_steps(period, factor):
     assert (float(scaler.loss_scale), int(scaler.growth_count)) == (10 * factor, 0)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("period", "factor", "floor"), [(20, 2.0, 1.0), (30, 3.0, 1.0), (20, 2.0, 0.3125), (30, 3.0, 0.37), (5, 2.0, None)]
 )

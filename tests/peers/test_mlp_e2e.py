@@ -105,8 +105,7 @@ def tolerance(case: dict) -> float:
     return 5e-3 if case["dtype"] == "torch.bfloat16" else 1e-3
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("case", ORACLE["megatron"], ids=name_of)
 def test_megatron(case):
     """Skips and scales are exact at every step, also where the overflow is float16's own."""
@@ -120,7 +119,6 @@ def test_megatron(case):
     assert_exact(metrics["skipped_steps"][-1], int(np.sum(~taken)))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", ORACLE["torch_amp"], ids=name_of)
 def test_torch_amp(case):
     """float32 params, 16-bit matmuls: autocast and GradScaler. There is no master, and the scale still decides."""
@@ -134,7 +132,7 @@ def test_torch_amp(case):
     assert_moved(masters, params)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "system, case",
     [(system, case) for system in ("megatron", "torch_amp") for case in ORACLE[system]],

@@ -23,6 +23,7 @@ def takes_extra():
 INNER = {"sgd": lambda: optax.sgd(1.0), "stateful": lambda: optax.sgd(1.0, momentum=0.0), "extra": takes_extra}
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("how", ["eager", "jit", "pmap"])
 @pytest.mark.parametrize("inner", INNER)
 def test_steps_that_are_not_finite_are_rejected(inner, how):
@@ -117,6 +118,7 @@ def test_zero_nans_inside():
     assert [float(p["a"]) for p in stepped(tx, [1.0, 3.0], {"a": jnp.zeros([])})[0]] == [0, -2]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), NAN])
 @pytest.mark.parametrize("own", [False, True])
 def test_microbatches_that_are_not_finite_do_not_count(bad, own):

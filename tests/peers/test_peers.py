@@ -188,7 +188,7 @@ def test_flax_diverges_under_pmap_without_an_axis_name():
     assert_exact(jaxmp.get_loss_scale(state), jnp.full(2, 4.0))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_multiplies_gradients_by_the_devices_under_shard_map():
     """check_vma=True: autodiff has summed the gradient over the mesh before flax takes its mean."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -225,7 +225,7 @@ class OurState(jaxmp.linen.TrainState):
     batch_stats: dict
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_keeps_the_statistics_of_a_skipped_step():
     """inf in BatchNorm's statistics, and a `step` that moves on while the optimizer's count does not."""
     model = WithBatchNorm()
@@ -277,7 +277,7 @@ class WithDropout(nnx.Module):
         return self.dropout(self.norm(self.dense(x)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_flax_scale_fails_on_nnx_modules_with_dropout_or_batch_norm():
     def loss_fn(model, x):
         return jnp.mean((model(x) - x) ** 2)

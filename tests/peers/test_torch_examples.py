@@ -150,6 +150,7 @@ def test_gradient_penalty():
     close(native(jaxmp.mixed_precision(SGD, POLICY, loss_scale=scaled), grad)[0], expected)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("overflows", [False, True])
 def test_several_models_losses_and_optimizers(overflows):
     """One scale; only the optimizer whose gradients overflowed skips its step, and one update moves the scale."""

@@ -75,6 +75,7 @@ def trace_of(case):
     return [np.asarray(x)[:steps] for x in run(torch_like(**case["kwargs"]), values)]
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", [case for case in TORCH["cases"] if case["name"] != SUNK], ids=name_of)
 def test_traces(case):
     scales, counts, stepped = trace_of(case)
@@ -170,6 +171,7 @@ def two_optimizers(unscale_a_first):
     return step
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "case", TORCH["multi_optimizer"], ids=lambda c: f"{c['inf_in_opt']}-{c['unscale_opt_a_first']}"
 )
@@ -184,6 +186,7 @@ def test_several_optimizers(case):
         assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("case", TORCH["unscale_values"], ids=lambda c: f"{c['scale']}-{c['found_inf'][0]:.0f}")
 def test_unscaled_values(case):
     grads = {"w": np.array(case["in"], np.float32)}
@@ -258,6 +261,7 @@ def play(ops):
     return None, stage, *(x.item() for x in jax.tree.leaves(scaler)[:2]), param.item(), grad.item()
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("first", ["scale", "unscale", "step", "update", "update8"])
 def test_every_order_of_calls(first):
     """Each of torch's recorded scripts that begins so ends in the same state, or fails at the same call."""
@@ -370,7 +374,6 @@ def step_of(tx, *, clip=False):
     return step
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "bad"), [("masters", np.nan), ("chain", np.inf), ("lbfgs", np.inf)])
 def test_a_skip_changes_nothing_but_the_scale(name, bad):
     """Params, masters, moments and counts stay, bit for bit, also where a moment is -0.0."""
@@ -643,6 +646,7 @@ def spread(how):
     return jax.jit(jax.shard_map(device_step, mesh=mesh_of(), check_vma=how == "shard_map", **specs))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_an_overflow_on_one_device_skips_on_all(how):
     _, params, opt_state = start("momentum")

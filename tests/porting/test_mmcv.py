@@ -70,6 +70,7 @@ class Detector(nn.Module):
         return scores / jnp.sum(scores @ scores.T)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_linen_methods_and_the_switch(enabled: bool) -> None:
     params = Detector().init(jax.random.key(0), X)

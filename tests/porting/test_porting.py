@@ -70,7 +70,7 @@ def start_mmcv(loss_scale):
     return step, parts["policy"].cast_to_param(params32), tx.init(params32)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("scale", [512.0, 1000.0], ids=["reciprocal-512", "dividing-1000"])
 def test_mmcvs_hook(scale):
     """On four devices, for a scale of which the reciprocal is exact, and for one that has to divide."""
@@ -90,7 +90,7 @@ def test_mmcvs_hook(scale):
     assert {x.dtype.name for x in jax.tree.leaves(moments)} == {"float32"}
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_dividing_is_not_multiplying_by_the_reciprocal():
     """Also where XLA sees that it is one number: over 1000, most float16 gradients end in another bit."""
     dividing = recipe()["DividingScale"](jnp.float32(1000.0))
@@ -101,7 +101,7 @@ def test_dividing_is_not_multiplying_by_the_reciprocal():
     assert not np.array_equal(other, scaled.astype(F32) / F32(1000.0))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_an_inf_under_a_static_scale_is_skipped():
     """mmcv does not look under a static scale, and holds NaN for ever after; here all devices stay as they were."""
     step, params, opt_state = start_mmcv(512.0)

@@ -38,6 +38,7 @@ def edges(name):
     return [s * v * f for s in (1, -1) for v in values for f in (0.5, 0.50001, 1.0, 1.3, 1.5, 1 + 2**-9)]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", DTYPES)
 def test_rounding_is_the_cast(name):
     numbers = [*RNG.standard_normal(100), *np.exp2(RNG.uniform(-30, 14, 100)), 0.0, -0.0, 65519.9, 65520.0, -70000.0]
@@ -53,6 +54,7 @@ def test_loss_scale_shifts_the_range_of_float16():
     assert float(rounded[0]) == 0.0 or abs(float(rounded[0]) / 1e-9 - 1) < 0.01
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_scale_is_that_of_current_scaling(name):
     amaxes = np.asarray([1.0, 447.9, 448.0, 448.1, 57344.0, 57345.0, 3e-20, 0.0, 1e30, np.inf], np.float32)
@@ -65,6 +67,7 @@ def dense(x, w, g):
         return jnp.sum((x @ w) * g)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("format", "roles"),
     [
@@ -109,7 +112,6 @@ def test_modules_are_chosen_by_path_and_can_be_switched_off():
     assert float(grads[0, 0]) == np.float32(1.1)
 
 
-@pytest.mark.costly
 def test_float32_is_the_function_itself_and_overflow_of_float16_is_seen():
     x, w = RNG.standard_normal((4, 8)).astype(np.float32), RNG.standard_normal((8, 3)).astype(np.float32)
     g = np.ones((4, 3), np.float32)
@@ -120,7 +122,6 @@ def test_float32_is_the_function_itself_and_overflow_of_float16_is_seen():
     assert np.isfinite(jaxmp.fake_quantize(dense, {"dense": "fp8"})(x * 1e5, w, g))
 
 
-@pytest.mark.costly
 def test_convolutions_scans_remat_and_vmap():
     def conv(x, k):
         with jax.named_scope("conv"):
@@ -151,7 +152,7 @@ def test_errors_name_the_rule_and_the_paths():
         jaxmp.fake_quantize(dense, {"dens": "fp8"})(*(np.ones((2, 2), np.float32),) * 3)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_noise_against_numpy(backward):
     tensors = [RNG.standard_normal((16, 8)) * s for s in (1.0, 3e-7, 2e4)]

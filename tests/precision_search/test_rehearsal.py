@@ -18,7 +18,7 @@ from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Mix, Operation, Run, Suggestion
 from jaxmp._src.programs import operations
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("rehearsal")]
+pytestmark = pytest.mark.xdist_group("rehearsal")
 
 X, Y = (np.random.default_rng(i).standard_normal((16, 16), np.float32) for i in range(2))
 IDS = np.arange(16) % 6
@@ -92,7 +92,7 @@ def check(plants, formats):
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_plants_outside_of_matmuls_are_found_before_a_proposal_is_shown():
     found = check(("embedding",), ("fp16",))
     assert found.rejected and "fp16" in found.formats.values()  # mended, not given up
@@ -105,7 +105,7 @@ def test_plants_outside_of_matmuls_are_found_before_a_proposal_is_shown():
     assert {p.path for p in found.run.params} >= {"embed/embedding", "norm/scale", "head/bias"}
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("formats", [("fp8", "fp16", "bf16"), ("fp16",), ("bf16",), ("fp8", "fp16")], ids="-".join)
 @pytest.mark.parametrize("plants", ["embedding", "residual", "glu", "embedding residual glu"])
 def test_plants_of_all_kinds(plants, formats):
@@ -128,7 +128,7 @@ class Statistics(nn.Module):
         return nn.Dense(16, name="b")(nn.Dropout(0.2, deterministic=False)(nn.relu(x)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_batch_statistics_dropout_and_aux():
     model = Statistics()
     variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
@@ -157,7 +157,6 @@ class NnxNet(nnx.Module):
         return self.b(self.drop(nnx.relu(self.norm(self.a(x)))) * (self.tiny[...][None] * 1e8))
 
 
-@pytest.mark.costly
 def test_an_nnx_module_with_a_param_below_float16():
     """Its own state moves on in a copy; the model stays as it is."""
     model = NnxNet(nnx.Rngs(0))
@@ -186,6 +185,7 @@ def half(fn, *args):
     return [Operation(look.places[key], *map(float, value)) for key, value in found.items()]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
@@ -228,7 +228,7 @@ def test_a_run_that_does_not_train(run, words):
     assert [p.message[: len(words)] for p in problems] == ([words] if words else [])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_time_budget_ends_the_trials_but_not_the_run():
     found = jaxmp.suggest_policy(
         lambda p, x: jnp.mean((x @ p) ** 2), (X,), ("bf16",), params=Y, steps=1, time_budget=1e-9, progress=None

@@ -19,7 +19,7 @@ from jaxmp._src.precision_search.suggest import _Decision
 from jaxmp._src.precision_search.suggestion import exceptions, globs
 from jaxmp._src.precision_search.trials import Trial, measure
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("suggest")]
+pytestmark = pytest.mark.xdist_group("suggest")
 
 X, Y = (np.random.default_rng(i).standard_normal((32, 32), np.float32) for i in range(2))
 
@@ -65,7 +65,6 @@ def planted():
     return params, loss_fn, found
 
 
-@pytest.mark.costly
 def test_planted_layers_are_named_and_kept_higher():
     _, _, found = planted()
     assert found.formats == {"fine": "fp8", "large": "fp32", "tiny": "fp32", "few": "fp16", "head": "fp8"}
@@ -89,7 +88,6 @@ def test_the_loss_scale_that_is_needed_and_the_one_that_is_too_high():
     assert lost[1.0] > 0.5 and lost[least] < 0.02
 
 
-@pytest.mark.costly
 def test_the_whole_is_checked():
     _, _, found = planted()
     mix = found.mix
@@ -124,7 +122,7 @@ def vector(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_pasted_code_trains_linen():
     params32, loss_fn, found = planted()
     pasted = {"jaxmp": jaxmp, "jnp": jnp, "loss_fn": loss_fn, "optimizer": all_but_few(1e-2)}
@@ -198,7 +196,7 @@ def nnx_loss_fn(model, x, y):
     return jnp.mean((model(x) - y[:, :20]) ** 2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_model_where_all_is_well_goes_to_the_lowest_and_its_code_trains_nnx():
     model = Net(nnx.Rngs(0))
     found = jaxmp.suggest_policy(model, (X, Y), loss_fn=nnx_loss_fn, steps=2)
@@ -234,7 +232,7 @@ def scoped_loss_fn(params, x):
     return jnp.mean((x @ params["out"]) ** 2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     params = {"layers": [jnp.eye(32) + 0.1 * X, jnp.eye(32) + 0.1 * Y], "out": 0.1 * X}
     subject = Subject(scoped_loss_fn, (X,), params, None, False)
@@ -255,7 +253,7 @@ def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     assert moved.unnamed == (lifted,) and repr(lifted) in moved.code.splitlines()[-1]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_gradients_of_data_do_not_count():
     params = {"layers": [X, Y], "out": X}
     subject = Subject(scoped_loss_fn, (X,), params, None, False)
@@ -274,7 +272,7 @@ def scanned_loss_fn(params, x):
         return jnp.mean((x @ params["head"]) ** 2)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_each_layer_of_a_scan_counts_for_the_policy():
     params = {"layers": jnp.stack([jnp.eye(32)] * 4), "head": jnp.concatenate([X, Y], axis=1)}
     subject = Subject(scanned_loss_fn, (X,), params, None, False)

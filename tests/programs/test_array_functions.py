@@ -69,6 +69,7 @@ MODULES = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_nnx_objects_with_variables_are_modules(name):
     make, change, count = MODULES[name]

@@ -128,6 +128,7 @@ NOT_TRACEABLE = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NOT_TRACEABLE)
 def test_an_update_that_cannot_be_read_freezes_nothing(name):
     """Extra arguments or axes that only the training step has: `init` works, every leaf has a master."""

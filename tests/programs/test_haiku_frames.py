@@ -97,7 +97,7 @@ def test_a_change_of_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jaxmp.autocast(with_state, jnp.float32)(X).dtype == jnp.float32  # off: nothing is traced
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_haiku_itself() -> None:
     hk = pytest.importorskip("haiku", reason="dm-haiku is not installed")
 

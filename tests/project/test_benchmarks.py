@@ -22,7 +22,7 @@ from helpers import assert_close, assert_exact, assert_moved
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("benchmarks")]
+pytestmark = pytest.mark.xdist_group("benchmarks")
 SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
 
 
@@ -43,8 +43,7 @@ def test_five_programs_do_the_same_job():
     assert len(SAME_JOB) == 5 and set(cpu.BY_HAND) < set(SAME_JOB)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", SAME_JOB)
 def test_the_same_job_ends_in_the_same_params(name):
     """Masters agree within the rounding of a norm that is summed in another order; params are the rounded masters."""
@@ -55,7 +54,6 @@ def test_the_same_job_ends_in_the_same_params(name):
     assert_exact(params, jax.tree.map(lambda m: m.astype(jnp.float16), masters))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SAME_JOB])
 def test_the_other_jobs_take_the_same_step(name):
     """Params in float32 or bfloat16 agree within their rounding."""
@@ -66,13 +64,14 @@ def test_the_other_jobs_take_the_same_step(name):
     assert_close(jax.tree.map(lambda p: p.astype(F32), params), by_hand.masters, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", SAME_JOB)
 def test_the_same_job_skips_an_overflow(name):
     params = cpu.make_params(4, 8)
     assert_moved(run(name, overflow=True)[0], jax.tree.map(lambda p: p.astype(jnp.float16), params))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_step_and_its_compilation_are_timed(monkeypatch):
     monkeypatch.setattr(cpu, "COMPILATIONS", 1)
     programs = [PROGRAMS[cpu.BY_HAND[1]], PROGRAMS["optax, f32, nothing scaled or skipped"]]
@@ -181,8 +180,6 @@ JOBS = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", JOBS)
 def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     """The same number of matmuls and convolutions, each in float16; gradients have the float32 of the params."""
@@ -200,7 +197,7 @@ def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     assert len(set(map(len, matmuls.values()))) == 1
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
     monkeypatch.setattr(cpu_autocast, "PROGRAMS", cpu_autocast.PROGRAMS[:3])
 

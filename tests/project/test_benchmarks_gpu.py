@@ -1,7 +1,7 @@
 """`python -m benchmarks gpu` without a GPU: a fault costs an item, a second run goes on, and results become tables.
 
-The driver's tests run sections that use no jax: what they crash is a process of Python. Sections that compile run in
-the campaign.
+The driver's tests run sections that use no jax: what they crash is a process of Python. Sections that compile run with
+ALL=1.
 """
 
 import json
@@ -22,7 +22,7 @@ from benchmarks.lib.record import Record
 from benchmarks.lib.tables import ROOT, markers
 from benchmarks.lib.timing import Bench, LeftOut, Variant
 
-pytestmark = [pytest.mark.xdist_group("benchmarks_gpu"), pytest.mark.newest]
+pytestmark = pytest.mark.xdist_group("benchmarks_gpu")
 MACHINE = Section("gpu_sections:machine", "", 60.0, 60.0)
 
 
@@ -381,7 +381,7 @@ def test_every_target_is_of_a_row_that_a_section_makes():
 # --- sections that compile --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_the_copy_is_timed_in_a_process_of_its_own(tmp_path):
     """The real sections with jax: the machine and the copy, in tiny sizes."""
     assert gpu.main(["--tiny", "--out", str(tmp_path), "--sections", "copy"]) == 0
@@ -407,7 +407,7 @@ def test_the_example_is_built_as_the_example_builds_it(monkeypatch):
     assert models._example_step(size, (1, 17), policy_name="bf16") == (jax.numpy.bfloat16, None, (), 16)
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_all_sections_end_well_in_tiny_sizes(tmp_path):
     """`make gpu ARGS=--tiny`, whole: minutes."""
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--tiny --out {tmp_path}"]

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.lib import trees
 from benchmarks.tpu import steps
 
-pytestmark = [pytest.mark.xdist_group("benchmarks_tpu"), pytest.mark.newest]
+pytestmark = pytest.mark.xdist_group("benchmarks_tpu")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 HLO = """
 %fused (p.1: f8e4m3fn[8,8], p.2: f8e5m2[8,8]) -> f32[8,8] {
@@ -110,7 +110,6 @@ def small(kind):
 
 @needs_libtpu
 @pytest.mark.optimized
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "kind", [steps.FLOAT32, steps.BY_HAND, "jaxmp, bf16", "jaxmp.fused_adamw, bf16", "linen", "nnx", "fsdp", "offload"]
 )
@@ -142,7 +141,6 @@ MOST_BYTES = {
 
 @needs_libtpu
 @pytest.mark.optimized
-@pytest.mark.costly
 @pytest.mark.parametrize("program", MOST_BYTES)
 def test_no_step_moves_more_bytes_than_it_did(program):
     case = next(case for case in steps.cases() if case.name == program)

@@ -12,8 +12,6 @@ import markup
 import names
 from helpers import ROOT, python_blocks
 
-pytestmark = [pytest.mark.newest]
-
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 LINKING = [
     ROOT / "README.md",
@@ -28,8 +26,7 @@ def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
-@pytest.mark.whole
-@pytest.mark.costly
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_code_of_page_runs(page):
     """Of pages in docs/; test_readme.py runs the README."""

@@ -15,7 +15,7 @@ import pytest
 import train
 from helpers import ROOT, compiled_quickly
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("examples")]
+pytestmark = pytest.mark.xdist_group("examples")
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
 
@@ -116,7 +116,7 @@ def test_train(run, short_text, tmp_path):
         assert 0 <= row["optimizer_state_bytes"] - 4 * words < 100  # the rest is counts and the loss scale
 
 
-@pytest.mark.campaign  # tests/devices/test_processes.py holds the library to it
+@pytest.mark.thorough(0)  # tests/devices/test_processes.py holds the library to it
 def test_train_is_the_same_in_two_processes(start, run, tmp_path):
     knobs = (
         *TINY,

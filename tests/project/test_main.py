@@ -74,7 +74,7 @@ def test_doctor_says_that_jax_does_not_see_the_gpu(monkeypatch, capsys):
     assert "\n- An NVIDIA driver is installed, but jax has no GPU." in capsys.readouterr().out
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_it_is_a_command():
     run = subprocess.run([sys.executable, "-m", "jaxmp", "formats"], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("format")

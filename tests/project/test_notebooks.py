@@ -7,8 +7,6 @@ import pytest
 
 from helpers import ROOT
 
-pytestmark = pytest.mark.newest
-
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 

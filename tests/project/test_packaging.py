@@ -9,8 +9,6 @@ import pytest
 
 from helpers import ROOT, python_blocks
 
-pytestmark = [pytest.mark.newest]
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]

@@ -17,7 +17,6 @@ import parity
 import train
 from helpers import ROOT, compiled_quickly
 
-pytestmark = pytest.mark.newest
 LOSSES = {"bf16": 1.40, "fp8": 1.41, "fp8, E4M3": 1.42}
 
 
@@ -64,7 +63,6 @@ def call(monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.costly
 def test_an_interrupted_call_goes_on_with_what_is_missing(call, tmp_path):
     first, said = call(stop=5)
     assert "interrupted" in said
@@ -86,7 +84,7 @@ def test_an_interrupted_call_goes_on_with_what_is_missing(call, tmp_path):
     assert more == [("bf16", 4)]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_another_config_is_refused_until_it_starts_anew(call):
     call()
     jobs, said = call(steps=200)
@@ -138,7 +136,7 @@ def test_the_layers_that_a_choice_names_stay_in_16_bits():
     assert "Fp8DotGeneral_0" not in params["logits"]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_run_trains_in_fp8_and_is_evaluated_in_both(monkeypatch):
     monkeypatch.setattr(train, "topics", dict(list(train.topics.items())[:20]))
     cfg = dataclasses.replace(train.Config(), width=32, heads=2, layers=1, seq_len=32, steps=100)
@@ -148,7 +146,7 @@ def test_a_run_trains_in_fp8_and_is_evaluated_in_both(monkeypatch):
     assert 0 < abs(run["last_in_fp8"] - run["last"]) < 0.1
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_processes_train(tmp_path):
     command = [sys.executable, ROOT / "examples" / "parity.py", "--policies", "bf16", "--seeds", "2", "--steps", "100"]
     command += ["--width", "32", "--json", tmp_path / "parity.json"]

@@ -16,7 +16,7 @@ import jaxmp
 from helpers import ROOT, python_blocks
 from matmul_dtypes import matmuls_in
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("readme")]
+pytestmark = pytest.mark.xdist_group("readme")
 
 README = ROOT / "README.md"
 NUMBER = r"\d+\.\d+"
@@ -120,7 +120,6 @@ def test_the_table_has_a_row_for_each_recipe():
     assert all(cell for row in rows() for cell in row)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip("`"))
 def test_bytes_of_a_param(row):
     policy, options = OPTIMIZERS[row[0].strip("`")]

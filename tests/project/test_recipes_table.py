@@ -8,8 +8,6 @@ from benchmarks import recipes
 from benchmarks.lib import tables
 from jaxmp._src.fp8 import recipe_guide
 
-pytestmark = pytest.mark.newest
-
 STORED = json.loads(recipes.BENCHMARK.results.read_text())
 
 
@@ -26,7 +24,6 @@ def test_every_recipe_is_measured_and_outliers_cost_one_scale_most():
     assert found[one, "normal"]["y"] > 28 and found[one, "outliers"]["y"] < 10 < 28 < found[rows, "outliers"]["y"]
 
 
-@pytest.mark.costly
 def test_a_row_is_measured_as_stored():
     x, w, g = recipes.tensors("normal", 512, 512)
     y, *_ = recipes.products(recipes.RECIPES["`RowwiseScaling`"], x, w, g)

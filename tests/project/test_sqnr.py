@@ -12,7 +12,7 @@ from benchmarks import sqnr
 from benchmarks.lib import tables
 from helpers import assert_close
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("sqnr")]
+pytestmark = pytest.mark.xdist_group("sqnr")
 KEY = jax.random.key(0)
 
 
@@ -50,7 +50,6 @@ def rms(x):
     return float(jnp.sqrt(jnp.mean(x**2)))
 
 
-@pytest.mark.costly
 def test_probes_have_the_gradients_of_the_outputs_of_matmuls(gradients):
     """The gradient of the logits is (softmax - label) / rows."""
     plain, _, params, (x, y) = gradients
@@ -68,7 +67,6 @@ def test_probes_have_the_gradients_of_the_outputs_of_matmuls(gradients):
     assert_close(plain["out"][0, y[0]], difference, rtol=1e-2)
 
 
-@pytest.mark.costly
 def test_gradients_of_the_unit_scaled_model_are_of_size_1(gradients):
     plain, unit, _, _ = gradients
     assert all(0.5 < rms(g) < 1.5 for g in unit.values())

@@ -14,9 +14,6 @@ import pytest
 from helpers import ROOT
 
 FOLDER = ROOT / "examples" / "third_party"
-pytestmark = [pytest.mark.newest]
-
-
 @pytest.fixture(scope="module")
 def run():
     """The script, imported from its folder, whose other modules have names that are too short for the path of all."""
@@ -49,7 +46,6 @@ def test_the_stored_results_are_whole(run, results):
     assert results["lines"] == {name: run.lines_changed() + more for name, (_, more) in run.models.MODELS.items()}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize(
     "package", ["haiku", "equinox", "transformers", "flax's examples, lm1b", "flax's examples, mnist"]
@@ -74,7 +70,7 @@ def test_matmuls_run_in_what_the_table_says(run, results, package, policy):
     assert abs(share - results["flops"][name][policy]) < 1
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_a_model_trains(run, policy):
     pytest.importorskip("equinox", reason="installed by the extra third-party")

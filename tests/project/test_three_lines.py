@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("name", "policy", "dtype"), CASES, ids=[name for name, _, _ in CASES])
 def test_every_matmul_runs_in_the_dtype_of_the_policy(name, policy, dtype):
     naive, ported = (traced(source_of(name, p)).matmuls for p in (None, policy))
@@ -165,7 +166,7 @@ def test_matmuls_have_the_precision_of_a_float32_policy(policy):
     assert step.text.count(f"precision=(Precision.{name},") == step.matmuls["float32"]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_fp8_takes_one_more_line():
     """The model gets its scales where it is initialized; products of attention and the tied logits stay bfloat16."""
     ported, init = source_of("linen_gpt", "fp8"), "params = jax.jit(model.init)("
@@ -178,7 +179,7 @@ def test_fp8_takes_one_more_line():
     assert found["bfloat16"] == 3 * 3
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_the_port_trains():
     def losses(names: dict[str, Any]) -> np.ndarray:
         traces.clear()

@@ -104,6 +104,7 @@ TREES = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_comes_back_bit_for_bit(tmp_path, name):
     tree = TREES[name]()

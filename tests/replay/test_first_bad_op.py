@@ -45,6 +45,7 @@ def linen_case(remat, weight):
     return lambda params, x, scale: jnp.mean(model.apply(params, x)) * scale, params, x
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("remat", [False, True], ids=["plain", "remat"])
 def test_a_layer_of_linen_that_overflows_forward(remat):
     loss_fn, params, x = linen_case(remat, 4e4)
@@ -254,7 +255,6 @@ def test_other_dtypes(dtype):
     assert bad.float32_amax == twice[dtype]
 
 
-@pytest.mark.costly
 def test_in_fp8_training_the_operation_is_named():
     with jaxmp.fp8.autocast(filter=lambda path, layer: True):
         model = nn.Dense(16, dtype=jnp.bfloat16, name="dense")

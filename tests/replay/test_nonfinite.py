@@ -26,6 +26,7 @@ def with_bad(shape, dtype, index, value=np.nan):
     return jnp.asarray(x).astype(dtype)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64]
 )

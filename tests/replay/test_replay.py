@@ -99,7 +99,6 @@ def test_a_gradient_that_was_flipped_once_is_transient(tmp_path):
     assert "the step was skipped, and 3 replays are finite, with equal bits" in str(found)
 
 
-@pytest.mark.costly
 def test_a_layer_that_overflows_is_deterministic_and_named(tmp_path):
     x = jnp.ones((2, 4), HALF)
     params = jax.jit(Model().init)(jax.random.key(0), x)["params"]
@@ -133,6 +132,7 @@ def test_arguments_that_are_not_finite_are_named(tmp_path, where, path):
     assert ("These are the params: an earlier step" in str(found)) == (where == "params")
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("observed", "verdict", "words"),
     [
@@ -162,6 +162,7 @@ def test_a_program_that_is_finite_one_by_one_is_told_so(tmp_path, monkeypatch):
 # The same step
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_gradients_are_those_of_the_step(tmp_path, accumulate):
     """What value_and_grad gives for the same arguments, keywords and options."""
@@ -198,7 +199,7 @@ def nnx_loss(model, x):
     return jnp.mean(model(x))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_an_nnx_module_with_state_and_keys(tmp_path):
     model = NnxModel(nnx.Rngs(0))
     jaxmp.nnx.cast_to_param(model, "fp16")

@@ -117,6 +117,7 @@ CALLS = {
 }
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_in_the_wrong_place_are_named(name):
     call, said = CALLS[name]

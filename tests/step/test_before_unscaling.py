@@ -69,7 +69,7 @@ def step(tx, jitted=True):
     return (jax.jit(run) if jitted else run)(GRADS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_looks_at_the_size_is_warned_of_once(name):
     tx = chained(WRONG[name])
@@ -82,15 +82,15 @@ def test_what_looks_at_the_size_is_warned_of_once(name):
         step(tx, jitted=False)
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.costly
 def test_what_only_scales_is_not(name):
     with silence():
         step(chained(RIGHT[name]))
         step(chained(RIGHT[name]), jitted=False)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_the_warned_of_chain_depends_on_the_scale_and_the_others_do_not():
     """What the verdicts mean, by running: a factor in the gradients and in the scale changes a step, or does not."""
     for found, heads in ((True, WRONG), (False, RIGHT)):
@@ -110,7 +110,7 @@ def test_the_warned_of_chain_depends_on_the_scale_and_the_others_do_not():
             assert same != found, name
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_it_is_silent_without_a_scale_and_inside():
     clip = optax.clip_by_global_norm(1.0)
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
@@ -161,6 +161,7 @@ def plain_step(tx, dtype=jnp.float16):
     return jax.jit(run)(params, tx.init(PARAMS))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "decay", "adam", "behind others"])
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_tx_update_warns_of_what_its_chain_has_before_it(name, scale):
@@ -170,6 +171,7 @@ def test_tx_update_warns_of_what_its_chain_has_before_it(name, scale):
     assert [LOOKS in str(w.message) for w in caught] == [True]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["identity", "zero_nans", "schedule", "frozen", "mean of devices"])
 def test_tx_update_is_silent_where_nothing_looks(name):
     with silence():
@@ -187,6 +189,7 @@ def test_tx_update_is_silent_without_a_scale_and_inside():
         )  # no update
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("module", ["linen", "nnx"])
 def test_states_and_optimizers_of_flax_are_warned(module):
     tx = chained(optax.clip_by_global_norm(1.0))

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_exact, assert_moved
 from jaxmp._src.base import tree_paths
 from jaxmp.fp8 import DelayedScaling, is_scale
 
@@ -86,7 +86,7 @@ def check(params, opt_state, factor=1.0):
     assert float(metrics["fp8/unused"]) == float(metrics["fp8/lost_gradients"]) == 0
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_without_it_the_metrics_count_the_gradients_that_are_lost():
     tx, params, opt_state = make()
     _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(params, X, opt_state=opt_state)
@@ -94,7 +94,7 @@ def test_without_it_the_metrics_count_the_gradients_that_are_lost():
     assert float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"]) == DEPTH - 1
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_one_pass_fills_all_histories_and_changes_nothing_else():
     tx, params, opt_state = make()
     new, state = jaxmp.fp8.calibrate(loss_fn, params, X, tx=tx, opt_state=opt_state)
@@ -105,13 +105,12 @@ def test_one_pass_fills_all_histories_and_changes_nothing_else():
         assert list(before) == list(after)
         others = [path for path in before if not is_history(path)]
         assert others
-        assert_bitwise([after[path] for path in others], [before[path] for path in others])
+        assert_moved([after[path] for path in others], [before[path] for path in others])
     _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(new, X, opt_state=state)
     _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, state, new)
     assert float(jaxmp.get_metrics(state)["fp8/lost_gradients"]) == 0
 
 
-@pytest.mark.costly
 def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     tx, params, opt_state = make()
     x = X / np.float32(2**10)  # most of it is subnormal in e4m3
@@ -126,7 +125,7 @@ def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     assert error(new) < of_roundings < 0.5 < error(params)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("policy", "jit"), [("bf16", False), ("fp16", True)])
 def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
     tx, params, opt_state = make(policy, loss_scale=jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**60))
@@ -142,7 +141,7 @@ def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_kernels_stored_in_fp8_keep_their_bytes():
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, recipe=RECIPE)
@@ -151,10 +150,9 @@ def test_kernels_stored_in_fp8_keep_their_bytes():
     check(new, state)
     kernels = [tree["Dense_4"]["kernel"] for tree in (new, params)]
     assert kernels[0].dtype == jnp.float8_e4m3fn
-    assert_bitwise(*kernels)
+    assert_moved(*kernels)
 
 
-@pytest.mark.costly
 def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     recipe = DelayedScaling(amax_history_len=4, power_of_two=False)
     layer = nn.Dense(SIDE, dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe))
@@ -171,7 +169,6 @@ def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     np.testing.assert_allclose(scale, expected, rtol=0.05)
 
 
-@pytest.mark.costly
 def test_under_accumulation_and_with_aux():
     tx, params, opt_state = make()
 
@@ -182,7 +179,7 @@ def test_under_accumulation_and_with_aux():
     check(*run(params, X, 1.0, opt_state=opt_state))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_in_shard_map_all_devices_get_the_same():
     tx, params, opt_state = make("fp16")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -196,11 +193,11 @@ def test_in_shard_map_all_devices_get_the_same():
         found.append(scales(jax.jit(mapped)(params, opt_state, X)[0]))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
     found.append(scales(jax.jit(run)(params, opt_state, sharded)[0]))
-    assert_bitwise(found[1], found[0])
-    assert_bitwise(found[2], found[0])
+    assert_exact(found[1], found[0])
+    assert_exact(found[2], found[0])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_in_pmap_all_devices_get_those_of_one():
     """Also in eager pmap, with the axis named or found."""
     tx, params, opt_state = make()
@@ -211,11 +208,11 @@ def test_in_pmap_all_devices_get_those_of_one():
         mapped = jax.pmap(lambda p, x, o, run=run: run(p, x, opt_state=o), axis_name="data", in_axes=(None, 0, None))
         found, histories = mapped(params, batch, opt_state)
         for i in range(4):
-            assert_bitwise(scales(jax.tree.map(lambda x, i=i: x[i], found)), scales(alone[0]))
+            assert_exact(scales(jax.tree.map(lambda x, i=i: x[i], found)), scales(alone[0]))
         check(jax.tree.map(lambda x: x[0], found), jax.tree.map(lambda x: x[0], histories))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_train_state():
     tx, _, _ = make()
     state = jaxmp.linen.TrainState.create(apply_fn=MODEL.apply, params=params32(), tx=tx, policy="fp8")
@@ -224,7 +221,6 @@ def test_a_train_state():
     assert int(state.step) == 0
 
 
-@pytest.mark.costly
 def test_nnx():
     model = nnx.Sequential(*(nnx.Linear(SIDE, SIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(DEPTH)))
     jaxmp.nnx.to_fp8(model, RECIPE, filter=("*",))
@@ -240,7 +236,7 @@ def test_nnx():
     assert len(moved) == 3 * DEPTH and all(moved)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_what_cannot_be_calibrated_is_refused():
     tx, params, opt_state = make()
     with pytest.raises(ValueError, match="opt_state holds none.*need no calibration"):
@@ -252,8 +248,8 @@ def test_what_cannot_be_calibrated_is_refused():
         jaxmp.fp8.calibrate(loss_fn, params, np.full_like(X, np.inf), tx=tx, opt_state=opt_state)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.costly
 def test_a_train_state_runs_the_loss_under_its_policy(jit):
     """As the README writes it: no `policy=` in the call, and a model without a dtype."""
     model = nn.Sequential([nn.Dense(SIDE) for _ in range(3)])

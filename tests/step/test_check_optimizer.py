@@ -61,13 +61,13 @@ FAULTY = {
 }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     tx, dtype = FINE[name]
     assert jaxmp.check_optimizer(tx, params_of(dtype)) is True  # a warning would be an error
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", FAULTY)
 def test_faults_are_reported(name):
     tx, dtype = FAULTY[name]
@@ -118,6 +118,7 @@ def test_only_shapes_and_dtypes_are_read_under_jit_too():
     assert jaxmp.check_optimizer(optax.adam(1e-3), abstract) is True
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "eval_shape"])
 def test_init_reports_float16_state_by_itself(how):
     tx = jaxmp.unscale_and_skip(optax.adam(1e-3), 4.0)

@@ -22,6 +22,7 @@ def sam(**kwargs):
     return contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05)), **kwargs)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["alone", "in a chain", "8 bits"])
 def test_a_transform_with_a_fixed_list_of_arguments(policy, place):
@@ -71,7 +72,7 @@ def new_state(tx):
     return State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=jnp.zeros(2))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_a_line_search_finds_the_minimum_as_in_float32(policy):
     """Its `value_fn` takes the params alone, and the gradients are given as they came, times the loss scale."""
@@ -132,7 +133,7 @@ def test_arguments_that_are_taken_or_customary():
         new_state(tx).apply_gradients(grads=jax.tree.map(jnp.copy, PARAMS), batch_stats=jnp.ones(2), **extra)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("made", [lambda tx: tx, lambda tx: tx.gradient_transformation()], ids=["object", "transform"])
 def test_they_reach_an_optimizer_inside_multisteps(made):
     """Its type says that it takes none; its `update` takes all."""
@@ -186,6 +187,7 @@ def test_they_reach_an_optimizer_below_multisteps(made):
 STEPS = {"object": lambda tx: tx, "transform": lambda tx: tx.gradient_transformation()}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("form", STEPS)
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 def test_optax_drops_them_for_multisteps_in_a_chain(form, inside):
@@ -254,6 +256,7 @@ def test_what_follows_in_a_chain_is_refused(name):
         jax.eval_shape(lambda: apply_to_two(FOLLOWED[name](), jnp.bfloat16))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_changes_nothing_is_not(name):
     dtype = jnp.float32 if name == "without masters" else jnp.bfloat16
@@ -275,7 +278,7 @@ def test_init_copies_numpy_params(policy):
     assert not any(np.any(np.asarray(x) == 7.0) for x in jax.tree.leaves(state.guarded))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_the_derivative_through_an_update_is_that_of_a_step(policy):
     """By both ways of writing: rounding is straight through; d/d(rate) of sum(p'^2) = -2 sum(p' g)."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxmp
-from helpers import assert_bitwise
+from helpers import assert_same_program
 from matmul_dtypes import matmuls
 
 RECIPE = jaxmp.fp8.CurrentScaling()
@@ -64,6 +64,7 @@ def test_all_but_the_ends_of_a_plain_function():
     assert count_fp8(in_fp8(mlp, filter=everywhere), weights, X) == (4, 8)  # XLA drops that of x
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("form", ["function", "decorator", "region", "jit inside", "dtype", "in a policy's loss"])
 def test_each_way_to_say_it(form):
     weights = weights_of(4)
@@ -110,7 +111,6 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.costly
 def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     with jaxmp.autocast(STATELESS):
         params = jax.jit(Net().init)(KEY, X)
@@ -224,7 +224,7 @@ class Block(hk.Module):
         return x + hk.Linear(WIDTH, name="down")(jax.nn.gelu(hk.Linear(2 * WIDTH, name="up")(x)))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_haiku_transformer():
     def forward(tokens):
         x = hk.Embed(11, WIDTH)(tokens)
@@ -283,7 +283,7 @@ def rounded(x, dtype):
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("equation", ["mk,kn->mn", "kn,mk->mn", "bmk,bkn->bmn", "mk,ckn->mcn"])
 def test_products_and_gradients_beside_numpy(equation):
     sizes = dict(zip("bcmkn", (3, 2, 10, 24, 17), strict=True))
@@ -324,8 +324,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_without_state(name):
     weights = weights_of(3)
@@ -355,7 +354,7 @@ def test_recipes_by_path():
     }  # fmt: skip
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_twenty_steps_beside_bfloat16():
     weights, target = weights_of(4), jnp.roll(X, 3, axis=1) / 3
 
@@ -411,6 +410,7 @@ def _fp8_shapes(fn, *args):
     yield from walk(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -442,7 +442,7 @@ def test_a_branch_and_remat():
 
     plain, jitted = in_fp8(loss, filter=everywhere), jax.jit(in_fp8(loss, filter=everywhere))
     assert matmuls(plain, weights_of(4), X)[FORWARD] == 4
-    assert_bitwise(jitted(weights_of(4), X), jitted(weights_of(4), X))
+    assert_same_program(jitted(weights_of(4), X), jitted(weights_of(4), X))
     np.testing.assert_allclose(jitted(weights_of(4), X), loss(weights_of(4), X), rtol=0.1)
 
 

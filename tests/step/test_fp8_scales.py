@@ -28,7 +28,7 @@ from fp8_model import (
     start,
     to_host,
 )
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program
 from jaxmp._src.step.state_tuples import Fp8State
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history, update_amax
 from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
@@ -41,8 +41,7 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 # What an update does
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
 def test_each_leaf_follows_its_recipe(recipe, shape):
@@ -68,7 +67,7 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
             observed = functools.reduce(lambda tree, key: tree[key], path.split("/"), amax)
             alone[path] = recipe.update(alone[path], observed, backward="grad" in path)
             if recipe is RECIPE:
-                assert_bitwise(x, alone[path].scale)
+                assert_exact(x, alone[path].scale)
             else:  # p + (new - p) is near new
                 assert_close(x, np.asarray(alone[path].scale), rtol=2.0**-11)
                 alone[path] = alone[path]._replace(scale=x)
@@ -76,17 +75,17 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
         flat = {True: backward, False: forward}
         for is_gradient, group in flat.items():
             members = [alone[path] for path in sorted(alone) if ("grad" in path) == is_gradient]
-            assert_bitwise(group.scale, jnp.concatenate([jnp.ravel(m.scale) for m in members]))
+            assert_exact(group.scale, jnp.concatenate([jnp.ravel(m.scale) for m in members]))
             columns = [m.amax_history.reshape(recipe.amax_history_len, -1) for m in members]
-            assert_bitwise(group.amax_history, jnp.concatenate(columns, axis=1))
+            assert_exact(group.amax_history, jnp.concatenate(columns, axis=1))
 
 
 def test_a_leaf_that_stays_gets_minus_zero():
     tx = update_amax(RECIPE)
     params = scale_leaves() | {LHS: jnp.float32(-0.0)}
     moves, _ = jax.jit(tx.update)(scale_leaves(), tx.init(params), params)
-    assert_bitwise(moves, {name: F32(-0.0) for name in moves})
-    assert_bitwise(optax.apply_updates(params, moves), params)
+    assert_exact(moves, {name: F32(-0.0) for name in moves})
+    assert_moved(optax.apply_updates(params, moves), params)
 
 
 def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf():
@@ -101,13 +100,12 @@ def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf()
         after = get_scales(params)
         forward, backward = sorted(state.amax_states, key=lambda group: -group.scale.size)
         recorded = [*to_host(forward.scale), *to_host(backward.scale)]
-        assert_bitwise([after[name] for name in ANY_NAMES], recorded)
+        assert_moved([after[name] for name in ANY_NAMES], recorded)
         for name in ANY_NAMES:
             assert 2.0**-12.01 <= float(after[name]) / float(before[name]) <= 2.0**12.01
     assert float(after[ANY_NAMES[0]]) != 1
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_te_semantics_let_an_inf_into_the_history(power_of_two):
     """Only without the skip that `mixed_precision` makes of it; "jaxmp" never stores it."""
@@ -137,7 +135,7 @@ def test_mixed_precision_skips_an_inf_whatever_the_semantics():
     grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=np.inf)
     _, new = jax.jit(tx.update)(grads, opt_state, params)
     assert bool(jaxmp.get_metrics(new)["skipped"])
-    assert_bitwise(guarded(new), guarded(opt_state))
+    assert_moved(guarded(new), guarded(opt_state))
 
 
 def test_state_starts_from_the_leaves():
@@ -147,14 +145,14 @@ def test_state_starts_from_the_leaves():
     assert sorted(float(group.scale[0]) for group in state.amax_states) == [0.125, 32.0]
     assert get_scales(params) == {LHS: 32.0, GRAD: 0.125}
     (scale,) = update_amax(ANY).init({ANY_NAMES[0]: jnp.float32(0.3)}).amax_states
-    assert_bitwise(scale.scale, F32([0.3]))
+    assert_exact(scale.scale, F32([0.3]))
 
 
 def test_get_scales_of_other_params_is_empty():
     assert get_scales({"LayerNorm_0": {"scale": jnp.ones(2)}}) == {}
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_split_sends_extra_arguments_to_the_rest():
     seen = {}
 
@@ -176,9 +174,8 @@ def test_split_sends_extra_arguments_to_the_rest():
 # Histories of another length
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("length", [1, 2, 3, 6])
-@pytest.mark.costly
 def test_resized_histories_keep_the_newest(length):
     tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
     params, opt_state = start(tx, "bf16", layer_params(0))
@@ -194,10 +191,10 @@ def test_resized_histories_keep_the_newest(length):
     expected = {1: [0.0], 2: [0.0, 3.0], 3: [0.0, 4.0, 3.0], 6: [0.0, 0.0, 0.0, 2.0, 4.0, 3.0]}[length]
     for history in histories(resized):
         for column in range(history.shape[1]):
-            assert_bitwise(history[:, column], F32(expected))
+            assert_exact(history[:, column], F32(expected))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_bitwise(resize_history(opt_state, RECIPE), opt_state)
+        assert_moved(resize_history(opt_state, RECIPE), opt_state)
     # training continues, and an update with the wrong length names the fix
     other_tx = make_tx("bf16", recipe=other)
     jax.eval_shape(other_tx.update, grads, resized, params)
@@ -286,7 +283,7 @@ def test_bad_input_is_named(make, message):
 # The contract of a chain
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_state_keeps_structure_and_types():
     tx = make_tx("fp16")
     state = start(tx)
@@ -300,7 +297,6 @@ def test_state_keeps_structure_and_types():
     assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
 
 
-@pytest.mark.costly
 def test_an_overflow_on_one_device_rolls_everything_back():
     """Params, masters, moments, histories, leaves, bit for bit, a weight and a leaf of -0.0 among them."""
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
@@ -319,7 +315,7 @@ def test_an_overflow_on_one_device_rolls_everything_back():
     new = jax.block_until_ready(apply(state, rows(batch)))
     assert jaxmp.get_metrics(new[1])["skipped"].tolist() == [True] * DEVICES
     assert jaxmp.get_loss_scale(new[1]).tolist() == [2.0**9] * DEVICES
-    assert_bitwise(to_host((new[0], guarded(new[1]))), to_host((state[0], guarded(state[1]))))
+    assert_moved(to_host((new[0], guarded(new[1]))), to_host((state[0], guarded(state[1]))))
 
 
 # Checkpoints
@@ -331,8 +327,6 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
@@ -348,13 +342,11 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
         data = flax.serialization.to_bytes(state)
         restored = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(fresh, data))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert_bitwise(restored, state)
+    assert_moved(restored, state)
     assert any(np.any(h != 0) for h in histories(restored[1]))
-    assert_bitwise(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
+    assert_same_program(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["pmap", "jit"])
 def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
     tx = make_tx("bf16")
@@ -376,7 +368,7 @@ def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "run", start(tx, "bf16"))
     assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(restored))
-    assert_bitwise(to_host(restored), to_host(saved))
+    assert_moved(to_host(restored), to_host(saved))
     state = train(jax.jit(make_step(tx)), restored, [1])
     assert not bool(jaxmp.get_metrics(state[1])["skipped"])
     assert all(np.count_nonzero(np.asarray(h)) == 2 * h.shape[1] for h in histories(state[1]))

@@ -172,6 +172,7 @@ def test_the_same_gradients_twice_are_warned_of():
         trace(step_of_other_arrays, PARAMS, tx.init(PARAMS), X)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("how", ["argument", "closed over", "eager", "update", "in a scan", "chain", "nnx"])
 def test_a_stale_opt_state_is_warned_of(how):
     tx = mixed() if how != "chain" else optax.chain(jaxmp.reduce_gradients(), mixed())
@@ -230,6 +231,7 @@ def averaged(tx):
     return step
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("make", [right, two_steps, branches, inner_jit, averaged])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_state_that_scaled_the_gradients(make, jitted):

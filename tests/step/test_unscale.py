@@ -12,7 +12,7 @@ from optax import contrib
 
 import jaxmp
 import regimes
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
 from jaxmp._src.step import read_state
 
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
@@ -41,6 +41,7 @@ def run(tx, state, sequence, **extra):
 # the skip
 
 
+@pytest.mark.thorough(2)
 @bad_values
 @pytest.mark.parametrize(
     "loss_scale", [None, 8.0, jaxmp.DynamicLossScale(8.0)], ids=["no_scale", "static_scale", "dynamic_scale"]
@@ -50,9 +51,9 @@ def test_a_skip_changes_nothing_but_the_scale_and_counters(bad, loss_scale):
     tx = jaxmp.unscale_and_skip(optax.adam(0.1), loss_scale)
     ((_, state),) = run(tx, tx.init(params()), [grads()])
     ((updates, after),) = run(tx, state, [grads(bad=bad)])
-    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
-    assert_bitwise(optax.apply_updates(params(), updates), params())
-    assert_bitwise(after.guarded, state.guarded)
+    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_moved(optax.apply_updates(params(), updates), params())
+    assert_moved(after.guarded, state.guarded)
     assert bool(after.skipped) and int(after.skipped_steps) == 1
 
 
@@ -62,7 +63,7 @@ def test_gradients_are_unscaled_in_float32():
     probe = optax.stateless(lambda updates, _: seen.update(updates) or updates)
     tx = jaxmp.unscale_and_skip(probe, 65536.0)
     tx.update({"w": jnp.array([2.0**-24, 1.0], jnp.float16)}, tx.init({"w": jnp.zeros(2)}), {"w": jnp.zeros(2)})
-    assert_bitwise(seen, {"w": jnp.array([2.0**-40, 2.0**-16])})
+    assert_exact(seen, {"w": jnp.array([2.0**-40, 2.0**-16])})
 
 
 def test_the_scale_that_scaled_unscales_and_then_moves():
@@ -120,7 +121,7 @@ def test_skip_nonfinite_false_with_a_static_scale_unscales():
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0), 4.0, skip_nonfinite=False)
     ((updates, state),) = run(tx, tx.init(params()), [grads(8.0, bad=jnp.nan)])
     assert not bool(state.skipped)
-    assert_bitwise(updates["a"], jnp.full(3, -2.0))
+    assert_exact(updates["a"], jnp.full(3, -2.0))
 
 
 def test_non_finite_results_of_finite_gradients_stay_out():
@@ -131,7 +132,7 @@ def test_non_finite_results_of_finite_gradients_stay_out():
     ((updates, after),) = run(tx, state, [huge])
     assert not bool(after.skipped)
     nu, old_nu = optax.tree.get(after, "nu"), optax.tree.get(state, "nu")
-    assert_bitwise(nu["b"], old_nu["b"])
+    assert_moved(nu["b"], old_nu["b"])
     assert not np.array_equal(nu["a"], old_nu["a"])
     assert bool(jaxmp.all_finite((updates, after.guarded)))
 
@@ -154,7 +155,7 @@ def test_reduce_on_plateau_does_not_see_the_loss_of_a_skipped_step():
     for _ in range(3):
         bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params16)
         _, after = tx.update(bad, state, params16, value=jnp.float32(jnp.nan))
-        assert_bitwise(after.guarded, state.guarded)
+        assert_moved(after.guarded, state.guarded)
         state = after
     _, state = tx.update(jax.tree.map(jnp.ones_like, params16), state, params16, value=jnp.float32(2.0))
     plateau = optax.tree.get(state, "ReduceLROnPlateauState")
@@ -179,8 +180,8 @@ def test_skip_if_skips_without_lowering_the_scale():
     ((_, state),) = run(tx, tx.init(params()), [grads(4.0)])
     ((updates, after),) = run(tx, state, [grads(4000.0)])
     assert bool(after.skipped) and int(after.consecutive_skips) == 1
-    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
-    assert_bitwise(after.guarded, state.guarded)
+    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_moved(after.guarded, state.guarded)
     assert float(jaxmp.get_loss_scale(after)) == 8.0  # the second good step in a row
     ((_, after),) = run(tx, after, [grads(bad=jnp.inf)])
     assert float(jaxmp.get_loss_scale(after)) == 4.0
@@ -195,7 +196,7 @@ def test_skip_if_sees_unscaled_gradients_and_the_metrics_before_the_step():
 
     tx = jaxmp.unscale_and_skip(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(1.0)), 4.0, skip_if=skip_if)
     ((_, state),) = run(tx, tx.init(params()), [grads(8.0)])
-    assert_bitwise(seen["unscaled"], grads(2.0))
+    assert_exact(seen["unscaled"], grads(2.0))
     assert_close(seen["metrics"]["grad_norm"], 0.0)
     ((_, state),) = run(tx, state, [grads(12.0)])
     assert_close(seen["metrics"]["grad_norm"], 4.0)  # of the step before: two, four times squared
@@ -210,7 +211,7 @@ def test_skip_if_on_one_device_skips_on_all():
     ordinary_and_spike = jax.tree.map(lambda x: jnp.stack([x, 1000 * x]), grads())
     updates, state = step(ordinary_and_spike, tx.init(params()), params())
     assert np.asarray(state.skipped).tolist() == [True, True]
-    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full((2, *p.shape), -0.0), params()))
+    assert_exact(updates, jax.tree.map(lambda p: jnp.full((2, *p.shape), -0.0), params()))
     updates, state = step(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), grads()), tx.init(params()), params())
     assert np.asarray(state.skipped).tolist() == [False, False]
 
@@ -223,11 +224,11 @@ def test_loss_scale_override_unscales_with_it_and_leaves_the_own_scale_alone():
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
     state = tx.init(params())
     ((updates, after),) = run(tx, state, [grads(64.0)], loss_scale=jnp.float32(32.0))
-    assert_bitwise(updates, grads(-2.0))
-    assert_bitwise(after.scaling, state.scaling)
+    assert_exact(updates, grads(-2.0))
+    assert_moved(after.scaling, state.scaling)
     ((_, after),) = run(tx, after, [grads(bad=jnp.inf)], loss_scale=jnp.float32(32.0))
     assert bool(after.skipped)  # it still looks
-    assert_bitwise(after.scaling, state.scaling)
+    assert_moved(after.scaling, state.scaling)
 
 
 def test_grads_finite_override_is_trusted():
@@ -235,10 +236,10 @@ def test_grads_finite_override_is_trusted():
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, hysteresis=1))
     ((updates, state),) = run(tx, tx.init(params()), [grads(4.0)], grads_finite=jnp.array(False))
     assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
-    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
     ((updates, state),) = run(tx, state, [grads(4.0, bad=jnp.inf)], grads_finite=jnp.array(True))
     assert not bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
-    assert_bitwise(updates["a"], jnp.full(3, -2.0))
+    assert_exact(updates["a"], jnp.full(3, -2.0))
     assert np.isfinite(updates["b"]).all()
 
 
@@ -260,11 +261,11 @@ def test_extra_arguments_for_the_inner_transform():
     tx = jaxmp.unscale_and_skip(inner, jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
     run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan)], value="mine")
     good, bad = seen
-    assert_bitwise(
+    assert_exact(
         {k: good[k] for k in ("grads_finite", "loss_scale", "next_loss_scale")},
         {"grads_finite": jnp.array(True), "loss_scale": jnp.float32(4.0), "next_loss_scale": jnp.float32(8.0)},
     )
-    assert_bitwise(
+    assert_exact(
         {k: bad[k] for k in ("grads_finite", "loss_scale", "next_loss_scale")},
         {"grads_finite": jnp.array(False), "loss_scale": jnp.float32(8.0), "next_loss_scale": jnp.float32(4.0)},
     )
@@ -314,9 +315,9 @@ def test_a_scaler_of_the_user():
     state = tx.init(params())
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
     new, state = step(jax.tree.map(lambda p: jnp.full_like(p, 4.0), params16), state, params16)
-    assert_bitwise(new["b"], jnp.array([1.5], jnp.float16))
+    assert_exact(new["b"], jnp.array([1.5], jnp.float16))
     after, state = step(jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params16), state, new)
-    assert_bitwise(after, new)
+    assert_moved(after, new)
     assert_close(jaxmp.get_loss_scale(state), 4.0)
     assert bool(jaxmp.get_metrics(state)["skipped"])
 
@@ -381,15 +382,15 @@ def test_keep_if_skipped_selects_bit_for_bit():
     old = {"mean": jnp.array([-0.0, 1.0]), "count": jnp.int32(3), "key": jax.random.key(0), "half": jnp.float16(1.5)}
     new = {"mean": jnp.array([0.0, jnp.inf]), "count": jnp.int32(4), "key": jax.random.key(1), "half": jnp.float16(2)}
     ((_, taken),) = run(tx, tx.init(params()), [grads()])
-    assert_bitwise(jaxmp.keep_if_skipped(taken, new, old), new)
+    assert_moved(jaxmp.keep_if_skipped(taken, new, old), new)
     ((_, skipped),) = run(tx, taken, [grads(bad=jnp.nan)])
-    assert_bitwise(jaxmp.keep_if_skipped(skipped, new, old), old)
-    assert_bitwise(jax.jit(jaxmp.keep_if_skipped)(skipped, new, old), old)
+    assert_moved(jaxmp.keep_if_skipped(skipped, new, old), old)
+    assert_moved(jax.jit(jaxmp.keep_if_skipped)(skipped, new, old), old)
 
 
 def test_keep_if_skipped_of_a_plain_optimizer_is_new():
     state = optax.sgd(1.0).init(params())
-    assert_bitwise(jaxmp.keep_if_skipped(state, {"x": jnp.ones(1)}, {"x": jnp.zeros(1)}), {"x": jnp.ones(1)})
+    assert_moved(jaxmp.keep_if_skipped(state, {"x": jnp.ones(1)}, {"x": jnp.zeros(1)}), {"x": jnp.ones(1)})
 
 
 def test_look_ups_find_their_state_wherever_it_lies():
@@ -407,7 +408,7 @@ def test_look_ups_find_their_state_wherever_it_lies():
         state = outer.init(tree)
         assert_close(jaxmp.get_loss_scale(state), 32.0)
         assert_close(jaxmp.get_metrics(state)["grad_norm"], 0.0)
-        assert_bitwise(jaxmp.get_master_params(state, {"w": jnp.ones(2, jnp.float16)}), tree)
+        assert_moved(jaxmp.get_master_params(state, {"w": jnp.ones(2, jnp.float16)}), tree)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -468,6 +469,7 @@ def test_check_progress_warns_once_for_each_cause_at_both_ends():
         assert "the loss scale is at its ceiling" in ceiling and "value_and_grad" in ceiling
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("inner", ["adam", "sgd"])
 def test_check_progress_names_skips_of_a_tenth_within_100_steps(inner):
     gradients = [np.inf if i % 10 == 9 else 1e-3 for i in range(100)]
@@ -520,13 +522,13 @@ def test_an_infinite_gradient_counts_as_the_largest_float16(dtype):
     tx = clamping(optax.identity(), jaxmp.DynamicLossScale(8.0, hysteresis=1))
     g = {"a": jnp.array([jnp.inf, 1.0, -jnp.inf], dtype), "b": jnp.array([-0.0], dtype)}
     updates, state = tx.update(g, tx.init(params()), params())
-    assert_bitwise(updates, {"a": jnp.array([65504 / 8, 1 / 8, -65504 / 8]), "b": jnp.array([-0.0])})
+    assert_exact(updates, {"a": jnp.array([65504 / 8, 1 / 8, -65504 / 8]), "b": jnp.array([-0.0])})
     assert not bool(state.skipped) and int(state.skipped_steps) == 0
     assert float(jaxmp.get_loss_scale(state)) == 4.0  # which backs off as for a skip
     assert int(state.scaling.growth_count) == 0
     large = {"a": jnp.full(3, 1e6), "b": jnp.zeros(1)}  # float32 gradients beyond float16 are no overflow
     updates, state = tx.update(large, state, params())
-    assert_bitwise(updates["a"], jnp.full(3, 1e6 / 4))
+    assert_exact(updates["a"], jnp.full(3, 1e6 / 4))
     assert float(jaxmp.get_loss_scale(state)) == 4.0 and int(state.scaling.growth_count) == 1
 
 
@@ -536,8 +538,8 @@ def test_a_nan_still_skips(skip_if):
     first = tx.init(params())
     g = {"a": jnp.array([jnp.inf, 1.0, 1.0]), "b": jnp.array([jnp.nan])}
     updates, state = tx.update(g, first, params())
-    assert_bitwise(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
-    assert_bitwise(state.guarded, first.guarded)
+    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_moved(state.guarded, first.guarded)
     assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 4.0
 
 
@@ -545,16 +547,15 @@ def test_without_infinities_it_changes_nothing():
     plain = jaxmp.unscale_and_skip(optax.adam(0.1), 8.0)
     tx = clamping(optax.adam(0.1), 8.0)
     g = grads(3.0)
-    assert_bitwise(tx.update(g, tx.init(params()), params()), plain.update(g, plain.init(params()), params()))
+    assert_within_ulps(tx.update(g, tx.init(params()), params()), plain.update(g, plain.init(params()), params()), 4)
 
 
 def test_the_limit_is_that_of_the_narrower_dtype():
     tx = jaxmp.unscale_and_skip(optax.identity(), None, clamp_inf=jnp.float32)
     g = jnp.array([jnp.inf], jnp.float16)
-    assert_bitwise(tx.update(g, tx.init(g), g)[0], jnp.array([65504.0]))
+    assert_exact(tx.update(g, tx.init(g), g)[0], jnp.array([65504.0]))
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan], ids=["inf", "nan"])
 def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
@@ -579,10 +580,10 @@ def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
         )
         updates, seen = jax.jit(spread)(g, p)
     skips = bool(jnp.isnan(bad))
-    assert_bitwise(np.asarray(seen), np.tile(np.float32([4.0, skips]), (n, 1)))
+    assert_exact(np.asarray(seen), np.tile(np.float32([4.0, skips]), (n, 1)))
     expected = np.full((n, 2), -0.0 if skips else -1 / 8, np.float32)
     expected[1, 0] = -0.0 if skips else -65504 / 8
-    assert_bitwise(np.asarray(updates), expected)
+    assert_exact(np.asarray(updates), expected)
 
 
 def test_clamped_steps_of_mixed_precision_in_both_ways_of_writing():
@@ -592,12 +593,11 @@ def test_clamped_steps_of_mixed_precision_in_both_ways_of_writing():
         p = {"w": jnp.ones(2, jnp.float16)}
         state = tx.init(p)
         new, after = jaxmp.apply_gradients(tx, {"w": jnp.array([jnp.inf, 0.0], jnp.float16)}, state, p)
-        assert_bitwise(new, {"w": jnp.array([1 - 65504 / 4 / 2**14, 1.0]).astype(jnp.float16)})
+        assert_exact(new, {"w": jnp.array([1 - 65504 / 4 / 2**14, 1.0]).astype(jnp.float16)})
         assert not bool(after.skipped)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
-@pytest.mark.costly
 def test_an_infinite_amax_of_fp8_is_no_gradient_to_clamp():
     tx = jaxmp.mixed_precision(
         optax.sgd(1.0), "fp16", loss_scale=4.0, recipe=jaxmp.fp8.DelayedScaling(), clamp_inf=jnp.float16
@@ -643,6 +643,7 @@ def test_apply_if_finite_around_it_is_refused(policy):
     jaxmp.apply_gradients(inside, jax.tree.map(jnp.copy, params), inside.init(params), params)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("wrap", [optax.conditionally_mask, optax.conditionally_transform])
 def test_conditions_around_it_are_refused_where_gradients_become_updates(wrap, policy):
@@ -666,14 +667,15 @@ def test_conditions_around_it_are_refused_where_gradients_become_updates(wrap, p
             two_steps(around, grads)
     if wrap is optax.conditionally_mask:
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        assert_bitwise(two_steps(around, wide), jax.tree.map(lambda x: x * 0.875, params))
+        assert_exact(two_steps(around, wide), jax.tree.map(lambda x: x * 0.875, params))
         inside = jaxmp.mixed_precision(wrap(optax.sgd(0.125), is_even), policy, loss_scale=scale)
-        assert_bitwise(two_steps(inside, grads), jax.tree.map(lambda x: x * 0.875, params))
+        assert_exact(two_steps(inside, grads), jax.tree.map(lambda x: x * 0.875, params))
     elif policy != "fp32":
         with pytest.raises(ValueError, match=told):
             jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]).astype(jnp.float32))(params, opt_state=around.init(params32))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["apply_gradients", "update", "reduced in a chain", "unscaled by the caller"])
 def test_a_line_search_gets_the_unscaled_gradient(how):
     """optax's line searches take the gradient as the extra argument `grad=`, and compare slopes with it."""
@@ -697,7 +699,7 @@ def test_a_line_search_gets_the_unscaled_gradient(how):
         return jaxmp.apply_gradients(tx, grads, state, params, grad=grad)[0]
 
     for run in (step, jax.jit(step)):
-        assert_bitwise(run(params, state), {"w": np.array([-2.0, -3.0], np.float16)})
+        assert_exact(run(params, state), {"w": np.array([-2.0, -3.0], np.float16)})
 
 
 def test_one_inside_another_is_refused_at_init():

@@ -46,8 +46,8 @@ def numbers(params, opt_state):
     return [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.costly
 def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
     tx = OPTIMIZERS[name]()
     params, opt_state, grads = start(name, tx)
@@ -68,6 +68,7 @@ def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
         np.testing.assert_array_equal(np.float32(got), np.float32(x))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["fp16", "bf16", "split"])
 def test_a_step_traced_for_a_gpu_counts_and_keeps_the_same_elements(name, monkeypatch):
     monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
@@ -94,6 +95,7 @@ def test_a_step_traced_for_a_gpu_counts_and_keeps_the_same_elements(name, monkey
             np.testing.assert_array_equal(stays[x], np.full(shapes[x], True) if skips else np.abs(grads[x]) > 1e18)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA for CPU of jax 0.10 drops barriers too early")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the order is XLA's for CPU")
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -144,6 +146,7 @@ def labels_of(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: "f" if "bias" in str(path) else "t", params)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", BOXED)
 def test_state_keeps_the_boxes_of_nnx(name):
     """A step of nnx.split and merge: a lost box would stop the next step, or a scan. The numbers are those of dicts."""
@@ -168,6 +171,7 @@ def test_boxes_without_masters():
     assert jax.tree.structure(new) == jax.tree.structure(given)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bits", [8, 16])
 def test_a_skipped_step_keeps_the_bits_of_split_masters(bits):
     """Also of NaN, inf, -0.0 and subnormal params, and of remainders that no step has made."""

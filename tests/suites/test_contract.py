@@ -144,6 +144,7 @@ def types(tree: Any) -> Any:
 # the contract
 
 
+@pytest.mark.thorough(2)
 @each_part
 def test_unknown_extra_arguments_change_nothing(name):
     """The program is the same with them."""
@@ -153,6 +154,7 @@ def test_unknown_extra_arguments_change_nothing(name):
     assert str(more(c.good, c.state, c.params)) == str(plain)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -175,7 +177,6 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
-@pytest.mark.sampled(9)
 @each_program_anywhere
 def test_jit_equals_eager(name):
     c = case(name)
@@ -183,7 +184,6 @@ def test_jit_equals_eager(name):
     assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.sampled(9)
 @each_part_anywhere
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
@@ -197,7 +197,6 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
-@pytest.mark.sampled(9)
 @each_program
 def test_vmap_equals_a_loop(name):
     """An ensemble under vmap: one member overflows and is skipped, the others are not."""
@@ -245,6 +244,7 @@ def test_tree_map_params_puts_specs_on_masters_and_moments(name):
         assert masters["norm"]["scale"] == (optax.MaskedNode() if kept else specs["norm"]["scale"])
 
 
+@pytest.mark.thorough(2)
 @each_part
 def test_flax_serialization_goes_on_bit_for_bit(name):
     c = case(name)
@@ -255,7 +255,7 @@ def test_flax_serialization_goes_on_bit_for_bit(name):
     assert_same_program(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_orbax_goes_on_bit_for_bit(tmp_path):
     """All transforms in one checkpoint: params, state and the step after it."""
     saved, names = {}, [name for name in PARTS if name not in ALIKE]
@@ -276,7 +276,6 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         assert_same_program(got, expected)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS, *OF_A_MESH}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
@@ -295,7 +294,6 @@ def test_pmap_replication(name):
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.sampled(6)
 @each_part_anywhere
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
@@ -318,7 +316,6 @@ def test_nnx_optimizer(name):
     assert not np.array_equal(after["dense"]["kernel"], before["dense"]["kernel"])
 
 
-@pytest.mark.sampled(9)
 @each_program_anywhere
 def test_types_are_stable_on_eight_devices(name):
     """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
@@ -344,6 +341,7 @@ def test_types_are_stable_on_eight_devices(name):
         assert types(after) == before
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["mixed_precision-fp32", "mixed_precision-keep_fp32", "unscale_and_skip"])
 def test_state_can_be_donated_and_the_transform_used_again(name):
     """Buffers are in the state once, and are the state's own: not the params', nor the transform's."""
@@ -402,6 +400,7 @@ def test_inject_hyperparams_around():
     assert_close(params, {"w": jnp.array([2.5], jnp.bfloat16)})
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "factory, arguments",
     [
@@ -557,14 +556,12 @@ COMPILED = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):
     overflow_run(name, compiled=name in COMPILED)
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow_either_way(name):
     overflow_run(name, compiled=name not in COMPILED)
@@ -604,7 +601,7 @@ PLAIN = [(name, False) for name in ("adamw-mask", "sgd-momentum", "adafactor", "
 PLAIN += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name, compiled", PLAIN, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
 def test_fp32_is_the_inner_optimizer(name, compiled):
     """Op by op to the bit; under jit to the roundings of each step: they are two programs."""

@@ -252,8 +252,7 @@ def parallel(run: Run, tx: Any) -> Any:
     return jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:2])(*twice)
 
 
-@pytest.mark.costly
-@pytest.mark.whole
+@pytest.mark.thorough(15)
 @pytest.mark.parametrize("name", DURING_A_RUN)
 def test_bad_input_during_a_run(name):
     """The error says what it must, and the run goes on from the same objects, to the same bits."""
@@ -266,6 +265,7 @@ def test_bad_input_during_a_run(name):
     assert_same_program(jaxmp.apply_gradients(run.tx, run.grads, run.state, run.params), expected)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["forgotten_cast", "int_gradients", "a_gradient_is_missing"])
 def test_donated_buffers_survive_an_error_at_trace_time(name):
     """The error comes before the step runs, so that donated params and state are still there."""

@@ -10,7 +10,6 @@ import faults
 import regimes
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("regime, precision", faults.WORLDS, ids=lambda x: x)
 def test_no_fault_leaves_a_wrong_state(regime, precision):
     done = faults.run(regime, precision, 12, seed=1)
@@ -52,6 +51,7 @@ WRONG = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_step_is_seen(name):
     change, message = WRONG[name]

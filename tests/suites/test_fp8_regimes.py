@@ -23,13 +23,12 @@ SAMPLE = (  # each regime in the exact job, and each framework and policy once
     ("shard_map", "exact", "fp16+fp8", 2),
 )
 CASES = [
-    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SAMPLE else pytest.mark.campaign)
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SAMPLE else pytest.mark.thorough(0))
     for case in MATRIX
 ]
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("regime_name", "framework", "name", "accumulate"), CASES)
 def test_scales_and_histories_are_those_of_one_device(regime_name, framework, name, accumulate):
     job = make_job(framework, name, REGIMES[regime_name].axis_name, accumulate)
@@ -50,7 +49,7 @@ def test_scales_and_histories_are_those_of_one_device(regime_name, framework, na
     assert np.isfinite(metrics[-1]["fp8/max_amax"])
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_data_moves_the_scales(name):
     """What the suite compares is not a state that stands still."""

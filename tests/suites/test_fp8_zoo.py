@@ -212,8 +212,7 @@ LINEN = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", LINEN)
 def test_linen(name):
     model, x, expected, gemms = LINEN[name]
@@ -363,8 +362,6 @@ NNX = {
 }
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx(name):
     make, x, expected, gemms = NNX[name]

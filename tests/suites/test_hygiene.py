@@ -32,8 +32,7 @@ def test_the_runs_have_each_regime():
     assert {run[0] for run in RUNS} == {"single", *REGIMES}
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(map(str, run)))
 def test_the_second_call_compiles_nothing_and_types_stay(run):
     """Not on a skip, not when the scale moves: dtypes, weak types and shardings are those of the first state."""
@@ -93,7 +92,6 @@ def big(tree):
     return [x for x in jax.tree.leaves(tree) if x.nbytes >= BIG]
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "how"), [("fp16", "apply_gradients"), ("fp16", "update"), ("bf16", "update"), ("fp32", "apply_gradients")]
 )
@@ -114,6 +112,7 @@ def test_donated_state_is_reused(name, how):
     assert bool(jaxmp.all_finite(new))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("from_16_bits", [False, True])
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])
 def test_init_shares_no_buffer_with_anything(name, from_16_bits):
@@ -216,7 +215,6 @@ def compile_update(how, n):
     return jax.jit(spread).lower(state, state[0]).compile().as_text()
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_one_small_all_reduce_for_all_flags_however_many_leaves(how):
     for n in (3, 30) if how == "shard_map" else (3,):

@@ -295,14 +295,12 @@ def run_machine(name, examples, steps):
     assert program(name)[1]._cache_size() == 1  # compiled once, for all runs together
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.costly
 def test_invariants(name):
     run_machine(name, examples=6, steps=12)
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_invariants_at_length(name):
     run_machine(name, examples=100, steps=50)
@@ -399,11 +397,11 @@ def run_parallel(examples, steps):
     )
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_devices_agree():
     run_parallel(examples=4, steps=10)
 
 
-@pytest.mark.campaign
+@pytest.mark.thorough(0)
 def test_devices_agree_at_length():
     run_parallel(examples=60, steps=40)

@@ -8,11 +8,11 @@ import pairs
 SAMPLE = (3, 7, 15, 19)  # each framework, fp8, split masters, remat, vmap, microbatches, four regimes
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(i, id="-".join(case), marks=() if i in SAMPLE else pytest.mark.campaign)
+        pytest.param(i, id="-".join(case), marks=() if i in SAMPLE else pytest.mark.thorough(0))
         for i, case in enumerate(pairs.cases())
     ],
 )
@@ -29,7 +29,7 @@ def test_every_pair_that_may_stand_together_does():
     assert len(pairs.cases()) < 130
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_job_that_goes_another_way_is_seen(monkeypatch):
     case = pairs.Case("fp32", "adamw", "whole", "listed", "policy", "single", "plain")
     assert pairs.check(case) == 0

@@ -21,7 +21,7 @@ FRAMEWORKS, DTYPES = ("plain", "linen", "nnx", "fused"), ("fp16", "bf16")
 MATRIX = [(*case, 1) for case in itertools.product(REGIMES, FRAMEWORKS, DTYPES)]
 MATRIX += [(regime, "plain", dtype, 2) for regime, dtype in itertools.product(REGIMES, DTYPES)]
 CASES = [
-    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SAMPLE else pytest.mark.campaign)
+    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SAMPLE else pytest.mark.thorough(0))
     for case in MATRIX
 ]
 
@@ -35,8 +35,7 @@ def test_the_sample_has_each_regime_framework_and_dtype():
     )
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(("regime_name", "framework", "dtype", "accumulate"), CASES)
 def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, framework, dtype, accumulate):
     job = make_job(framework, dtype, REGIMES[regime_name].axis_name, accumulate)
@@ -51,7 +50,6 @@ def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, 
 # each device trains params of its own (local SGD), and only the flag crosses over.
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("spread", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_devices_that_share_no_gradients_still_decide_together(spread):
     tx = jaxmp.mixed_precision(
@@ -107,6 +105,7 @@ def spec_of_local_state(opt_state):
     return jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), opt_state)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_sharded_masters_in_shard_map_skip_on_every_shard(check_vma):
     """ZeRO by hand: each device holds, gathers and updates its rows; the overflow is in the gradient of one row."""

@@ -10,12 +10,12 @@ import step_campaign
 from step_campaign import SAMPLE, WORLDS
 
 CASES = [
-    pytest.param(i, id="-".join(names), marks=() if i in SAMPLE else pytest.mark.campaign)
+    pytest.param(i, id="-".join(names), marks=() if i in SAMPLE else pytest.mark.thorough(0))
     for i, names in enumerate(WORLDS)
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("index", CASES)
 def test_every_number_of_a_step_is_the_oracles(index):
     done = step_campaign.run(index, 25, seed=7)
@@ -47,7 +47,6 @@ def changed(leaf, name, factor):
 
 
 @pytest.mark.parametrize("name", ["master", "mu", "nu"])
-@pytest.mark.costly
 def test_a_wrong_number_is_seen(name):
     world, before, _, grads = one_step()
     with pytest.raises(AssertionError, match=rf"^vector: (?s:.*){name}: "):

@@ -1,14 +1,15 @@
 """The suite as other machines compile it: `make portable` runs all that `make test` runs, once for each variant.
 
 LLVM forms an FMA from `a * b + c` or not, by the CPU, by its optimizations, and by what else is in a loop; it cuts
-loops by the width of vectors, and XLA by the number of threads. No test may depend on any of this, nor on the number of
-pytest's processes. A variant is one value of each:
+loops by the width of vectors, and XLA by the number of threads. No test may depend on any of this, on the order of the
+tests, or on the number of pytest's processes. A variant is one value of each:
 
     instructions  the newest ones that LLVM may use: SSE4_2 and AVX have no FMA, AVX2 and AVX512 do
     optimized     whether LLVM optimizes: 0, 1, or as in `make test` (None)
     width         bits of a vector that LLVM prefers
     threads       of the CPU client
     jobs          pytest's processes
+    order         the seed of a random order of modules, and of tests within each
     compilers     a seed: each program is compiled with LLVM's optimizations or without (tests/support/compilers.py)
 
 `--third HASH` runs one variant on a third of the test files, both chosen by the hash, as `.ci/run` does.
@@ -39,15 +40,16 @@ class Variant(NamedTuple):
     threads: int | None = None
     jobs: int = 2
     compilers: str = ""
+    order: int = 0
 
 
 VARIANTS = {
-    "sse4_2": Variant("SSE4_2", optimized=0, width=128, threads=1),
-    "avx": Variant("AVX", optimized=1, width=256, threads=4),
-    "avx2": Variant("AVX2", optimized=1, width=128, threads=1),
-    "avx512": Variant("AVX512", optimized=1, width=512, threads=4),
-    "avx512-plain": Variant("AVX512", optimized=0, width=512, threads=1, jobs=3),
-    "mixed": Variant("AVX512", compilers="1", threads=4),
+    "sse4_2": Variant("SSE4_2", optimized=0, width=128, threads=1, order=1),
+    "avx": Variant("AVX", optimized=1, width=256, threads=4, order=2),
+    "avx2": Variant("AVX2", optimized=1, width=128, threads=1, order=3),
+    "avx512": Variant("AVX512", optimized=1, width=512, threads=4, order=4),
+    "avx512-plain": Variant("AVX512", optimized=0, width=512, threads=1, jobs=3, order=5),
+    "mixed": Variant("AVX512", threads=4, compilers="1", order=6),
 }
 
 
@@ -63,6 +65,9 @@ def environment_of(variant: Variant) -> dict[str, str]:
         found["NPROC"] = str(variant.threads)
     if variant.compilers:
         found["JAXMP_TEST_COMPILERS"] = variant.compilers
+    if variant.instructions == "SSE4_2":
+        found["PYTEST_ADDOPTS"] = "-p without_f16c"
+        found["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     return found
 
 
@@ -76,7 +81,8 @@ def third_of_files(part: int) -> list[str]:
 def run(name: str, pytest: list[str]) -> dict:
     """Runs the suite in a variant; what ran, and how it went."""
     variant, start = VARIANTS[name], time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(variant.jobs), "--dist", "loadgroup", *pytest]
+    order = ["--random-order-bucket=module", f"--random-order-seed={variant.order}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(variant.jobs), "--dist", "loadgroup", *order, *pytest]
     print(f"=== {name}: {variant}", flush=True)
     process = subprocess.Popen(command, cwd=ROOT, env=environment_of(variant), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -73,6 +73,7 @@ def test_zeros_are_counted_after_clipping_and_shown_in_the_metrics():
     assert_close(updates, jnp.zeros(3))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "fused"])
 def test_a_norm_that_overflows_is_reported(kind, jit):
@@ -157,6 +158,7 @@ def over_model_axis(ord: float, check_vma: bool, masked: str):
     return jax.jit(run)(GRADS)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "ord, check_vma, masked",
     [

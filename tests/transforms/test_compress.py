@@ -35,9 +35,9 @@ OPTIMIZERS = {
 
 
 def cases_of(firsts: Any, seconds: Any, always: Any) -> list[Any]:
-    """The pairs for which `always` holds, and the rest of the matrix for the campaign."""
+    """The pairs for which `always` holds, and the rest of the matrix with ALL=1."""
     return [
-        pytest.param(*case, marks=() if always(*case) else pytest.mark.campaign)
+        pytest.param(*case, marks=() if always(*case) else pytest.mark.thorough(0))
         for case in itertools.product(firsts, seconds)
     ]
 
@@ -57,7 +57,6 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "dtype"), cases_of(OPTIMIZERS, DTYPES, lambda name, dtype: name == "adam" or dtype == "int8")
 )
@@ -92,8 +91,7 @@ def test_what_is_stored(name, dtype):
     assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adagrad"])
 def test_float32_changes_nothing(name):
     inner, params = OPTIMIZERS[name], params_of()
@@ -131,7 +129,6 @@ def losses_of(name: str, dtype: str | None) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases_of(
@@ -144,7 +141,6 @@ def test_training_goes_on_as_it_did(name, dtype):
     np.testing.assert_allclose(losses_of(name, dtype), losses_of(name, None), rtol=rtol, atol=2e-3)
 
 
-@pytest.mark.costly
 def test_no_two_moments_share_noise():
     """Two transforms of a chain with moments of one sign, and the leaves of each."""
     tx = compress.compress_moments(optax.chain(optax.trace(0.9), optax.trace(0.9)), jnp.bfloat16)
@@ -153,8 +149,8 @@ def test_no_two_moments_share_noise():
     assert len(set(numbers)) == len(numbers) == 8
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.costly
 def test_runs_are_the_same_to_the_bit(dtype):
     params, tx = params_of(), compress.compress_moments(optax.adam(1e-2), dtype)
     update = jax.jit(tx.update)
@@ -165,8 +161,7 @@ def test_runs_are_the_same_to_the_bit(dtype):
 # --- what is not finite ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @each_dtype
 def test_nothing_non_finite_is_stored(dtype):
     """A gradient of NaN or inf keeps its element of the moments as it is (within its rounding), and its neighbours,
@@ -191,12 +186,10 @@ def test_nothing_non_finite_is_stored(dtype):
     assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),
 )
-@pytest.mark.costly
 def test_skipped_steps_keep_codes_and_scales(policy, dtype):
     params32 = {name: params_of()[name] for name in ("kernel", "bias")}
     params = jaxmp.get_policy(policy).cast_to_param(params32)
@@ -246,7 +239,6 @@ def test_nothing_to_compress(inner):
     [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],
     ids=["compress", "fused"],
 )
-@pytest.mark.costly
 def test_a_large_param_that_keeps_float32_moments_is_named(make):
     params = {
         "head": jnp.zeros((64, 5001)),
@@ -261,6 +253,7 @@ def test_a_large_param_that_keeps_float32_moments_is_named(make):
     tx.init(params)
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
 def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted):

@@ -75,7 +75,6 @@ def test_a_skipped_step_moves_nothing():
     assert int(optax.tree.get(after, "ema_count")) == 1
 
 
-@pytest.mark.costly
 def test_fp8_scales_and_frozen_leaves_are_taken_from_the_params():
     params = {"w": jnp.ones((16, 16)), "fp8_lhs_e4m3_log2_scale": jnp.float32(3.0), "base": jnp.ones(2, jnp.int32)}
     labels = {"w": "train", "fp8_lhs_e4m3_log2_scale": "train", "base": "frozen"}
@@ -197,7 +196,7 @@ def loop(net, x):
     return state, step
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_statistics_are_averaged_with_the_weights_and_survive_skips_and_checkpoints(tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     fresh, step = loop(Net(), x)
@@ -219,7 +218,6 @@ def test_statistics_are_averaged_with_the_weights_and_survive_skips_and_checkpoi
     assert_bitwise(step(restored, x).opt_state, step(state, x).opt_state)
 
 
-@pytest.mark.costly
 def test_statistics_of_nnx():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -77,12 +77,11 @@ def chained(plain):
 
 
 # Each optimizer under a loss scale, and one of them in each other dtype.
-@pytest.mark.costly
-@pytest.mark.sampled(9)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        pytest.param(*case, marks=() if case[1] == "fp16" or case[0] == "adamw" else pytest.mark.campaign)
+        pytest.param(*case, marks=() if case[1] == "fp16" or case[0] == "adamw" else pytest.mark.thorough(0))
         for case in itertools.product(PAIRS, ("fp16", "bf16", "fp32"))
     ],
 )
@@ -101,6 +100,7 @@ def test_equals_optax(name, policy):
     assert int(metrics["skipped_steps"]) == 1
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", PAIRS)
 def test_without_apply_gradients_it_is_optax(name):
     """The same program, so the same bits."""
@@ -123,8 +123,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
         )
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(12)
+@pytest.mark.thorough(0)
 @pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
 @pytest.mark.parametrize(
     ("policy", "kwargs", "bits"),
@@ -161,8 +160,6 @@ def after_steps_with_full_masters(steps):
     return run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16", steps=steps)
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "optax"])
 def test_split_masters_train_as_full_ones(fused):
     """No bit is lost in a split; what remains are the roundings of two programs, some ulps in each step."""
@@ -176,7 +173,6 @@ def test_split_masters_train_as_full_ones(fused):
     assert {x.dtype.name for x in jax.tree.leaves(kept.master_params)} == {"int16"}
 
 
-@pytest.mark.costly
 def test_a_master_of_24_bits_is_near_the_full_one():
     full = after_steps_with_full_masters(STEPS)
     inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP)
@@ -201,6 +197,7 @@ def drifts(tx, policy, rates):
     return [np.mean(np.asarray(train(rate), np.float64) - np.asarray(start["w"])) for rate in rates]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("make", [optax.adam, optax.sgd], ids=["adam", "sgd"])
 def test_a_master_of_24_bits_learns_at_small_learning_rates(make):
     """Rounded to nearest, masters would take a third of the steps of 1e-5, and none of 1e-6."""
@@ -212,7 +209,6 @@ def test_a_master_of_24_bits_learns_at_small_learning_rates(make):
         np.testing.assert_allclose(drift, [-3000 * r for r in rates], rtol=2e-2)
 
 
-@pytest.mark.costly
 def test_the_noise_of_a_master_of_24_bits_moves_on_with_each_step_taken():
     """And only then: a skipped step leaves it, and two runs have the same."""
     for inner in (optax.sgd(1e-4), jaxmp.fused_sgd(1e-4)):
@@ -246,7 +242,7 @@ def test_initial_masters_are_the_float32_params():
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
     inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP, state_dtype=jnp.int8)
     tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=8)
@@ -287,7 +283,7 @@ def test_inside_a_chain_and_under_a_shared_scale():
     assert float(jaxmp.get_loss_scale(shared.update(scale_state))) == 2.0
 
 
-@pytest.mark.costly
+@pytest.mark.thorough(0)
 def test_part_of_an_optimizer_is_plain_optax():
     """What has a part of the params, or stands in a branch, must not write for all."""
     mixed = lambda inner: jaxmp.mixed_precision(inner, "bf16")  # noqa: E731
@@ -351,8 +347,7 @@ def fp8_params(**kwargs):
     return policy, params32, loss_fn
 
 
-@pytest.mark.costly
-@pytest.mark.sampled(6)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["float32-kernels", "fp8-kernels"])
 def test_with_fp8_layers(fp8_weights):
     policy, params32, loss_fn = fp8_params(fp8_weights=fp8_weights)
@@ -461,6 +456,7 @@ def test_masters_of_another_kind_are_refused(other):
         jaxmp.get_master_params(made, params32)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_split_params_inside_shard_map(check_vma):
     mesh = jax.make_mesh((4,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -479,7 +475,6 @@ def test_split_params_inside_shard_map(check_vma):
     assert_close(*outcomes, rtol=2.0**-7)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("scaled", ["fp16", "bf16"])
 @pytest.mark.parametrize("inner", [jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
 def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled):

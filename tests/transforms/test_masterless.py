@@ -140,6 +140,7 @@ def placed(spec, mesh=None):
     return {"w": jax.device_put(params["w"], NamedSharding(mesh, spec)), "b": params["b"]}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("spec", [P(AXIS), P(None, AXIS)], ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_the_sharding_does_not_matter_under_jit(spec, axis_type):
@@ -153,6 +154,7 @@ def test_the_sharding_does_not_matter_under_jit(spec, axis_type):
     assert_bitwise(jax.tree.map(np.asarray, got), expected)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_replicas_draw_the_same_as_one_device(how):
     params, updates = placed(None), jax.tree.map(lambda x: jnp.full(x.shape, -1e-3), PARAMS)
@@ -172,6 +174,7 @@ def test_replicas_draw_the_same_as_one_device(how):
             assert_bitwise(np.asarray(shard.data), y)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 def test_parts_of_a_split_leaf_draw_their_own_noise_where_the_axis_is_named(check_vma):
     params = {"w": jnp.ones((DEVICES, 64), BF16), "b": jnp.ones(64, BF16)}
