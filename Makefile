@@ -7,6 +7,7 @@
 #   make docs       the last of these: build/docs/index.html, with warnings as errors
 #   make portable   the tests of `make test` as other CPUs compile them: with FMA and without, LLVM's optimizations on and
 #                   off, other widths, threads and numbers of processes; 10 minutes for each of six variants
+#   make frozen     340 runs of eight steps each beside the numbers that were recorded of them, op by op and compiled
 #   make parity     the loss of every policy and fp8 recipe over paired seeds; a second call goes on: over an hour
 #   make faults     10,000 faults injected into training steps of every regime, none of which may leave a wrong state
 #   make oracle     20,000 steps of every optimizer, precision and regime beside an oracle in NumPy
@@ -40,7 +41,7 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs portable faults corruption oracle autocast kills pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs portable frozen faults corruption oracle autocast kills pairs bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
@@ -87,6 +88,9 @@ pytest: $(STAMP)/dev
 
 portable: $(STAMP)/dev
 	$(VENV)/bin/python tests/support/portable.py --json benchmarks/results/portability.json $(if $(ALL),--all) $(ARGS)
+
+frozen: $(STAMP)/dev
+	$(VENV)/bin/python -m pytest tests/frozen --all -n $(JOBS) $(ARGS)
 
 faults: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \

@@ -193,9 +193,7 @@ def test_tensors_side_by_side_are_as_tensors_alone(semantics, power_of_two):
     together = scan(recipe, np.stack([amaxes, amaxes], axis=1))
     for i in range(2):
         mapped = jax.vmap(functools.partial(scan_arrays, recipe), in_axes=1, out_axes=-1)(amaxes)
-        assert_exact(
-            AmaxState(together.scale[:, i], together.amax_history[:, :, i]), jax.tree.map(np.asarray, mapped)
-        )
+        assert_exact(AmaxState(together.scale[:, i], together.amax_history[:, :, i]), jax.tree.map(np.asarray, mapped))
     for j in range(len(EDGES)):
         state = recipe.init()
         for step in range(3):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
 from oracle_data import load, name_of
@@ -84,11 +84,11 @@ def test_traces(case):
     if case["name"] in ("nonpow2", "growth_1.001"):  # torch rounds twice
         assert_close(scales, expected, rtol=len(expected) * 2.0**-23)
     else:
-        assert_bitwise(scales, expected)
-    assert_bitwise(counts, columns[1].astype(np.int32))
+        assert_exact(scales, expected)
+    assert_exact(counts, columns[1].astype(np.int32))
     before = np.append(np.float32(case["kwargs"].get("init_scale", 2.0**16)), expected[:-1])
     visible = before <= 2.0**126  # 1 / scale is 0 beyond, so a step that is taken does not move
-    assert_bitwise(stepped, columns[2].astype(bool) & visible)
+    assert_exact(stepped, columns[2].astype(bool) & visible)
 
 
 def test_with_a_scale_that_has_sunk_to_zero_nothing_is_stepped():
@@ -108,7 +108,7 @@ def test_update_with_a_new_scale():
         grad = jnp.float32(np.inf if overflows else 1.0)
         param, _, scaler = sgd_step(scaler, grad, jnp.zeros(()))
         scaler = scaler.update(new_scale)
-        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
+        assert_exact(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
         assert (float(param) != 0) == bool(stepped)
 
 
@@ -124,7 +124,7 @@ NEW_SCALES = {
 def test_types_of_new_scale(new_scale, scale):
     """An int is taken, which torch does not; an int32 scalar is as in torch."""
     scaler = scaled(jaxmp.GradScaler()).update(new_scale)
-    assert_bitwise(scaler.get_scale(), scale)
+    assert_exact(scaler.get_scale(), scale)
     assert not scaler.get_scale().weak_type
 
 
@@ -154,7 +154,7 @@ def test_a_traced_scale_that_is_none_changes_nothing():
     update = jax.jit(lambda scaler, scale: scaler.update(scale).get_scale())
     scaler = scaled(jaxmp.GradScaler(8.0))
     for scale, expected in ((4.0, 4.0), (math.nan, 8.0), (0.0, 8.0), (math.inf, 8.0)):
-        assert_bitwise(update(scaler, np.float32(scale)), np.float32(expected))
+        assert_exact(update(scaler, np.float32(scale)), np.float32(expected))
 
 
 @functools.cache
@@ -182,8 +182,8 @@ def test_several_optimizers(case):
         grads = [jnp.float32(np.inf if it in (0, 2) and bad else 4.0) for bad in case["inf_in_opt"]]
         got, params, scaler = two_optimizers(case["unscale_opt_a_first"])(scaler, params, *grads)
         assert [float(x) for x in got] == [x for (x,) in found]
-        assert_bitwise(params, (a, b))
-        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
+        assert_exact(params, (a, b))
+        assert_exact(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
 
 
 @pytest.mark.thorough(3)
@@ -197,7 +197,7 @@ def test_unscaled_values(case):
         expected = np.where(np.isfinite(expected), np.copysign(np.float32(0.0), expected), np.float32(np.nan))
     assert_close(values, expected, atol=TINY)
     normal = (np.abs(grads["w"]) > TINY) & (np.abs(expected) > TINY)
-    assert_bitwise(values[normal], expected[normal])
+    assert_exact(values[normal], expected[normal])
     made = bool(np.any(~np.isfinite(expected) & np.isfinite(grads["w"])))  # by the unscaling; torch does not look
     assert found_inf == (case["found_inf"] == [1.0] or made)
 
@@ -206,7 +206,7 @@ def test_unscaled_values(case):
 def test_gradients_of_every_dtype_are_unscaled_in_float32(dtype):
     """Exactly: 2^-24, the smallest float16, over 2^16 is no float16 any more."""
     grads, _ = scaled(jaxmp.GradScaler()).unscale([jnp.array([2.0**-24, 8.0], dtype)])
-    assert_bitwise(grads, [jnp.array([2.0**-40, 2.0**-13])])
+    assert_exact(grads, [jnp.array([2.0**-40, 2.0**-13])])
 
 
 def test_fused_adam():
@@ -217,12 +217,12 @@ def test_fused_adam():
     step = jax.jit(lambda s, g, o, p: s.step(tx, g, o, p))
     for grad, (value, unscaled, count, scale, tracker) in zip((4.0, np.inf, 8.0, 4.0), oracle, strict=True):
         got, _ = scaled(scaler).unscale(jnp.float32(grad))
-        assert_bitwise(got, unscaled)
+        assert_exact(got, unscaled)
         param, opt_state, scaler = step(scaler, jnp.float32(grad), opt_state, param)
         scaler = scaler.update()
         assert_close(param, value, rtol=3e-6)
-        assert_bitwise(optax.tree.get(opt_state, "count"), int(count))
-        assert_bitwise(tuple(jax.tree.leaves(scaler))[:2], (scale, tracker))
+        assert_exact(optax.tree.get(opt_state, "count"), int(count))
+        assert_exact(tuple(jax.tree.leaves(scaler))[:2], (scale, tracker))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_stage_goes_through_jit():
     with pytest.raises(ValueError, match="which was already unscaled"):
         unscaled(scaler, grads)
     param, _, scaler = sgd_step(scaler, grads, jnp.zeros(()))
-    assert_bitwise(param, -2.0)
+    assert_exact(param, -2.0)
     assert jax.tree.structure(scaler.update()) == jax.tree.structure(jaxmp.GradScaler(4.0))
 
 
@@ -318,7 +318,7 @@ def test_a_scaler_that_a_jitted_function_scaled_with_is_taken_at_its_word():
     for _ in range(2):
         scaler = jaxmp.GradScaler(4.0)
         grads, _ = scaler.unscale(gradient(scaler, jnp.float32(3.0)))
-        assert_bitwise(grads, 6.0)
+        assert_exact(grads, 6.0)
 
 
 def test_found_inf_is_known_from_unscale_to_update():
@@ -328,7 +328,7 @@ def test_found_inf_is_known_from_unscale_to_update():
     ):
         scaler.found_inf()
     _, scaler = scaler.unscale(jnp.array([1.0, np.nan]), optimizer="a")
-    assert_bitwise(scaler.found_inf(optimizer="a"), True)
+    assert_exact(scaler.found_inf(optimizer="a"), True)
     with pytest.raises(ValueError, match="got 'b', known are: 'a'"):
         scaler.found_inf(optimizer="b")
     with pytest.raises(ValueError, match="known are: none"):
@@ -383,8 +383,8 @@ def test_a_skip_changes_nothing_but_the_scale(name, bad):
     x = X.copy()
     x[1, 1] = bad
     after_params, after_state, after = step(params, opt_state, scaler, x)
-    assert_bitwise((after_params, after_state), (params, opt_state))
-    assert_bitwise((scaler.get_scale(), after.get_scale()), (64.0, 32.0))
+    assert_moved((after_params, after_state), (params, opt_state))
+    assert_exact((scaler.get_scale(), after.get_scale()), (64.0, 32.0))
     last_params, _, _ = step(after_params, after_state, after, X)
     assert not np.array_equal(last_params["w"], params["w"])
 
@@ -401,7 +401,7 @@ def test_masters_move_params_of_16_bits():
         expected = expected - np.float32(1e-5) * gradient
     masters = jaxmp.get_master_params(opt_state, params)
     assert_close(masters["w"], expected, rtol=1e-6)
-    assert_bitwise(params["w"], masters["w"].astype(jnp.float16))
+    assert_exact(params["w"], masters["w"].astype(jnp.float16))
     assert params["b"].dtype == jnp.float32
 
 
@@ -410,10 +410,10 @@ def test_gradients_may_be_changed_between_unscale_and_step():
     step, opt_state = step_of(SGD, clip=True), SGD.init(params)
     moved, _, scaler = step(params, opt_state, jaxmp.GradScaler(64.0), X)
     clipped = jax.tree.map(lambda g: np.clip(g, -0.01, 0.01), jax.grad(loss_fn)(params, X))
-    assert_bitwise(moved, jax.tree.map(lambda p, g: p - g, params, clipped))
+    assert_within_ulps(moved, jax.tree.map(lambda p, g: p - g, params, clipped), 4)
     assert np.any(np.abs(clipped["w"]) == np.float32(0.01))
     _, _, scaler = step(params, opt_state, scaler, X * np.float32(np.inf))
-    assert_bitwise(scaler.get_scale(), 32.0)  # the clip hid the inf from the optimizer, not from the scaler
+    assert_exact(scaler.get_scale(), 32.0)  # the clip hid the inf from the optimizer, not from the scaler
 
 
 def test_what_a_step_would_make_nonfinite_stays():
@@ -426,20 +426,20 @@ def test_what_a_step_would_make_nonfinite_stays():
 
 
 def test_disabled_is_plain_training():
-    """The bits of training without a scaler: nothing is scaled or checked, and a step with NaN is taken."""
+    """The program of training without a scaler: nothing is scaled or checked, and a step with NaN is taken."""
     tx, params, opt_state = start("masters")
 
     @jax.jit
-    def plain(params, opt_state, x):
-        return jaxmp.apply_gradients(tx, jax.grad(loss_fn)(params, x), opt_state, params)
+    def step(params, opt_state, scaler, x):
+        return *jaxmp.apply_gradients(tx, jax.grad(loss_fn)(params, x), opt_state, params), scaler
 
-    scaler, step = jaxmp.GradScaler(enabled=False), step_of(tx)
-    for x in (X, 2 * X):
-        expected = plain(params, opt_state, x)
-        params, opt_state, scaler = step(params, opt_state, scaler, x)
-        assert_bitwise((params, opt_state), expected)
-    bad = X * np.float32(np.nan)
-    assert_bitwise(step(params, opt_state, scaler, bad)[:2], plain(params, opt_state, bad))
+    state = (params, opt_state, jaxmp.GradScaler(enabled=False))
+    assert str(jax.make_jaxpr(step_of(tx))(*state, X)) == str(jax.make_jaxpr(step)(*state, X))
+    for x in (X, 2 * X, X * np.float32(np.nan)):
+        expected = step(*state, x)
+        state = step_of(tx)(*state, x)
+        assert_same_program(state, expected)
+    assert int(optax.tree.get(state[1], "count")) == 3
 
 
 def test_disabled_does_nothing():
@@ -451,7 +451,7 @@ def test_disabled_does_nothing():
     assert scaler.update() is scaler
     assert scaler.update(8.0) is scaler
     assert scaler.load_state_dict({}) is scaler
-    assert_bitwise((scaler.get_scale(), scaler.found_inf()), (1.0, False))
+    assert_exact((scaler.get_scale(), scaler.found_inf()), (1.0, False))
     assert (scaler.is_enabled(), scaler.state_dict()) == (False, {})
 
 
@@ -469,12 +469,12 @@ def test_extra_arguments_reach_the_optimizer():
 
     tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
     params, _, _ = scaled(jaxmp.GradScaler(4.0)).step(tx, jnp.float32(8.0), (), jnp.zeros(()), factor=3.0)
-    assert_bitwise(params, -6.0)
+    assert_exact(params, -6.0)
 
 
 def test_gradients_without_a_leaf_are_finite():
     _, scaler = scaled(jaxmp.GradScaler(4.0, growth_interval=1)).unscale({})
-    assert_bitwise((scaler.found_inf(), scaler.update().get_scale()), (False, 8.0))
+    assert_exact((scaler.found_inf(), scaler.update().get_scale()), (False, 8.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ def test_losses_of_16_bits_are_scaled_in_float32():
     two = {"scalar": jnp.float16(2.0), "array": jnp.full(1, 2.0, jnp.float16), "bf16": jnp.bfloat16(2.0)}
     with pytest.warns(UserWarning, match="the loss to scale is b?float16: it was rounded.*jaxmp.autocast"):
         scaled = scaler.scale(two)
-    assert_bitwise(scaled, {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
+    assert_exact(scaled, {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
 
 
 @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def test_state_dicts_are_those_of_torch():
     assert saved == second
     assert [type(x) for x in saved.values()] == [float, float, float, int, int]
     loaded = jaxmp.GradScaler(2.0, growth_factor=3.0, backoff_factor=0.1).load_state_dict(saved)
-    assert_bitwise(tuple(jax.tree.leaves(loaded))[:2], (scale, tracker))
+    assert_exact(tuple(jax.tree.leaves(loaded))[:2], (scale, tracker))
     assert jax.tree.structure(loaded) == jax.tree.structure(scaler)  # the factors, too
     assert loaded.state_dict() == saved
 
@@ -558,7 +558,7 @@ def test_a_rule_with_hysteresis_keeps_its_count():
     saved = scaler.state_dict()
     assert saved["_hysteresis_left"] == 2
     fresh = jaxmp.GradScaler(loss_scale=jaxmp.DynamicLossScale(hysteresis=3))
-    assert_bitwise(fresh.load_state_dict(saved), scaler)
+    assert_moved(fresh.load_state_dict(saved), scaler)
     del saved["_hysteresis_left"]  # torch's own
     assert int(fresh.load_state_dict(saved)._loss_scale.hysteresis_left) == 3
 
@@ -570,16 +570,16 @@ def test_checkpoints(tmp_path):
         checkpointer.save(tmp_path / "scaler", {"scaler": scaler})
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "scaler", {"scaler": jaxmp.GradScaler(growth_interval=5)})["scaler"]
-    assert_bitwise(restored, scaler)
+    assert_moved(restored, scaler)
     saved = flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(scaler.state_dict()))
     assert jaxmp.GradScaler().load_state_dict(saved).state_dict() == scaler.state_dict()
 
 
 def test_a_static_scale_stays_and_skips():
     scaler = after(jaxmp.GradScaler(loss_scale=512.0), True, False)
-    assert_bitwise(scaler.get_scale(), 512.0)
+    assert_exact(scaler.get_scale(), 512.0)
     param, _, _ = scaled(scaler).step(SGD, jnp.float32(np.inf), SGD.init(jnp.ones(())), jnp.ones(()))
-    assert_bitwise(param, 1.0)
+    assert_moved(param, 1.0)
     with pytest.raises(TypeError, match=r"needs a dynamic scale; got a scaler with StaticLossScale\(512.0\)"):
         scaler.state_dict()
 
@@ -621,8 +621,8 @@ def test_a_scaler_can_be_donated():
     scaler = jaxmp.GradScaler(4.0)
     for _ in range(2):
         scaler = step(scaler, jnp.float32(np.inf))
-    assert_bitwise(scaler.get_scale(), 1.0)
-    assert_bitwise(jaxmp.GradScaler(4.0).get_scale(), 4.0)
+    assert_exact(scaler.get_scale(), 1.0)
+    assert_exact(jaxmp.GradScaler(4.0).get_scale(), 4.0)
 
 
 def device_step(state, x):
@@ -667,8 +667,8 @@ def test_an_overflow_on_one_device_skips_on_all(how):
     for (bad_params, bad_scale), flag in zip(
         zip(by_device(after_bad[:2]), by_device(after_bad[2].get_scale()), strict=True), by_device(found), strict=True
     ):
-        assert_bitwise(bad_params, jax.tree.leaves(state[:2]))
-        assert_bitwise((bad_scale[0], flag[0]), (32.0, True))
+        assert_moved(bad_params, jax.tree.leaves(state[:2]))
+        assert_exact((bad_scale[0], flag[0]), (32.0, True))
     copies = by_device((after_good, not_found))
     assert all(regimes.same_bits(copy, copies[0]) for copy in copies)
     assert not copies[0][-1]
@@ -684,7 +684,7 @@ def test_no_axis_where_one_is_bound_is_an_error():
 def test_axes_by_name():
     scaler = jaxmp.GradScaler(4.0, axis_name=[AXIS])
     unscale = jax.pmap(lambda s, g: s.unscale(g)[1].found_inf(), AXIS, in_axes=(None, 0), devices=jax.devices()[:2])
-    assert_bitwise(unscale(scaler, jnp.array([1.0, np.nan])), np.array([True, True]))
+    assert_exact(unscale(scaler, jnp.array([1.0, np.nan])), np.array([True, True]))
 
 
 def test_devices_are_not_named():
@@ -715,8 +715,8 @@ def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
     scaler = jaxmp.GradScaler(4.0)
     scaler.scale(jnp.float32(1.0))
     _, scaler = scaler.unscale({"w": jnp.array([jnp.inf])})
-    assert_bitwise(jaxmp.keep_if_skipped(scaler, jnp.ones(2), jnp.zeros(2)), jnp.zeros(2))
-    assert_bitwise(jaxmp.get_loss_scale(scaler), 4.0)
+    assert_moved(jaxmp.keep_if_skipped(scaler, jnp.ones(2), jnp.zeros(2)), jnp.zeros(2))
+    assert_exact(jaxmp.get_loss_scale(scaler), 4.0)
     with pytest.raises(TypeError, match="got a GradScaler. Use its methods"):
         jaxmp.get_metrics(scaler)
     with pytest.raises(ValueError, match="found_inf is known from unscale or step to update"):

@@ -14,6 +14,8 @@ import pytest
 from helpers import ROOT
 
 FOLDER = ROOT / "examples" / "third_party"
+
+
 @pytest.fixture(scope="module")
 def run():
     """The script, imported from its folder, whose other modules have names that are too short for the path of all."""

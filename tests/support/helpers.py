@@ -89,9 +89,6 @@ def _assert_bits(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(_bits(a), _bits(b), err_msg=path)
 
 
-assert_bitwise = _assert_bits  # TODO: gone when every use has a name that says why
-
-
 def _pairs(actual: Any, expected: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     pairs = []

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxmp
 import pallas_kernels
-from helpers import assert_bitwise, assert_close
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program
 from pallas_kernels import moments
 
 SHAPES = {"dense": {"kernel": (4, 512), "bias": (3,)}, "norm": {"scale": (2,)}, "scalar": ()}  # in blocks of 2048
@@ -96,7 +96,7 @@ def test_equals_optax(name, policy):
     assert_close(got, expected, rtol=ulp, atol=1e-6)
     metrics, expected_metrics = jaxmp.get_metrics(got_state), jaxmp.get_metrics(expected_state)
     assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-6)
-    assert_bitwise(metrics, expected_metrics)
+    assert_exact(metrics, expected_metrics)
     assert int(metrics["skipped_steps"]) == 1
 
 
@@ -118,7 +118,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
     params = normal(0)
     for fused, plain in PAIRS.values():
         tx, expected = fused(), plain()
-        assert_bitwise(
+        assert_same_program(
             tx.update(params, tx.init(params), params), expected.update(params, expected.init(params), params)
         )
 
@@ -149,7 +149,7 @@ def test_the_kernels_do_the_same(policy, kwargs, bits):
         assert_close(*masters, rtol=1e-6, atol=1e-6)
     metrics, expected_metrics = jaxmp.get_metrics(state), jaxmp.get_metrics(expected_state)
     assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-5)
-    assert_bitwise(metrics, expected_metrics)
+    assert_exact(metrics, expected_metrics)
 
 
 # --- split masters ---------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_the_noise_of_a_master_of_24_bits_moves_on_with_each_step_taken():
         step = jax.jit(step_of(tx))
         g = {"w": jnp.ones(64, jnp.bfloat16)}
         first = step(params, state, g)
-        assert_bitwise(step(params, state, g), first)
+        assert_same_program(step(params, state, g), first)
         assert int(first[1].guarded.rounding_count) == 1
         skipped = step(*first, {"w": jnp.full(64, jnp.nan, jnp.bfloat16)})
         assert int(skipped[1].guarded.rounding_count) == 1
@@ -249,8 +249,8 @@ def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
     params, opt_state = run(tx, "bf16", steps=2, bad=None)
     grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
     after, after_state = jax.jit(step_of(tx))(params, opt_state, grads)
-    assert_bitwise(after, params)
-    assert_bitwise(jaxmp._src.step.read_state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
+    assert_moved(after, params)
+    assert_moved(jaxmp._src.step.read_state.find(after_state, jaxmp.UnscaleState)[0].guarded, opt_state.guarded)
     assert bool(jaxmp.get_metrics(after_state)["skipped"])
 
 
@@ -279,7 +279,7 @@ def test_inside_a_chain_and_under_a_shared_scale():
     scale_state = shared.init()
     bad = jnp.array([jnp.inf, 0.0], jnp.float16)
     after, opt_state, scale_state = shared.apply_gradients(tx, bad, opt_state, params, scale_state)
-    assert_bitwise(after, params)
+    assert_moved(after, params)
     assert float(jaxmp.get_loss_scale(shared.update(scale_state))) == 2.0
 
 
@@ -304,7 +304,7 @@ def test_part_of_an_optimizer_is_plain_optax():
             for _ in range(2):
                 moved, opt_state = step(jax.tree.map(np.ones_like, moved), opt_state, moved)
             outcomes.append(moved)
-        assert_bitwise(*outcomes)
+        assert_exact(*outcomes)
         assert outcomes[0]["a"][0] < 1
 
 
@@ -369,10 +369,11 @@ def test_with_fp8_layers(fp8_weights):
     assert jax.tree.structure(state) == jax.tree.structure(expected_state)
     masters = [jaxmp.get_master_params(s, p) for p, s in outcomes]
     assert_close(*masters, rtol=1e-5, atol=1e-6)
-    assert_bitwise(jaxmp.fp8.get_scales(got), jaxmp.fp8.get_scales(expected))
+    assert_exact(jaxmp.fp8.get_scales(got), jaxmp.fp8.get_scales(expected))
     metrics, expected_metrics = jaxmp.get_metrics(state), jaxmp.get_metrics(expected_state)
-    assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-5)
-    assert_bitwise(metrics, expected_metrics)
+    for measured in ("grad_norm", "fp8/max_amax"):
+        assert_close(metrics.pop(measured), expected_metrics.pop(measured), rtol=1e-5)
+    assert_exact(metrics, expected_metrics)
 
 
 def test_in_linen_and_nnx():
