@@ -229,7 +229,9 @@ def bound_of(run: Kept, name: str) -> float:
 
 def flipped_cast(case: Case) -> float:
     """How far one gradient may be, of its size."""
+    dtype = {"fp32": "float32", "fp16": "float16"}.get(case.policy, "bfloat16")
+    if case.way == "scaler" and case.scale == "none" and dtype != "float32":
+        return FLIPPED_CAST[dtype]  # nothing is unscaled, so the optimizer begins with gradients of 16 bits
     if case.takes_given_gradients:
         return 0.0
-    dtype = {"fp32": "float32", "fp16": "float16"}.get(case.policy, "bfloat16")
     return FLIPPED_CAST["fp8" if case.recipe != "none" else dtype]
