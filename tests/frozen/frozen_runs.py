@@ -54,7 +54,7 @@ MOMENTS = ("mu", "nu", "trace", "momentum", "sum_of_squares", "v_row", "v_col", 
 COUNTS = ("count", "mini_step", "gradient_step", "compress_count", "ema_count", "ema_weight")
 # Elements are no longer held alone, so nothing counts them.
 LEFT_OUT = ("kept_elements",)
-MEASURED = ("grad_norm", "fp8/max_amax")  # metrics that are computed floats; all others are decisions
+MEASURED = ("grad_norm", "fp8/max_amax", "ema_weight/0")  # computed floats; all other metrics and counts are decisions
 
 Seen = dict[str, np.ndarray]  # "kind|path" -> what a step left there
 
