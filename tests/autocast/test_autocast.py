@@ -114,6 +114,7 @@ def test_leaves_other_dtypes_alone() -> None:
 # ---- the lists, and what their neighbours make of them
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [

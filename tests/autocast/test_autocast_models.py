@@ -56,6 +56,7 @@ def autocast(fn: Any, lp: str) -> Any:
     return jaxmp.autocast(fn, dtype=DTYPES[lp])
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("lp", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -177,6 +178,7 @@ def gradients(name: str) -> tuple[Any, Any, Any]:
     return run(params, batch, rest)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", [slow("cnn"), "transformer", "lstm", "moe"])
 def test_gradients_are_those_of_a_model_cast_by_hand(name):
     """The two round at other places here and there: neither may be further from float32 than the other by a bit."""
@@ -233,6 +235,7 @@ def losses_of(name: str, policy: str) -> np.ndarray:
     return np.asarray(losses)
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["float16"])
 @pytest.mark.parametrize("name", ["cnn", slow("transformer"), slow("lstm"), slow("moe")])
 def test_training_follows_float32(name, policy):

@@ -172,7 +172,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_a_bias_gets_the_whole_sum(layer, policy):
@@ -242,7 +242,7 @@ def of_a_slice(w, x):
 LOOPS = (recurrent, in_16_bits, under_remat_in_a_loop, in_two_loops, of_a_slice)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_weight_of_a_loop_gets_the_whole_sum(loop, policy):

@@ -63,7 +63,7 @@ PARAMS |= {"key": jax.random.key(7), "stack": jnp.stack([W, M]), "memory": X.res
 PRODUCTS = {"two LoRAs": 2, "LoRA": 1, "in jit": 1, "of two": 1, "of three": 2}  # in 16 bits
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_that_are_made_inside(name):
     """The matmul by it runs in fp8, the products that make it do not; its gradient is that of its parts."""
@@ -165,6 +165,7 @@ def hypernetwork(p):
     return layers([(p["b"], p["g"]), (p["wide"], p["wide g"])], z).reshape(SIDE, SIDE)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("rows", [1, 2, 48])
 @pytest.mark.parametrize("how", ["plain", "unbatched", "scan", "remat"])
 def test_weights_made_of_weights_beside_a_row(how, rows):

@@ -199,6 +199,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_speaks_the_language(argument):
     for pattern, expected in CHOICES:
@@ -269,6 +270,7 @@ def test_autocast_regions_warn_at_their_end_of_all_that_was_called_in_them():
         raise ZeroDivisionError  # the error is what counts
 
 
+@pytest.mark.thorough(0)
 def test_fp8_regions_warn_of_whole_models_only():
     class Model(nn.Module):
         def setup(self):

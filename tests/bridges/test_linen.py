@@ -296,6 +296,7 @@ class Tied(nn.Module):
         return embed.attend(dense(dense(embed(x))))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("model", [Stack(), Tied()], ids=lambda m: type(m).__name__)
 def test_lifted_and_shared_modules_train(model):
     x = jnp.arange(5) if isinstance(model, Tied) else jnp.asarray(X)

@@ -271,6 +271,7 @@ def test_scales_and_histories_go_along_by_layer():
     assert [x.scale.shape for x in optax.tree.get(new_state, "amax_states")] == [(2,), (4,)]
 
 
+@pytest.mark.thorough(0)
 def test_a_scale_of_another_format_is_made_of_its_amaxes():
     params, opt_state = job("fp16+fp8")
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4, fp8_format="E4M3", power_of_two=False)
@@ -345,6 +346,7 @@ def test_masters_and_moments_lie_where_their_params_are_to_lie():
 # Masters from params
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["fp16", "split16", "fp16+fp8"])
 def test_masters_are_reloaded_from_params(name):
     params, opt_state = job(name)

@@ -25,6 +25,7 @@ def numbers(scale):
     return float(scale.loss_scale), int(scale.growth_count)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("floor", [None, 4.0])
 @pytest.mark.parametrize("fin_steps", [0, 2, 3])
 def test_a_scale_of_flax_moves_as_flax_moves_it(fin_steps, floor):

@@ -98,6 +98,7 @@ def test_and_back_from_one_device(tmp_path):
     assert_exact(jax.tree.map(np.asarray, restored[1:3]), jax.tree.map(np.asarray, fsdp.pad(expected, layout)))
 
 
+@pytest.mark.thorough(0)
 def test_other_trees_are_padded_where_they_are_as_the_params(saved_on_8):
     like = {
         "average": jax.eval_shape(lambda: jaxmp.get_ema_params(trained()[1], trained()[0])),
@@ -158,6 +159,7 @@ def values(moment, shape, name, dtype):
     return (np.sign(codes) * np.abs(codes / top) ** power * scales)[tuple(map(slice, shape))]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "axis", "old", "new"),
@@ -185,6 +187,7 @@ def test_moments_in_8_bits_keep_their_numbers_under_another_padding(shape, axis,
             assert not np.any(np.asarray(y.codes, np.float32)[..., shape[-1] :])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "old", "new"), [((64, 246), 288, 256), ((16, 2048), 2049, 2048)], ids=["32-to-256", "float32-to-256"]
@@ -233,7 +236,7 @@ def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
         assert_exact(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("change", ["another shape", "the same padded shape", "gone", "renamed"])
 def test_a_padded_leaf_that_partial_names_starts_fresh_or_is_left_over(change, devices, saved_on_8):

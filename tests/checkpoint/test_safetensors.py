@@ -79,6 +79,7 @@ def test_torch_has_its_names_and_its_layout(tmp_path):
         save_safetensors(tmp_path / "w", {"heads": {"kernel": jnp.ones((2, 2, 2))}}, layout="torch")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("layout", ["flax", "torch"])
 def test_fp8_kernels_stand_beside_their_scale(layout, tmp_path):
     save_safetensors(tmp_path / "w", PARAMS, dtype=jnp.float8_e4m3fn, layout=layout, keep=("conv/*",))

@@ -96,6 +96,7 @@ def test_leaves_that_are_no_floats_are_passed_over():
     assert_exact(jaxmp.all_finite(tree | {"complex": jnp.array([complex(0.0, np.nan)])}), np.bool_(False))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float8_e5m2])
 def test_finite_values_never_count_as_overflow(dtype):
     """DeepSpeed looks at the sum of the gradients, which overflows on finite ones."""
@@ -166,6 +167,7 @@ def test_no_axes_are_bound_outside_and_under_vmap_and_jit():
     assert set(seen) == {((), ())}
 
 
+@pytest.mark.thorough(0)
 def test_an_axis_of_vmap_that_is_named_decides_for_all():
     """Members of an ensemble that are skipped together. Under "auto" each decides for itself."""
 

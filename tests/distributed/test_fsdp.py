@@ -73,6 +73,7 @@ def test_padding_comes_off_as_it_went_on():
     assert fsdp.pad(POLICY.cast_to_param(PARAMS), LAYOUT)["odd"].dtype == jnp.float16
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bits", [None, 16])
 def test_state_is_padded_and_trimmed_as_its_params(bits):
     """From 8 devices to 4: another padding."""
@@ -248,6 +249,7 @@ HOW = ["shard_map", "shard_map_unchecked", "jit", "zero"]  # zero: params on eve
 DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteresis_left")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", HOW)
 def test_training_is_that_of_one_device(how):
     params, masters, metrics, losses, _ = run(how)

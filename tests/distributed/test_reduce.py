@@ -177,6 +177,7 @@ def test_what_another_device_has_not_sent_is_dropped():
         np.testing.assert_allclose(updates[key] + e.mean(0), given, rtol=0, atol=2e-6)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["int8", "bf16_int8"])
 def test_bytes_in_the_compiled_program(name):
     opt_state, step = plain_job("shard_map", name)
@@ -246,6 +247,7 @@ def test_training_goes_as_with_exact_means(how, name):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.thorough(0)
 def test_beside_other_transforms():
     parts = [jaxmp.clip_by_global_norm(100.0), jaxmp.compress_moments(optax.adamw(1e-2), jnp.int8)]
     for inner in (jaxmp.fused_adamw(1e-2, max_norm=100.0), optax.chain(*parts, jaxmp.ema_params(0.9))):
@@ -283,6 +285,7 @@ def test_the_plan_counts_what_is_unsent_on_one_device():
     assert sizes[1] - sizes[0] == 4 * 64 * 256 + 4  # and the number of the device
 
 
+@pytest.mark.thorough(0)
 def test_cut_inside_a_node_and_eight_bits_between_nodes():
     """HSDP: the first hop, inside the node, is a reduce-scatter in float32."""
     mesh = jax.make_mesh((2, 4), ("node", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -138,6 +138,7 @@ def test_of_linen_layers_under_autocast():
     assert missing(grads) == (4 * 6 * 3, [])
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_nnx_layers_under_autocast():
 

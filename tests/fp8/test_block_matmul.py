@@ -102,6 +102,7 @@ SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case
 REST = [case for case in itertools.product(BOTH, CASES) if case not in SAMPLE]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("recipe", "case"),
     [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough(0)) for case in REST)],
@@ -128,6 +129,7 @@ def id_of(x):
     return recipe_id(x) if isinstance(x, BlockRecipe) else None
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("recipe", "dtype"), cases_of((BOTH[0], jnp.bfloat16), (BOTH[1], jnp.bfloat16), (BOTH[1], jnp.float16)), ids=id_of
 )
@@ -140,6 +142,7 @@ def test_result_has_the_activations_dtype_and_dw_the_weights(recipe, dtype):
     assert jax.eval_shape(functools.partial(f, preferred_element_type=jnp.float32), x, w).dtype == jnp.float32
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
 def test_backward_pass_keeps_fp8(recipe):
     x, w = normal(1, 64, 128, dtype=jnp.bfloat16), normal(2, 128, 32)
@@ -207,6 +210,7 @@ def products_with_noise(recipe, *, outliers):
     return found, (x @ w, g @ w.T, x.T @ g)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize(
     "recipe", [*RECIPES[1:], pytest.param(RECIPES[0], marks=pytest.mark.thorough(0))], ids=recipe_id
@@ -243,6 +247,7 @@ def test_extremes_stay_finite(recipe, largest):
 # transformations
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [RECIPES[1], BOTH[1]], ids=recipe_id)
 def test_vmap_scan_and_remat_change_nothing(recipe):
     x, w, g = normal(1, 3, 32, 48), normal(2, 3, 48, 16), normal(3, 3, 32, 16)

@@ -52,6 +52,7 @@ def to_bytes(x) -> np.ndarray:
 # TransformerEngine
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "case",
     INDEX["cases"],
@@ -131,6 +132,7 @@ def test_e8m0_decoded():
             assert_exact(decoded[254 - byte, 0], value)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("fmt, fp8_max", [("E4M3", 448.0), ("E5M2", 57344.0)])
 def test_e8m0_of_every_significand_is_that_of_the_product_by_the_reciprocal(fmt, fp8_max):
     """CUDA multiplies by float32(1 / fp8_max) and rounds; the comparison of significands is the same for all."""
@@ -156,6 +158,7 @@ SHAPES = [
 ANY_SHAPE = [*itertools.product((RECIPES[0], RECIPES[2]), SHAPES), (RECIPES[1], SHAPES[0]), (RECIPES[1], SHAPES[3])]
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(("recipe", "shape", "axis"), [(recipe, *shape) for recipe, shape in ANY_SHAPE], ids=id_of)
 def test_any_axis_of_any_shape(recipe, shape, axis):
     rng = np.random.default_rng(0)
@@ -180,6 +183,7 @@ def test_axes_count_from_the_front_and_from_the_back(recipe):
     assert program((0, 2)) == program((-3, -1)) == program((2, 0)) != program((0, 1))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_vmap_changes_no_byte(recipe):
     x = np.random.default_rng(0).normal(size=(3, 4, 200)).astype(jnp.bfloat16)
@@ -212,6 +216,7 @@ blocks_of_floats = st.lists(st.integers(0, 0x7F7FFFFF), min_size=64, max_size=64
 )
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 @given(x=blocks_of_floats, outliers=st.booleans())
 def test_errors_are_those_of_the_format(recipe, x, outliers):
@@ -245,6 +250,7 @@ def test_signs_of_zeros_and_nans_stay(recipe):
     assert q[0, 2] == 256.0 if getattr(recipe, "power_of_two", True) else q[0, 2] == 448.0  # NaN is no amax
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_golden_edges(recipe):
     """Each edge in a block of its own."""

@@ -103,6 +103,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
 # linen: dot_general_cls
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
@@ -226,6 +227,7 @@ class Model(nn.Module):
 INNER = ["blocks_0/down", "blocks_0/up"]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -399,6 +401,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", EXPECTED)
 def test_models_of_all_kinds_train(kind):
     model = Net(kind)
@@ -456,6 +459,7 @@ def test_a_bound_model_and_a_frozen_dict():
     assert_same_program(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_train_states(kind):
     model = Model()
@@ -798,6 +802,7 @@ NNX_WITH_PROMOTION = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NNX_WITH_PROMOTION)
 def test_a_promote_dtype_of_the_user_is_kept_in_nnx(name):
     layer, plain = NNX_WITH_PROMOTION[name](promote_dtype=half), NNX_WITH_PROMOTION[name]()

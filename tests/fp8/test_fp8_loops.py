@@ -52,6 +52,7 @@ def make_batches():
     return batches
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("regime", ["pmap", "shard_map"])
 def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
     """Amaxes are the same on every device already, so whether the user's pmean goes over them does not matter."""
@@ -185,6 +186,7 @@ def next_amax_state(state, amax, backward):
     return RECIPE.update(state, amax, backward=backward)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", INNERS)
 def test_weights_train_as_if_there_were_no_scales(name):
     """As in a model without leaves, but for the roundings of two programs; leaves move by their own rule, unclipped."""

@@ -153,6 +153,7 @@ CASES = {  # lhs shape, rhs shape, dimension_numbers
 }
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("name", CASES)
 def test_result_and_gradients(name):
     lhs_shape, rhs_shape, numbers = CASES[name]
@@ -202,6 +203,7 @@ def test_any_contraction(case):
     assert_exact((y, d_lhs, d_rhs), tuple(x.astype(F32) for x in expected))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("recipe", [HYBRID, ONLY_E4M3], ids=["HYBRID", "E4M3"])
 @pytest.mark.parametrize("log2", [(3, -2, 5), (-63, 63, 0), (63, 63, -60), (-55, -55, 20)], ids=str)
 def test_power_of_two_scales(recipe, log2):
@@ -240,6 +242,7 @@ def test_values_beyond_the_range_saturate_and_are_reported():
 # Dtypes
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("lhs_dtype", "rhs_dtype", "asked", "expected"),
     [
@@ -301,6 +304,7 @@ def step_with(recipe, leaves):
     return functools.partial(step, params, jax.jit(tx.init)(params)), params
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_what_is_not_finite_skips_the_step(recipe, bad):

@@ -75,6 +75,7 @@ def run_all(key) -> dict[str, AmaxState]:
 # TransformerEngine
 
 
+@pytest.mark.thorough(16)
 @pytest.mark.parametrize("case", FUSED["cases"], ids=name_of)
 def test_te_semantics_are_the_fused_bulk_update(case):
     trace = run_all(recipe_of(case))[case["name"]]
@@ -114,6 +115,7 @@ def test_current_scaling_is_the_cuda_rule(row):
     assert_exact(scale, np.array(row["cuda"], np.float32))
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     "row", FUSED["scale_formula"]["rows"], ids=lambda r: f"{r['fmt']}-margin={r['margin']}-{r['old_scale']}"
 )
@@ -140,6 +142,7 @@ def test_the_formula_on_a_grid(row):
 # The rule of jaxmp
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan, -np.inf, 0.0, -0.0, -1.0], ids=str)
 def test_an_amax_that_is_no_observation_changes_nothing(bad, algo):
@@ -150,6 +153,7 @@ def test_an_amax_that_is_no_observation_changes_nothing(bad, algo):
     assert_moved(recipe.update(first, jnp.float32(bad)), first)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("key", sorted({recipe_of(case) for case in FUSED["cases"]}, key=str)[::3], ids=str)
 def test_without_bad_amaxes_the_semantics_agree(key):
     cases = [case for case in FUSED["cases"] if recipe_of(case) == key]
@@ -184,6 +188,7 @@ def test_the_default_history_is_long():
     assert_exact(state.amax_history[-1], jnp.array([3.0, 0.0]))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("semantics", ["jaxmp", "te"])
 def test_tensors_side_by_side_are_as_tensors_alone(semantics, power_of_two):
@@ -275,6 +280,7 @@ def test_the_largest_power_of_two_that_fits(amax, fp8_max, margin):
     assert np.all((2 * reached > limit) | (scale == np.float32(2.0**127)))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("fp8_max", FP8_MAX.values())
 def test_powers_of_two_of_every_significand_are_the_quotient_rounded_down(fp8_max):
     amax = np.arange(0x3F800000, 0x40000000, dtype=np.int32).view(np.float32)

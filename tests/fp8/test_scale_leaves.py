@@ -261,6 +261,7 @@ def stack(trees):
     return jax.tree.map(lambda *xs: np.stack(xs), *trees)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 @pytest.mark.parametrize("kind", ["stacked", "broadcast"])
 def test_scan(kind, remat):
@@ -357,6 +358,7 @@ def test_microbatches_have_the_amaxes_of_the_full_batch(k):
 # Leaves that are not used
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_layer_that_is_not_used_keeps_leaf_and_history(accumulate):
     tx = make_tx("bf16", loss_scale=None)
@@ -448,6 +450,7 @@ def test_static_slices_of_stacked_leaves_are_explained():
     assert "slice stacked params with lax.scan" in notes_of(caught)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_inside_of_the_differentiated_loss(check_vma):
     layer = layer_params(0)

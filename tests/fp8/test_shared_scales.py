@@ -162,7 +162,7 @@ def test_in_shard_map(devices):
     assert_exact(inputs_of(alone), inputs_of(spread))
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp8", "fp32"])
 def test_attention_of_flax(policy):
     """linen's and nnx's own attention: one cast for q, k and v, and one for `out`; by autocast and without."""
@@ -202,6 +202,7 @@ class Mixed(nn.Module):
         return gated + (gate * up).reshape(x.shape)
 
 
+@pytest.mark.thorough(0)
 def test_experts_gated_mlp_and_other_arrays():
     """Experts share the rows, a gated MLP the input of a plain layer; sin(x) keeps a scale of its own."""
     params = init(Mixed())

@@ -82,6 +82,7 @@ def test_checkpoint_and_resume(tmp_path, policy):
     assert_same_program(state_of(other, fresh), state_of(model, optimizer))
 
 
+@pytest.mark.thorough(0)
 def test_calibrate_fills_each_layer_of_a_stack():
     """One pass: no scale is left, no gradient is lost, and the layers of the stack have amaxes of their own."""
     model, optimizer = job(0, "fp8")

@@ -206,6 +206,7 @@ def test_masters_start_from_float32():
         tx.init(params)
 
 
+@pytest.mark.thorough(0)
 def test_a_policy_without_them_refuses_stored_kernels():
     _, params, opt_state, _ = job()
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "fp8", recipe=RECIPE)
@@ -221,6 +222,7 @@ def test_eval_gives_what_training_saw():
     assert_close(jax.jit(loss_fn)(params, X, Y), loss, rtol=1e-4)
 
 
+@pytest.mark.thorough(0)
 def test_models_whose_layers_name_no_dtype_are_evaluated():
     model = nn.Sequential([nn.Dense(WIDTH) for _ in range(3)])
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
@@ -277,7 +279,7 @@ READS = {
 }
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_loss_that_reads_a_kernel_outside_of_its_layer_is_refused(name, kept):
@@ -364,6 +366,7 @@ def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     assert not regimes.unchanged(jax.device_get(new["Dense_1"]), jax.device_get(params["Dense_1"]))
 
 
+@pytest.mark.thorough(0)
 def test_step_stats_have_the_amaxes_of_the_masters():
     """The gradients of the leaves only say that the layers ran: 1.0, which any scale above 448 would saturate."""
     _, params, opt_state = make()
@@ -379,6 +382,7 @@ def test_step_stats_have_the_amaxes_of_the_masters():
     assert float(idle.amax[path]) == 0
 
 
+@pytest.mark.thorough(0)
 def test_frozen_kernels_stay_in_fp8_without_a_master():
     labels = jax.tree.map(lambda _: "train", params32(4)) | {"Dense_1": "freeze"}
     inner = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
@@ -429,6 +433,7 @@ def after_three_steps(regime_name):
     return regime.copies(state)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("regime_name", ["pmap", "shard_map", "jit_fsdp"])
 def test_in_parallel_all_devices_write_the_same_kernels(regime_name):
     (single,), parallel = after_three_steps("single"), after_three_steps(regime_name)
@@ -454,6 +459,7 @@ def test_checkpoints_hold_them(tmp_path):
 # --- kept over microbatches ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp8", "bf16"])
 def test_kernels_kept_over_microbatches_change_nothing(policy):
     """The amaxes of kernels are those of the same numbers; all else comes from two programs, which may round apart."""
@@ -546,7 +552,7 @@ OF_LINEN = {
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", OF_LINEN)
 def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
     """flax promotes the kernel to the layer's dtype before the product sees it."""

@@ -86,6 +86,7 @@ def small(source, seed=0):
     return (np.random.default_rng(seed).normal(size=(64, 128)) * 3).astype(source)
 
 
+@pytest.mark.thorough(1)
 @EACH_ACTIVATION
 def test_the_formulas(activation):
     x = np.linspace(-12, 12, 999).astype(F32)
@@ -104,6 +105,7 @@ def test_the_gated_formula():
         assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(5)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -123,6 +125,7 @@ def test_forward(backend, source, activation):
         assert_is_cast(got, value, 4.0, E4M3, of=operands_of(activation, x))
 
 
+@pytest.mark.thorough(5)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -144,6 +147,7 @@ def test_backward(backend, source, activation):
         assert_is_cast((q, q_t, amax), value, 8.0, E5M2, of=operands_of(activation, x, g))
 
 
+@pytest.mark.thorough(1)
 @EACH_BACKEND
 def test_gated_forward_and_backward(backend):
     a, b, g = small(BF16), small(BF16, 1), small(BF16, 2)
@@ -173,6 +177,7 @@ def test_gated_forward_and_backward(backend):
         assert_is_cast(cast, exact, s, E5M2, of=of)
 
 
+@pytest.mark.thorough(1)
 @SOURCES
 def test_a_gpu_gets_the_kernels(source):
     x, s = matrix(source, (64, 64)), np.float32(1)
@@ -212,6 +217,7 @@ def product(x, w, scales, activation):
     return fp8.dot_general(x, w, MATMUL, recipe=fp8.DelayedScaling(), scales=scales, activation=activation)
 
 
+@pytest.mark.thorough(1)
 @EACH_ACTIVATION
 def test_a_matmul_behind_an_activation(activation):
     """With float32 activations it is the matmul of the activation; so are its gradients and amaxes."""

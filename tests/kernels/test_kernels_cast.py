@@ -78,6 +78,7 @@ def test_random_numbers(backend, source, dtype):
     assert_exact(cast(x, 4.0, dtype, backend), by_hand(x, 4.0, dtype))
 
 
+@pytest.mark.thorough(5)
 @EACH_BACKEND
 @SOURCES
 @TARGETS
@@ -92,6 +93,7 @@ def test_edges(backend, source, dtype):
     assert set(zeros.tolist()) == {0x00, 0x80}  # 0 and -0
 
 
+@pytest.mark.thorough(5)
 @EACH_BACKEND
 @TARGETS
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -106,6 +108,7 @@ def test_what_is_not_finite_saturates_or_stays_nan_and_is_reported(backend, dtyp
     assert_exact((np.float32(q[5, 7]), np.float32(q_t[7, 5])), (expected, expected))
 
 
+@pytest.mark.thorough(3)
 @EACH_BACKEND
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (192, 128), (64, 192)], ids=str)
 def test_every_tile(backend, shape):
@@ -164,6 +167,7 @@ def auto_mesh():
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_each_device_casts_its_own(check_vma):
     x = matrix(F32, (256, 128))
@@ -265,6 +269,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_matmul_s_tensors_are_cast_by_the_kernel(case):
     """Each of the three once, where it is differentiated; without a gradient nothing is turned."""
@@ -291,6 +296,7 @@ def test_on_a_split_mesh_a_weight_keeps_one_form():
     assert text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES), x, w).count("@CustomSPMDPart") == 2
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_a_matmul_whose_tensors_are_cast_by_hand(case):
     x_shape, w_shape, numbers = CASES[case]

@@ -119,6 +119,7 @@ def test_under_vmap_the_reference_serves(parts):
     assert not [shapes for shapes in parts if len(shapes[0]) > 2]
 
 
+@pytest.mark.thorough(1)
 @kernels_only
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_what_is_lowered_for_a_gpu_on_a_mesh(kind):

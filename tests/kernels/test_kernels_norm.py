@@ -37,6 +37,7 @@ def cast(x, inv_std, scale, dtype, **more):
     return pallas_kernels.norm_cast_transpose_amax(jnp.asarray(x), inv_std, jnp.float32(scale), dtype, **more)
 
 
+@pytest.mark.thorough(9)
 @EACH_BACKEND
 @pytest.mark.parametrize("source", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 @EACH_NORM
@@ -65,6 +66,7 @@ def test_it_is_rounded_before_the_cast(backend):
         assert_exact((found, largest), (np.full((64, 64), q, E4M3), F32(amax)))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 128)], ids=str)
 @EACH_NORM
 def test_a_gpu_gets_the_kernel(shape, parts):

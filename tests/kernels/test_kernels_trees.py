@@ -94,6 +94,7 @@ def test_unscale_and_check(backend):
     assert_exact(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
 
 
+@pytest.mark.thorough(3)
 @each_backend
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_one_bad_element_anywhere_is_seen(backend, bad):
@@ -128,6 +129,7 @@ def test_unscaling_of_edges_is_the_reference_to_the_bit(backend):
     assert_exact(np.asarray(unscaled["float32"])[:15][normal], by_hand[normal])
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_gradient_norm(backend):
     tree = tree_of(None)
@@ -146,6 +148,7 @@ def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
 # --- cast_tree -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(4)
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
@@ -335,6 +338,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
+@pytest.mark.thorough(3)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -387,6 +391,7 @@ def test_a_step_not_taken_changes_no_bit(backend, rule):
     assert_moved(updated(rule, backend, weights, taken=False)[0], weights)
 
 
+@pytest.mark.thorough(2)
 @each_backend
 @two_rules
 def test_nothing_non_finite_enters(backend, rule):
@@ -461,6 +466,7 @@ def test_second_moments_do_not_vanish(backend):
         assert np.all(np.asarray(nu.codes if isinstance(nu, Quantized) else nu).astype(np.float64) > 0), state
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_steps_and_leaves_differ_in_their_noise(backend):
     weights = weights_of("momentum")
@@ -481,6 +487,7 @@ def test_steps_and_leaves_differ_in_their_noise(backend):
 GROUPED = {(2, 2048): 256, (17, 256): 256, (11, 384): 128, (64, 64): 64, (65, 64): 64, (128, 32): 32}
 
 
+@pytest.mark.thorough(2)
 @each_backend
 @pytest.mark.parametrize("state", ["int8", "float8_e4m3fn"])
 def test_groups_of_every_size(backend, state):
@@ -576,6 +583,7 @@ ONES = jnp.ones(4)
 FITTING = Weight(ONES, jnp.ones(4, jnp.bfloat16), ONES, (ONES, ONES))
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     "weight, message",
     [

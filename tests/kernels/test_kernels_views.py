@@ -20,7 +20,7 @@ def on_tpu(monkeypatch):
     monkeypatch.setattr(backend, "default_platform", lambda: "tpu")
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("group", [128, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_view_in_tiles_has_the_groups_of_the_rows(on_tpu, shape, group):

@@ -305,7 +305,7 @@ def _two_optimizers(a_first: bool):
     return shared, tx, step
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "case", TORCH["multi_optimizer"], ids=lambda c: f"{c['inf_in_opt']}-{c['unscale_opt_a_first']}"
 )
@@ -486,6 +486,7 @@ def run_on_devices(world: int, axis_name: Any, bad_value: float):
     return _on_devices(world, axis_name)(inf_ranks(world), bad_value)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bad_value", [np.inf, np.nan])
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_devices_follow_the_trace_of_the_sharded_scaler(world, bad_value):

@@ -30,7 +30,7 @@ SCALERS = {
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", SCALERS)
 def test_jmp_protocol(name):
     scaler = SCALERS[name]()

@@ -156,6 +156,7 @@ def small_model():
     return {"big": jnp.ones((32, 256)), "norm": jnp.ones(256), "frozen": jnp.ones((16, 16))}
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stored_is_what_arrays_take(name):
     policy, tx = RECIPES[name]
@@ -196,6 +197,7 @@ def test_fp8_scales_histories_and_kernels_are_counted(fp8_weights):
         assert found.gradients == nbytes(grads)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("fp8_weights", [False, True], ids=["kernels in float32", "kernels in fp8"])
 def test_a_loss_outside_of_fp8_is_planned_in_its_policy(fp8_weights):
     """As `value_and_grad(policy=)` runs it. It was warned of first, and with kernels in fp8 it was an error."""

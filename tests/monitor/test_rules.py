@@ -139,6 +139,7 @@ def test_a_planted_cause_is_named(kind, path, words):
     assert any(word in found[kind, path].message for word in words.split("|"))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp32"])
 def test_a_loss_that_explodes_without_a_skip(policy):
     """Finite gradients, no loss scale: the loss goes far up. The master of a plain SGD follows."""

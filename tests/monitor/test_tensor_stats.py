@@ -73,6 +73,7 @@ def test_shares_are_those_of_a_cast(histogram):
     compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_every_pattern_of_a_narrow_dtype(dtype):
     bits = jnp.finfo(dtype).bits
@@ -156,6 +157,7 @@ def _alone():
     return jax.device_get(jaxmp.monitor.tensor_stats({"x": VALUES}))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["jit", "pmap", "shard_map", "shard_map_unchecked"])
 def test_parts_on_devices_give_the_statistics_of_the_whole(how):
     def look(x, step):

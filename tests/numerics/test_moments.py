@@ -145,6 +145,7 @@ def test_signal_to_noise(dtype, signed):
     assert sqnr(x, worth(rounder(dtype, signed)(x, 3), signed)) > SQNR[dtype, signed]
 
 
+@pytest.mark.thorough(4)
 @each_format
 @pytest.mark.parametrize("signal", ["constant", "decaying"])
 def test_averages_follow(dtype, signed, signal):
@@ -179,6 +180,7 @@ def test_averages_follow(dtype, signed, signal):
         assert np.mean(after_100) < 0.92 * np.mean(by_nearest)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_round_to_nearest_stands_still(dtype, signed):

@@ -58,6 +58,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("traced", [False, True], ids=["number", "traced"])
 def test_a_pair_of_powers_of_two_round_a_block_changes_no_bit(wrap, traced):

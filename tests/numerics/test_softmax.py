@@ -113,6 +113,7 @@ def test_gradients_are_those_of_float64_rounded_once(dtype):
     )
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize(
     ("smoothing", "masked"), [(0.0, False), (0.1, False), (0.1, True)], ids=["plain", "smooth", "smooth-masked"]

@@ -207,6 +207,7 @@ def test_our_loss_curve_is_no_worse_than_flax():
     np.testing.assert_array_less(ours, 1.02 * theirs)
 
 
+@pytest.mark.thorough(0)
 def test_our_outputs_are_as_close_to_float32_as_flax():
     _, ratios = side_by_side()
     theirs, ours = ratios[1:].T  # the first was cast by scales that one step has seen

@@ -119,6 +119,7 @@ def test_megatron(case):
     assert_exact(metrics["skipped_steps"][-1], int(np.sum(~taken)))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("case", ORACLE["torch_amp"], ids=name_of)
 def test_torch_amp(case):
     """float32 params, 16-bit matmuls: autocast and GradScaler. There is no master, and the scale still decides."""

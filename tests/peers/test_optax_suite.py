@@ -23,7 +23,7 @@ def takes_extra():
 INNER = {"sgd": lambda: optax.sgd(1.0), "stateful": lambda: optax.sgd(1.0, momentum=0.0), "extra": takes_extra}
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["eager", "jit", "pmap"])
 @pytest.mark.parametrize("inner", INNER)
 def test_steps_that_are_not_finite_are_rejected(inner, how):

@@ -374,6 +374,7 @@ def step_of(tx, *, clip=False):
     return step
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("name", "bad"), [("masters", np.nan), ("chain", np.inf), ("lbfgs", np.inf)])
 def test_a_skip_changes_nothing_but_the_scale(name, bad):
     """Params, masters, moments and counts stay, bit for bit, also where a moment is -0.0."""

@@ -88,6 +88,7 @@ def test_the_loss_scale_that_is_needed_and_the_one_that_is_too_high():
     assert lost[1.0] > 0.5 and lost[least] < 0.02
 
 
+@pytest.mark.thorough(0)
 def test_the_whole_is_checked():
     _, _, found = planted()
     mix = found.mix

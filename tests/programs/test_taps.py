@@ -87,6 +87,7 @@ def test_paths_and_values_of_linen_modules_are_those_of_capture_intermediates():
     assert_same_operations(seen, captured, params, X)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("model", [Net(), Stack(), Stack(rematted=True)], ids=["plain", "scan", "scan of remat"])
 def test_gradients_are_the_same(model):
     params, loss_fn = linen(model)
@@ -102,6 +103,7 @@ def test_gradients_are_the_same(model):
         assert_same_operations(lambda p, x: tapped(p, x)[:2], jax.value_and_grad(loss_fn), params, X)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("rematted", [False, True], ids=["plain", "remat"])
 def test_scan_over_layers_gives_one_entry_for_each(rematted):
     params, loss_fn = linen(Stack(rematted))

@@ -54,6 +54,7 @@ def test_the_same_job_ends_in_the_same_params(name):
     assert_exact(params, jax.tree.map(lambda m: m.astype(jnp.float16), masters))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SAME_JOB])
 def test_the_other_jobs_take_the_same_step(name):
     """Params in float32 or bfloat16 agree within their rounding."""
@@ -61,7 +62,10 @@ def test_the_other_jobs_take_the_same_step(name):
     assert all(x.dtype == program.dtype for x in jax.tree.leaves(params))
     tolerance = max(float(jnp.finfo(program.dtype).eps), 1e-4)
     _, by_hand = run("by hand, select")
-    assert_close(jax.tree.map(lambda p: p.astype(F32), params), by_hand.masters, rtol=tolerance, atol=tolerance)
+    weights = {  # without scales of fp8
+        layer: {leaf: params[layer][leaf].astype(F32) for leaf in leaves} for layer, leaves in by_hand.masters.items()
+    }
+    assert_close(weights, by_hand.masters, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.thorough(1)
@@ -180,6 +184,7 @@ JOBS = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", JOBS)
 def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     """The same number of matmuls and convolutions, each in float16; gradients have the float32 of the params."""

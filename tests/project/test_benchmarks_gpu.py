@@ -90,6 +90,7 @@ def test_a_section_that_hangs_is_ended_where_it_hangs(drive):
     assert text.startswith("ended after its time limit") and "gpu_sections.py" in text
 
 
+@pytest.mark.thorough(0)
 def test_a_section_that_hangs_for_its_whole_time_is_killed(drive):
     """Its own limit is out of reach, as where a driver holds the process: the parent ends it."""
     status, records = drive("hangs", "sound", limit=1.0)

@@ -147,6 +147,7 @@ def test_train_says_which_batch_sizes_fit(run):
         run("train.py", "--batch-size", 7)
 
 
+@pytest.mark.thorough(0)
 def test_train_nnx(run, short_text, tmp_path):
     knobs = "--policies fp16+fp8 --steps 6 --log-every 2 --eval-every 6 --initial-scale 1e9".split()
     out = run("train_nnx.py", *TINY, *knobs, "--out", tmp_path)
@@ -156,6 +157,7 @@ def test_train_nnx(run, short_text, tmp_path):
     assert is_png(tmp_path / "train_nnx.png")
 
 
+@pytest.mark.thorough(0)
 def test_two_losses(run):
     out = run("two_losses.py")
     assert "step  60: skipped by B " in out
@@ -166,6 +168,7 @@ def test_two_losses(run):
     assert after_b < 0.1 * before_b
 
 
+@pytest.mark.thorough(0)
 def test_gradient_penalty(run):
     out = run("gradient_penalty.py", "--steps", 60, "--log-every", 30)
     assert re.search(r"    0 +\d\.\d{4} +nan +65536   skipped\n", out)
@@ -176,6 +179,7 @@ def test_gradient_penalty(run):
     assert all(2 < float(x) < 4 for x in found.groups())
 
 
+@pytest.mark.thorough(0)
 def test_port_torch_amp(run):
     out = run("port_torch_amp.py", "--steps", 24, "--width", 8)
     rows = {}

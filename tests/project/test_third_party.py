@@ -48,6 +48,7 @@ def test_the_stored_results_are_whole(run, results):
     assert results["lines"] == {name: run.lines_changed() + more for name, (_, more) in run.models.MODELS.items()}
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize(
     "package", ["haiku", "equinox", "transformers", "flax's examples, lm1b", "flax's examples, mnist"]

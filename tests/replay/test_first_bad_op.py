@@ -87,6 +87,7 @@ class NnxModel(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_layer_of_nnx(way):
     model = NnxModel(nnx.Rngs(0))

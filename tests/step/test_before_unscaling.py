@@ -161,7 +161,7 @@ def plain_step(tx, dtype=jnp.float16):
     return jax.jit(run)(params, tx.init(PARAMS))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "decay", "adam", "behind others"])
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_tx_update_warns_of_what_its_chain_has_before_it(name, scale):

@@ -111,6 +111,7 @@ def test_one_pass_fills_all_histories_and_changes_nothing_else():
     assert float(jaxmp.get_metrics(state)["fp8/lost_gradients"]) == 0
 
 
+@pytest.mark.thorough(0)
 def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     tx, params, opt_state = make()
     x = X / np.float32(2**10)  # most of it is subnormal in e4m3
@@ -169,6 +170,7 @@ def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     np.testing.assert_allclose(scale, expected, rtol=0.05)
 
 
+@pytest.mark.thorough(0)
 def test_under_accumulation_and_with_aux():
     tx, params, opt_state = make()
 

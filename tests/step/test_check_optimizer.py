@@ -61,6 +61,7 @@ FAULTY = {
 }
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     tx, dtype = FINE[name]

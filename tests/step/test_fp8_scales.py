@@ -327,6 +327,7 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
@@ -347,6 +348,7 @@ def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     assert_same_program(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "jit"])
 def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
     tx = make_tx("bf16")

@@ -132,6 +132,7 @@ FREEZERS = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("freezer", FREEZERS)
 @both_policies
 def test_frozen_leaves_have_no_master_and_never_change(freezer, policy):
@@ -246,6 +247,7 @@ def sgd_steps(policy):
     return tx, jax.jit(by_updates), jax.jit(functools.partial(jaxmp.apply_gradients, tx))
 
 
+@pytest.mark.thorough(1)
 @both_policies
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_apply_updates_lands_on_the_rounded_master(policy, compiled):
@@ -479,7 +481,7 @@ def after_training(target, name, *, state_dtype=None):
     return jnp.mean(params["w"].astype(jnp.float32))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", THROUGH)
 def test_the_derivative_through_steps_is_that_of_unrounded_steps(name):
     """d w / d target of w -= rate * m, m = momentum * m + (w - target), in float64."""

@@ -96,7 +96,6 @@ CHAINS = {
     "outer_multi_transform-two": lambda: optax.multi_transform(
         {"a": mixed(optax.adam(0.1)), "s": mixed(optax.sgd(0.1))}, {"w": "a", "norm": "s"}
     ),
-    "masked": lambda: optax.masked(mixed(optax.sgd(0.1)), {"w": True, "norm": False}),
     "inner_MultiSteps": lambda: mixed(optax.MultiSteps(optax.adam(0.1), 2)),
     "outer_MultiSteps": lambda: optax.MultiSteps(
         mixed(optax.adam(0.1)), 2, should_skip_update_fn=optax.skip_not_finite
@@ -105,6 +104,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_apply_gradients_is_update_and_apply_updates(chain):
     """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""
@@ -116,9 +116,7 @@ def test_apply_gradients_is_update_and_apply_updates(chain):
     by_both, by_one = (params, tx.init(params32())), (params, tx.init(params32()))
     assert_moved(jaxmp.get_master_params(by_one[1], params)["w"], params32()["w"])
     for value in (4.0, 2.0, np.inf, -8.0, 1.0):
-        grads = grads_like(params, value) | {
-            "norm": jnp.full(2, 0.0 if np.isinf(value) and "masked" in chain else value)
-        }
+        grads = grads_like(params, value) | {"norm": jnp.full(2, value)}
         before = by_one[0]
         updates, state = update(grads, by_both[1], by_both[0])
         by_both = optax.apply_updates(by_both[0], updates), state
@@ -134,6 +132,13 @@ def test_apply_gradients_is_update_and_apply_updates(chain):
         masters = jaxmp.get_master_params(by_one[1], by_one[0])
         assert_exact(by_one[0], KEEP.cast_to_param(masters))
     assert float(by_one[0]["w"][0]) != float(params["w"][0])
+
+
+def test_a_gradient_that_is_handed_on_is_no_update():
+    tx = optax.masked(mixed(optax.sgd(0.1)), {"w": True, "norm": False})
+    params = KEEP.cast_to_param(params32())
+    with pytest.raises(ValueError, match="got the gradient itself as the update of norm. optax.masked hands on"):
+        jaxmp.apply_gradients(tx, grads_like(params, 4.0), tx.init(params32()), params)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

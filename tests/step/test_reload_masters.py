@@ -60,6 +60,7 @@ def test_a_train_state_trains_on_from_replaced_params(kind, traced):
     assert_moved(masters(state), START if kind != "split8" else masters(start(kind)[0]))  # the old state is as it was
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_not_changed_keeps_its_master(kind):
     state, _ = start(kind)

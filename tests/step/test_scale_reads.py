@@ -231,7 +231,7 @@ def averaged(tx):
     return step
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("make", [right, two_steps, branches, inner_jit, averaged])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_state_that_scaled_the_gradients(make, jitted):

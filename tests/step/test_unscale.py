@@ -556,6 +556,7 @@ def test_the_limit_is_that_of_the_narrower_dtype():
     assert_exact(tx.update(g, tx.init(g), g)[0], jnp.array([65504.0]))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan], ids=["inf", "nan"])
 def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):

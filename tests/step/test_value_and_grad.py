@@ -325,6 +325,7 @@ def under_vmap_over_scales(f, params, x, opt_state):
     return jax.tree.map(lambda x: x[0], out)
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("rematerialized", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("under", [under_nothing, under_jit, under_scan, under_vmap, under_vmap_over_scales])
@@ -558,6 +559,7 @@ def test_split_microbatches_keeps_order_and_dtypes():
     assert_exact(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("k", [2, 8])
 def test_microbatches_of_a_sharded_batch_stay_spread_over_its_devices(axis_type, k):

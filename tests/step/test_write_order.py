@@ -46,7 +46,7 @@ def numbers(params, opt_state):
     return [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_kept_elements_and_the_others_are_those_of_the_step_without_jit(name):
     tx = OPTIMIZERS[name]()
@@ -146,7 +146,7 @@ def labels_of(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: "f" if "bias" in str(path) else "t", params)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", BOXED)
 def test_state_keeps_the_boxes_of_nnx(name):
     """A step of nnx.split and merge: a lost box would stop the next step, or a scan. The numbers are those of dicts."""

@@ -362,6 +362,7 @@ NNX = {
 }
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx(name):
     make, x, expected, gemms = NNX[name]

@@ -92,6 +92,7 @@ def big(tree):
     return [x for x in jax.tree.leaves(tree) if x.nbytes >= BIG]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("name", "how"), [("fp16", "apply_gradients"), ("fp16", "update"), ("bf16", "update"), ("fp32", "apply_gradients")]
 )
@@ -215,6 +216,7 @@ def compile_update(how, n):
     return jax.jit(spread).lower(state, state[0]).compile().as_text()
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_one_small_all_reduce_for_all_flags_however_many_leaves(how):
     for n in (3, 30) if how == "shard_map" else (3,):

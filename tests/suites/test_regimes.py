@@ -50,6 +50,7 @@ def test_one_overflowing_device_stops_all_and_nothing_else_differs(regime_name, 
 # each device trains params of its own (local SGD), and only the flag crosses over.
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("spread", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_devices_that_share_no_gradients_still_decide_together(spread):
     tx = jaxmp.mixed_precision(

@@ -57,6 +57,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize(
     ("name", "dtype"), cases_of(OPTIMIZERS, DTYPES, lambda name, dtype: name == "adam" or dtype == "int8")
 )
@@ -129,6 +130,7 @@ def losses_of(name: str, dtype: str | None) -> np.ndarray:
     return np.array(found)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases_of(
@@ -186,6 +188,7 @@ def test_nothing_non_finite_is_stored(dtype):
     assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),
@@ -234,6 +237,7 @@ def test_nothing_to_compress(inner):
         tx.init(params_of())
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "make",
     [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],
@@ -253,7 +257,7 @@ def test_a_large_param_that_keeps_float32_moments_is_named(make):
     tx.init(params)
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("wanted", DTYPES)
 def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted):

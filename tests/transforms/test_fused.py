@@ -160,6 +160,7 @@ def after_steps_with_full_masters(steps):
     return run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16", steps=steps)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "optax"])
 def test_split_masters_train_as_full_ones(fused):
     """No bit is lost in a split; what remains are the roundings of two programs, some ulps in each step."""
@@ -476,6 +477,7 @@ def test_split_params_inside_shard_map(check_vma):
     assert_close(*outcomes, rtol=2.0**-7)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("scaled", ["fp16", "bf16"])
 @pytest.mark.parametrize("inner", [jaxmp.fused_adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
 def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled):
