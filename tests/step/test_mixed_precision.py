@@ -134,13 +134,6 @@ def test_apply_gradients_is_update_and_apply_updates(chain):
     assert float(by_one[0]["w"][0]) != float(params["w"][0])
 
 
-def test_a_gradient_that_is_handed_on_is_no_update():
-    tx = optax.masked(mixed(optax.sgd(0.1)), {"w": True, "norm": False})
-    params = KEEP.cast_to_param(params32())
-    with pytest.raises(ValueError, match="got the gradient itself as the update of norm. optax.masked hands on"):
-        jaxmp.apply_gradients(tx, grads_like(params, 4.0), tx.init(params32()), params)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_gradients_of_plain_optax_is_plain_optax(dtype):
     tx = optax.adam(0.1)
