@@ -598,6 +598,7 @@ def test_methods_of_nnx_modules() -> None:
     assert Head(nnx.Rngs(0))(X).dtype == BF16
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_region_reaches_value_and_grad(accumulate: int) -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=1024.0)
@@ -825,6 +826,7 @@ def test_modules_have_dtypes_of_their_own_by_path():
         jaxmp.autocast(loss_fn, jnp.float32, modules={"brain": jnp.bfloat16})
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -64,6 +64,7 @@ def test_branches_for_other_platforms_are_not_compiled() -> None:
     assert_within_ulps(jax.jit(jaxmp.autocast(fn))(X), jaxmp.autocast(jnp.matmul)(X, W), 1)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axes", [1, 2])
 def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds(axes: int) -> None:
     def grow(x: jax.Array, end: jax.Array) -> Any:
@@ -257,6 +258,7 @@ def test_rules_are_told_what_is_differentiated(kind: str, over: Any) -> None:
     assert_close(over_all.astype(F32), exact_dx, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("batched", [False, True], ids=["plain", "vmap"])
 def test_rules_are_told_which_cotangents_are_zero(batched: bool) -> None:
     """Under vmap, jax refuses a cotangent of a result that all rows share, unless it is known to be zero."""
@@ -534,6 +536,7 @@ def newton(x, stops_by):
     return jax.lax.while_loop(lambda c: jnp.any(c[0]), flags, (y > 0, y > 0, y))[2]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "stops_by, dtype",
     {

@@ -96,6 +96,7 @@ def test_the_output_has_the_structure_of_the_function_itself(name):
     assert [x.shape for x in jax.tree.leaves(plain)] == [x.shape for x in jax.tree.leaves(cast)]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("framework", "name"), [("linen", "cnn"), ("nnx", "lstm")])
 def test_float32_is_the_function_itself(framework, name):
     """Loss, gradients and BatchNorm's statistics come from the same operations."""

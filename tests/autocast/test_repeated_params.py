@@ -187,6 +187,7 @@ def test_a_bias_gets_the_whole_sum(layer, policy):
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_types", ["Auto", "Explicit"])
 def test_a_bias_on_a_mesh(axis_types):
     mesh = jax.make_mesh((regimes.DEVICES,), (regimes.AXIS,), axis_types=(jax.sharding.AxisType[axis_types],))

@@ -415,6 +415,7 @@ def test_the_module_is_no_batch():
         compute(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((4, 3)), opt_state=None)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_state_of_params_trains_as_a_tree(policy):
     """nnx.split gives an nnx.State, whose masters are arrays of their own in the same boxes."""
@@ -585,6 +586,7 @@ def test_fp8_layers_of_nnx_under_the_policy():
     assert found == {"bfloat16": 5, "float8_e4m3fn": 1, "float8_e4m3fnxfloat8_e5m2": 2}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("cls", [jaxmp.nnx.Optimizer, nnx.Optimizer], ids=["ours", "flax"])
 @pytest.mark.parametrize("policy", ["bf16", "fp8"])
 def test_layers_that_are_turned_to_fp8_after_the_optimizer_was_made_are_named(policy, cls):

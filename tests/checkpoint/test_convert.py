@@ -397,6 +397,7 @@ def test_another_model_is_an_error_that_names_the_leaf(change, message):
         convert(opt_state, params, to=KINDS["fp32"].tx, policy="fp32", like=change(PLAIN))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("inner", "message"),
     [

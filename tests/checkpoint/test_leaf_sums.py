@@ -43,6 +43,7 @@ def test_rows_longer_than_a_block_are_summed_alike(monkeypatch):
         assert leaf_sums.sum_of_part(x, (0, 0, 0), x.shape) == expected
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_it_does_not_matter_where_a_leaf_lies(axis_type):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)

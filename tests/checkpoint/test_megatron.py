@@ -209,6 +209,7 @@ def test_a_step_of_the_group_and_momentum():
     assert_moved(optax.tree.get(opt_state, "trace"), arrays(2))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("change", "groups", "message"),
     [

@@ -76,6 +76,7 @@ def test_from_8_devices_to_others(saved_on_8, devices):
     assert_moved(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, trained()))
 
 
+@pytest.mark.thorough(0)
 def test_to_one_device_and_to_sixteen(saved_on_8):
     restored = checkpoint.restore(saved_on_8, TX, params=trained()[0])
     assert_moved((restored.params, restored.opt_state), trained())

@@ -139,6 +139,7 @@ def test_shards_and_shardings(tmp_path):
     assert_moved(load_safetensors(tmp_path / "3", whole), whole)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("remainder_bits", [None, 16], ids=["fp32 masters", "split masters"])
 def test_masters_of_another_shape_are_not_written(remainder_bits, tmp_path):
     """Padded masters under trimmed params: the file would hold the padding."""

@@ -225,6 +225,7 @@ def reduced(how, grads, **kwargs):
     return np.asarray(out)
 
 
+@pytest.mark.thorough(1)
 @MANUAL
 def test_float16_sums_overflow_on_finite_values_and_ours_do_not(how):
     """4 x 28672 is beyond float16; their mean is not."""
@@ -243,6 +244,7 @@ def test_only_float32_sums_cannot_overflow():
     assert_exact(reduced("shard_map", largest), np.full((DEVICES, 1), 65504.0, np.float32))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_means_are_exact(how):
     """Integers up to 2^11 and four devices: every partial result is a float32, and a float16."""

@@ -172,6 +172,7 @@ def test_any_axis_of_any_shape(recipe, shape, axis):
     assert_exact(dequantized, block_oracle.dequantized(q, scale_inv, axis, recipe.block_size))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2]], ids=recipe_id)
 def test_axes_count_from_the_front_and_from_the_back(recipe):
     """One program, however the axes are named."""

@@ -376,6 +376,7 @@ def gemm_sides(text):
     return [[int(side) for side in re.findall(r"(\d+)x", operand)] for operand in operands]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_all_sides_of_the_gemms_for_gpus_are_multiples_of_16(recipe):
     def three(lhs, rhs, scales):
@@ -624,6 +625,7 @@ def products(recipe, scales=UNIT):
     return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("recipe", "scales", "backward"),
     [

@@ -90,6 +90,7 @@ def test_te_semantics_are_the_fused_bulk_update(case):
 ALIKE = [case for case in TE_JAX["cases"] if case["equal_to_fused_bulk"]]
 
 
+@pytest.mark.thorough(14)
 @pytest.mark.parametrize("case", ALIKE, ids=name_of)
 def test_te_semantics_are_those_of_te_jax(case):
     (fused,) = [fused for fused in FUSED["cases"] if fused["name"] == case["name"]]
@@ -106,6 +107,7 @@ def test_what_te_jax_does_not_do_alike_is_what_we_know_of():
     assert len(ALIKE) == 54
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("row", FROM_AMAX["rows"], ids=lambda r: f"{r['fmt']}-pow2={r['pow2']}-{r['amax_epsilon']:g}")
 def test_current_scaling_is_the_cuda_rule(row):
     """The Python reference of TransformerEngine differs for inf and NaN only; its kernels are what trains."""
@@ -221,6 +223,7 @@ def test_types_stay_and_the_second_call_compiles_nothing():
     assert update._cache_size() == 1
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_scales_are_constants_to_autodiff(power_of_two):
     formula = functools.partial(scale_from_amax, fp8_max=448.0, fallback=1.0, power_of_two=power_of_two)

@@ -42,6 +42,7 @@ def test_the_counts_of_both_flags_are_numpys(platform):
     assert tuple(map(int, only_first)) == (expected(first, second)[0], 0)
 
 
+@pytest.mark.thorough(1)
 def test_all_flags_set_in_many_leaves_do_not_run_over_a_byte(platform):
     ones = [np.ones(5, bool)] * 100
     assert tuple(map(int, jax.jit(flags.count_in_pass)(ones, ones))) == (500, 500)
@@ -96,6 +97,7 @@ def test_on_a_mesh_only_arrays_that_are_whole_on_their_device_are_added(monkeypa
     assert "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_arrays_that_are_split_and_whole_are_added(monkeypatch, check_vma):
     monkeypatch.setattr(backend, "default_platform", lambda: "gpu")

@@ -75,6 +75,7 @@ def test_a_gpu_gets_the_kernel(shape, parts):
     assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b")], ids=str)
 def test_under_jit_vectors_are_split_like_the_matrix(spec):
     """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100/kernels.py."""

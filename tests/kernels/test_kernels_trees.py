@@ -139,6 +139,7 @@ def test_gradient_norm(backend):
     assert_exact(finite, True)
 
 
+@pytest.mark.thorough(1)
 @each_backend
 def test_a_norm_that_overflows_is_no_gradient_that_does(backend):
     norm, finite = compiled("gradient_norm", backend)([np.full(130, 1e30, np.float32)], np.float32(1.0))
@@ -626,6 +627,7 @@ def test_parts_that_do_not_fit(weight, message, backend):
         )
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("spec", [P("x"), P()], ids=["all-cut", "cut-and-whole"])
 def test_checked_shard_map_leaves_to_xla_what_varies_over_other_axes(spec):
     """Leaves share the branches of a kernel, whose types must agree; a named backend says so."""

@@ -48,6 +48,7 @@ def test_other_platforms_see_rows():
     assert not views.of((16, 256), 256, ()).in_tiles
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("rows", [64, 32])
 def test_each_device_needs_whole_tiles(on_tpu, rows):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

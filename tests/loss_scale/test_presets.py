@@ -212,6 +212,7 @@ def test_torch_traces_with_other_factors_are_an_ulp_a_step_away_at_most(case):
     assert_close(moved.loss_scale, expected, rtol=len(expected) * 2.0**-23)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["defaults", "nan_is_inf", "backoff_then_interval_restart"])
 def test_torch_traces_through_the_transform(name):
     """The column `optimizer_stepped` too; found_inf 2 stands for NaN."""
@@ -348,6 +349,7 @@ def deepspeed_scaler(case: dict) -> jaxmp.DynamicLossScale:
 deepspeed_trace = traces_of(DEEPSPEED["cases"], deepspeed_scaler, "overflow")
 
 
+@pytest.mark.thorough(11)
 @pytest.mark.parametrize("case", DEEPSPEED["cases"], ids=name_of)
 def test_deepspeed_traces(case):
     config = case["cfg"]

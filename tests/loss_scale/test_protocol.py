@@ -79,6 +79,7 @@ def test_the_loss_is_scaled_in_float32():
     assert_exact(jmp.DynamicLossScale(jnp.float16(2.0**15)).scale(loss), jnp.float16(np.inf))
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", SCALERS)
 def test_a_round_trip_through_a_pytree_keeps_the_rule(name):
     scaler = SCALERS[name]()
@@ -307,6 +308,7 @@ RULE = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", RULE)
 def test_traced_numbers_pass(name):
     """Only Python numbers can be checked, so all others must come through: a factory under inject_hyperparams."""

@@ -266,6 +266,7 @@ def moves(jaxpr, where=()):
     return found
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("split_leaves", [False, True])
 def test_each_array_moves_once_in_and_once_out_and_only_if_the_step_is_taken(split_leaves):
     tx = jaxmp.mixed_precision(offload.stream_updates(adamw(), window_bytes=1000, split_leaves=split_leaves), "fp16")

@@ -257,6 +257,7 @@ def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed(rate, is_nam
     assert {f.kind for f in monitor.findings} == ({"dead_update"} if is_named else set())
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("scale", "kind"), [(3e4, "near_overflow"), (3e6, "overflow")])
 def test_activations_that_leave_float16(scale, kind):
     """The scope that makes them is named, in a function without modules."""

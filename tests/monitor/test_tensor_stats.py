@@ -67,6 +67,7 @@ def compare(found, x):
         np.testing.assert_allclose(found[key], value, rtol=1e-6, atol=0, err_msg=key)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("histogram", [True, False])
 def test_shares_are_those_of_a_cast(histogram):
     x = edges()

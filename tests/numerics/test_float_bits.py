@@ -84,6 +84,7 @@ def test_split(x):
     assert_exact(np.ldexp(np.asarray(significand, np.float64), np.asarray(exponent) - 23), x.astype(np.float64))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_every_power_of_two_and_back(jit):
     exponents = np.arange(-126, 128).astype(np.float32)

@@ -139,6 +139,7 @@ SQNR = {
 }
 
 
+@pytest.mark.thorough(2)
 @each_format
 def test_signal_to_noise(dtype, signed):
     x = values(signed)
@@ -337,6 +338,7 @@ def test_masters_of_24_bits_are_right_on_average():
     assert np.mean(np.asarray(random) == np.asarray(others)) < 0.01
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.int16, jnp.int8])
 def test_split_at_the_end_of_the_range(dtype):
     limit = float(ml_dtypes.finfo(jnp.bfloat16).max)

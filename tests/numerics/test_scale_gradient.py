@@ -27,6 +27,7 @@ def loss(f):
     return lambda w, x: jnp.sum(f(w, x).astype(F32) ** 2)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=lambda d: jnp.dtype(d).name)
 def test_forward_is_the_identity_and_backward_the_factor(dtype):
     x = jnp.asarray(X, dtype)

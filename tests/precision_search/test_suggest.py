@@ -96,6 +96,7 @@ def test_the_whole_is_checked():
     assert abs(mix.loss - mix.reference_loss) < 0.05 * mix.reference_loss
 
 
+@pytest.mark.thorough(0)
 def test_the_table_shows_the_evidence_and_the_code():
     _, _, found = planted()
     text = str(found)

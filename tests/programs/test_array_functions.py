@@ -87,6 +87,7 @@ def test_nnx_objects_with_variables_are_modules(name):
         assert_exact(count(obj), count(expected))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_are_taken_apart_and_come_back_as_copies(name):
     make, change, count = MODULES[name]

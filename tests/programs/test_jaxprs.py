@@ -49,6 +49,7 @@ CONTROL_FLOW = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_have_one_function_of_their_operands(name):
     (eqn,) = equations(CALLS[name], X)

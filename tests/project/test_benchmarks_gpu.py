@@ -169,6 +169,7 @@ def test_packages_come_from_a_folder_of_wheels_without_pip_or_registry(drive, tm
     assert records["needs_a_package"].rows == [{"what": "has it", "value": 3}]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("machine", "message"),
     [

@@ -196,6 +196,7 @@ def test_port_torch_amp(run):
     assert "GradScaler step 0: skipped, loss scale 524288 -> 262144" in out
 
 
+@pytest.mark.thorough(0)
 def test_port_torch_amp_in_nnx(run):
     out = run("port_torch_amp.py", "--framework", "nnx", "--loops", "native", "--steps", 6, "--width", 4)
     assert re.search(r"native( +\d\.\d{4}){2} ", out)

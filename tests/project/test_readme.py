@@ -120,6 +120,7 @@ def test_the_table_has_a_row_for_each_recipe():
     assert all(cell for row in rows() for cell in row)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip("`"))
 def test_bytes_of_a_param(row):
     policy, options = OPTIMIZERS[row[0].strip("`")]

@@ -159,6 +159,7 @@ def test_every_matmul_runs_in_the_dtype_of_the_policy(name, policy, dtype):
     assert ported == {dtype: naive["float32"]}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp32", "tf32"])
 def test_matmuls_have_the_precision_of_a_float32_policy(policy):
     step = traced(source_of("linen_cnn", policy))

@@ -123,6 +123,7 @@ def test_a_tree_comes_back_bit_for_bit(tmp_path, name):
                 assert np.asarray(a).tobytes() == np.asarray(b).tobytes()  # moved, and each NaN with its bits
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_keys_come_back(tmp_path, implementation):
     keys = {"typed": jax.random.split(jax.random.key(3, impl=implementation), 2), "raw": jax.random.PRNGKey(1)}

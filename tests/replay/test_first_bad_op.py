@@ -160,6 +160,7 @@ def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds():
     assert (bad.primitive, bad.iterations) == ("mul", (4,))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_the_branch_that_ran_is_looked_into(index):
     branches = [jnp.exp, lambda x: 1 / (x - 20), lambda x: x * 4000]
@@ -247,6 +248,7 @@ def test_what_is_bad_in_float32_too_is_said():
     assert "in float32 it gives inf too: the range of float16 is not the cause" in str(bad)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e5m2, jnp.float32])
 def test_other_dtypes(dtype):
     big = jnp.asarray(jnp.finfo(dtype).max, dtype)

@@ -39,6 +39,7 @@ def test_the_first_in_row_major_order_is_named(dtype, shape):
     assert np.isnan(found.value)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_nan_counts(dtype):
     x = np.arange(65536, dtype=np.uint16).view(dtype)

@@ -119,6 +119,7 @@ def test_what_changes_from_replay_to_replay_is_not_reproducible(tmp_path):
     assert "2 replays of the same inputs differ." in str(found)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("where", "path"), [("batch", "1[2, 3]"), ("params", "0/w[3, 1]")])
 def test_arguments_that_are_not_finite_are_named(tmp_path, where, path):
     params, x = params_and_batch()
@@ -295,6 +296,7 @@ def script(tmp_path):
     sys.path[:] = [p for p in sys.path if p != str(tmp_path)]
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("x", "status", "verdict"), [(2.0, 0, "transient"), (np.nan, 1, "data")])
 def test_the_exit_status_is_the_verdict(script, capsys, x, status, verdict):
     path, make = script

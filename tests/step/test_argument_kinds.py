@@ -125,6 +125,7 @@ def test_arguments_in_the_wrong_place_are_named(name):
         call()
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("policy", ["fp32", "tf32", "bf16", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("make", [train_state, optimizer])
 def test_a_policy_may_have_any_loss_scale(make, policy):

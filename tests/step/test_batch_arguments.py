@@ -117,6 +117,7 @@ UNCUT = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", UNCUT)
 def test_rows_from_elsewhere_are_refused(name):
     """One row would be broadcast: another loss without an error. More rows do not fit: an error of shapes."""
@@ -266,6 +267,7 @@ def test_aux_beside_the_statistics_is_stacked():
     assert_close(new, one_after_the_other(params, stats), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_statistics_inside_shard_map(check_vma):
     """Each device has its own after its own rows; their mean is the caller's to take."""
@@ -296,6 +298,7 @@ class Fp8Normed(nnx.Module):
         return nnx.relu(self.norm(self.dense(x)))
 
 
+@pytest.mark.thorough(0)
 def test_nnx_in_fp8_inside_shard_map_carries_statistics_as_one_device_does():
     P, n, k, recipe = jax.sharding.PartitionSpec, regimes.DEVICES, 2, jaxmp.fp8.DelayedScaling(amax_history_len=3)
 

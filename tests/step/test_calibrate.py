@@ -223,6 +223,7 @@ def test_a_train_state():
     assert int(state.step) == 0
 
 
+@pytest.mark.thorough(0)
 def test_nnx():
     model = nnx.Sequential(*(nnx.Linear(SIDE, SIDE, dtype=jnp.bfloat16, rngs=nnx.Rngs(i)) for i in range(DEPTH)))
     jaxmp.nnx.to_fp8(model, RECIPE, filter=("*",))

@@ -90,6 +90,7 @@ NAIVE = {
 }
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("of", ["fp16", "bf16"])
 @pytest.mark.parametrize("kind", NAIVE)
 def test_it_is_said_once(kind, of):

@@ -161,6 +161,7 @@ def takes_all(seen):
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "made",
     [
@@ -250,6 +251,7 @@ def apply_to_two(tx, dtype):
     return jaxmp.apply_gradients(tx, two(dtype), tx.init(two(dtype)), two(dtype))[0]
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_follows_in_a_chain_is_refused(name):
     with pytest.raises(ValueError, match="nothing may follow mixed_precision .* Put that transform inside"):

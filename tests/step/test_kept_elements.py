@@ -180,6 +180,7 @@ def test_both_words_for_a_broken_number_say_the_same(dtype):
     np.testing.assert_array_equal(broken.in_other_words(new, old), want)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_param_has_the_bits_of_the_saturating_cast(dtype):
     most = float(jnp.finfo(dtype).max)

@@ -395,6 +395,7 @@ def test_initial_values_beyond_float16_saturate_too():
     assert_moved(masters_in(state), params32)
 
 
+@pytest.mark.thorough(1)
 @both_policies
 def test_non_finite_masters_never_enter(policy):
     """An inner optimizer that returns inf or NaN on finite gradients: those elements stay, the others move."""
@@ -425,6 +426,7 @@ def test_init_under_jit_and_eval_shape():
     assert jax.tree.map(jax.typeof, jax.jit(tx.init)(params32)) == jax.tree.map(jax.typeof, state)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 @pytest.mark.parametrize("inner", [optax.sgd(1.0), optax.adam(1.0)], ids=["sgd", "adam"])
 def test_gradients_of_other_shapes_are_named(policy, inner):

@@ -134,6 +134,7 @@ def test_apply_gradients_is_update_and_apply_updates(chain):
     assert float(by_one[0]["w"][0]) != float(params["w"][0])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_gradients_of_plain_optax_is_plain_optax(dtype):
     tx = optax.adam(0.1)

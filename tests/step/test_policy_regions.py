@@ -142,6 +142,7 @@ def test_params_keep_their_values_and_gradients_their_dtypes():
         assert {g.dtype.name for g in jax.tree.leaves(grads)} == {dtype}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("policy", "name"), [("fp32", "HIGHEST"), ("tf32", "HIGH")])
 def test_the_precision_of_float32_matmuls(policy, name):
     assert str(jax.make_jaxpr(gradient(policy))(X, Y)).count(f"precision=(Precision.{name},") == 8
@@ -181,6 +182,7 @@ AROUND = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("region", AROUND)
 def test_a_region_around_the_loss(region):
     """An argument is nearer than a region around it, unless this says more. A TrainState's policy is a default."""
@@ -212,6 +214,7 @@ def test_fp8_around_the_loss_keeps_its_recipe_and_filter():
 # A dtype of their own
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("own", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_linen_modules_keep_a_dtype_of_their_own(own):
     net = Net((None, own, None))

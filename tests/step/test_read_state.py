@@ -68,6 +68,7 @@ def test_keep_if_skipped_names_its_order():
         jaxmp.keep_if_skipped(new, old, TX.init(PARAMS))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("step", ["apply_gradients", "update"])
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 def test_leaves_that_came_after_the_optimizer_are_named(policy, step):

@@ -76,6 +76,7 @@ def test_what_was_not_changed_keeps_its_master(kind):
     assert same.extra == 1
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["bf16", "split16"])
 def test_weights_that_are_clipped_between_steps_still_move_by_less_than_their_rounding(kind):
     """The rule of a projected optimizer: 64 steps of 2^-13 each, of weights near 1."""
@@ -211,6 +212,7 @@ def test_an_nnx_optimizer_reloads_its_masters(ours):
     assert_exact(optax.tree.get(state, "master_params")["kernel"], expected)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bits", [None, 16])
 def test_a_layer_named_value_has_params_of_its_own(bits):
     """Its path without "value" is that of another layer, whose params it got."""

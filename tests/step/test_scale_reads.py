@@ -124,6 +124,7 @@ def two_losses(tx):
     return step
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("make", [right, scan_of_steps, two_steps, by_hand, accumulated, two_losses])
 def test_scales_that_were_read(make):
     tx = mixed()

@@ -22,6 +22,7 @@ def changed(params):
     return params | {"dense": {"w": params["dense"]["w"] * 0.5}}
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_a_param_that_is_not_its_master_is_named_once_in_a_run(policy):
     _, params, opt_state = start(policy)

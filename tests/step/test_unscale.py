@@ -516,6 +516,7 @@ def clamping(inner, loss_scale, **options):
     return jaxmp.unscale_and_skip(inner, loss_scale, clamp_inf=jnp.float16, **options)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
 def test_an_infinite_gradient_counts_as_the_largest_float16(dtype):
     """Divided by the scale, in whatever dtype it arrives (a mean over devices is float32); finite ones stay."""
@@ -627,6 +628,7 @@ def test_a_state_that_is_none_of_its_own_is_named():
 # Wrappers that keep what the step needs
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 def test_apply_if_finite_around_it_is_refused(policy):
     tx = optax.apply_if_finite(jaxmp.mixed_precision(optax.sgd(0.1), policy), 5)
@@ -718,6 +720,7 @@ def test_one_inside_another_is_refused_at_init():
 # The state of the step before
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("jitted", [True, False])
 def test_keep_if_skipped_with_the_state_before_the_update_is_refused(jitted):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")

@@ -107,6 +107,7 @@ def test_a_float16_loss_is_warned_of_and_overflows_at_65536():
         assert_exact(loss, F32(2.0**-10))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_aux(accumulate):
     def with_aux(params, x):
@@ -122,6 +123,7 @@ def test_aux(accumulate):
         assert_moved(aux, {"rows": X[:, 0].reshape(2, 2), "n": np.array([2, 2], np.int32)})
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("argnums", [1, -1, (0, 1), (1, 0), (-1,), [0, -1]], ids=str)
 def test_argnums(argnums):
     a, b = jnp.array([1.0, 2.0], F16), jnp.array([3.0, 4.0], F32)

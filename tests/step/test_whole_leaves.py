@@ -98,6 +98,7 @@ def test_what_is_elementwise_or_sums_over_the_axis_is_taken(name, check_vma):
     trace(jaxmp.mixed_precision(RIGHT[name](), "bf16"), "bf16", check_vma)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_in_every_policy_and_never_under_jit(policy):
     tx = jaxmp.mixed_precision(optax.lamb(1e-3), policy)

@@ -143,6 +143,7 @@ def test_sharded_masters_in_shard_map_skip_on_every_shard(check_vma):
     assert_close(params, {"w": np.full((DEVICES * 2, 3), 0.9, np.float16)}, atol=2.0**-11)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("spread", ["pmap", "shard_map"])
 def test_axis_name_none_would_let_devices_diverge_and_is_an_error(spread):
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0, axis_name=None)

@@ -30,6 +30,7 @@ def clip(grads, max_norm, **kwargs):
 # Megatron-LM
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.parametrize("ord", ORDERS)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_global_norm(row, ord):
@@ -39,6 +40,7 @@ def test_global_norm(row, ord):
     assert_close(jaxmp.global_norm(grads_of(row), ord=ord), np.float32(expected), rtol=1e-6)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_clipped_gradients(row):
     """A norm of exactly max_norm is scaled by 0.999999; one that overflows on finite gradients gives zeros."""

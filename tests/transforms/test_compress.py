@@ -237,7 +237,7 @@ def test_nothing_to_compress(inner):
         tx.init(params_of())
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "make",
     [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],

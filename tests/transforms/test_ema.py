@@ -52,6 +52,7 @@ def test_after_one_step_a_debiased_average_is_the_weight():
     assert_moved(jaxmp.get_ema_params(start, params), params)  # before the first
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kwargs", [{}, {"remainder_bits": 16}], ids=["whole", "split"])
 def test_it_averages_masters_and_not_what_they_are_rounded_to(kwargs):
     inner = optax.chain(optax.sgd(2.0**-12), jaxmp.ema_params(0.5))

@@ -41,6 +41,7 @@ def draws(params, updates, n, seed=0):
     return jax.jit(jax.vmap(draw))(jnp.arange(n, dtype=jnp.int32))
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 def test_updates_land_on_a_neighbour_and_the_mean_is_right(dtype):
     rng = np.random.default_rng(0)
@@ -76,6 +77,7 @@ def neighbours(x, dtype):
     return value(ordered - down), value(ordered + up)
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 def test_values_that_need_no_rounding_never_move(dtype):
     spacing = float(jnp.finfo(dtype).eps)
@@ -89,6 +91,7 @@ def test_values_that_need_no_rounding_never_move(dtype):
     assert_exact(moves[:3], jnp.full(3, -0.0))
 
 
+@pytest.mark.thorough(1)
 @each_dtype
 def test_it_saturates_and_shows_what_is_not_finite(dtype):
     largest = float(jnp.finfo(dtype).max)
