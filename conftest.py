@@ -56,11 +56,13 @@ hypothesis.settings.load_profile("jaxmp")
 
 
 @pytest.fixture(autouse=True)
-def nothing_was_said_before() -> None:
-    """Forgets what jaxmp says once for a process, so that no test depends on those before it.
+def nothing_was_said_before() -> Iterator[None]:
+    """Forgets what jaxmp says once for a process, so that no test depends on those before it; nor on their mesh.
 
     Many tests make gradients themselves: reading a loss scale once says so (`jaxmp.UnreadLossScale`).
     """
+    import jax
+
     import jaxmp
     from jaxmp._src.base import ambient
 
@@ -69,6 +71,8 @@ def nothing_was_said_before() -> None:
         said.clear()
     now.scale_reads.warned = False
     jaxmp.get_loss_scale(())
+    yield
+    assert jax.sharding.get_abstract_mesh().empty, "a test must leave no mesh behind (jax.set_mesh)"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
