@@ -67,8 +67,7 @@ def nothing_was_said_before() -> Iterator[None]:
     from jaxmp._src.base import ambient
 
     now = ambient.now()
-    for said in (now.autocast_reached, now.checked_chains, now.checked_runs, now.replaced_flags):
-        said.clear()
+    now.autocast_reached.clear()
     now.scale_reads.warned = False
     jaxmp.get_loss_scale(())
     yield

@@ -209,8 +209,9 @@ def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run
 
     # For mixed precision, a Flax loop changes in three places; for fp8, in one more. First, the optimizer:
     bits = 8 if small_state else None
-    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler if is_fp16 else None, remainder_bits=bits)
-    tx = optax.chain(jaxmp.reduce_gradients("devices"), tx)  # in place of jax.lax.pmean(grads): the mean in float32
+    mean = jaxmp.reduce_gradients("devices")  # in place of jax.lax.pmean(grads): the mean in float32
+    scaler = scaler if is_fp16 else None
+    tx = jaxmp.mixed_precision(tx, policy, loss_scale=scaler, remainder_bits=bits, before=mean)
 
     def init(key: jax.Array) -> jaxmp.linen.TrainState:
         with jaxmp.autocast(policy):  # for fp8: the Dense layers get scales, all but the last, the logits

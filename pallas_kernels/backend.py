@@ -5,9 +5,9 @@
     "mosaic"      the kernel; raises if it cannot run, and names the condition that failed
     "interpret"   the kernel, interpreted on a CPU, for tests. It checks values, but not whether Mosaic can lower them.
 
-"auto" is decided when the program is lowered, by the platform of the lowering (`lax.platform_dependent`): a function
-that is traced on a CPU and compiled for a GPU gets the kernel. The lowering does not know how new the GPU is. So the
-GPUs of this machine decide; if it has none, Hopper is assumed.
+"auto" is decided when the program is lowered, by the platform of the lowering (`by_platform`): a function that is
+traced on a CPU and compiled for a GPU gets the kernel, inside a scan too. The lowering does not know how new the GPU
+is. So the GPUs of this machine decide; if it has none, Hopper is assumed.
 
 A kernel needs whole arrays. Inside `jax.shard_map` and `jax.pmap`, these are the device's own arrays. Under plain
 `jax.jit`, XLA would gather arrays that are split over devices. So kernels declare with `custom_partitioning` how their
@@ -23,10 +23,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
+from pallas_kernels.by_platform import by_platform
+
 NAMES = ("auto", "xla", "mosaic", "interpret")
 FIRST_JAX = (0, 11, 2)  # in earlier versions, `plgpu.kernel` cannot write refs and has no interpreter
 FIRST_CAPABILITY = 9.0  # Hopper
-BARRIERS_HOLD = jax.__version_info__ >= (0, 11)  # before, XLA for CPU drops `lax.optimization_barrier` too early
 
 
 def run(
@@ -44,8 +45,11 @@ def run(
     if backend == "auto":
         if unmet or why_no_kernels() or why_not_here(args):
             return reference(*args)
-        by_kernel = functools.partial(_typed_as, reference, functools.partial(kernel, interpret=False))
-        return lax.platform_dependent(*args, cuda=by_kernel, default=reference)
+
+        def by_kernel(f: Callable[..., Any], *args: Any) -> Any:
+            return _typed_as(f, functools.partial(kernel, interpret=False), *args)
+
+        return by_platform(reference, *args, cuda=by_kernel, partitions=True)
     reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet or why_not_here(args)
     if reason:
         raise ValueError(f'backend="{backend}" cannot run here: {reason}. Use backend="auto", or "xla".')
@@ -107,11 +111,6 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
     if oldest < FIRST_CAPABILITY:
         return f"kernels need compute capability >= {FIRST_CAPABILITY} (Hopper); a GPU here has {oldest}"
     return None
-
-
-def default_platform() -> str:
-    """The platform of the default device: where a function that is traced now most likely runs."""
-    return jax.default_backend()
 
 
 def devices_of(tree: PyTree) -> int:

@@ -273,27 +273,19 @@ def split(
     return param, (lax.div(low, jnp.full_like(low, 256)) if jnp.dtype(dtype) == jnp.int8 else low).astype(dtype)
 
 
-def as_one_word(param: Array, remainder: Int[Array, "..."]) -> Int[Array, "..."]:
-    """The bits of a bfloat16 param and of its remainder in one int32."""
-    upper = lax.bitcast_convert_type(param, jnp.int16).astype(jnp.int32) << 16
-    return upper | (remainder.astype(jnp.int32) & np.int32(0xFFFF))
-
-
-def from_one_word(word: Int[Array, "..."], dtype: Any) -> tuple[Array, Int[Array, "..."]]:
-    """The bfloat16 param, and the remainder in `dtype` (int16 or int8), of `as_one_word`."""
-    return lax.bitcast_convert_type((word >> 16).astype(jnp.int16), jnp.bfloat16), word.astype(dtype)
-
-
 def requantize(x: Float[Array, "..."], like: Any, random: Int[Array, "..."], *, signed: bool) -> Any:
     """float32 `x` in the stored form of `like`: float32, bfloat16 or `Quantized`; `random` has 16 bits per element."""
     if not isinstance(like, Quantized):
         return to_bfloat16(x, random) if like.dtype == jnp.bfloat16 else x
     codec = codec_for(like.codes.dtype.name, signed=signed)
     assert codec is not None
-    view = views.of(x.shape, like.group, (x, like))
-    grouped, random = view.of_tree(x), view.of_array(jnp.broadcast_to(random, x.shape))
-    scales = view.group_max(jnp.abs(grouped))
-    return Quantized(*view.undone([encode(codec, grouped, scales, random), scales], [x.shape, like.scales.shape]))
+
+    def quantized(view: views.View, x: Array, random: Array) -> Quantized:
+        grouped, random = view.of_tree(x), view.of_array(random)
+        scales = view.group_max(jnp.abs(grouped))
+        return Quantized(*view.undone([encode(codec, grouped, scales, random), scales], [x.shape, like.scales.shape]))
+
+    return views.seen(quantized, x.shape, like.group, x, jnp.broadcast_to(random, x.shape))
 
 
 def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
@@ -302,6 +294,8 @@ def dequantize(stored: Any, *, signed: bool) -> Float[Array, "..."]:
         return stored.astype(jnp.float32)
     codec = codec_for(stored.codes.dtype.name, signed=signed)
     assert codec is not None
-    view = views.of(stored.codes.shape, stored.group, stored)
-    (wide,) = view.undone([decode(codec, *view.of_tree(tuple(stored)))], [stored.codes.shape])
-    return wide
+
+    def wide(view: views.View, codes: Array, scales: Array) -> Array:
+        return view.undone([decode(codec, *view.of_tree((codes, scales)))], [codes.shape])[0]
+
+    return views.seen(wide, stored.codes.shape, stored.group, *stored)

@@ -19,6 +19,7 @@ place (`pl.run_state`). If `when` is false, the kernel reads and writes nothing.
 `apply` runs the kernel; `reference` runs the same `f` on whole arrays in jax.numpy.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -67,9 +68,14 @@ def _of_leaf(
     f: Function, kind: Any, group: int, outs: Any, arrays: Any, numbers: Any, shared: Any, when: Any
 ) -> tuple[tuple[Array, ...], list[Array]]:
     """New arrays of one leaf, and its sums."""
-    reads, states, writes = arrays
     shape = shape_of(Leaf(*arrays))
-    view = views.of(shape, group, arrays)
+    return views.seen(functools.partial(_seen, f, kind, outs, shape), shape, group, arrays, numbers, shared, when)
+
+
+def _seen(
+    f: Function, kind: Any, outs: Any, shape: Any, view: views.View, arrays: Any, numbers: Any, shared: Any, when: Any
+) -> tuple[tuple[Array, ...], list[Array]]:
+    reads, states, writes = arrays
     old = (*states, *writes)
     reads, before = view.of_tree((reads, old))
     values = Values(

@@ -7,8 +7,7 @@
     param      = round(w)                         if the model's param has fewer bits
 
 All leaves of a tree share a few launches (`multi_tensor`). Every array is written in place, and a skipped step (`taken`
-false) reads and writes none. An element of which a moment or the weight would become inf or NaN keeps all its old
-values: no non-finite value enters the state, and its moments stay those of the same steps.
+false) reads and writes none. (So it must be for a gradient that is inf, NaN or so large that a moment overflows.)
 
 The float32 weight of a leaf is in one of three places: the param itself; a float32 master, with a 16-bit param that is
 only written; or a bfloat16 param together with its remainder (`moments.split`).
@@ -24,14 +23,13 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import (
     backend as backends,
-    broken,
-    flags,
     meshes,
     moments as _moments,
     multi_tensor,
     reference,
-    write_order,
+    when as skips,
 )
+from pallas_kernels.by_platform import written
 from pallas_kernels.moments import Quantized
 
 
@@ -163,18 +161,6 @@ class Weight(NamedTuple):
     decay: float = 0.0
 
 
-class Counts(NamedTuple):
-    """What a step counted, on this device; float32[] each, and undefined if the step is not taken.
-
-    Attributes:
-      saturated: float32 masters of float16 params that were beyond the range of float16 before the step.
-      kept: elements that kept their old values, because one of them would have become inf or NaN.
-    """
-
-    saturated: Float[Array, ""]
-    kept: Float[Array, ""]
-
-
 class _Kind(NamedTuple):
     """Static facts about a leaf for the arithmetic."""
 
@@ -193,15 +179,13 @@ def multi_tensor_update(
     scalars: Sequence[Any] = (),
     taken: Bool[Array, ""],
     backend: str = "auto",
-) -> tuple[list[Weight], Counts]:
+) -> tuple[list[Weight], Float[Array, ""]]:
     """Updates all weights by one step of `rule`, in one pass over memory.
 
         g          = factor * grad
         moments    = rule.moments(g, moments)
         w          = w - learning_rate * (rule.direction(g, moments) + decay * w)
         param      = round(w)                         if the model's param has fewer bits
-
-    If a value of an element would become inf or NaN, the element keeps all its old values.
 
     Args:
       weights: the leaves; all arrays of a leaf have the shape of its gradient.
@@ -214,7 +198,8 @@ def multi_tensor_update(
       backend: see `pallas_kernels.backend`.
 
     Returns:
-      The weights after the step (with the same gradients), and `Counts`.
+      The weights after the step (with the same gradients); and how many float32 masters of float16 params were beyond
+      the range of float16 before the step, on this device: float32[], undefined if the step is not taken.
 
     Raises:
       ValueError: leaves whose parts do not fit, named by their number; a backend that cannot run.
@@ -233,7 +218,8 @@ def multi_tensor_update(
         _check(i, w, rule)
     leaves = [_leaf(i, w) for i, w in enumerate(weights)]
     filled = [i for i, w in enumerate(weights) if w.grad.size]
-    n_sums = 1 + any(w.param is not None and w.param.dtype == jnp.float16 for w in weights)
+    n_sums = int(any(w.param is not None and w.param.dtype == jnp.float16 for w in weights))
+    nothing = jnp.zeros((), jnp.float32)
     all_scalars = (factor, learning_rate, jnp.asarray(step, jnp.float32), *scalars)
 
     def kernel(leaves: Any, scalars: Any, taken: Any, interpret: Any) -> Any:
@@ -243,21 +229,33 @@ def multi_tensor_update(
 
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
         f, whole, scalars = _of(leaves, scalars)
-        if write_order.pays((leaves, scalars, taken)):
-            return _in_order(f, whole, scalars, n_sums, taken)
-        if write_order.params_last():
-            return _params_last(f, whole, scalars, n_sums, taken)
-        return multi_tensor.reference(f, whole, scalars, n_sums=n_sums, when=taken)
+
+        def move(old: Any, sums: Any, step: Any) -> Any:
+            given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
+            found = multi_tensor.reference(f, given, scalars, n_sums=n_sums)
+            ends = [len(leaf.states) for leaf in whole]
+            return [(x[:end], x[end:]) for x, end in zip(found.leaves, ends, strict=True)], found.sums, step
+
+        def choose(taken: Any, new: Any, old: Any) -> Any:
+            leaves = zip(statics, new[0], old[0], strict=True)
+            return [_chosen(leaf, taken, n, o, old[2]) for leaf, n, o in leaves], *new[1:]
+
+        old = [(leaf.states, leaf.writes) for leaf in whole]
+        new, sums, _ = skips.when(taken, move, old, (nothing,) * n_sums, scalars[2], choose=choose)
+        return multi_tensor.Result([(*states, *writes) for states, writes in new], sums)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
 
     def _of(arrays: Any, scalars: Any) -> Any:
-        whole = [s._replace(reads=r, states=st, writes=w) for s, (r, st, w) in zip(statics, arrays, strict=True)]
+        given = zip(statics, arrays, strict=True)
+        whole = [s._replace(reads=r, states=st, writes=w, numbers=n or s.numbers) for s, (r, st, w, n) in given]
         return functools.partial(_update, rule), whole, scalars
 
     if not filled:
-        return list(weights), Counts(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-    arrays = [(leaves[i].reads, leaves[i].states, leaves[i].writes) for i in filled]
+        return list(weights), nothing
+    # A decay may be traced (a schedule), and the kernel must not close over it.
+    numbers = [None if isinstance(weights[i].decay, int | float) else leaves[i].numbers for i in filled]
+    arrays = [(leaves[i].reads, leaves[i].states, leaves[i].writes, n) for i, n in zip(filled, numbers, strict=True)]
     unmet = None
     if any(backends.varying_axes(x) for x in jax.tree.leaves(arrays)):
         unmet = (
@@ -267,7 +265,7 @@ def multi_tensor_update(
     moved = list(weights)
     for i, new in zip(filled, result.leaves, strict=True):
         moved[i] = _put_back(weights[i], new)
-    return moved, Counts(result.sums[1] if n_sums == 2 else jnp.zeros((), jnp.float32), result.sums[0])
+    return moved, result.sums[0] if n_sums else nothing
 
 
 def _check(i: int, w: Weight, rule: Rule) -> None:
@@ -334,16 +332,9 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     g = values.reads[0].astype(jnp.float32) * factor
     made = rule.moments(g, tuple(old))
     u = rule.direction(g, tuple(old), made, tuple(own))
-    made = (weight - learning_rate * (u + decay * weight), *made)
-    if len(values.reads) == 2:  # found before
-        held = counted = (values.reads[1] & 1) != 0
-    else:
-        joined = lambda breaks: functools.reduce(jnp.logical_or, map(breaks, made, (weight, *old)))  # noqa: E731
-        counted = joined(broken.in_other_words)
-        held = joined(broken.is_broken) if broken.counted_apart() else counted
-    moved, *new = (jnp.where(held, before, x) for x, before in zip(made, (weight, *old), strict=True))
-    one, zero = jnp.ones_like(weight), jnp.zeros_like(weight)
-    sums = [jnp.where(counted, one, zero)]
+    moved, new = weight - learning_rate * (u + decay * weight), made
+    moved = moved if in_kernel or not (kind.is_split or kind.param_dtype) else written(moved)
+    sums = []
     if kind.is_split:
         bits_of_master = _moments.split_noise(values.index(), leaf, step) if stored.dtype == jnp.int8 else None
         results = list(_moments.split(moved, stored.dtype, bits_of_master, in_kernel=in_kernel))
@@ -362,92 +353,23 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         return results, sums
     results.append(reference.saturating_cast(moved, kind.param_dtype))
     if kind.param_dtype == "float16":
-        sums.append(jnp.where(jnp.abs(weight) > float(jnp.finfo(jnp.float16).max), one, zero))
+        is_beyond = jnp.abs(weight) > float(jnp.finfo(jnp.float16).max)
+        sums.append(jnp.where(is_beyond, jnp.ones_like(moved), jnp.zeros_like(moved)))
     return results, sums
 
 
-def _params_last(
-    f: multi_tensor.Function, leaves: list[multi_tensor.Leaf], scalars: Any, n_sums: int, taken: Bool[Array, ""]
-) -> multi_tensor.Result:
-    """The same as `multi_tensor.reference`, for a TPU: the step changes float32 weights, params are made from these.
+def _chosen(leaf: multi_tensor.Leaf, taken: Bool[Array, ""], new: Any, old: Any, step: Any) -> Any:
+    """The select of the arrays of a leaf. What is made from the weight is made from the one that was chosen.
 
-    A step that is not taken rounds the same params from the same masters again, as with optax's transforms on any
-    platform; see `write_order.params_last`.
+    So a 16-bit param beside a master need not be read. A skipped step writes the same bits again.
     """
-    asked = [_with_weight(leaf) for leaf in leaves]
-    found = multi_tensor.reference(functools.partial(_without_params, f), asked, scalars, n_sums=n_sums, when=taken)
-    step = scalars[2]
-    return found._replace(leaves=[_with_param(*x, step) for x in zip(leaves, found.leaves, strict=True)])
-
-
-def _without_params(f: multi_tensor.Function, values: multi_tensor.Values) -> Any:
-    results, sums = f(values)
-    return results[: len(values.states)], sums
-
-
-def _with_weight(leaf: multi_tensor.Leaf) -> multi_tensor.Leaf:
-    """`leaf` with its float32 weight in place of a split one, and no param beside it."""
-    if not _is_joined_first(leaf):
-        return leaf._replace(writes=())
-    weight = write_order.alone(_moments.join(*leaf.states[:2]))
-    return leaf._replace(states=(weight, *leaf.states[2:]), kind=leaf.kind._replace(is_split=False))
-
-
-def _with_param(leaf: multi_tensor.Leaf, new: tuple[Array, ...], step: Any) -> tuple[Array, ...]:
-    weight, *moments = new
-    if not _is_joined_first(leaf):
-        return (*new, *(reference.cast_by_selects(weight, param.dtype) for param in leaf.writes))
-    weight, dtype, random = write_order.alone(weight), leaf.states[1].dtype, None
-    if dtype == jnp.int8:
+    (states, writes), (old_states, old_writes) = new, old
+    if not leaf.kind.is_split:
+        states = skips.chosen(taken, states, old_states)
+        return states, tuple(reference.cast_by_selects(states[0], param.dtype) for param in old_writes)
+    weight = jnp.where(taken, _moments.join(*states[:2]), _moments.join(*old_states[:2]))
+    random = None
+    if old_states[1].dtype == jnp.int8:
         random = _moments.split_noise(_moments.flat_index(weight.shape), leaf.numbers[1], step)
-    return (*_moments.split(weight, dtype, random), *moments)
-
-
-def _is_joined_first(leaf: multi_tensor.Leaf) -> bool:
-    # With groups, XLA makes several passes anyway, and reads fewer bytes from a split weight.
-    return leaf.kind.is_split and leaf.group == 1
-
-
-def _in_order(
-    f: multi_tensor.Function, leaves: list[multi_tensor.Leaf], scalars: Any, n_sums: int, taken: Bool[Array, ""]
-) -> multi_tensor.Result:
-    """The same as `multi_tensor.reference`, flags before weights before moments: see `write_order`."""
-
-    def with_flags(values: multi_tensor.Values) -> Any:
-        results, sums = f(values)
-        held, saturated = sums[0] != 0, sums[1] != 0 if len(sums) == 2 else None
-        return [*results, *flags.in_bytes([held], [saturated])], sums
-
-    asked = [leaf._replace(outs=(jnp.int8,)) for leaf in leaves]
-    both = [new[-1] for new in multi_tensor.reference(with_flags, asked, scalars).leaves]
-    both, old = write_order.behind((both, [(leaf.states, leaf.writes) for leaf in leaves]))
-    leaves = [
-        leaf._replace(reads=(*leaf.reads, x), states=states, writes=writes)
-        for leaf, x, (states, writes) in zip(leaves, both, old, strict=True)
-    ]
-    weights = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
-    n_weights = [2 if leaf.kind.is_split else 1 for leaf in leaves]
-    written = [_weights_in_order(leaf, new, taken) for leaf, new in zip(leaves, weights, strict=True)]
-    written, moments = write_order.behind(
-        (written, [leaf.states[n:] for leaf, n in zip(leaves, n_weights, strict=True)])
-    )
-    leaves = [
-        leaf._replace(states=(*leaf.states[:n], *old)) for leaf, n, old in zip(leaves, n_weights, moments, strict=True)
-    ]
-    rest = multi_tensor.reference(f, leaves, scalars, when=taken).leaves
-    together = [
-        (*weight, *new[n : len(leaf.states)], *params)
-        for leaf, n, (weight, params), new in zip(leaves, n_weights, written, rest, strict=True)
-    ]
-    return multi_tensor.Result(together, flags.count(both)[:n_sums])
-
-
-def _weights_in_order(
-    leaf: multi_tensor.Leaf, new: Sequence[Array], taken: Bool[Array, ""]
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """(master; or param and remainder) and (param beside a master): of `new`, each computed by a loop of its own."""
-    if leaf.kind.is_split:
-        return write_order.in_one_loop(*new[:2]), ()
-    master = new[0]
-    params = tuple(jnp.where(taken, reference.saturating_cast(master, param.dtype), param) for param in leaf.writes)
-    return (master,), params
+    split = _moments.split(weight, old_states[1].dtype, random)
+    return (*split, *skips.chosen(taken, states[2:], old_states[2:])), writes

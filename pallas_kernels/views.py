@@ -11,8 +11,9 @@ The arithmetic is between two barriers. Without them XLA would do it on (rows, c
 group to memory once for each neighbour.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from pallas_kernels import backend
+from pallas_kernels.by_platform import by_platform
 
 _ROWS, _COLUMNS = 8, 128  # of a tile
 
@@ -58,15 +60,13 @@ class View(NamedTuple):
         return jnp.max(x, axis=(-3, -1) if self.in_tiles else -1, keepdims=True)
 
 
-def of(shape: tuple[int, ...], group: int, arrays: PyTree) -> View:
-    """The view of a leaf in a step that is traced now, with these arrays.
+def seen(f: Callable[..., Any], shape: tuple[int, ...], group: int, *arrays: PyTree) -> Any:
+    """`f(view, *arrays)` with the view of a leaf of this shape that moves nothing on the platform of the program.
 
     If devices share the arrays under `jax.jit`, each must have whole tiles, whichever axes are split.
     """
-    in_tiles = (
-        backend.default_platform() == "tpu"
-        and group % _COLUMNS == 0
-        and len(shape) > 1
-        and shape[-2] % (_ROWS * backend.devices_of(arrays)) == 0
-    )
-    return View(shape, group, in_tiles)
+    plain = functools.partial(f, View(shape, group, in_tiles=False))
+    rows = shape[-2] if len(shape) > 1 else 1
+    if group % _COLUMNS or rows % (_ROWS * backend.devices_of(arrays)):
+        return plain(*arrays)
+    return by_platform(plain, *arrays, tpu=lambda _, *arrays: f(View(shape, group, in_tiles=True), *arrays))

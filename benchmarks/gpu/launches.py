@@ -132,9 +132,9 @@ def weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:
 
 
 def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: int = 3) -> Any:
-    """(param, master, moments) of each weight after a step, and the counts."""
+    """(param, master, moments) of each weight after a step, and how many masters saturate."""
     one = jnp.float32(1.0)
-    moved, counts = update.multi_tensor_update(
+    moved, saturated = update.multi_tensor_update(
         [update.Weight(*w) for w in weights],
         rule,
         factor=one * 0.5,
@@ -144,7 +144,7 @@ def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: i
         taken=jnp.asarray(taken),
         backend=backend,
     )
-    return [(w.param, w.master, w.moments) for w in moved], counts
+    return [(w.param, w.master, w.moments) for w in moved], saturated
 
 
 def main(arguments: list[str]) -> None:

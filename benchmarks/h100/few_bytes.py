@@ -63,7 +63,7 @@ def compiled(program: Program, devices: int) -> Any:
     mesh, policy, whole = aot.mesh(devices), jaxmp.get_policy("bf16"), params32()
     adamw = optax.adamw(1e-4)
     if program.wire_dtype is None:
-        tx = optax.chain(jaxmp.reduce_gradients("data", program.dtype), jaxmp.mixed_precision(adamw, policy))
+        tx = jaxmp.mixed_precision(adamw, policy, before=jaxmp.reduce_gradients("data", program.dtype))
     else:
         reduce = jaxmp.reduce_gradients("data", wire_dtype=program.wire_dtype, devices=devices)
         tx = jaxmp.mixed_precision(optax.chain(reduce, adamw), policy)

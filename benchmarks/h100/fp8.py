@@ -539,7 +539,7 @@ def measure_update(n: int) -> dict[str, Any]:
 def measure_exchange(n: int, *, in_fp8: bool) -> dict[str, Any]:
     """Collectives of a whole data-parallel step on eight devices, `reduce_gradients` in the chain."""
     m, params = aot.mesh(8), stack_of(n, in_fp8=in_fp8)
-    tx = optax.chain(jaxmp.reduce_gradients(), optimizer_of(in_fp8=in_fp8))
+    tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp8" if in_fp8 else "fp32", before=jaxmp.reduce_gradients())
 
     def step(params: PyTree, opt_state: Any, x: Array) -> tuple[PyTree, Any, Array]:
         loss, grads = jaxmp.value_and_grad(loss_of_stack)(params, x, opt_state=opt_state)

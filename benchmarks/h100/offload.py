@@ -110,7 +110,7 @@ def count(case: Case) -> dict[str, Any]:
     opt_state = aot.abstract(mesh, jax.eval_shape(tx.init, params32), partition)
     params = aot.abstract(mesh, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), params32), partition)
     if case.window is not None:
-        opt_state = opt_state._replace(guarded=jax.tree.map(lambda x: on_host(mesh, x), opt_state.guarded))
+        opt_state = jax.tree.map(lambda x: on_host(mesh, x) if x.ndim else x, opt_state)
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:
         return jaxmp.apply_gradients(tx, grads, opt_state, params)

@@ -65,8 +65,7 @@ def measure(program: Program) -> dict[str, Any]:
     started = [time.perf_counter()]
     results = None if "shard_map" in program.mode else jax.tree.map(lambda x: x.sharding, (params, opt_state))
     jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True, out_shardings=results)
-    with aot.as_there():
-        traced = jitted.trace(params, opt_state, grads)
+    traced = jitted.trace(params, opt_state, grads)
     started.append(time.perf_counter())
     lowered = traced.lower()
     started.append(time.perf_counter())

@@ -27,14 +27,12 @@ Not visible here: times, autotuning of GEMMs, errors at run time. Import this mo
 CPU of this machine.
 """
 
-import contextlib
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -43,8 +41,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from pallas_kernels import backend
 
 _TARGET = Path(__file__).resolve().with_name("h100_sxm.txtpb")
 _ITEMSIZE = {
@@ -127,15 +123,7 @@ def compile_for(
     f: Callable[..., Any], *args: Any, compiler_options: dict[str, Any] | None = None, **jit_kwargs: Any
 ) -> jax.stages.Compiled:
     """Lowers `jax.jit(f, **jit_kwargs)` on abstract `args` and compiles it for their devices."""
-    described = [x.sharding for x in jax.tree.leaves(args) if getattr(x, "sharding", None) is not None]
-    with as_there(next(iter(described[0].device_set)).platform):
-        lowered = jax.jit(f, **jit_kwargs).lower(*args)
-    return lowered.compile(compiler_options=compiler_options)
-
-
-def as_there(platform: str = "gpu") -> contextlib.AbstractContextManager[Any]:
-    """For the trace of a step: as on a machine whose default device is the described one, and no CPU."""
-    return mock.patch.object(backend, "default_platform", lambda: platform)
+    return jax.jit(f, **jit_kwargs).lower(*args).compile(compiler_options=compiler_options)
 
 
 def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:

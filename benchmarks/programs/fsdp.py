@@ -186,15 +186,15 @@ def traffic(executable: Any, devices: int) -> dict[str, dict[str, dict[str, int]
 def flag_reductions(executable: Any) -> int:
     """The number of all-reduces that combine flags and amaxes: by MAX, by AND or OR, or in a complex sum with the norm.
 
-    The update waits for these. The count of kept elements is another one, of 8 bytes: it is known after the update, and
-    nothing waits for it. It is not counted here.
+    The update waits for these. The count of masters that saturate is another one, of 8 bytes: it is known after the
+    update, and nothing waits for it. It is not counted here.
     """
     blocks = aot.computations(executable)
     found = 0
     for lines in aot.running(blocks):
         for _, shape, op, _, attributes in aot.parse(lines):
             reducer = re.search(r"to_apply=(%[\w.\-]+)", attributes)
-            if op in ("all-reduce", "all-reduce-start") and reducer and "jaxmp.keep_or_skip" not in attributes:
+            if op in ("all-reduce", "all-reduce-start") and reducer and "jaxmp.count" not in attributes:
                 is_flag = any(re.search(r" (maximum|and|or)\(", line) for line in blocks[reducer.group(1)])
                 found += is_flag or "c64" in str(shape)
     return found

@@ -208,7 +208,7 @@ def offload_step(mesh: Mesh, width: int = 1024, layers: int = 4) -> Any:
     shapes = {f"layer_{i}": trees.leaf(width, width) for i in range(layers)}
     params = aot.abstract(mesh, trees.cast(shapes, jnp.bfloat16))
     state = aot.abstract(mesh, jax.eval_shape(tx.init, shapes))
-    state = state._replace(guarded=jax.tree.map(lambda x: on_host(mesh, x), state.guarded))
+    state = jax.tree.map(lambda x: on_host(mesh, x) if x.ndim else x, state)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         return jaxmp.apply_gradients(tx, grads, state, params)

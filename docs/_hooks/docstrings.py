@@ -1,8 +1,13 @@
-"""Reads docstrings for the reference: jaxmp writes `Example:`, griffe expects `Examples:`."""
+"""Reads docstrings for the reference: jaxmp writes `Example:`, griffe expects `Examples:`.
+
+And it shows functions that a guard wraps as they are where they are written, with signature and docstring.
+"""
 
 import re
 
 import griffe
+
+from names import exports_of
 
 
 class Examples(griffe.Extension):
@@ -11,3 +16,9 @@ class Examples(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring:
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
+        for name, origin in exports_of("jaxmp").items() if pkg.name == "jaxmp" else ():
+            member = pkg.members.get(name)
+            if member is not None and member.is_alias and member.target_path != f"{origin}.{name}":
+                pkg.set_member(name, griffe.Alias(name, f"{origin}.{name}"))

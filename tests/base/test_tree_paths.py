@@ -15,7 +15,7 @@ from flax import nnx
 import jaxmp
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths, write_masters
+from jaxmp._src.step import leaf_paths, masters as masters_lib
 from jaxmp.checkpoint import read_safetensors, save_safetensors
 
 CASES = [
@@ -314,7 +314,7 @@ class ActorCritic:
 def test_a_layer_named_value_is_no_box():
     """The level of a box has this name too: an `nn.Partitioned`, an `nnx.Variable`, a dict that Orbax made of one."""
     box = nn.Partitioned(jnp.ones(2), (None,))
-    split = nn.Partitioned(write_masters.Remainder16(jnp.ones(2, jnp.int16)), (None,))
+    split = nn.Partitioned(masters_lib.Remainder16(jnp.ones(2, jnp.int16)), (None,))
     tree = {"w": box, "value": {"w": box, "value": {"w": split}}, "net": ActorCritic(1.0, ActorCritic(2.0, None))}
     found = set(tree_paths.leaves_by_path(tree))
     assert found == {"w", "value/w", "value/value/w/remainder16", "net/w", "net/value/w"}

@@ -238,7 +238,7 @@ def test_partitioned_boxes_carry_over_to_masters_and_moments():
         "Dense_1": {"kernel": P("model", None), "bias": P()},
     }
     assert specs.params == expected
-    master_specs = specs.opt_state.guarded.master_params
+    master_specs = specs.opt_state.master_params
     assert master_specs == expected | {"LayerNorm_0": {"scale": optax.MaskedNode()}}
     for moment in ("mu", "nu"):
         assert optax.tree.get(specs.opt_state, moment) == expected
@@ -262,7 +262,7 @@ def test_partitioned_boxes_carry_over_to_masters_and_moments():
     assert next_loss < loss
     assert jax.tree.structure(second) == jax.tree.structure(state)
     assert isinstance(second.params["Dense_0"]["kernel"], nn.Partitioned)
-    assert isinstance(second.opt_state.guarded.master_params["Dense_0"]["kernel"], nn.Partitioned)
+    assert isinstance(second.opt_state.master_params["Dense_0"]["kernel"], nn.Partitioned)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(second), strict=True):
         assert before.sharding.is_equivalent_to(after.sharding, before.ndim)
         assert before.dtype == after.dtype
@@ -378,9 +378,8 @@ def plain_step(state, x):
 
 @functools.cache
 def plain_state(policy="fp16", cls=jaxmp.linen.TrainState, chained=False):
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
-    if chained:
-        tx = optax.chain(jaxmp.reduce_gradients(None), tx)
+    before = jaxmp.reduce_gradients(None) if chained else None
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, before=before)
     params = jax.jit(Plain().init)(jax.random.key(0), X)["params"]
     return cls.create(apply_fn=Plain().apply, params=params, tx=tx, policy=policy)
 

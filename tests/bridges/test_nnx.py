@@ -327,7 +327,7 @@ def test_sharding_metadata_carries_over_to_masters_and_moments():
     after = [(x.dtype, x.sharding) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
     assert [d for d, _ in after] == [d for d, _ in before]
     pure = nnx.as_pure(optimizer.opt_state)
-    for array in (pure.guarded.master_params["dense"]["kernel"], optax.tree.get(pure, "mu")["dense"]["kernel"]):
+    for array in (pure.master_params["dense"]["kernel"], optax.tree.get(pure, "mu")["dense"]["kernel"]):
         assert array.sharding.is_equivalent_to(model.dense.kernel[...].sharding, 2)
         assert not array.is_fully_replicated
     masters = nnx.as_pure(jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.Param)))

@@ -131,7 +131,7 @@ def test_modules_go_on_in_three_lines(wrt, tmp_path):
 def test_what_is_no_job_and_what_is_not_in_the_checkpoint(tmp_path):
     state = linen_job(WithStats, 0)
     with checkpoint.manager(tmp_path) as steps:
-        for job, got in ((state.params, "dict"), ((state.params, state.opt_state), "dict, UnscaleState")):
+        for job, got in ((state.params, "dict"), ((state.params, state.opt_state), "dict, StepState")):
             with pytest.raises(TypeError, match=rf"a job is a TrainState .* got {got}\. For params and a state"):
                 checkpoint.save_job(steps, 0, job)
         with pytest.raises(ValueError, match="the name 'job' in extra is that of the job itself"):

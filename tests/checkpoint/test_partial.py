@@ -181,9 +181,9 @@ def test_the_error_of_two_schedules_names_a_pattern_that_keeps_the_saved_one(tmp
             checkpoint.restore(manager, two, params=params, partial="*")
         restored = checkpoint.restore(manager, two, params=params, partial="/2/count")
     assert restored.report == (("2/count",), (), ())
-    inner = restored.opt_state.guarded.master_inner
+    inner = restored.opt_state.optimizer_state
     assert [int(inner[1].count), int(inner[2].count)] == [1, 0]
-    assert_moved(inner[0].trace, state.guarded.master_inner[0].trace)
+    assert_moved(inner[0].trace, state.optimizer_state[0].trace)
 
 
 def test_what_may_be_missing_is_taken_if_it_is_there(steps):

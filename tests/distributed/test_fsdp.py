@@ -82,7 +82,7 @@ def test_state_is_padded_and_trimmed_as_its_params(bits):
     job = {"params": params, "opt_state": tx.init(PARAMS), "norm": jnp.ones(7)}
     padded = fsdp.pad(job, LAYOUT)
     assert optax.tree.get(padded["opt_state"], "mu")["odd"].shape == (5, 8)
-    (master,) = jax.tree.leaves(padded["opt_state"].guarded.master_params["odd"])
+    (master,) = jax.tree.leaves(padded["opt_state"].master_params["odd"])
     assert master.shape == padded["params"]["odd"].shape == (5, 8)
     assert padded["norm"].shape == (7,)
     assert_exact(padded["opt_state"], tx.init(fsdp.pad(PARAMS, LAYOUT)))

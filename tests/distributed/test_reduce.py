@@ -149,19 +149,18 @@ def _is_large(grads, metrics):
 
 
 @pytest.mark.thorough(0)
-def test_where_no_step_is_skipped_an_overflow_holds_its_elements():
+def test_where_no_step_is_skipped_an_overflow_is_nan_in_its_block():
     """`skip_nonfinite=False` takes every step: the codes of the block say NaN, so nothing that was inf looks finite."""
     opt_state, step = plain_job("shard_map", skip_nonfinite=False)
     _, opt_state = step(gradients(0), opt_state)
-    before = unsent_of(opt_state)
     grads = gradients(1)
     grads["even"][1, 0, 3] = np.inf
     updates, opt_state = step(grads, opt_state)
     block = np.arange(16 * 64).reshape(16, 64) < 128
-    assert not np.any(np.asarray(updates["even"])[block])
-    assert np.mean(np.asarray(updates["even"])[~block] != 0) > 0.9
-    assert jaxmp.get_metrics(opt_state)["kept_elements"] == 128
-    assert_moved(unsent_of(opt_state)["even"][:, block], before["even"][:, block])
+    assert np.all(np.isnan(np.asarray(updates["even"])[block]))
+    others = np.asarray(updates["even"])[~block]
+    assert np.all(np.isfinite(others)) and np.mean(others != 0) > 0.9
+    assert not jaxmp.get_metrics(opt_state)["skipped"]
 
 
 def test_what_another_device_has_not_sent_is_dropped():
@@ -424,7 +423,7 @@ def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(nam
 
     inside, before = wrap(optax.chain(reduce, optax.sgd(0.1))), optax.chain(reduce, wrap(optax.sgd(0.1)))
     trace(before), trace(before, "untracked")
-    told = rf"must come before a transform that decides.*; got it inside {name}. Put it before: .*chain\(jaxmp.reduce"
+    told = rf"must come before a transform that decides.*; got it inside {name}. Put it before: .*before=jaxmp.reduce"
     with pytest.raises(ValueError, match=told):
         trace(inside)
     if name == "optax.apply_if_finite" or (wire_dtype is not None and name == "optax.MultiSteps"):

@@ -21,7 +21,7 @@ from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
 from helpers import assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import layers, scale_leaves
-from jaxmp._src.step import state_tuples
+from jaxmp._src.step import state as states
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, autocast, is_scale
 from jaxmp.linen import Fp8DotGeneral, Fp8Einsum
 
@@ -164,7 +164,7 @@ def test_current_scaling_needs_no_leaves():
     y, exact = layer.apply({"params": params}, X), plain.apply({"params": params}, X)
     assert 0 < float(jnp.max(jnp.abs(y - exact))) < 0.3
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=CurrentScaling())
-    assert not jaxmp._src.step.read_state.find(tx.init(params), state_tuples.Fp8State)
+    assert not jaxmp._src.step.state.find(tx.init(params), states.Fp8State)
 
 
 @pytest.mark.thorough(1)
@@ -509,7 +509,7 @@ def test_two_recipes_in_one_model():
     recipes = {"up/*": RECIPE, "down/*": other}
     params = check_trains(lambda p: Net().apply({"params": p}, X), params, recipe=recipes)
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)
-    (found,) = jaxmp._src.step.read_state.find(opt_state, state_tuples.Fp8State)
+    (found,) = jaxmp._src.step.state.find(opt_state, states.Fp8State)
     assert sorted(group.amax_history.shape for group in found.amax_states) == [(2, 1), (2, 2), (4, 1), (4, 2)]
 
 

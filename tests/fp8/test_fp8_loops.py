@@ -351,7 +351,7 @@ def test_the_second_call_compiles_nothing_and_donated_state_is_reused(policy):
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_all_reduces_of_a_whole_step(how):
     """Beside the sums of gradients: the amaxes of all layers in one MAX, and the flags."""
-    tx = optax.chain(jaxmp.reduce_gradients(), make_tx("fp16", optax.sgd(0.1)))
+    tx = make_tx("fp16", optax.sgd(0.1), before=jaxmp.reduce_gradients())
     state = start(tx)
     step = make_step(tx)
 

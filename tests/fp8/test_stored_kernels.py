@@ -154,7 +154,7 @@ def assert_cast(kernel, master, scale):
 
 
 def opt_state_master(opt_state):
-    (found,) = jaxmp._src.step.read_state.find(opt_state, jaxmp.MasterState)
+    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.StepState)
     return found.master_params
 
 

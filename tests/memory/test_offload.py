@@ -16,6 +16,7 @@ from helpers import assert_close, assert_exact, assert_moved, assert_same_progra
 from jaxmp import offload
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows as windows_lib
+from regimes import guarded
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -59,7 +60,7 @@ def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_hos
     opt_state, params = tx.init(params32), policy.cast_to_param(params32)
     if on_host:
         params, opt_state = offload.put((params, opt_state))
-    large = {path for path, x in jaxmp._src.base.tree_paths.leaves_by_path(opt_state.guarded).items() if x.ndim}
+    large = {path for path, x in jaxmp._src.base.tree_paths.leaves_by_path(guarded(opt_state)).items() if x.ndim}
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, x, y):
@@ -72,16 +73,20 @@ def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_hos
         x, y = rng.normal(size=(8, WIDTH)), rng.normal(size=(8, WIDTH))
         x = x * np.inf if number in OVERFLOWS else x
         x, y = place((jnp.asarray(x, policy.compute_dtype), jnp.asarray(y, jnp.float32)))
-        before, old, inputs = jax.tree.map(np.array, opt_state.guarded), types((params, opt_state)), (params, opt_state)
+        before, old, inputs = (
+            jax.tree.map(np.array, guarded(opt_state)),
+            types((params, opt_state)),
+            (params, opt_state),
+        )
         params, opt_state, loss = step(params, opt_state, x, y)
         assert all(x.is_deleted() for x in jax.tree.leaves(inputs) if x.ndim)
         if number >= first:
             assert types((params, opt_state)) == old
-        for path, x in jaxmp._src.base.tree_paths.leaves_by_path(opt_state.guarded).items():
+        for path, x in jaxmp._src.base.tree_paths.leaves_by_path(guarded(opt_state)).items():
             assert x.sharding.memory_kind == ("pinned_host" if on_host and path in large else "device"), path
         if number in OVERFLOWS:
             assert bool(opt_state.skipped)
-            assert_moved(jax.tree.map(np.array, opt_state.guarded), before)
+            assert_moved(jax.tree.map(np.array, guarded(opt_state)), before)
         losses.append(loss)
     compiled = step._cache_size()
     return jax.tree.map(np.array, (params, opt_state, losses)), compiled
@@ -154,8 +159,8 @@ def test_one_part_of_the_state_alone(on_host):
         "moments": on_host == "moments",
     }
     for _ in range(2):
-        assert host_memory.is_on_host(opt_state.guarded.master_params["w"]) == expected["masters"]
-        (moments,) = jax.tree.leaves(opt_state.guarded.master_inner)
+        assert host_memory.is_on_host(opt_state.master_params["w"]) == expected["masters"]
+        (moments,) = jax.tree.leaves(opt_state.optimizer_state)
         assert host_memory.is_on_host(moments) == expected["moments"]
         grads = {"w": jnp.ones(4, jnp.bfloat16)}
         params, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, params)
@@ -236,7 +241,7 @@ def test_in_shard_map_under_jit():
     got = run(grads, offload.put(init), params)
     assert_within_ulps(got[0], expected[0], 1)  # a rounding to float16
     assert_within_ulps(got[1], expected[1], 4)
-    assert types(got[1].guarded) == types(offload.put(init).guarded)
+    assert types(guarded(got[1])) == types(guarded(offload.put(init)))
     with pytest.raises(ValueError, match="inside shard_map, arrays can move|memory_space of all inputs"):
         jax.shard_map(offload.to_device, mesh=mesh, in_specs=spec, out_specs=spec)(offload.to_host(params))
 
@@ -357,7 +362,7 @@ def test_rows_are_cut_only_where_nothing_couples_them():
             jax.jit(step)(low, opt_state, low),
             jaxmp.apply_gradients(plain, jax.tree.map(jnp.copy, low), plain.init(params), low),
         )
-        assert_close(jax.tree.map(np.array, got[1].guarded), expected[1].guarded, rtol=1e-5, atol=1e-7)
+        assert_close(jax.tree.map(np.array, guarded(got[1])), guarded(expected[1]), rtol=1e-5, atol=1e-7)
 
 
 # --- with the rest of optax, flax and jaxmp ---------------------------------------------------------------------------
@@ -432,8 +437,8 @@ def test_put_is_idempotent_and_works_under_jit():
     assert types(offload.put(opt_state)) == types(opt_state)
     assert memory_of(jax.jit(lambda p: offload.put(tx.init(p)))(params)) == memory_of(opt_state)
     small = offload.put(tx.init(params), min_bytes=100)
-    assert small.guarded.master_params["l0"]["b"].sharding.memory_kind == "device"
-    assert small.guarded.master_params["l0"]["w"].sharding.memory_kind == "pinned_host"
+    assert small.master_params["l0"]["b"].sharding.memory_kind == "device"
+    assert small.master_params["l0"]["w"].sharding.memory_kind == "pinned_host"
     back = offload.to_device(opt_state)
     assert set(memory_of(back).values()) == {"device"}
     assert_moved(jax.tree.map(np.array, back), jax.tree.map(np.array, opt_state))

@@ -12,6 +12,7 @@ import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
 from jaxmp import offload
 from jaxmp._src.devices import host_memory
+from regimes import guarded
 
 pytestmark = pytest.mark.xdist_group("offload")
 
@@ -140,7 +141,7 @@ def test_a_whole_step_with_params_gradients_and_state_on_the_host():
         for number in range(4):
             x = make_batch().astype(jnp.float16) * (np.float16(np.inf) if number == 1 else np.float16(1))
             params, opt_state, loss = step(params, opt_state, x)
-            assert {x.sharding.memory_kind for x in jax.tree.leaves((params, opt_state.guarded))} == {
+            assert {x.sharding.memory_kind for x in jax.tree.leaves((params, guarded(opt_state)))} == {
                 "pinned_host" if on_host else "device"
             }
         runs.append(jax.tree.map(np.array, (params, opt_state, loss)))

@@ -528,7 +528,7 @@ OPT_STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2)
     [
         (
             lambda: {"metrics": OPT_STATE},
-            r"metrics is a dict of scalars: jaxmp.get_metrics\(opt_state\).*got UnscaleState",
+            r"metrics is a dict of scalars: jaxmp.get_metrics\(opt_state\).*got StepState",
         ),
         (
             lambda: {"stats": stats_of(np.ones(4, np.float32)).grads},

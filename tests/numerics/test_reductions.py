@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from helpers import assert_exact
 from jaxmp._src.numerics import reductions
-from pallas_kernels import backend
+from platforms import ways_of
 
+LIMIT = np.float32(2.0**48)
 CASES = {
     "ordinary": np.linspace(-2, 3, 1001, dtype=np.float32),
+    "just usable": np.full(10, -np.nextafter(LIMIT, np.float32(0)), np.float32),
+    "too large": np.array([1, -LIMIT, 2], np.float32),
     "squares overflow": np.full(10, 1e20, np.float32),
     "inf": np.array([1, np.inf, -2], np.float32),
     "both infinities": np.array([-np.inf, np.inf], np.float32),
@@ -21,54 +25,77 @@ CASES = {
 }
 
 
-@pytest.mark.thorough(4)
-@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def both():
+    """A function of an array, made anew: what a step asks for in different places."""
+
+    def f(x):
+        (squares,) = reductions.sums_of_squares([x])
+        return squares, reductions.any_unusable([x])
+
+    return jax.jit(f)
+
+
+@pytest.mark.thorough(6)
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("case", CASES)
-def test_both_are_numpys(monkeypatch, platform, case):
-    monkeypatch.setattr(backend, "default_platform", lambda: platform)
+def test_both_are_numpys(platform, case):
     x = CASES[case]
-    squares, flag = jax.jit(lambda x: (reductions.sum_of_squares(x), reductions.any_nonfinite([x])))(x)
+    with ways_of(platform):
+        squares, flag = both()(x)
     assert (squares.dtype, flag.dtype) == (jnp.float32, jnp.bool_)
     with np.errstate(over="ignore"):
         np.testing.assert_allclose(squares, np.sum(np.square(x, dtype=np.float64)).astype(np.float32), rtol=1e-5)
-    assert bool(flag) == (not np.isfinite(x).all())
+    assert bool(flag) == (not (np.abs(x) < LIMIT).all())
 
 
-def test_flags_of_other_dtypes(monkeypatch):
-    monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
+def test_flags_of_other_dtypes():
     found = jax.jit(lambda x: reductions.any_nonfinite([x]))
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64):
         x = jnp.ones(5, dtype)
         assert not found(x) and found(x.at[2].set(jnp.asarray(np.inf, dtype)))
 
 
-def test_on_a_gpu_the_norm_and_the_flag_of_a_gradient_are_one_sum(monkeypatch):
-    monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
-    both = jax.jit(lambda x: (reductions.sum_of_squares(x), reductions.any_nonfinite([x])))
-    text = both.lower(jnp.ones(8)).compile().as_text()
+def test_on_a_gpu_the_norm_and_the_flag_of_a_gradient_are_one_sum():
+    with ways_of("cuda"):
+        text = both().lower(jnp.ones(8)).compile().as_text()
     assert text.count(" reduce(") == 1
+    lowered = both().trace(jnp.ones(8)).lower
+    assert "complex" in lowered(lowering_platforms=("cuda",)).as_text()
+    assert "complex" in lowered(lowering_platforms=("rocm",)).as_text()
+    assert "complex" not in lowered(lowering_platforms=("cpu",)).as_text()
+    assert "complex" not in lowered(lowering_platforms=("tpu",)).as_text()
 
 
-def test_the_sum_of_squares_has_a_gradient_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(backend, "default_platform", lambda: "gpu")
-    slope = jax.jit(jax.grad(reductions.sum_of_squares))
-    assert_exact(slope(jnp.array([1.0, -3.0])), jnp.array([2.0, -6.0]))
+def test_the_sum_of_squares_has_a_gradient_on_a_gpu():
+    with ways_of("cuda"):
+        slope = jax.jit(jax.grad(lambda x: reductions.sums_of_squares([x])[0]))(jnp.array([1.0, -3.0]))
+    assert_exact(slope, jnp.array([2.0, -6.0]))
 
 
-@pytest.mark.skipif(not backend.BARRIERS_HOLD, reason="before jax 0.11 the step on a CPU has no order of its own")
-def test_on_a_cpu_the_flag_is_read_from_the_sum_of_the_norm():
-    """The loop over flags lies in a branch, for sums that are not finite."""
-    both = jax.jit(lambda x: (reductions.sum_of_squares(x), reductions.any_nonfinite([x])))
-    program = jax.make_jaxpr(both)(jnp.ones(8))
-    assert "cond" in str(program)
-    text = both.lower(jnp.ones(8)).compile().as_text()
-    assert "pred[8]" not in text[text.index("ENTRY") :] and "conditional(" in text
+def test_on_a_cpu_the_tests_of_a_few_arrays_are_joined():
+    """Of one shape, where no devices share them: eight arrays in one loop."""
+    flag = jax.jit(lambda *xs: reductions.any_unusable(xs))
+    alike, others = [jnp.ones((8, 4))] * 17, [jnp.ones((4, 8))]
+    assert flag.lower(*alike, *others).as_text("hlo").count(" reduce(") == 3 + 1
+    for i in (0, 7, 16, 17):
+        xs = [*alike, *others]
+        xs[i] = xs[i].at[3, 3].set(jnp.nan)
+        assert flag(*xs)
+    assert not flag(*alike, *others)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    split = jax.device_put(alike, NamedSharding(mesh, P("d")))
+    assert flag.lower(*split).as_text("hlo").count(" reduce(") == 17
+    assert not flag(*split)
 
 
 def test_flags_inside_transformations_of_the_step():
-    """Under vmap both branches run; a flag has no derivative."""
+    """A flag has no derivative."""
     x = jnp.array([[1.0, 2.0], [jnp.inf, 0.0], [jnp.nan, 1.0], [1e20, -1e20]])
-    flags = jax.jit(jax.vmap(lambda x: reductions.any_nonfinite([x])))(x)
-    np.testing.assert_array_equal(flags, [False, True, True, False])
-    slope = jax.jit(jax.grad(lambda x: jnp.where(reductions.any_nonfinite([x]), 0.0, jnp.sum(x * x))))
-    assert_exact(slope(jnp.array([1.0, -3.0])), jnp.array([2.0, -6.0]))
+    for test, expected in (
+        (reductions.any_nonfinite, [False, True, True, False]),
+        (reductions.any_unusable, [False, True, True, True]),
+    ):
+        flags = jax.jit(jax.vmap(lambda x: test([x])))(x)  # noqa: B023
+        np.testing.assert_array_equal(flags, expected)
+        slope = jax.jit(jax.grad(lambda x: jnp.where(test([x]), 0.0, jnp.sum(x * x))))  # noqa: B023
+        assert_exact(slope(jnp.array([1.0, -3.0])), jnp.array([2.0, -6.0]))

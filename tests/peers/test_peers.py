@@ -300,10 +300,15 @@ def test_flax_scale_fails_on_nnx_modules_with_dropout_or_batch_norm():
 # optax
 
 
-def run_microbatches(tx, sequence):
+def update_and_apply(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def run_microbatches(tx, sequence, step=jaxmp.apply_gradients):
     """Params after each microbatch of scaled float16 gradients; the scale is 4."""
     params, state, out = half(1.0), tx.init(jnp.array([1.0])), []
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    step = jax.jit(functools.partial(step, tx))
     for g in sequence:
         params, state = step(half(4 * g), state, params)
         out.append(float(params[0]))
@@ -326,11 +331,10 @@ def test_optax_multisteps_is_poisoned_for_ever_by_one_nan_microbatch():
         params = optax.apply_updates(params, updates)
     assert np.isnan(params).all() and np.isnan(state.acc_grads).all()  # the peer
     outside = optax.MultiSteps(mixed(optax.sgd(1.0)), 2).gradient_transformation()
-    with pytest.raises(ValueError, match=r"got optax.MultiSteps around it.*keeps an inf or NaN.*Put it inside"):
+    with pytest.raises(ValueError, match=r"around or behind it \(MultiStepsState.*optax.MultiSteps.* goes inside"):
         run_microbatches(outside, NAN_MICROBATCH)
-    state = outside.init(params)
-    with pytest.raises(ValueError, match=r"got optax.MultiSteps around it"):  # the loop of plain optax
-        jaxmp.value_and_grad(jnp.sum)(half(1.0), opt_state=state)
+    seen, state = run_microbatches(outside, NAN_MICROBATCH, step=update_and_apply)
+    assert seen == [1.0] * 5 and int(jaxmp.get_metrics(state)["skipped_steps"]) == 2  # both windows
 
 
 def test_multisteps_inside_mixed_precision_survives_a_nan_microbatch():
@@ -341,13 +345,12 @@ def test_multisteps_inside_mixed_precision_survives_a_nan_microbatch():
 
 
 def test_multisteps_outside_survives_with_skip_not_finite():
+    """In the loop of plain optax; `apply_gradients` refuses it."""
     outside = optax.MultiSteps(mixed(optax.sgd(1.0)), 2, should_skip_update_fn=optax.skip_not_finite)
-    seen, state = run_microbatches(outside.gradient_transformation(), NAN_MICROBATCH)
+    seen, state = run_microbatches(outside.gradient_transformation(), NAN_MICROBATCH, step=update_and_apply)
     assert seen == [1.0, 1.0, 0.625, 0.625, 0.5]
     assert all_finite(state.acc_grads)
-    dynamic = jaxmp.mixed_precision(optax.sgd(1.0), "fp16")
-    outside = optax.MultiSteps(dynamic, 2, should_skip_update_fn=optax.skip_not_finite)
-    with pytest.raises(ValueError, match="around it.*keeps an overflow from the dynamic loss scale"):
+    with pytest.raises(ValueError, match="around or behind it"):
         run_microbatches(outside.gradient_transformation(), NAN_MICROBATCH)
 
 

@@ -109,9 +109,7 @@ def test_an_inf_under_a_static_scale_is_skipped():
     bad = targets(1)
     bad[2, 0, 0] = np.inf  # on one device
     after_params, after_state, _ = step(params, opt_state, bad)
-    (before_inner,), (after_inner,) = (
-        jaxmp._src.step.read_state.find(s, jaxmp.MasterState) for s in (opt_state, after_state)
-    )
+    (before_inner,), (after_inner,) = (jaxmp._src.step.state.find(s, jaxmp.StepState) for s in (opt_state, after_state))
     assert_moved((after_params, after_inner), (params, before_inner))
     assert_exact((jaxmp.get_loss_scale(after_state), jaxmp.get_metrics(after_state)["skipped_steps"]), (512.0, 1))
     copies = [[np.asarray(s.data) for s in x.addressable_shards] for x in jax.tree.leaves((after_params, after_state))]

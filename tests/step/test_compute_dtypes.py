@@ -172,7 +172,7 @@ def test_a_policy_that_only_the_optimizer_knows(of):
 
 
 def test_a_chain_around_it_and_a_step_before_say_so_too():
-    tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(optax.adam(0.1), "16-mixed"))
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "16-mixed", before=jaxmp.reduce_gradients())
     opt_state = tx.init(W)
     _, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, W), opt_state, W)
     opt_state = jax.device_put(jax.device_get(opt_state))

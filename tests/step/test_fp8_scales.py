@@ -29,7 +29,7 @@ from fp8_model import (
     to_host,
 )
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
-from jaxmp._src.step.state_tuples import Fp8State
+from jaxmp._src.step.state import Fp8State
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history, update_amax
 from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
 

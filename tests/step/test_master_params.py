@@ -207,7 +207,7 @@ def test_boxes_carry_over_to_masters():
     master = masters_in(state)["w"]
     assert isinstance(master, nn.Partitioned) and master.names == ("data", None)
     assert is_masked(masters_in(state)["norm"])
-    assert nn.get_partition_spec(state).guarded.master_params["w"] == P("data", None)
+    assert nn.get_partition_spec(state).master_params["w"] == P("data", None)
     new, state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), state, params)
     assert jax.tree.structure(new) == jax.tree.structure(params)
     assert_exact(new["w"].value, jnp.asarray(rounded(masters_in(state)["w"].value, "fp16")))
@@ -393,18 +393,6 @@ def test_initial_values_beyond_float16_saturate_too():
     state = jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params32)
     assert_exact(policy.cast_to_param(params32), {"w": jnp.array([65504.0, -65504.0], jnp.float16)})
     assert_moved(masters_in(state), params32)
-
-
-@pytest.mark.thorough(1)
-@both_policies
-def test_non_finite_masters_never_enter(policy):
-    """An inner optimizer that returns inf or NaN on finite gradients: those elements stay, the others move."""
-    bad = optax.stateless(lambda updates, params: {"w": jnp.array([jnp.inf, jnp.nan, -1.0, 3.4e38])})
-    tx = jaxmp.keep_master_params(bad, policy)
-    params = {"w": jnp.array([1.0, 2.0, 3.0, 4.0], jaxmp.get_policy(policy).param_dtype)}
-    state = tx.init(params)._replace(master_params={"w": jnp.array([1.0, 2.0, 3.0, 3.4e38])})
-    _, state = tx.update({"w": jnp.zeros(4)}, state, params)
-    assert_exact(masters_in(state), {"w": jnp.array([1.0, 2.0, 2.0, 3.4e38])})
 
 
 def test_moments_are_float32_for_every_policy():

@@ -115,7 +115,7 @@ def test_params_with_their_state_and_trees_without_arrays_are_taken_as_they_are(
     assert_moved(masters(both)["a"], START["a"])
     mesh = jax.make_mesh((1,), ("x",))
     for other in (NamedSharding(mesh, P()), jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params)):
-        assert state.replace(params=other).opt_state.guarded is state.opt_state.guarded
+        assert state.replace(params=other).opt_state.master_params is state.opt_state.master_params
     shapes = jax.eval_shape(lambda: start("bf16")[0])
     assert shapes.replace(params=shapes.params).params == shapes.params
     assert state.replace(params=None, opt_state=()).replace(params=loaded).params is loaded

@@ -25,6 +25,7 @@ from optax import contrib
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
+from regimes import guarded
 
 # One shape for all leaves, so that eager operations compile once; a norm has two dimensions in a stack of layers.
 KERNEL = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(8, 3)
@@ -380,20 +381,27 @@ def test_inject_hyperparams_inside():
     rates = []
     for grads in (good, bad, good):
         params, state = jaxmp.apply_gradients(tx, grads, state, params)
-        rates.append(float(state.guarded.master_inner.hyperparams["learning_rate"]))
+        rates.append(float(state.optimizer_state.hyperparams["learning_rate"]))
     assert rates == [1.0, 1.0, 0.5]
     assert_close(params, {"w": jnp.array([2.5], jnp.float16)})
-    assert int(state.guarded.master_inner.count) == 2
+    assert int(state.optimizer_state.count) == 2
 
 
 def test_inject_hyperparams_around():
-    """A factory of the user that makes the whole `mixed_precision`: numbers pass as traced arrays."""
+    """A factory of the user that makes the whole `mixed_precision`: numbers pass as traced arrays, by `tx.update`."""
     tx = optax.inject_hyperparams(lambda learning_rate: jaxmp.mixed_precision(optax.sgd(learning_rate), "bf16"))(
         learning_rate=1.0
     )
     params = {"w": jnp.array([4.0], jnp.bfloat16)}
     state = tx.init(params)
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    with pytest.raises(ValueError, match="InjectStatefulHyperparamsState.*goes inside"):
+        jaxmp.apply_gradients(tx, params, state, params)
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
     params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
     state.hyperparams["learning_rate"] = jnp.float32(0.5)
     params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
@@ -520,7 +528,7 @@ def check_three_steps(name: str, step: Any, tx: Any) -> None:
     params, state = step(good, state, params, jnp.float32(1.0))
     skipped_params, skipped_state = step(grads_for(params, bad=True), state, params, jnp.float32(jnp.nan))
     assert_moved(skipped_params, params)
-    assert_moved(skipped_state.guarded, state.guarded)
+    assert_moved(guarded(skipped_state), guarded(state))
     assert bool(skipped_state.skipped) and int(skipped_state.skipped_steps) == 1
     next_params, next_state = step(good, skipped_state, skipped_params, jnp.float32(0.5))
     assert not bool(next_state.skipped) and int(next_state.skipped_steps) == 1
@@ -616,7 +624,7 @@ def test_fp32_is_the_inner_optimizer(name, compiled):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), PARAMS32)
         updates, state = plain_update(grads, state, params)
         wrapped_updates, wrapped_state = wrapped_update(grads, wrapped_state, wrapped_params)
-        got, expected = (wrapped_updates, wrapped_state.guarded.master_inner), (updates, state)
+        got, expected = (wrapped_updates, wrapped_state.optimizer_state), (updates, state)
         if compiled:
             assert_within_ulps(got, expected, 4 * step)
         else:

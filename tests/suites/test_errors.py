@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from regimes import guarded
 
 POLICY = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
 PARAMS32 = {"dense": {"kernel": np.float32([[1.0, -2.0]])}, "norm": {"scale": np.float32([3.0])}}
@@ -472,6 +473,6 @@ def test_a_run_that_only_skips_is_stopped_and_nothing_is_lost():
     for words in ("must not skip 3 steps in a row", "it skipped 3", "loss scale at 4.0", "lower the learning rate"):
         assert words in str(caught.value)
     assert isinstance(caught.value, RuntimeError)
-    assert_moved((params, state.guarded), (run.params, run.state.guarded))
+    assert_moved((params, guarded(state)), (run.params, guarded(run.state)))
     params, _ = jaxmp.apply_gradients(run.tx, run.grads, state, params)
     assert_close(params["norm"]["scale"], jnp.array([2.0]))

@@ -46,7 +46,7 @@ WRONG = {
         "1: the scale's state is",
     ),
     "moments": (
-        lambda after, twin: (after[0], after[1]._replace(guarded=twin[1].guarded)),
+        lambda after, twin: (after[0], after[1]._replace(optimizer_state=twin[1].optimizer_state)),
         "2: a skipped step changed something",
     ),
 }

@@ -12,7 +12,6 @@ float32 operation rounds once in either, and the two agree bit for bit. After ev
 """
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +25,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import jaxmp
 from helpers import assert_exact, assert_moved, assert_same_program
-from jaxmp._src.base import ambient
+from regimes import guarded
 
 pytestmark = pytest.mark.xdist_group("invariants")
 
 INITIAL = {"a": np.float32([1.0, -0.0, -2.5]), "b": np.float32([0.0, 1e-7, 40000.0]), "kept": np.float32([-0.0, 3.0])}
 SPIKE = 2.0**20  # true gradients above this are what `skip_if` looks for
+TOO_LARGE = 2.0**48  # no step is taken on a true gradient of this size
 LEARNING_RATE, MOMENTUM = np.float32(2.0), np.float32(0.5)
 
 
@@ -104,7 +104,7 @@ class NaiveRun:
         self.growth_count, self.hysteresis_left = 0, self.rule["hysteresis"] if self.dynamic else 0
         self.masters = {k: v.copy() for k, v in INITIAL.items()}
         self.velocity = {k: np.zeros_like(v) for k, v in INITIAL.items()}
-        self.count = self.skipped_steps = self.consecutive = self.pinned = self.saturated = self.held = 0
+        self.count = self.skipped_steps = self.consecutive = self.pinned = self.saturated = 0
         self.skipped = False
 
     def param_dtype(self, name):
@@ -116,28 +116,23 @@ class NaiveRun:
     def step(self, scaled):
         with np.errstate(all="ignore"):
             grads = {k: g.astype(np.float32) * (np.float32(1) / self.scale) for k, g in scaled.items()}
-            finite = all(np.isfinite(g).all() for g in grads.values())
+            finite = all((np.abs(g) < TOO_LARGE).all() for g in grads.values())
             spike = self.config.skip_if and max(np.abs(g).max() for g in grads.values()) > SPIKE
-            self.saturated = sum(
-                int((np.abs(m) > 65504).sum())
-                for name, m in self.masters.items()
-                if self.param_dtype(name) == np.float16
-            )
-            self.held = 0
             self.move_scale(finite)
             self.skipped = not finite or bool(spike)
             self.skipped_steps += self.skipped
             self.consecutive = self.consecutive + 1 if self.skipped else 0
             if self.skipped:
                 return
+            self.saturated = sum(
+                int((np.abs(m) > 65504).sum())
+                for name, m in self.masters.items()
+                if self.param_dtype(name) == np.float16
+            )
             self.count += 1
             for name, g in grads.items():
-                velocity = g + MOMENTUM * self.velocity[name]
-                moved = self.masters[name] + -LEARNING_RATE * velocity
-                held = ~(np.isfinite(velocity) & np.isfinite(moved))  # one of them keeps both
-                self.velocity[name] = np.where(held, self.velocity[name], velocity)
-                self.masters[name] = np.where(held, self.masters[name], moved)
-                self.held += int(held.sum())
+                self.velocity[name] = g + MOMENTUM * self.velocity[name]
+                self.masters[name] = self.masters[name] + -LEARNING_RATE * self.velocity[name]
 
     def move_scale(self, finite):
         rule = self.rule
@@ -197,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         self.naive.step(scaled)
         if self.naive.skipped:
             assert_moved(self.params, before[0])
-            assert_moved(self.state.guarded, before[1].guarded)
+            assert_moved(guarded(self.state), guarded(before[1]))
 
     @rule(data=st.data())
     def finite_or_overflowing(self, data):
@@ -223,14 +218,13 @@ class Machine(RuleBasedStateMachine):
         true[place[0]][place[1]] = value
         self.step(true)
 
-    @precondition(lambda self: self.config == Config(dtype=ml_dtypes.bfloat16))
-    @rule(i=st.integers(0, 2), value=st.sampled_from([3.0e38, 1.6e38]))
-    def beyond_float32(self, i, value):
-        """Finite gradients whose velocity, or whose master, would pass float32: these elements stay.
-
-        All of one sign, so that it is no matter whether XLA rounds the product before it adds.
-        """
-        self.step({k: np.full(v.shape, value) * (np.arange(v.size) == i) * (k != "kept") for k, v in INITIAL.items()})
+    @precondition(lambda self: self.config.dtype != np.float16)
+    @rule(place=PLACES, value=st.sampled_from([2.0**47, 2.0**48, -(2.0**48), 3.0e38]))
+    def at_the_limit(self, place, value):
+        """Finite gradients, of which the first is taken, bar a `skip_if`, and the others skip the step."""
+        true = {k: np.zeros(v.shape) for k, v in INITIAL.items()}
+        true[place[0]][place[1]] = value
+        self.step(true)
 
     @invariant()
     def params_are_the_rounded_masters_of_the_rewrite(self):
@@ -241,7 +235,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_inner_state_is_that_of_the_rewrite(self):
         assert_exact(optax.tree.get(self.state, "trace"), self.naive.velocity)
-        assert int(self.state.guarded.master_inner[1].count) == self.naive.count
+        assert int(self.state.optimizer_state[1].count) == self.naive.count
 
     @invariant()
     def scale_and_counters_are_those_of_the_rewrite(self):
@@ -255,7 +249,6 @@ class Machine(RuleBasedStateMachine):
             "consecutive_skips": np.int32(naive.consecutive),
             "pinned_overflows": np.int32(naive.pinned),
             "saturated_params": np.float32(naive.saturated),
-            "kept_elements": np.float32(naive.held),
         }
         assert_exact({k: metrics[k] for k in expected}, expected)
 
@@ -270,14 +263,11 @@ class Machine(RuleBasedStateMachine):
     def what_is_wrong_is_reported_and_nothing_else(self):
         # The floor alone: what the machine does is no training run, so scales grow and many steps are skipped.
         look = functools.partial(jaxmp.check_progress, self.state, max_consecutive_skips=1000, ceiling=np.inf, step=0)
-        with ambient.having(checked_runs={}), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            look()
-        causes = {"is pinned at its floor": self.naive.pinned, "values that are not finite": self.naive.held}
-        assert [cause for cause, n in causes.items() if any(cause in str(w.message) for w in said)] == [
-            cause for cause, n in causes.items() if n
-        ]
-        assert len(said) == sum(n > 0 for n in causes.values())
+        if self.naive.pinned:
+            with pytest.warns(UserWarning, match="pinned at its floor, .*: overflows could not"):
+                look()
+        else:
+            look()  # a warning would be an error
 
     @invariant()
     def types_stay(self):
@@ -358,7 +348,7 @@ class ParallelMachine(RuleBasedStateMachine):
         self.params, self.state = apply(scaled, self.state, self.params)
         assert np.asarray(self.state.skipped).tolist() == [skips, skips]
         if skips:
-            assert_moved((self.params, self.state.guarded), (before[0], before[1].guarded))
+            assert_moved((self.params, guarded(self.state)), (before[0], guarded(before[1])))
 
     @rule(true=st.tuples(st.sampled_from([0.0, 0.5, -1.0]), st.sampled_from([0.25, -2.0, 3.0])))
     def good(self, true):

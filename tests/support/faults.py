@@ -4,17 +4,16 @@
 
 A *world* is a small model in one parallel regime and one precision. From one state two steps are taken on the same
 batch: one uninjured, its *twin*, and one in which a gradient of one device holds inf, NaN, the largest finite number
-of its dtype or another huge one (1e18 to 3e38) at a random place. What must hold
+of its dtype or another huge one (1e3 to 3e38) at a random place. What must hold
 (the numbers are those of the design's invariants):
 
 1.  All devices take the same decision and have the same scale; the scale moved by the rule, worked out here in Python.
-2.  inf and NaN skip: params, masters, moments, counts and amax histories are bit for bit those before the step. A
-    finite number does what the twin does: everything but the number's own place is bit for bit the twin's, for one
-    compiled step took both. (After some faults the twin overflows, too: a weight has become huge, or an fp8 scale so
-    small that all else is rounded to 0.)
+2.  inf and NaN skip, and so does a gradient that is 2^48 or more when it is reduced and unscaled: params, masters,
+    moments, counts and amax histories are bit for bit those before the step. A smaller number does what the twin does:
+    everything but the number's own place is bit for bit the twin's, for one compiled step took both. (After some faults
+    the twin overflows, too: an fp8 scale has become so small that all else is rounded to 0.)
 3.  Nothing that is not finite stands anywhere in params or state; the scale lies within its bounds.
-4.  No master moves farther than Adam can move it, whatever finite gradient came; an element that was
-    kept has its old moments.
+4.  No master moves farther than Adam can move it, whatever gradient it took.
 5.  Structure, dtypes and shardings stay, and nothing is compiled again.
 
 The next fault starts from the injured state, so that faults add up; after some it starts anew.
@@ -48,6 +47,7 @@ SCALE = {"growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "max_scale": 2
 ANEW = 40  # faults that add up
 KINDS = ("inf", "-inf", "nan", "largest", "huge")
 RATE = 1e-3
+TOO_LARGE = 2.0**48  # no step is taken on such a gradient
 FARTHEST = 4 * RATE  # Adam moves a weight by at most (1 - b1) / sqrt(1 - b2) = 3.2 times its rate
 PRECISIONS = {"fp16": ("fp16", False), "bf16": ("bf16", False), "fp8": ("fp8", True), "fp16+fp8": ("fp16", True)}
 MESH = regimes.mesh_of()
@@ -63,6 +63,7 @@ class World(NamedTuple):
       copies: what each device holds of a state.
       names: of the leaves that gradients have, in order.
       limits: the largest finite number of each gradient's dtype.
+      shares: how many devices average a gradient, of which one has the fault.
       has_scale: whether there is a dynamic loss scale.
     """
 
@@ -72,6 +73,7 @@ class World(NamedTuple):
     copies: Callable[[Any], list[Any]]
     names: list[str]
     limits: list[float]
+    shares: int
     has_scale: bool
 
 
@@ -156,6 +158,7 @@ def make_world(regime_name: str, precision: str) -> World:
         regime.copies,
         paths,
         [float(jnp.finfo(x.dtype).max) for x in grads],
+        DEVICES if bound else 1,
         scale is not None,
     )
 
@@ -177,7 +180,7 @@ class Fault(NamedTuple):
     device: int
     place: int
     kind: str
-    exponent: float = 0.0  # of ten, for "huge": a finite number whose square may not be finite
+    exponent: float = 0.0  # of ten, for "huge"
 
     def value(self, limit: float) -> float:
         """The wrong number, in a gradient whose largest number is `limit`."""
@@ -214,14 +217,13 @@ def expected_scaling(before: dict[str, Any], skipped: bool) -> tuple[float, int,
 
 def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> None:
     """Raises AssertionError, with the invariant's number, where a step with a fault did what it must not."""
-    is_scale = "fp8_" in world.names[fault.leaf]
+    is_scale = _is_scale(world.names[fault.leaf])
     befores, twins, afters = (world.copies(state) for state in (before, twin, after))
     assert alike(afters), "1: devices differ"
     old, other, new = befores[0], twins[0], afters[0]
-    finite = fault.kind in ("largest", "huge")
-    skip = not finite or bool(jaxmp.get_metrics(other[1])["skipped"])
     metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(new[1]).items()}
     old_metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(old[1]).items()}
+    skip = bool(jaxmp.get_metrics(other[1])["skipped"]) or is_too_large(world, fault, old_metrics["loss_scale"])
     assert bool(metrics["skipped"]) == skip, f"1: skipped is {metrics['skipped']} for {fault.kind}"
     assert metrics["skipped_steps"] == old_metrics["skipped_steps"] + skip, "1: the count of skips"
     if world.has_scale:
@@ -240,7 +242,7 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
             own = allowed in path or (is_scale and any(part in path for part in _OF_A_SCALE))
             most = RECIPE.amax_history_len if path.endswith(".amax_history") else 1  # it moves on where the twin's is 0
             assert own and places <= most, f"2: {places} places of {path} differ from the twin's"
-        _check_moves(kept(new), kept(old), metrics["kept_elements"])
+        _check_moves(kept(new), kept(old))
     for path, x in jax.tree_util.tree_leaves_with_path(kept(new)):
         if jnp.issubdtype(x.dtype, jnp.floating):
             assert np.all(np.isfinite(np.asarray(x, np.float32))), f"3: {jax.tree_util.keystr(path)} is not finite"
@@ -249,26 +251,28 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
     assert jax.tree.structure(before) == jax.tree.structure(after), "5: the structure changed"
 
 
+def is_too_large(world: World, fault: Fault, loss_scale: Any) -> bool:
+    """Whether no step may be taken on the fault. What the other devices add to it is far below 1e6."""
+    value = fault.value(world.limits[fault.leaf])
+    if _is_scale(world.names[fault.leaf]):  # an amax: any finite number will do
+        return not np.isfinite(value)
+    return not abs(value / world.shares / loss_scale) < TOO_LARGE
+
+
 def _is_scale(path: str) -> bool:
     return any(name in path for name in ("fp8_lhs", "fp8_rhs", "fp8_grad"))
 
 
-def _check_moves(new: Any, old: Any, kept: Any) -> None:
-    """No master moves farther than Adam moves it with consistent moments; and who keeps one moment keeps both."""
-    held = 0
+def _check_moves(new: Any, old: Any) -> None:
+    """No master moves farther than Adam moves it with consistent moments."""
     leaves = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(new)}
     before = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-    same = {path: np.asarray(x) == np.asarray(before[path]) for path, x in leaves.items()}
     for path, x in leaves.items():
         is_master = ".master_params" in path or (path.startswith("[0]") and np.asarray(x).dtype == np.float32)
         if is_master and not _is_scale(path):
             was = np.asarray(before[path], np.float64)
             moved = np.abs(np.asarray(x, np.float64) - was)
             assert np.all(moved <= FARTHEST + 1e-6 * np.abs(was)), f"4: {path} moved by {moved.max()}"
-        if ".nu[" in path:
-            mu = path.replace(".nu[", ".mu[")
-            held += int(np.sum(same[path] & same[mu]))
-    assert int(np.max(kept)) <= max(held, 0), f"4: {kept} elements were kept, and {held} have their old moments"
 
 
 _OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors", ".lost_gradients")
@@ -306,7 +310,7 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
             int(rng.integers(DEVICES)),
             int(rng.integers(2**16)),
             str(rng.choice(KINDS, p=(0.2, 0.1, 0.2, 0.25, 0.25))),
-            float(rng.uniform(18.0, 38.5)),
+            float(rng.uniform(3.0, 38.5)),
         )
         data = int(rng.integers(2**31))
         uninjured = world.shard(batch_of(np.random.default_rng(data), None, world.limits))

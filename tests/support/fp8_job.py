@@ -59,15 +59,15 @@ def _exact_job(policy_name: str, dtype: str, accumulate: int) -> Job:
         for name in ("a", "b")
     }
     params32 = jax.tree.map(jnp.asarray, params32)
-    inner = jaxmp.mixed_precision(optax.sgd(1 / 4), policy, loss_scale=regimes.loss_scale_of(dtype), recipe=RECIPE)
-    tx = optax.chain(jaxmp.reduce_gradients(), inner)
+    options = {"loss_scale": regimes.loss_scale_of(dtype), "recipe": RECIPE, "before": jaxmp.reduce_gradients()}
+    tx = jaxmp.mixed_precision(optax.sgd(1 / 4), policy, **options)
 
     def loss_fn(params: Any, batch: Any) -> Any:
         h = matmul(params["a"], batch["x"].astype(policy.compute_dtype), RECIPE)
         return jnp.mean(matmul(params["b"], h, RECIPE).astype(jnp.float32) * batch["y"])
 
     def step(state: Any, batch: Any, mean: Any) -> Any:
-        del mean  # the chain reduces
+        del mean  # `before` reduces
         params, opt_state = state
         loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=accumulate)(params, batch, opt_state=opt_state)
         return jaxmp.apply_gradients(tx, grads, opt_state, params), loss

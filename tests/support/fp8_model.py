@@ -9,7 +9,7 @@ import optax
 
 import jaxmp
 from helpers import assert_close
-from jaxmp._src.step import state_tuples
+from jaxmp._src.step import state as states
 from jaxmp.fp8 import DelayedScaling, Scales
 from regimes import guarded as guarded
 
@@ -83,8 +83,8 @@ def make_step(tx: Any, loss_fn: Any = model_loss, reduce: Any = None, **kwargs: 
     return step
 
 
-def fp8_state(opt_state: Any) -> state_tuples.Fp8State:
-    (found,) = jaxmp._src.step.read_state.find(opt_state, state_tuples.Fp8State)
+def fp8_state(opt_state: Any) -> states.Fp8State:
+    (found,) = jaxmp._src.step.state.find(opt_state, states.Fp8State)
     return found
 
 

@@ -246,8 +246,8 @@ def loss_scale_of(dtype: str) -> Any:
 
 def guarded(opt_state: Any) -> Any:
     """The part of the optimizer's state that must not move on a skip."""
-    (state,) = jaxmp._src.step.read_state.find(opt_state, jaxmp.UnscaleState)
-    return state.guarded
+    (state,) = jaxmp._src.step.state.find(opt_state, jaxmp.StepState)
+    return state.master_params, state.rounding_count, state.fp8_scales, state.optimizer_state
 
 
 def squared_error(prediction: Any, y: Any) -> Any:
@@ -287,12 +287,12 @@ def _plain_job(dtype: str, accumulate: int, *, fused: bool) -> Job:
     policy = jaxmp.get_policy(dtype, keep_fp32=("*ln*",))
     inner = jaxmp.fused_adamw(1e-2, eps=1e-3, max_norm=1.0) if fused else optimizer()
     bits = 16 if fused and dtype == "bf16" else None
-    mixed = jaxmp.mixed_precision(inner, policy, loss_scale=loss_scale_of(dtype), remainder_bits=bits)
-    tx = optax.chain(jaxmp.reduce_gradients(), mixed)
+    options = {"loss_scale": loss_scale_of(dtype), "remainder_bits": bits, "before": jaxmp.reduce_gradients()}
+    tx = jaxmp.mixed_precision(inner, policy, **options)
     params32 = jax.tree.map(jnp.asarray, plain_params())
 
     def step(state: Any, batch: Any, mean: Any) -> Any:
-        del mean  # the chain reduces
+        del mean  # `before` reduces
         params, opt_state = state
         loss, grads = jaxmp.value_and_grad(plain_loss, accumulate=accumulate)(params, batch, opt_state=opt_state)
         return jaxmp.apply_gradients(tx, grads, opt_state, params), loss

@@ -78,16 +78,16 @@ def test_zeros_are_counted_after_clipping_and_shown_in_the_metrics():
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("kind", ["chain", "fused"])
-def test_a_norm_that_overflows_is_reported(kind, jit):
+def test_the_norm_is_that_of_the_last_step_taken(kind, jit):
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-2))
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=1.0) if kind == "fused" else inner, "bf16")
     params = jnp.ones(4, jnp.bfloat16)
     step = lambda grads, state: jaxmp.apply_gradients(tx, grads, state, params)[1]  # noqa: E731
     step = jax.jit(step) if jit else step
-    for value, norm in ((0.25, 0.5), (1e25, np.inf), (0.5, 1.0)):
+    for value, norm, skipped in ((0.25, 0.5, False), (1e25, 0.5, True), (0.5, 1.0, False)):
         state = step(jnp.full(4, value), tx.init(params) if value == 0.25 else state)
         metrics = jaxmp.get_metrics(state)
-        assert (metrics["grad_norm"], metrics["skipped"], metrics["kept_elements"]) == (norm, False, 0)
+        assert (metrics["grad_norm"], metrics["skipped"]) == (norm, skipped)
 
 
 def test_zero_norm_switches_clipping_off():

@@ -97,14 +97,6 @@ class Ambient:
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
       scale_reads: the same object everywhere.
-      checked_chains: the `update` functions of chains that were looked at once. The same object everywhere.
-      checked_runs: what `check_progress` has named, by the structure of a state: the number of steps, and the causes.
-        The same object everywhere.
-      replaced_flags: of states that an update took and replaced, by their id: whether the step before was skipped. The
-        same object everywhere.
-      followed_masters: masters of a chain in which a transform follows, by their id. The same object everywhere.
-      preceded_scales: loss scales of a chain in which a transform without state comes before, by their id. The same
-        object everywhere.
     """
 
     autocast_lists: Any = None
@@ -116,11 +108,6 @@ class Ambient:
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
     scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
-    checked_chains: weakref.WeakSet = dataclasses.field(default_factory=weakref.WeakSet)
-    checked_runs: dict[Any, tuple[float, frozenset[str]]] = dataclasses.field(default_factory=dict)
-    replaced_flags: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    followed_masters: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    preceded_scales: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

@@ -18,14 +18,13 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.guard import transform
 from jaxmp._src.step import (
     argument_kinds,
     extra_arguments,
-    mixed_precision,
     policy as policy_lib,
-    read_state,
     reload_masters,
-    state_tuples,
+    state as states,
 )
 from jaxmp._src.step.calibrate import calibrate
 
@@ -117,7 +116,7 @@ class TrainState(_Replaced, train_state.TrainState):
 
     def __post_init__(self) -> None:
         if self.policy is not None:
-            object.__setattr__(self, "opt_state", read_state.with_policy(self.opt_state, self.policy))
+            object.__setattr__(self, "opt_state", states.with_policy(self.opt_state, self.policy))
 
     @classmethod
     def create(
@@ -151,9 +150,9 @@ class TrainState(_Replaced, train_state.TrainState):
         )
         opt_state = tx.init(params)
         if policy is not None:
-            mixed_precision.check_trains_casts(opt_state)
+            states.check_trains_casts(opt_state)
             policy = policy_lib.get_policy(policy)
-            read_state.check_policy(opt_state, policy)
+            states.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
             apply_fn = _AppliesFp8Kernels(apply_fn) if policy.fp8_weights and apply_fn is not None else apply_fn
         step = jax.numpy.zeros((), jax.numpy.int32)
@@ -177,14 +176,14 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
-        averages = read_state.find(self.opt_state, state_tuples.EmaParamsState)
+        averages = states.find(self.opt_state, states.EmaParamsState)
         if "batch_stats" in fields and any(found.ema_batch_stats is not None for found in averages):
             extra["batch_stats"] = fields["batch_stats"]
         extra_arguments.check(self.tx, extra, fields=known)
-        params, opt_state = mixed_precision.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
+        params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
-        return self.replace(params=params, opt_state=opt_state, **read_state.keep_if_skipped(opt_state, fields, old))
+        return self.replace(params=params, opt_state=opt_state, **states.keep_if_skipped(opt_state, fields, old))
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
         """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.
@@ -200,9 +199,9 @@ class TrainState(_Replaced, train_state.TrainState):
     @property
     def loss_scale(self) -> Float[Array, ""]:
         """float32[], the scale of the next loss."""
-        return read_state.get_loss_scale(self.opt_state)
+        return states.get_loss_scale(self.opt_state)
 
     @property
     def metrics(self) -> dict[str, Array]:
         """`jaxmp.get_metrics` of this state."""
-        return read_state.get_metrics(self.opt_state)
+        return states.get_metrics(self.opt_state)

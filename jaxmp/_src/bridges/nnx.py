@@ -19,14 +19,14 @@ from jaxtyping import Array, PyTree
 from jaxmp._src.base import signatures
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels
+from jaxmp._src.guard import transform
 from jaxmp._src.step import (
     argument_kinds,
     batch_arguments,
     microbatches,
-    mixed_precision,
     policy as policy_lib,
-    read_state,
     reload_masters,
+    state as states,
     value_and_grad as grads_lib,
 )
 from jaxmp._src.step.calibrate import calibrate
@@ -172,13 +172,13 @@ class Optimizer(nnx.Optimizer):
         def init_fn(params: PyTree) -> PyTree:
             opt_state = tx.init(params)
             if chosen is not None:
-                read_state.check_policy(opt_state, chosen)
+                states.check_policy(opt_state, chosen)
             return opt_state
 
         super().__init__(model, optax.GradientTransformation(init_fn, tx.update), wrt=wrt)
         self.tx, self.policy = tx, chosen
         if self.policy is not None:
-            mixed_precision.check_trains_casts(self.opt_state)
+            states.check_trains_casts(self.opt_state)
             cast_to_param(model, self.policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
@@ -190,12 +190,12 @@ class Optimizer(nnx.Optimizer):
           **kwargs: extra arguments of `tx.update`.
         """
         pure = nnx.as_pure
-        params, opt_state = mixed_precision.apply_gradients(
+        params, opt_state = transform.apply_gradients(
             self.tx, pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt)), **pure(kwargs)
         )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
-        self.step[...] = read_state.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
+        self.step[...] = states.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])
 
     def reload_master_params(self, model: nnx.Module) -> None:
         """Makes the masters from the params of `model`, in place, after you changed these (`nnx.update`, a restore).
@@ -235,7 +235,7 @@ class Optimizer(nnx.Optimizer):
           >>> float(optimizer.metrics["loss_scale"])
           65536.0
         """
-        return read_state.get_metrics(nnx.as_pure(self.opt_state))
+        return states.get_metrics(nnx.as_pure(self.opt_state))
 
     def calibrate(self, model: nnx.Module, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Sets the fp8 scales of `model` and the amax histories of this optimizer from one batch, in place.
@@ -360,4 +360,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     )
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, read_state.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, states.keep_if_skipped(opt_state, now, before))

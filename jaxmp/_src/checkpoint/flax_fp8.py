@@ -22,7 +22,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.checkpoint import fp8_history
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits
-from jaxmp._src.step import leaf_paths, read_state, state_arrays, state_tuples
+from jaxmp._src.step import leaf_paths, state as states, state_arrays
 
 _OPERANDS = {"input": "lhs", "kernel": "rhs", "output_grad": "grad"}
 
@@ -56,7 +56,7 @@ def import_flax_fp8(
       >>> float(params["Dense_0"]["Fp8DotGeneral_0"]["fp8_lhs_e4m3_log2_scale"])
       7.0
     """
-    found = read_state.find(opt_state, state_tuples.Fp8State)
+    found = states.find(opt_state, states.Fp8State)
     leaves = leaf_paths.plain_leaves(params)
     columns = fp8_history.columns(leaves, [x.scale.shape[-1] for x in found[0].amax_states]) if found else None
     if columns is None or len(found) != 1:
@@ -96,7 +96,7 @@ def import_flax_fp8(
     leaves |= moved
 
     def visit(node: Any) -> Any:
-        if not isinstance(node, state_tuples.Fp8State):
+        if not isinstance(node, states.Fp8State):
             return node
         groups = [
             fp8_history.group(histories, leaves, members, old.amax_history.shape[0])
@@ -104,7 +104,7 @@ def import_flax_fp8(
         ]
         return node._replace(amax_states=tuple(groups))
 
-    new_state = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, state_tuples.Fp8State))
+    new_state = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, states.Fp8State))
     return params, state_arrays.own_buffers(new_state, foreign=(params, opt_state))
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.loss_scale import dynamic, torch_state
-from jaxmp._src.step import read_state, state_arrays, state_tuples
+from jaxmp._src.step import state as states, state_arrays
 
 _MEGATRON = ("scale", "growth_tracker", "hysteresis_tracker")
 
@@ -85,7 +85,7 @@ def export_loss_scale(
     """
     (found,) = _find_one(opt_state)
     if format == "torch":
-        return torch_state.to_state_dict(read_state.scaler_of(loss_scale, found))
+        return torch_state.to_state_dict(states.scaler_of(loss_scale, found))
     if format != "megatron":
         raise ValueError(f'format must be "torch" or "megatron"; got {format!r}')
     values = ([float(found.loss_scale)], int(found.growth_count), int(found.hysteresis_left))
@@ -113,24 +113,24 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
     """
     (old,) = _find_one(opt_state)
     if isinstance(loss_scale, dynamic.DynamicLossScale):
-        new = read_state.scaling_state(loss_scale)
+        new = states.scaling_state(loss_scale)
     else:
         new = old._replace(loss_scale=jnp.asarray(loss_scale, jnp.float32))
     _check_positive(new.loss_scale)
 
     def replaced(x: Any) -> Any:
-        if not isinstance(x, state_tuples.LossScaleState):
+        if not isinstance(x, states.LossScaleState):
             return x
         leaves, treedef = jax.tree.flatten(x)  # each may be in a box, and may have a leading axis for pmap
         pairs = zip(jax.tree.leaves(new), leaves, strict=True)
         return treedef.unflatten([jnp.broadcast_to(jnp.asarray(n, o.dtype), o.shape) for n, o in pairs])
 
-    changed = jax.tree.map(replaced, opt_state, is_leaf=lambda x: isinstance(x, state_tuples.LossScaleState))
+    changed = jax.tree.map(replaced, opt_state, is_leaf=lambda x: isinstance(x, states.LossScaleState))
     return state_arrays.own_buffers(changed, foreign=(loss_scale, opt_state))
 
 
 def _find_one(opt_state: Any) -> list[Any]:
-    found = read_state.find(opt_state, state_tuples.LossScaleState)
+    found = states.find(opt_state, states.LossScaleState)
     if len(found) != 1:
         raise ValueError(
             f"opt_state must have one loss scale; got {len(found)} of them. Make it with "

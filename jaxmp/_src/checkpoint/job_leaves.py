@@ -8,21 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths, reload_masters, state_tuples
+from jaxmp._src.step import leaf_paths, reload_masters, state as states
 from pallas_kernels import moments
 
-_UNSCALE = (
-    "skipped",
-    "skipped_steps",
-    "consecutive_skips",
-    "pinned_overflows",
-    "saturated_params",
-    "kept_elements",
-    "unscaled_fp16",
-)
+_COUNTED = (*states.COUNTED, "kept_elements")  # the last one is in old checkpoints only
 _FP8_COUNTERS = ("saturated_tensors", "unused_tensors", "lost_gradients")
 # By the field that holds special leaves: the counts beside it.
-BESIDE = {"scaling": _UNSCALE, "master_params": ("rounding_count",), "amax_states": _FP8_COUNTERS}
+BESIDE = {"scaling": _COUNTED, "master_params": ("rounding_count",), "amax_states": _FP8_COUNTERS}
 _OF_EACH_DEVICE = (
     " Each device of an axis has its own: make the transform with devices= of the save, or restore with "
     'partial="*unsent*", and what was not sent yet starts from zero.'
@@ -116,11 +108,11 @@ def special_parts(paths: list[str]) -> dict[str, str]:
             parts |= {f"{head}/{name}".lstrip("/"): "fp8_counter" for name in _FP8_COUNTERS}
         head, found, rest = f"/{path}".rpartition("/scaling/")
         if found and rest.split("/")[0] in (
-            *state_tuples.LossScaleState._fields,
-            *state_tuples.CustomLossScaleState._fields,
+            *states.LossScaleState._fields,
+            *states.CustomLossScaleState._fields,
         ):
             parts[path] = "scale"
-            parts |= {f"{head}/{name}".lstrip("/"): "counter" for name in _UNSCALE}
+            parts |= {f"{head}/{name}".lstrip("/"): "counter" for name in _COUNTED}
     return {path: part for path, part in parts.items() if path in known}
 
 

@@ -21,7 +21,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import foreign_loss_scales
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, read_state, state_arrays, state_tuples, write_masters
+from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
 
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 Groups = Sequence[Sequence[str]]
@@ -54,7 +54,7 @@ def export_megatron(
       (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
     """
     order = _order(groups, params)
-    masters = leaf_paths.plain_leaves(read_state.get_master_params(opt_state, params))
+    masters = leaf_paths.plain_leaves(states.get_master_params(opt_state, params))
     with_master = _with_master(opt_state)
     per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
     for path, x in leaf_paths.essential_leaves(opt_state).items():
@@ -153,7 +153,7 @@ def import_megatron(
             param, kind = leaf_paths.param_of(rest)
             if param in masters:
                 master = jnp.asarray(masters[param], jnp.float32)
-                return master if kind is None else write_masters.remainder_of(master, x.dtype)
+                return master if kind is None else masters_lib.remainder_of(master, x.dtype)
         return new.get(path, x)
 
     new_state = tree_paths.map_with_path(visit, opt_state)
@@ -276,7 +276,7 @@ def _per_param(optimizer: Mapping[str, Any], groups: Groups, order: list[str]) -
 
 
 def _scale(state_dict: Mapping[str, Any], opt_state: Any) -> dynamic.DynamicLossScale | None:
-    found = read_state.find(opt_state, state_tuples.LossScaleState)
+    found = states.find(opt_state, states.LossScaleState)
     is_dynamic = len(found) == 1 and bool(jnp.any(found[0].hysteresis_left != 0))
     if "grad_scaler" not in state_dict:
         if is_dynamic:

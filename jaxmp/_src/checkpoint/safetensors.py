@@ -28,7 +28,7 @@ from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import argument_kinds, leaf_paths
-from jaxmp._src.step.read_state import get_master_params, masters_of
+from jaxmp._src.step.state import get_master_params, masters_of
 
 Layout = Literal["flax", "torch"]
 _FP8 = jnp.dtype(jnp.float8_e4m3fn)

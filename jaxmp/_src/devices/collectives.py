@@ -9,7 +9,7 @@ Under `jax.pmap` and `jax.shard_map`, `axis_name="auto"` finds the axes. Under p
 are bound and there is nothing to do: XLA itself reduces the flag of a sharded array.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -61,13 +61,11 @@ def largest_on_any_device(values: T, axes: tuple[str, ...]) -> T:
     return jax.tree.unflatten(jax.tree.structure(values), local)
 
 
-def any_nonfinite(tree: PyTree, again: Callable[[], PyTree] | None = None) -> Bool[Array, ""]:
-    """Whether a float or complex leaf of `tree` holds inf or NaN on this device; `again` makes the same tree."""
-    return reductions.any_nonfinite(_inexact(tree), None if again is None else lambda: _inexact(again()))
-
-
-def _inexact(tree: PyTree) -> list[Array]:
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+def any_nonfinite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether a float or complex leaf of `tree` holds inf or NaN on this device."""
+    return reductions.any_nonfinite(
+        [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    )
 
 
 def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:

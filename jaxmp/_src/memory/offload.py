@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import PyTree
 
-from jaxmp._src.base import compat
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
-from jaxmp._src.step import extra_arguments, in_place, write_masters
-from jaxmp._src.step.in_place import as_transformation
-from jaxmp._src.step.state_tuples import MasterState
+from jaxmp._src.step import extra_arguments, optimizers, state as states
+from jaxmp._src.step.optimizers import as_transformation
+from jaxmp._src.step.state import StepState
 
 _PARTS = ("masters", "moments")
 
@@ -66,18 +64,13 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: host_memory.to_host(x) if _is_large(x, min_bytes) else x, tree)
 
-    def move_state(node: Any) -> Any:
-        if not isinstance(node, MasterState):
-            return node
-        masters = move(node.master_params) if "masters" in what else node.master_params
-        inner = move(node.master_inner) if "moments" in what else node.master_inner
-        return node._replace(master_params=masters, master_inner=inner)
+    def move_state(state: StepState) -> StepState:
+        held = move(state.master_params) if "masters" in what else state.master_params
+        inner = move(state.optimizer_state) if "moments" in what else state.optimizer_state
+        return state._replace(master_params=held, optimizer_state=inner)
 
-    def is_master_state(x: Any) -> bool:
-        return isinstance(x, MasterState)
-
-    if any(is_master_state(x) for x in jax.tree.leaves(opt_state, is_leaf=is_master_state)):
-        return _committed(jax.tree.map(move_state, opt_state, is_leaf=is_master_state))
+    if states.with_masters(opt_state):
+        return _committed(states.map_steps(move_state, opt_state))
     return _committed(move(opt_state)) if "moments" in what else opt_state
 
 
@@ -150,7 +143,7 @@ def stream_updates(
       >>> params = jnp.ones(2, jnp.bfloat16)
       >>> opt_state = put(tx.init(params))
       >>> params, opt_state = jaxmp.apply_gradients(tx, jnp.ones(2, jnp.bfloat16), opt_state, params)
-      >>> params, {x.sharding.memory_kind for x in jax.tree.leaves(opt_state.guarded)}
+      >>> params, {x.sharding.memory_kind for x in jax.tree.leaves(opt_state.optimizer_state)}
       (Array([0.5, 0.5], dtype=bfloat16), {'pinned_host'})
 
     References:
@@ -159,7 +152,7 @@ def stream_updates(
     if isinstance(window_bytes, bool) or not isinstance(window_bytes, int | np.integer) or window_bytes <= 0:
         raise ValueError(f"window_bytes must be a positive int, the bytes of one window; got {window_bytes!r}")
     plain: Any = as_transformation(inner)
-    if isinstance(plain, in_place.InPlace):
+    if isinstance(plain, optimizers.InPlace):
         raise ValueError(
             "inner must be an optimizer made of JAX operations; got one that writes params and state in place, with "
             "kernels that can only use device memory. Use optax's optimizer (optax.adamw for jaxmp.fused_adamw), and "
@@ -181,44 +174,9 @@ def stream_updates(
         leaves, (new, static) = windows.run(update, updates, state, params, window_bytes=int(window_bytes))
         return jax.tree.unflatten(static.value, leaves), new
 
-    def write_fn(
-        grads: list[Array],
-        state: Any,
-        params: PyTree,
-        pairs: list[write_masters.Pair],
-        step: in_place.Step,
-        **extra_args: Any,
-    ) -> tuple[list[write_masters.Pair], Any, in_place.Counts]:
-        # Counted in the params, not in the masters on the host; then XLA can merge the sum over a mesh with the norm's.
-        saturated = sum((_saturated(p) for p, _ in pairs), start=jnp.zeros((), jnp.float32))
-        taken_step = step._replace(taken=jnp.ones((), bool))
-
-        def update(grads: list[Array], state: Any, pairs: list[write_masters.Pair]) -> tuple[list[Any], Any]:
-            here = host_memory.to_device((grads, state, pairs))
-            new, new_state, kept = write_masters.by_updates(
-                plain, here[0], here[1], params, here[2], taken_step, extra_args, leaf_by_leaf=True
-            )
-            new = [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)]
-            new_state = jax.tree.map(host_memory.as_before, new_state, state)
-            return list(zip(new, kept, strict=True)), new_state
-
-        def run_once(carry: Any) -> Any:
-            _, pairs, state, kept = carry
-            into = ([(pair, pair[1]) for pair in pairs], state) if split_leaves else None
-            new, state = windows.run(update, grads, state, pairs, window_bytes=int(window_bytes), into=into)
-            kept = sum((count for _, count in new), start=jnp.zeros_like(kept))
-            return jnp.zeros((), bool), [pair for pair, _ in new], state, kept
-
-        # A loop that runs once or never, instead of a cond: XLA keeps the sharding of a loop's carry and updates it in
-        # place. It replicates the results of a cond, unless each has a sharding constraint.
-        with jax.named_scope("jaxmp.stream"):
-            kept = jnp.zeros((), jnp.float32)
-            kept = compat.as_varying(kept, tuple({a for p, m in pairs for a in compat.varying_axes(m)}))
-            start = (step.taken, pairs, state, kept)
-            _, pairs, state, kept = lax.while_loop(lambda carry: carry[0], run_once, start)
-        return pairs, state, in_place.Counts(saturated, kept)
-
-    return in_place.in_place(plain.init, update_fn, write_fn, streams=True)
+    made = optimizers.Streaming(plain.init, update_fn)
+    made.plain, made.window_bytes, made.split_leaves = plain, int(window_bytes), split_leaves
+    return made
 
 
 @jax.tree_util.register_static
@@ -249,11 +207,3 @@ def _is_large(x: Any, min_bytes: int) -> bool:
     if not isinstance(x, jax.Array) or x.ndim == 0 or host_memory.is_on_host(x):
         return False
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size * x.dtype.itemsize >= min_bytes
-
-
-def _saturated(param: Any) -> Float[Array, ""]:
-    """The number of elements of a float16 param at the largest magnitude: their masters may be beyond the range."""
-    if param is None or param.dtype != jnp.float16:  # bfloat16 has the range of float32
-        return jnp.zeros((), jnp.float32)
-    param = host_memory.to_device(param)
-    return jnp.sum(jnp.abs(param) >= jnp.finfo(jnp.float16).max).astype(jnp.float32)

@@ -9,9 +9,9 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.fp8 import linen_layers
-from jaxmp._src.step import mixed_precision
+from jaxmp._src.step import transform
 from jaxmp._src.step.policy import Policy, get_policy
-from jaxmp._src.step.unscale import unscale_and_skip
+from jaxmp._src.step.transform import unscale_and_skip
 from jaxmp._src.transforms import fused, masterless
 
 
@@ -25,15 +25,15 @@ def recipes(num_params: float) -> dict[str, tuple[PyTree, Policy, Any]]:
         scaled = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
     adam, bf16 = optax.adam(1e-3), get_policy("bf16")
     made: dict[str, tuple[PyTree, Policy, Any]] = {
-        "fp32": (plain, get_policy("fp32"), mixed_precision.mixed_precision(adam, "fp32"))
+        "fp32": (plain, get_policy("fp32"), transform.mixed_precision(adam, "fp32"))
     }
     for name in ("fp16", "bf16"):
-        made[name] = plain, get_policy(name), mixed_precision.mixed_precision(adam, name)
+        made[name] = plain, get_policy(name), transform.mixed_precision(adam, name)
     small = fused.fused_adamw(1e-3, state_dtype=jnp.int8)
-    made["bf16, remainder_bits=16"] = plain, bf16, mixed_precision.mixed_precision(adam, bf16, remainder_bits=16)
-    made["bf16, 8-bit"] = plain, bf16, mixed_precision.mixed_precision(small, bf16, remainder_bits=8)
+    made["bf16, remainder_bits=16"] = plain, bf16, transform.mixed_precision(adam, bf16, remainder_bits=16)
+    made["bf16, 8-bit"] = plain, bf16, transform.mixed_precision(small, bf16, remainder_bits=8)
     alone = optax.chain(masterless.float32_moments(adam), masterless.stochastic_round_updates(seed=0))
     made["bf16, no masters"] = plain, bf16, unscale_and_skip(alone)
     for name, policy in (("fp8", get_policy("fp8")), ("fp8 weights", get_policy("fp8", fp8_weights=True))):
-        made[name] = scaled, policy, mixed_precision.mixed_precision(adam, policy)
+        made[name] = scaled, policy, transform.mixed_precision(adam, policy)
     return made

@@ -30,11 +30,10 @@ from jaxmp._src.step import (
     argument_kinds,
     compute_dtypes,
     microbatches,
-    read_state,
-    state_tuples,
+    state as states,
     value_and_grad as gradients,
 )
-from jaxmp._src.step.in_place import as_transformation
+from jaxmp._src.step.optimizers import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 
 _OF_GPUS = (
@@ -172,7 +171,7 @@ def plan(
     part, microbatch = (_part(batch, batch_argnums, ways, n) for n in (1, k))
     stored = jax.eval_shape(policy.cast_to_param, shapes)
     opt_state = jax.eval_shape(optimizer.init, shapes)
-    if not read_state.find(opt_state, state_tuples.MasterState):
+    if not states.with_masters(opt_state):
         opt_state = jax.eval_shape(optimizer.init, stored)
 
     def of_params(tree: PyTree) -> int:
@@ -200,7 +199,7 @@ def plan(
     ]
     used = buffers.usage(jaxpr, output_bytes=[None] * others + split_grads) if jaxpr else None
     sums = of_params(casting.cast_floats(grads, jnp.float32)) if k > 1 else 0
-    masters = sum(of_state(found.master_params) for found in read_state.find(opt_state, state_tuples.MasterState))
+    masters = sum(of_state(found.master_params) for found in states.with_masters(opt_state))
     param_bytes, state_bytes = of_params(stored), of_state(opt_state)
     batch_bytes = sum(map(buffers.nbytes, jax.tree.leaves(part)))
     return Plan(
@@ -318,7 +317,7 @@ def _trace(
 
     def traced(policy: Policy | None) -> tuple[Any, Any]:
         def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
-            if read_state.has_loss_scale(opt_state):
+            if states.has_loss_scale(opt_state):
                 return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
             return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
 

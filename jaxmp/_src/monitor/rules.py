@@ -6,7 +6,6 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     stuck_scale    several overflows in a row at the lower bound of the loss scale, or a scale of 2^32: no scale helps
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
-    kept_elements  the optimizer made values that are not finite, and the old ones were kept
     infinite_norm  the norm of finite gradients is inf, so that clipping makes all of them zero
     lost_gradients gradients came to fp8 layers as zeros although the layers ran
     unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
@@ -18,7 +17,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first eight check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
+The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
 only if it appears in several samples. A loss scale that falls to the right level causes several overflows in a row:
 they count as one overflow.
 """
@@ -43,7 +42,7 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, kept_elements, infinite_norm, lost_gradients, unscaled, clipped,
+      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, unscaled, clipped,
         overflow, near_overflow, underflow, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
@@ -205,20 +204,6 @@ def _nonfinite_loss(step: int, loss: float) -> Finding:
         f"optimizer state may be NaN (see jaxmp.monitor.first_nonfinite), for example because eps underflowed (see "
         f"jaxmp.check_optimizer).",
     )
-
-
-def kept_elements(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
-    """The optimizer made values of finite gradients that are not finite, so the old values were kept."""
-    kept = metrics.get("kept_elements", math.nan)
-    if kept > 0:
-        yield Finding(
-            "kept_elements",
-            step,
-            "",
-            f"for {kept:.0f} elements the optimizer made a value that is not finite, of finite gradients; they keep "
-            f"their old value. If it happens again and again they do not train: a gradient is huge (clip it), or the "
-            f"optimizer divides by 0 (jaxmp.check_optimizer).",
-        )
 
 
 def infinite_norm(step: int, metrics: dict[str, float]) -> Iterator[Finding]:

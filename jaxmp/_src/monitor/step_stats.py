@@ -24,7 +24,7 @@ from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state, stale_masters, state_tuples
+from jaxmp._src.step import stale_masters, state as states
 
 PROBES = 256  # number of values of each tensor
 
@@ -128,7 +128,7 @@ def step_stats(
       (1.0, 1.0, 65536.0)
     """
     for name, tree in {"grads": grads, "params": params}.items():
-        if read_state.has_loss_scale(tree):
+        if states.has_loss_scale(tree):
             raise ValueError(f"step_stats takes grads, opt_state, params in this order; got an opt_state as {name}")
     if activations is not None and not isinstance(activations, TensorStats):
         raise TypeError(
@@ -143,8 +143,8 @@ def _measure_step(
     grads: PyTree, opt_state: Any, params: PyTree, activations: TensorStats | None, histogram: bool, axis_name: Any
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
-    params32 = read_state.get_master_params(opt_state, params)
-    axes, loss_scale = collectives.bound_axes(axis_name), read_state.get_loss_scale(opt_state)
+    params32 = states.get_master_params(opt_state, params)
+    axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
     frozen = _frozen(opt_state, params)
     return StepStats(
         grads=measure(grads),
@@ -159,16 +159,16 @@ def _measure_step(
             path: collectives.max_over(stale_masters.share(*pair), axes)
             for path, pair in stale_masters.pairs(opt_state, params).items()
         },
-        updates=next((steps.gradient_step for steps in read_state.find(opt_state, optax.MultiStepsState)), None),
+        updates=next((steps.gradient_step for steps in states.find(opt_state, optax.MultiStepsState)), None),
     )
 
 
 def _frozen(opt_state: Any, params: PyTree) -> set[str]:
     """The paths of params in 16 or 8 bits without a master although others may have one: they never move."""
-    if not read_state.find(opt_state, state_tuples.MasterState):
+    if not states.with_masters(opt_state):
         return set()
     units, treedef = tree_paths.boxed_leaves(params)
-    masters = treedef.flatten_up_to(read_state.masters_of(opt_state, params, may_be_frozen=True))
+    masters = treedef.flatten_up_to(states.masters_of(opt_state, params, may_be_frozen=True))
     return {
         path
         for (path, unit), master in zip(units, masters, strict=True)
@@ -190,7 +190,7 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
     # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
     if stored_kernels.stored_pairs(params):
-        masters = read_state.masters_of(opt_state, params, may_be_frozen=True)
+        masters = states.masters_of(opt_state, params, may_be_frozen=True)
         grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(masters, params))
     for path, amax in tree_paths.leaves_by_path(grads).items():
         if not scale_leaves.is_scale(path):

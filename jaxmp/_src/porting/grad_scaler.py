@@ -62,9 +62,12 @@ from jaxmp._src.autocast import cast_lists
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
+from jaxmp._src.guard import transform
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import kept_elements, mixed_precision, read_state, scale_reads, state_tuples
+from jaxmp._src.step import scale_reads, state as states
+from jaxmp._src.step.transform import Transformation
+from pallas_kernels.when import when
 
 # Methods of torch's scaler that are missing here, and what to write.
 _IN_PLACE = {
@@ -309,24 +312,26 @@ class GradScaler:
           >>> params
           Array([-1.], dtype=float32)
         """
-        if read_state.find(opt_state, state_tuples.UnscaleState):
+        if states.has_loss_scale(opt_state):
             raise ValueError(
                 "gradients are unscaled once; got a tx that also unscales (mixed_precision or unscale_and_skip). Pass "
                 "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad instead of a GradScaler."
             )
-        apply = functools.partial(mixed_precision.apply_gradients, tx, **extra_args)
+        apply = functools.partial(transform.apply_gradients, tx, **extra_args)
         if not self.is_enabled():
             return *apply(grads, opt_state, params), self
         self._check_scaled("step")
         structure, scaler = self._structure.after_step(optimizer), self
         if self._structure.stage_of(optimizer) == _READY:
             grads, scaler = self.unscale(grads, optimizer=optimizer)
-        found_inf = casting.computed_once(scaler._found_inf[optimizer])
-        with jax.named_scope("jaxmp.optimizer"):
-            new = apply(grads, opt_state, params)
-        with jax.named_scope("jaxmp.keep_or_skip"):
-            old = (params, opt_state)
-            params, opt_state = kept_elements.keep_together(params, new, old, taken=~found_inf)
+        found_inf = scaler._found_inf[optimizer]
+        taken = casting.computed_once(~found_inf)
+        if isinstance(tx, Transformation):
+            params, opt_state = apply(grads, opt_state, params, grads_finite=taken)
+        else:
+            params, opt_state = when(
+                taken, lambda params, opt_state: apply(grads, opt_state, params), params, opt_state
+            )
         return params, opt_state, scaler._at(structure, scaler._found_inf | {optimizer: found_inf})
 
     def update(self, new_scale: float | Float[Array, ""] | None = None) -> "GradScaler":

@@ -36,7 +36,7 @@ from jaxmp._src.precision_search import format_noise
 from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Operation, Param, Problem, Run, Suggestion
 from jaxmp._src.programs import flax_modules, jaxprs, operations
-from jaxmp._src.step import mixed_precision, read_state, value_and_grad as grads_lib
+from jaxmp._src.step import state as states, transform, value_and_grad as grads_lib
 from jaxmp._src.step.policy import get_policy
 
 STEPS = 10  # taken steps
@@ -201,10 +201,10 @@ class Rehearsal:
             closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*given)
             results = look.run(closed, jax.tree.leaves(given))
             loss, grads, new_rest = jax.tree.unflatten(jax.tree.structure(shapes), results)
-            inverse = 1 / read_state.get_loss_scale(opt_state)
+            inverse = 1 / states.get_loss_scale(opt_state)
             unscaled = jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, grads)
-            params, opt_state = mixed_precision.apply_gradients(tx, grads, opt_state, params)
-            skipped = read_state.was_skipped(opt_state)
+            params, opt_state = transform.apply_gradients(tx, grads, opt_state, params)
+            skipped = states.was_skipped(opt_state)
             rest = jax.tree.map(lambda new, old: jnp.where(skipped, old, new), new_rest, rest)
             return params, rest, opt_state, unscaled, loss, skipped, look.found
 
@@ -229,7 +229,7 @@ class Rehearsal:
                     first = grads if first is None else first
                 for key, x in jax.device_get(found).items():
                     seen[key] = np.maximum(seen.get(key, 0), x)
-        scale = float(read_state.get_loss_scale(opt_state))
+        scale = float(states.get_loss_scale(opt_state))
         return Trained(start, params, losses, skips, scale, first, seen)
 
     def _gradients(self, found: Trained) -> dict[str, _Gradient]:

@@ -18,6 +18,7 @@ from jax.extend import core
 JITS = frozenset({"jit", "pjit"})  # can be written out in place: nothing but the name is lost
 REMATS = frozenset({"remat2", "checkpoint"})  # have a policy for the backward pass
 WITH_OWN_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+BY_PLATFORM = "by_platform"  # of pallas_kernels; holds what its ways compute
 CALLS = JITS | REMATS | WITH_OWN_DERIVATIVE | {"closed_call", "core_call"}
 LOOPS = frozenset({"scan", "while"})
 CONTROL_FLOW = LOOPS | {"cond"}
@@ -72,7 +73,16 @@ def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
         return open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
     if name in CALLS or name in ("scan", "shard_map"):
         return (open_jaxpr(params[body_name(eqn)]),)
+    if name == BY_PLATFORM:
+        return ((with_operands(params["jaxpr"]), ()),)
     return ()
+
+
+def with_operands(jaxpr: Any) -> Any:
+    """An open jaxpr that takes its constants as its first operands."""
+    names = ("",) * (len(jaxpr.constvars) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
+    about = core.DebugInfo("by_platform", jaxpr.debug_info.func_src_info, *names)
+    return core.Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about)
 
 
 def equations(jaxpr: Any, seen: set[int] | None = None) -> Iterator[Any]:

@@ -99,7 +99,7 @@ def _values(jaxpr: Any, consts: Any, inputs: Sequence[Value], axis: str, *, is_o
 def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[Value]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     largest = max(operands, key=lambda value: value.kind, default=Value(WHOLE))
-    if name in jaxprs.CALLS:
+    if name in jaxprs.CALLS or name == jaxprs.BY_PLATFORM:
         ((inner, consts),) = jaxprs.functions_of(eqn)
         if len(inner.invars) == len(operands):
             return [

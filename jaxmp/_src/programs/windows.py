@@ -26,6 +26,7 @@ from jax.extend import core
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import host_memory
+from jaxmp._src.numerics import reductions
 from jaxmp._src.programs import jaxprs, row_loops
 
 _IN_FLIGHT = 2
@@ -229,12 +230,12 @@ def _compute_rows(
     held |= dict(zip(targets, row_loops.run(rows, targets, into, held, count), strict=True))
 
 
-def any_nonfinite(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
-    """Whether any gradient in host memory times `inv_scale` is not finite; a few are on the device at a time."""
+def any_unusable(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
+    """`reductions.any_unusable` of gradients in host memory times `inv_scale`; a few are on the device at a time."""
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
         fetched = host_memory.to_device(leaves)
-        return [jnp.all(jnp.isfinite(g.astype(jnp.float32) * inv_scale)) for g in fetched], None
+        return [reductions.any_unusable([g.astype(jnp.float32) * inv_scale]) for g in fetched], None
 
     found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)
-    return ~functools.reduce(jnp.logical_and, found)
+    return functools.reduce(jnp.logical_or, found)

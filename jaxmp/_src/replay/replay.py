@@ -23,7 +23,7 @@ from jaxmp._src.base import named_functions
 from jaxmp._src.bridges import nnx as nnx_bridge
 from jaxmp._src.programs import array_functions, flax_modules, jaxprs
 from jaxmp._src.replay import bad_operation, captures, first_bad_op, nonfinite
-from jaxmp._src.step import state_tuples, value_and_grad
+from jaxmp._src.step import state as states, value_and_grad
 
 # Two compilations of a step may round differently; a spike of the loss is far more.
 _SAME_LOSS = 0.05
@@ -209,7 +209,7 @@ class _Step:
 
 def _value_and_grad(options: dict[str, Any], loss_fn: Any, args: Any, kwargs: Any, loss_scale: Any) -> Any:
     zero = jnp.zeros((), jnp.int32)
-    opt_state = state_tuples.LossScaleState(loss_scale, zero, zero)
+    opt_state = states.LossScaleState(loss_scale, zero, zero)
     common = {name: options[name] for name in ("has_aux", "accumulate", "accumulate_argnums")}
     common["policy"] = options.get("policy")  # captures of older versions hold none
     if options["argnums"] == 0 and array_functions.is_module(args[0]):

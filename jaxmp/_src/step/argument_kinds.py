@@ -12,7 +12,7 @@ import jmp
 import numpy as np
 import optax
 
-from jaxmp._src.step import read_state, scale_reads, state_tuples
+from jaxmp._src.step import scale_reads, state as states
 
 _KINDS = {
     "optimizer": "an optimizer",
@@ -67,7 +67,7 @@ def kind_of(x: Any) -> str:
         return "holder"
     if isinstance(x, np.dtype | type):
         return "dtype"
-    if read_state.find(x, state_tuples.UnscaleState) or read_state.find(x, state_tuples.MasterState):
+    if states.find(x, states.StepState):
         return "state"
     if any(map(_is_of_optax, jax.tree.leaves(x, is_leaf=_is_of_optax))):
         return "plain state"

@@ -28,7 +28,7 @@ from jaxmp._src.base.progress import Progress
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
 from jaxmp._src.programs import array_functions
-from jaxmp._src.step import argument_kinds, mixed_precision, read_state, state_tuples
+from jaxmp._src.step import argument_kinds, state as states, transform
 from jaxmp._src.step.value_and_grad import value_and_grad
 
 _BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
@@ -112,11 +112,11 @@ def calibrate(
         axis_name=axis_name,
     )
 
-    carried = read_state.policy_of(opt_state)  # by a TrainState; no part of the pytree that jit takes
+    carried = states.policy_of(opt_state)  # by a TrainState; no part of the pytree that jit takes
 
     def one_pass(opt_state: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         """(amaxes, params, opt_state) after a step of the scales."""
-        opt_state = opt_state if carried is None else read_state.with_policy(opt_state, carried)
+        opt_state = opt_state if carried is None else states.with_policy(opt_state, carried)
 
         def amaxes_at(opt_state: Any) -> PyTree:
             with layers.calibrating():
@@ -127,8 +127,8 @@ def calibrate(
         params = _selected(args, argnums)
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), scale_leaves.partition(params)[1])
         with layers.calibrating():
-            moved, after = mixed_precision.apply_gradients(tx, scale_leaves.merge(observed, zeros), scaled_by, params)
-        return amaxes, scale_leaves.partition(moved)[0], read_state.find(after, state_tuples.Fp8State)
+            moved, after = transform.apply_gradients(tx, scale_leaves.merge(observed, zeros), scaled_by, params)
+        return amaxes, scale_leaves.partition(moved)[0], states.find(after, states.Fp8State)
 
     # One program, also where the caller is not inside `jax.jit`: the update of the weights, which nobody reads, is not
     # computed, and no operation is compiled alone.
@@ -152,7 +152,7 @@ def _selected(args: Sequence[Any], argnums: int | Sequence[int]) -> Any:
 
 
 def _is_fp8(x: Any) -> bool:
-    return isinstance(x, state_tuples.Fp8State)
+    return isinstance(x, states.Fp8State)
 
 
 def _finite_amaxes(
@@ -166,7 +166,7 @@ def _finite_amaxes(
         moved = jax.tree.map(
             lambda x: x._replace(loss_scale=scale) if _is_scaling(x) else x, opt_state, is_leaf=_is_scaling
         )
-        return read_state.with_policy(moved, read_state.policy_of(opt_state))
+        return states.with_policy(moved, states.policy_of(opt_state))
 
     def overflows(found: tuple[Array, PyTree]) -> Bool[Array, ""]:
         scale, amaxes = found
@@ -176,18 +176,18 @@ def _finite_amaxes(
         scale = found[0] * _BACKOFF
         return scale, amaxes_at(at(scale))
 
-    scale = read_state.get_loss_scale(opt_state)
+    scale = states.get_loss_scale(opt_state)
     scale, amaxes = lax.while_loop(overflows, lower, (scale, amaxes_at(opt_state)))
     return amaxes, at(scale)
 
 
 def _is_scaling(x: Any) -> bool:
-    return isinstance(x, state_tuples.LossScaleState) and not isinstance(x, state_tuples.NoLossScaleState)
+    return isinstance(x, states.LossScaleState) and not isinstance(x, states.NoLossScaleState)
 
 
 def _check_has_histories(opt_state: Any, params: PyTree) -> None:
-    read_state.check_is_state(opt_state, "calibrate")
-    if not read_state.find(opt_state, state_tuples.Fp8State):
+    states.check_is_state(opt_state, "calibrate")
+    if not states.find(opt_state, states.Fp8State):
         raise ValueError(
             "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
             "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
@@ -198,9 +198,7 @@ def _check_has_histories(opt_state: Any, params: PyTree) -> None:
             "calibrate moves the fp8 scales among the params; got an argument without any as the params. The order is "
             "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state), and argnums= says where the params stand."
         )
-    if any(
-        read_state.find(steps, state_tuples.Fp8State) for steps in read_state.find(opt_state, optax.MultiStepsState)
-    ):
+    if any(states.find(steps, states.Fp8State) for steps in states.find(opt_state, optax.MultiStepsState)):
         raise ValueError(
             "calibrate takes one step of the scales, and optax.MultiSteps takes none before its last; got an opt_state "
             "with amax histories inside of it. Put mixed_precision around MultiSteps, or use accumulate= of "

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxmp._src.base import tree_paths
 
 REMAINDERS = ("remainder16", "remainder8")
-_WRAPPERS = frozenset({"guarded", "fp8_scales", "fp8_rest", "master_inner"})
+_WRAPPERS = frozenset({"optimizer_state", "fp8_scales", "guarded", "fp8_rest", "master_inner"})  # the last three: old
 
 
 def plain_leaves(tree: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, read_state, state_arrays, state_tuples, write_masters
+from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
 
 
 def reload_master_params(opt_state: Any, params: PyTree) -> Any:
@@ -56,9 +56,9 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
     References:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
-    if not read_state.find(opt_state, state_tuples.MasterState):
+    if not states.with_masters(opt_state):
         raise ValueError(
-            "opt_state must keep masters; got a state without a MasterState. Make it with jaxmp.mixed_precision or "
+            "opt_state must keep masters; got a state without masters. Make it with jaxmp.mixed_precision or "
             "jaxmp.keep_master_params, and pass (opt_state, params) in this order."
         )
     leaves = leaf_paths.plain_leaves(params)
@@ -84,7 +84,7 @@ def follow(
     Raises:
       ValueError: params that do not fit those before, named by path.
     """
-    masters = [x.master_params for x in read_state.find(opt_state, state_tuples.MasterState)]
+    masters = [x.master_params for x in states.with_masters(opt_state)]
     new, old = leaf_paths.plain_leaves(params), leaf_paths.plain_leaves(before)
     if not masters or not all(map(_is_array, old.values())) or (new and not any(map(_is_number, new.values()))):
         return params, opt_state
@@ -151,7 +151,7 @@ def _expected_by(opt_state: Any) -> dict[str, Any]:
     """What the params of a state look like, by path: float32 masters of their shapes; None where there is no master."""
     found: dict[str, Any] = {}
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    for state in read_state.find(opt_state, state_tuples.MasterState):
+    for state in states.with_masters(opt_state):
         for key, x in jax.tree_util.tree_leaves_with_path(state.master_params, is_leaf=is_masked):
             path = leaf_paths.param_of(tree_paths.path_str(key))[0]
             found[path] = found.get(path) if is_masked(x) else jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -221,20 +221,22 @@ def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:
 def _with_masters(opt_state: Any, new_master: Callable[[str, Array], Array], foreign: PyTree) -> Any:
     """`opt_state` with `new_master(path of the param, old master)` in place of each master."""
 
-    def visit(node: Any) -> Any:
-        if not isinstance(node, state_tuples.MasterState):
-            return node
-        made = tree_paths.map_with_path(lambda path, x: new_master(leaf_paths.param_of(path)[0], x), node.master_params)
-        return node._replace(master_params=made)
+    def remade(state: states.StepState) -> states.StepState:
+        if state.master_params is None:
+            return state
+        made = tree_paths.map_with_path(
+            lambda path, x: new_master(leaf_paths.param_of(path)[0], x), state.master_params
+        )
+        return state._replace(master_params=made)
 
-    made = jax.tree.map(visit, opt_state, is_leaf=lambda x: isinstance(x, state_tuples.MasterState))
+    made = states.map_steps(remade, opt_state)
     return state_arrays.own_buffers(made, foreign)
 
 
 def _as_master(value: Array, master: Array) -> Array:
     """The float32 `value` of a param as the state keeps it, where `master` is."""
-    is_split = write_masters.is_remainder(master)
-    return _placed(write_masters.remainder_of(value, master.dtype) if is_split else value, master)
+    is_split = masters_lib.is_remainder(master)
+    return _placed(masters_lib.remainder_of(value, master.dtype) if is_split else value, master)
 
 
 def _placed(x: Array, like: Any) -> Array:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import dynamic, protocol, static
-from jaxmp._src.step import mixed_precision, read_state, scale_reads, state_arrays, state_tuples
+from jaxmp._src.step import heart, scale_reads, state as states, state_arrays, transform
 
 
 class SharedLossScale(NamedTuple):
@@ -28,9 +28,9 @@ class SharedLossScale(NamedTuple):
       update: `scale_state -> scale_state`, once at the end of a step.
     """
 
-    init: Callable[[], state_tuples.SharedLossScaleState]
-    apply_gradients: Callable[..., tuple[PyTree, Any, state_tuples.SharedLossScaleState]]
-    update: Callable[[state_tuples.SharedLossScaleState], state_tuples.SharedLossScaleState]
+    init: Callable[[], states.SharedLossScaleState]
+    apply_gradients: Callable[..., tuple[PyTree, Any, states.SharedLossScaleState]]
+    update: Callable[[states.SharedLossScaleState], states.SharedLossScaleState]
 
 
 def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto") -> SharedLossScale:
@@ -74,8 +74,8 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     is_dynamic = not isinstance(template, static.StaticLossScale)
 
-    def init() -> state_tuples.SharedLossScaleState:
-        fresh = state_tuples.SharedLossScaleState(read_state.scaling_state(template), jnp.ones((), bool))
+    def init() -> states.SharedLossScaleState:
+        fresh = states.SharedLossScaleState(states.scaling_state(template), jnp.ones((), bool))
         return state_arrays.own_buffers(fresh, foreign=template)
 
     def apply_gradients(
@@ -83,27 +83,27 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         grads: PyTree,
         opt_state: Any,
         params: PyTree,
-        scale_state: state_tuples.SharedLossScaleState,
+        scale_state: states.SharedLossScaleState,
         **extra_args: Any,
-    ) -> tuple[PyTree, Any, state_tuples.SharedLossScaleState]:
-        if not read_state.find(opt_state, state_tuples.UnscaleState):
+    ) -> tuple[PyTree, Any, states.SharedLossScaleState]:
+        if not any(state.scaling is not None for state in states.find(opt_state, states.StepState)):
             raise ValueError(
                 "each optimizer under a shared loss scale must unscale its gradients; got one without "
                 "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
         if is_dynamic:
             scale_reads.check(grads, scale_state.scaling.loss_scale)
-        finite = collectives.all_finite(grads, axis_name)
-        params, opt_state = mixed_precision.apply_gradients(
+        finite = heart.all_usable(grads, scale_state.scaling.loss_scale, axis_name)
+        params, opt_state = transform.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
         )
         return params, opt_state, scale_state._replace(all_grads_finite=scale_state.all_grads_finite & finite)
 
-    def update(scale_state: state_tuples.SharedLossScaleState) -> state_tuples.SharedLossScaleState:
-        scaler = read_state.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
-        scaling = read_state.scaling_state(scaler)
+    def update(scale_state: states.SharedLossScaleState) -> states.SharedLossScaleState:
+        scaler = states.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
+        scaling = states.scaling_state(scaler)
         if is_dynamic:
             scale_reads.note_made(scaling.loss_scale, before=scale_state.scaling.loss_scale)
-        return state_tuples.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
+        return states.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
 
     return SharedLossScale(init, apply_gradients, update)

@@ -14,7 +14,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state
+from jaxmp._src.step import state as states
 
 MANY = 0.01  # the share of a param that is named; optax.apply_updates leaves a few elements a step behind
 
@@ -28,7 +28,7 @@ CAUSE = (
 def pairs(opt_state: Any, params: PyTree) -> dict[str, tuple[Array, Array]]:
     """(param, float32 master) of each 16-bit param that has one, by path."""
     found = {}
-    masters = tree_paths.leaves_by_path(read_state.masters_of(opt_state, params, may_be_frozen=True))
+    masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params, may_be_frozen=True))
     for path, p in tree_paths.leaves_by_path(params).items():
         master = masters.get(path)
         is_split_or_none = master is None or master.dtype != jnp.float32

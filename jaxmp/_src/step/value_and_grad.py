@@ -43,8 +43,8 @@ from jaxmp._src.step import (
     carried_arguments,
     compute_dtypes,
     policy_regions,
-    read_state,
     scale_reads,
+    state as states,
 )
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
@@ -209,12 +209,10 @@ def scaled_value_and_grad(
     carried = getattr(opt_state, "policy", None)  # of a TrainState or nnx optimizer, or of their opt_state
     opt_state = getattr(opt_state, "opt_state", opt_state)
     _check_has_loss_scale(opt_state)
-    read_state.check_wrappers(opt_state)
-    read_state.note_chains(opt_state)
     _check_differentiable(params)
     if k > 1:
         _check_on_device(params, k)
-    loss_scale = read_state.get_loss_scale(opt_state)
+    loss_scale = states.get_loss_scale(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
@@ -223,7 +221,7 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     is_default = policy is None
-    policy = carried or read_state.policy_of(opt_state) if policy is None else policy
+    policy = carried or states.policy_of(opt_state) if policy is None else policy
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         loss_in_region = rewrite.by_region(loss_fn)
 
@@ -251,8 +249,8 @@ def _look_once(
 ) -> Callable[..., None]:
     """What looks at the derivative of the loss, and warns once: a loop may trace the loss more than once."""
     lists = regions.current()
-    scales, is_off = read_state.may_scale(opt_state), lists is not None and lists.dtype is None
-    of_low = read_state.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
+    scales, is_off = states.may_scale(opt_state), lists is not None and lists.dtype is None
+    of_low = states.computes_low(opt_state) and not has_fp8  # what has fp8 scales warns of them itself
     warned = False
 
     def look(pullback: Any, value: Any) -> None:
@@ -322,7 +320,7 @@ def check_order(args: Sequence[Any], diff_argnums: Sequence[int], opt_state: Any
 
 
 def _check_has_loss_scale(opt_state: Any) -> None:
-    if not read_state.has_loss_scale(opt_state):
+    if not states.has_loss_scale(opt_state):
         raise ValueError(
             "opt_state must hold the loss scale that the update unscales with; "
             + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")

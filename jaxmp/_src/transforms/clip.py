@@ -17,6 +17,7 @@ one leaf and counts once.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, reductions
-from jaxmp._src.step.state_tuples import GlobalNormState, ZeroCountState
+from jaxmp._src.step.state import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
 
@@ -123,7 +124,7 @@ def global_norm(
     if isinstance(ord, (int, float)) and not ord > 0:
         raise ValueError(f"the order of a norm must be > 0; got {ord}")
     is_max = isinstance(ord, float) and ord == math.inf
-    power = _largest if is_max else lambda x: _power_sum(x, ord)
+    power = _largest_of_each if is_max else lambda xs: _power_sums(xs, ord)
     merge = _max_of if is_max else sum
     axes = collectives.named_axes(axis_name)
     split, whole = _by_shard(tree, replicated, axes, power)
@@ -165,7 +166,8 @@ def count_zeros(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ZeroCountState]:
         del state, params
         axes = collectives.named_axes(axis_name)
-        split, whole = _by_shard(updates, replicated, axes, lambda x: jnp.sum(x == 0).astype(jnp.float32))
+        zeros_of = lambda xs: [jnp.sum(x == 0).astype(jnp.float32) for x in xs]  # noqa: E731
+        split, whole = _by_shard(updates, replicated, axes, zeros_of)
         total = sum(whole, start=collectives.sum_over(sum(split, start=jnp.zeros((), jnp.float32)), axes))
         return updates, ZeroCountState(total - padding if padding else total)
 
@@ -179,36 +181,42 @@ def _max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float
     return start
 
 
-def _power_sum(x: Array, ord: float) -> Float[Array, ""]:
-    x = x.astype(jnp.float32)
-    return reductions.sum_of_squares(x) if _is_two(ord) else jnp.sum(jnp.abs(x) ** ord)
+def _power_sums(xs: list[Array], ord: float) -> list[Float[Array, ""]]:
+    xs = [x.astype(jnp.float32) for x in xs]
+    return reductions.sums_of_squares(xs) if _is_two(ord) else [jnp.sum(jnp.abs(x) ** ord) for x in xs]
 
 
 def _is_two(ord: Any) -> bool:
     return isinstance(ord, (int, float)) and ord == 2
 
 
-def _largest(x: Array) -> Float[Array, ""]:
-    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+def _largest_of_each(xs: list[Array]) -> list[Float[Array, ""]]:
+    return [jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0) for x in xs]
 
 
-def _by_shard(tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Any) -> tuple[list[Any], list[Any]]:
+def _by_shard(
+    tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Callable[[list[Array]], list[Array]]
+) -> tuple[list[Any], list[Any]]:
     """(`f` of the float leaves that are split over shards, `f` of those that every shard has as a whole)."""
     _, tree = scale_leaves.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    held_by = jax.tree.broadcast(mask, tree, is_leaf=is_spec)
+    held_by = jax.tree.leaves(jax.tree.broadcast(mask, tree, is_leaf=is_spec), is_leaf=is_spec)
     tracked = [axis for axis in axes if replicated is None and compat.is_tracked(axis)]
+
+    def copied(held: Any, x: Array) -> tuple[str, ...]:
+        """The axes along which every shard has all of `x`."""
+        if tracked:
+            return tuple(axis for axis in tracked if axis not in compat.varying_axes(x))
+        if is_spec(held):
+            return tuple(axis for axis in axes if axis not in shardings.axes_of(held))
+        return axes if held else ()
+
+    leaves = zip(held_by, jax.tree.leaves(tree), strict=True)
+    floats = [(copied(held, x), x) for held, x in leaves if casting.is_float(x)]
     parts: tuple[list[Any], list[Any]] = ([], [])
-    for held, x in zip(jax.tree.leaves(held_by, is_leaf=is_spec), jax.tree.leaves(tree), strict=True):
-        if casting.is_float(x):
-            if tracked:
-                copied = tuple(axis for axis in tracked if axis not in compat.varying_axes(x))
-            elif is_spec(held):
-                copied = tuple(axis for axis in axes if axis not in shardings.axes_of(held))
-            else:
-                copied = axes if held else ()
-            parts[copied == axes].append(f(x) if copied == axes else _on_first_device(f(x), copied))
+    for (own, _), y in zip(floats, f([x for _, x in floats]), strict=True):
+        parts[own == axes].append(y if own == axes else _on_first_device(y, own))
     return parts
 
 

@@ -21,8 +21,8 @@ from jaxtyping import Array, Int, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import boxed_state, kept_elements
-from jaxmp._src.step.in_place import as_transformation
+from jaxmp._src.step import boxes, extra_arguments
+from jaxmp._src.step.optimizers import as_transformation
 from pallas_kernels import moments
 
 _SIGNED = ("mu", "trace", "momentum")
@@ -51,8 +51,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
       state_dtype: float32 (nothing changes), bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2.
 
     Returns:
-      A transform with `CompressedState`. If `inner` makes an update or a moment of an element non-finite, the element
-      keeps its moments, and does not move.
+      A transform with `CompressedState`.
 
     Raises:
       ValueError: another `state_dtype`; at `init`, an inner state without such fields; at `update`, moments that are
@@ -100,15 +99,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         count: Any = optax.safe_increment(state.compress_count)
         with jax.named_scope("jaxmp.decompress_moments"):
             full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
-        updates, new = boxed_state.update(inner, updates, full, params, extra_args)
-        # Here, and not only around this transform: an inf or NaN would become the scale of its whole group. An update
-        # that is NaN tells the transform around this one to keep the element too.
-        old_updates = kept_elements.no_updates(updates)
-        held = kept_elements.find(updates, (updates, new), (old_updates, full))
-        if kept_elements.is_guarded(extra_args):
-            old_updates = jax.tree.map(lambda _: jnp.nan, updates)
-        updates, new = held.keep((updates, new), (old_updates, full))
-
+        opened = boxes.opened(inner, full, params)
+        updates, new = extra_arguments.update(inner, updates, opened, params, extra_args)
+        new = boxes.closed(new)
         # In the form that the moment has, not in the one that its shape would get at `init`: in shard_map a device sees
         # its part of a moment, which may be too small to start in 8 bits.
         forms: dict[tuple[bool, int], Any] = {}

@@ -27,8 +27,8 @@ from jaxtyping import Array, Int, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state
-from jaxmp._src.step.state_tuples import EmaParamsState
+from jaxmp._src.step import state as states
+from jaxmp._src.step.state import EmaParamsState
 
 
 def ema_params(
@@ -152,7 +152,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
             e, w = host_memory.to_device((e, w))
         return jnp.where(weight > 0, e / weight, w)
 
-    units, treedef = jax.tree.flatten(read_state.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
+    units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = treedef.flatten_up_to(found.ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
 
@@ -190,7 +190,7 @@ def get_ema_batch_stats(opt_state: Any, batch_stats: PyTree) -> PyTree:
 
 
 def _state_of(opt_state: Any) -> EmaParamsState:
-    found = read_state.find(opt_state, EmaParamsState)
+    found = states.find(opt_state, EmaParamsState)
     if len(found) != 1:
         raise ValueError(
             f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "

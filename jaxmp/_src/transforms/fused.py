@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxmp._src.step import in_place
-from jaxmp._src.step.read_state import find, find_boxed
-from jaxmp._src.step.state_tuples import GlobalNormState
+from jaxmp._src.step import masters, optimizers
+from jaxmp._src.step.state import GlobalNormState, find, nodes_of
 from jaxmp._src.transforms import clip, compress
 from pallas_kernels import backend as kernel_backend, update as kernels
 from pallas_kernels.moments import is_quantized
@@ -206,32 +205,25 @@ def _fused(
     ((kind, names),) = fields.items()
 
     def write_fn(
-        grads: list[Array],
-        state: Any,
-        params: PyTree,
-        weights: list[tuple[Any, Array]],
-        step: in_place.Step,
-        **extra_args: Any,
-    ) -> tuple[list[tuple[Any, Array]], Any, in_place.Counts]:
-        del extra_args
+        grads: optimizers.Gradients, state: Any, params: PyTree, pairs: list[masters.Pair], step: optimizers.Step
+    ) -> tuple[list[masters.Pair], Any, Array]:
         compress.check_form(state, state_dtype, compressed=not is_wide)
-        (held,) = find_boxed(state, kind)
+        (held,) = nodes_of(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)
         leaves = [
             kernels.Weight(g, param, master, tuple(moments), decay)
             for g, (param, master), decay, *moments in zip(
-                grads, weights, decays, *(leaves for leaves, _ in trees), strict=True
+                grads.scaled, pairs, decays, *(leaves for leaves, _ in trees), strict=True
             )
         ]
-        factor = step.inv_scale
-        if max_norm:
-            factor = factor * clip.factor_of(step.grad_norm, max_norm)
+        norm: Any = step.norm
+        factor = grads.factor() * clip.factor_of(norm, max_norm) if max_norm else grads.factor()
         schedule = next(iter(find(state, optax.ScaleByScheduleState)), None)
         rate = learning_rate(schedule.count) if callable(learning_rate) and schedule is not None else learning_rate
         compressed = next(iter(find(state, compress.CompressedState)), None)
         number = step.number if compressed is None else optax.safe_increment(compressed.compress_count)
-        new, counts = kernels.multi_tensor_update(
+        new, saturated = kernels.multi_tensor_update(
             leaves,
             rule,
             factor=factor,
@@ -239,7 +231,7 @@ def _fused(
             step=number,
             scalars=scalars(state),
             taken=step.taken,
-            backend=step.backend,
+            backend=backend,
         )
 
         def advance(node: Any) -> Any:
@@ -247,7 +239,7 @@ def _fused(
                 inside = _map_states(advance, node.compressed)
                 return compress.CompressedState(jnp.where(step.taken, number, node.compress_count), inside)
             if isinstance(node, GlobalNormState):
-                return GlobalNormState(jnp.where(step.taken, step.grad_norm, node.grad_norm))
+                return GlobalNormState(jnp.where(step.taken, norm, node.grad_norm))
             if isinstance(node, kind):
                 moved = {
                     name: treedef.unflatten([w.moments[n] for w in new])
@@ -258,13 +250,15 @@ def _fused(
                 node = node._replace(count=jnp.where(step.taken, optax.safe_increment(node.count), node.count))
             return node
 
-        return [(w.param, w.master) for w in new], _map_states(advance, state), counts
+        return [masters.Pair(w.param, w.master) for w in new], _map_states(advance, state), saturated
 
     def update_fn(updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
         compress.check_form(state, state_dtype, compressed=not is_wide)
         return stored.update(updates, state, params, **extra_args)
 
-    return in_place.in_place(stored.init, update_fn, write_fn, measures=bool(max_norm), backend=backend)
+    made = optimizers.InPlace(stored.init, update_fn)
+    made.write, made.measures, made.backend = write_fn, bool(max_norm), backend
+    return made
 
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:

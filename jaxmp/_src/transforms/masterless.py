@@ -34,7 +34,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import extra_arguments
-from jaxmp._src.step.in_place import as_transformation
+from jaxmp._src.step.optimizers import as_transformation
 from pallas_kernels import moments
 
 

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import gathered_params
@@ -25,6 +25,11 @@ from jaxmp._src.programs import parts
 from jaxmp._src.step import extra_arguments
 
 _MUCH_PADDING = 0.01  # share of a leaf; less changes a mean less than bfloat16 shows
+
+
+def notes_cuts() -> bool:
+    """Whether params that are cut or padded were gathered in this trace."""
+    return bool(ambient.now().notes.gathered_params)
 
 
 def check(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> None:

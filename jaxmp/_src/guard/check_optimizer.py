@@ -26,8 +26,9 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import read_state, state_arrays, state_tuples
-from jaxmp._src.step.in_place import as_transformation
+from jaxmp._src.step import extra_arguments
+from jaxmp._src.step.optimizers import as_transformation
+from pallas_kernels.when import in_dtype_of
 
 # g^2, and a thousandth of it, underflows in float16 on the first, in float32 and bfloat16 on the second.
 _SMALL = (*(2.0**k for k in range(-12, -5)), *(2.0**k for k in range(-63, -55)))
@@ -102,24 +103,22 @@ def warn_of_underflow(tx: optax.GradientTransformation, params: PyTree, *, grad_
 
 
 def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
-    tx = as_transformation(tx)
+    rule = getattr(tx, "rule", None)
     params = jax.tree.map(_few_elements, params)
+    if rule is not None:  # the moves of the optimizer inside, in float32
+        tx, grad_dtype = rule.optimizer.inner, jnp.float32
+        params = params if rule.policy is None else casting.cast_floats(params, jnp.float32)
+    tx = as_transformation(tx)
     state = tx.init(params)
-    unscales = bool(read_state.find(state, state_tuples.UnscaleState))
     extra_args: dict[str, Any] = {"value": jnp.ones(())}  # of the loss; some optimizers need it
-    if unscales:
-        extra_args |= {"loss_scale": jnp.ones(()), "grads_finite": jnp.array(True)}
-    if unscales or read_state.find(state, state_tuples.MasterState):
-        grad_dtype = jnp.float32
-        extra_args |= {"as_made": True}  # the moves of the optimizer inside: nothing selected, nothing rounded
 
     def moves(gradient: Float[Array, ""]) -> list[Array]:
         def grads(g: Any) -> PyTree:
             return jax.tree.map(lambda p: jnp.full_like(p, g, dtype=_grad_dtype_of(p, grad_dtype)), params)
 
         def step(state: Any, factor: Array) -> tuple[Any, list[Array]]:
-            updates, after = tx.update(grads(gradient * factor), state, params, **extra_args)
-            after = jax.tree.map(lambda new, old: state_arrays.in_dtype_of(new, jnp.asarray(old)), after, state)
+            updates, after = extra_arguments.update(tx, grads(gradient * factor), state, params, extra_args)
+            after = jax.tree.map(lambda new, old: in_dtype_of(new, old), after, state)
             return after, [jnp.max(jnp.abs(u.astype(jnp.float32))) for u in jax.tree.leaves(updates)]
 
         return jax.lax.scan(step, jax.tree.map(jnp.asarray, state), jnp.asarray(_STEPS))[1]

@@ -3,15 +3,13 @@
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import PyTree
 
-from jaxmp._src.base import ambient
 from jaxmp._src.base.warn import warn
-from jaxmp._src.step import read_state, stale_masters
+from jaxmp._src.step import stale_masters, state as states
 
 _MANY = 0.1  # the share of skipped steps that is named,
 _STEPS = 80  # after this many steps: before, a loss scale that begins too high finds its value by skipping
@@ -46,8 +44,7 @@ def check_progress(
     """Raises for a run that skips every step; warns of other signs that it does not train.
 
     Call it on the host every n steps: a compiled step cannot raise, so the step counts and this function checks the
-    counts. It waits for the step to end. Each cause is named once in a run, under every filter of warnings. (A run is
-    known by the structure of its state, and by a count of steps that does not fall.)
+    counts. It waits for the step to end. (`jaxmp.monitor.Monitor` names each cause once in a run.)
 
     Args:
       opt_state: state after an update, or a TrainState that holds it; a state replicated by pmap works too.
@@ -66,15 +63,14 @@ def check_progress(
 
     Warns:
       UserWarning: an overflow found the loss scale at its floor; the scale is at the ceiling; of 80 steps or more one
-        in ten was skipped, and it goes on; the optimizer made values that are not finite; params that are not their
-        masters.
+        in ten was skipped, and it goes on; params that are not their masters.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
       >>> check_progress(jaxmp.unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
-    read_state.check_is_state(opt_state, "check_progress")
-    metrics = {name: np.max(np.asarray(x)) for name, x in read_state.get_metrics(opt_state).items()}
+    states.check_is_state(opt_state, "check_progress")
+    metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
     if max_pinned_overflows is not None and pinned >= max_pinned_overflows:
         raise TrainingStuck(
@@ -104,27 +100,12 @@ def check_progress(
             f"more than {100 * _MANY:g}% of the steps are skipped (skipped_steps of get_metrics counts them). "
             f"{_WHAT_TO_DO}"
         )
-    if metrics["kept_elements"] > 0:
-        found["kept"] = (
-            "the optimizer makes values that are not finite, of finite gradients: these elements keep their old value "
-            "and do not train (kept_elements of get_metrics counts them). A gradient is huge: clip it; or the "
-            "optimizer divides by 0: try jaxmp.check_optimizer(tx, params)."
-        )
     if params is None and not isinstance(opt_state, tuple):
         params = getattr(opt_state, "params", None)
     if params is not None and (path := stale_masters.first(opt_state, params)) is not None:
         found["stale"] = f"a param must be its master, rounded; got others at {path}: {stale_masters.CAUSE}"
-    for message in _not_named_yet(opt_state, steps, found):
+    for message in found.values():
         warn("run-in-trouble", message)
-
-
-def _not_named_yet(opt_state: Any, steps: float, found: dict[str, str]) -> list[str]:
-    """The messages of causes that no check of this run has named; a run with fewer steps is another one."""
-    runs, run = ambient.now().checked_runs, jax.tree.structure(nnx.as_pure(opt_state))
-    before, named = runs.get(run, (0.0, frozenset()))
-    named = named if steps >= before else frozenset()
-    runs[run] = steps, named | set(found)
-    return [message for cause, message in found.items() if cause not in named]
 
 
 def _steps(metrics: dict[str, Any], opt_state: Any, step: int | None) -> float:

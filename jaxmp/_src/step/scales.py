@@ -2,9 +2,8 @@
 
     h, scale = recipe.update(h, amax)          update = leaf(scale) - leaf          (the leaf holds log2 of the scale)
 
-`split_fp8` sends the scale leaves of params and gradients to `update_amax`, and all other leaves to the optimizer. The
-optimizer sees `optax.MaskedNode()` in place of scale leaves, so clipping, moments, weight decay, masks and schedules
-never touch them.
+A step parts the scale leaves of params and gradients off, for `update_amax`. All others go to the optimizer, which sees
+`optax.MaskedNode()` in place of scale leaves, so clipping, moments, weight decay, masks and schedules never touch them.
 
 All histories of a model lie in one array [len, n], not in one array for each leaf: a step then launches a few kernels
 for any number of layers. The n scales are in the order of the tree.
@@ -25,13 +24,31 @@ from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics import casting
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import extra_arguments, in_place, state_arrays
-from jaxmp._src.step.read_state import find, masters_of
-from jaxmp._src.step.state_tuples import Fp8State, SplitFp8State
+from jaxmp._src.step import extra_arguments
+from jaxmp._src.step.state import Fp8State, find
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
 _LARGEST_STEP = np.float32(2.0**12)  # of a leaf that holds no log2: p + (new - p) is then close to new
+
+
+class SplitFp8State(NamedTuple):
+    """State of `split_fp8`.
+
+    Attributes:
+      fp8_scales: state of the transform of the scale leaves, an `Fp8State`.
+      fp8_rest: state of the transform of all other leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> tx = jaxmp.fp8.split_fp8(jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling()), optax.sgd(0.1))
+      >>> state = tx.init({"w": jnp.ones(2), "fp8_lhs_e4m3_log2_scale": jnp.zeros(())})
+      >>> type(state.fp8_scales).__name__
+      'Fp8State'
+    """
+
+    fp8_scales: Any
+    fp8_rest: Any
 
 
 class _Group(NamedTuple):
@@ -117,7 +134,9 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
 def split_fp8(
     scales: optax.GradientTransformation, rest: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies one transform to scale leaves and another to all other leaves.
+    """Applies one transform to scale leaves and another to all other leaves, for an optimizer without masters.
+
+    `mixed_precision` does it by itself.
 
     Args:
       scales: transform for the scale leaves: `update_amax(recipe)`.
@@ -141,59 +160,35 @@ def split_fp8(
         only_scales, others = scale_leaves.partition(params)
         return SplitFp8State(scales.init(only_scales), rest.init(others))
 
-    def move_scales(updates: PyTree, state: Any, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, Any]:
-        if params is not None:
-            tree_paths.check_same_structure(updates, params, "grads", "params")
-        only_scales, _ = scale_leaves.partition(updates)
-        scale_params, other_params = scale_leaves.partition(params) if params is not None else (None, None)
-        if params is not None and (
-            amaxes := stored_kernels.amaxes_of(masters_of(state.fp8_rest, other_params), params)
-        ):
-            only_scales = stored_kernels.leave(only_scales, amaxes)
-            only_scales = scale_leaves.max_of_scales(only_scales, scale_params, collectives.bound_axes("auto"))
-        with jax.named_scope("jaxmp.update_amax"):
-            return scales.update(only_scales, state.fp8_scales, scale_params, **extra_args)
-
-    def others_of(tree: Any) -> Any:
-        return None if tree is None else scale_leaves.partition(tree)[1]
-
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SplitFp8State]:
-        moved, scales_state = move_scales(updates, state, params, **extra_args)
-        others = (others_of(updates), state.fp8_rest, others_of(params))
-        updated, rest_state = extra_arguments.update(rest, *others, extra_args)
-        return scale_leaves.merge(moved, updated), SplitFp8State(scales_state, rest_state)
+        (of_scales, of_rest), (scale_params, others) = map(_apart, (updates, params))
+        moves, scales_state = scales.update(of_scales, state.fp8_scales, scale_params, **extra_args)
+        moved, rest_state = extra_arguments.update(rest, of_rest, state.fp8_rest, others, extra_args)
+        return scale_leaves.merge(moves, moved), SplitFp8State(scales_state, rest_state)
 
-    if not isinstance(rest, in_place.InPlace):
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-    def write_fn(
-        grads: PyTree, state: Any, params: PyTree, step: in_place.Step, **extra_args: Any
-    ) -> tuple[PyTree, SplitFp8State, in_place.Counts]:
-        amaxes = scale_leaves.map_scales(lambda _, g: g.astype(jnp.float32), grads)
-        moved, scales_state = move_scales(amaxes, state, params, **extra_args)
-        scale_params, other_params = scale_leaves.partition(params)
-        new_scales = state_arrays.select(step.taken, optax.apply_updates(scale_params, moved), scale_params)
-        scales_state = state_arrays.select(step.taken, scales_state, state.fp8_scales)
-        written, rest_state, counts = rest.write(others_of(grads), state.fp8_rest, other_params, step, **extra_args)
-        return scale_leaves.merge(new_scales, written), SplitFp8State(scales_state, rest_state), counts
-
-    return in_place.in_place_of(init_fn, update_fn, write_fn, rest)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def check_moves_all(opt_state: Any, params: PyTree) -> None:
-    """Raises a ValueError if `opt_state` moves some of the fp8 scales of `params`, and not all."""
-    moved = sum(jnp.size(group.scale) for found in find(opt_state, Fp8State) for group in found.amax_states)
-    paths = {path: x for path, x in tree_paths.leaves_by_path(params).items() if scale_leaves.is_scale(path)}
-    held = sum(map(jnp.size, paths.values()))
-    if moved and moved < held:
-        raise ValueError(
-            f"the scales of all fp8 layers must move, also beside frozen weights: gradients go through these layers, "
-            f"and become zero by a scale that stays. Got {held} scales in the params, of which the optimizer moves "
-            f"{moved}. Put mixed_precision around optax.multi_transform, masked or partition, not inside: it keeps "
-            f"scales away from labels and masks."
-        )
+def _apart(tree: PyTree) -> tuple[Any, Any]:
+    return (None, None) if tree is None else scale_leaves.partition(tree)
+
+
+def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTree) -> PyTree:
+    """`amaxes`, with those of kernels that are stored in fp8, which are found in their masters.
+
+    Args:
+      amaxes: the "gradients" of scale leaves.
+      scale_params: the leaves themselves.
+      masters: of all params, from `masters.by_param`.
+      params: all params.
+    """
+    found = stored_kernels.amaxes_of(masters, params)
+    if not found:
+        return amaxes
+    amaxes = stored_kernels.leave(amaxes, found)
+    return scale_leaves.max_of_scales(amaxes, scale_params, collectives.bound_axes("auto"))
 
 
 def is_delayed(recipe: Recipe) -> bool:

@@ -1,0 +1,376 @@
+"""Three kinds of optimizers, and what a step asks of each: measure the gradients, then move the weights.
+
+    Optax        any optax transform
+    Fused        jaxmp's fused ones: kernels that write weights and state in place, and are told whether to
+    Streamed     any optax transform whose state is in host memory, one window at a time
+
+`measure` runs before the decision, on every device for itself. `move` runs after it, and returns what was there before
+where the step is not taken.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+import pallas_kernels
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
+from jaxmp._src.numerics import reductions
+from jaxmp._src.programs import windows
+from jaxmp._src.step import boxes, extra_arguments, masters
+from jaxmp._src.step.masters import Pair
+from pallas_kernels import backend
+from pallas_kernels.backend import as_varying, varying_axes
+from pallas_kernels.by_platform import by_platform
+from pallas_kernels.when import in_dtype_of, known, when
+
+
+class Gradients(NamedTuple):
+    """The gradients of a step: leaves still scaled, and what makes them the unscaled ones.
+
+    Attributes:
+      scaled: in the dtypes of the params; in host memory if the caller passed them there.
+      inv_scale: float32[]; unscaled = float32(scaled) * inv_scale. None: they come unscaled, and stay as they are.
+      treedef: of the tree.
+    """
+
+    scaled: list[Array]
+    inv_scale: Float[Array, ""] | None
+    treedef: Any
+
+    def unscaled(self) -> list[Array]:
+        """The gradients that the optimizer sees, on the device."""
+        here = host_memory.to_device(self.scaled)
+        return here if self.inv_scale is None else [x.astype(jnp.float32) * self.inv_scale for x in here]
+
+    def factor(self) -> Float[Array, ""]:
+        """`inv_scale`, 1.0 for None."""
+        return jnp.ones((), jnp.float32) if self.inv_scale is None else self.inv_scale
+
+    def tree(self) -> PyTree:
+        """The unscaled gradients as the tree that came."""
+        return self.treedef.unflatten(self.unscaled())
+
+
+class Step(NamedTuple):
+    """What an optimizer is told about the step.
+
+    Attributes:
+      taken: bool[], whether it is taken.
+      norm: float32[], global norm of the unscaled gradients; None if the optimizer did not measure it.
+      number: int32[], which step this is, for the noise of stochastic rounding.
+      adds: whether the caller adds updates (`tx.update`): params that are their own weights are then updates.
+      extra: the extra arguments for the optimizer.
+    """
+
+    taken: Bool[Array, ""]
+    norm: Float[Array, ""] | None
+    number: Int[Array, ""] | int
+    adds: bool
+    extra: dict[str, Any]
+
+
+class Moved(NamedTuple):
+    """What a step made.
+
+    Attributes:
+      pairs: the weights after it. With `Step.adds`, an update in place of a param that is its own weight.
+      state: of the optimizer.
+      saturated: float32[], masters of float16 params beyond the range of float16 before the step, on this device.
+      others: what `beside` returned.
+    """
+
+    pairs: list[Pair]
+    state: Any
+    saturated: Float[Array, ""]
+    others: Any
+
+
+class Optimizer(Protocol):
+    """What `heart.step` asks of an optimizer."""
+
+    @property
+    def inner(self) -> optax.GradientTransformationExtraArgs:
+        """The optax transform."""
+        ...
+
+    def init(self, weights: PyTree) -> Any:
+        """The state for float32 weights."""
+        ...
+
+    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], Float[Array, ""] | None]:
+        """(a gradient of this device is NaN, inf or 2^48 or more; their global norm or None)."""
+        ...
+
+    def move(
+        self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: "Beside"
+    ) -> Moved:
+        """The weights and the state after the step. `params`: the tree of the user, for masks and structures."""
+        ...
+
+
+class Beside(NamedTuple):
+    """Something else that moves if the step is taken: `move(old)`, a tree like `old`."""
+
+    move: Callable[[PyTree], PyTree]
+    old: PyTree
+
+
+class Optax(NamedTuple):
+    """Any optax transform."""
+
+    inner: optax.GradientTransformationExtraArgs
+
+    def init(self, weights: PyTree) -> Any:
+        """As the inner transform's."""
+        return boxes.closed(self.inner.init(weights))
+
+    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], None]:
+        """Looks at each gradient; XLA fuses this with the unscaling."""
+        return reductions.any_unusable(grads.unscaled()), None
+
+    def move(
+        self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
+    ) -> Moved:
+        """One update of the inner transform, in one `when` with all that depends on it."""
+        host_memory.check_on_device((state, pairs))
+
+        adds = [step.adds and pair.param is None and pair.master is not None for pair in pairs]
+
+        def update(old: list[Any], state: Any, others: PyTree, number: Any) -> Any:
+            own = [pair if adding else x for adding, pair, x in zip(adds, pairs, old, strict=True)]
+            weights = [masters.weight_of(pair) for pair in own]
+            with jax.named_scope("jaxmp.optimizer"):
+                moves, state = updated(self.inner, grads.tree(), weights, state, params, step.extra)
+            with jax.named_scope("jaxmp.update_masters"):
+                new = masters.moved(own, weights, moves, number)
+            new = [u if adding else pair for adding, pair, u in zip(adds, new, moves, strict=True)]
+            return new, state, beside.move(others), number
+
+        def choose(taken: Array, new: Any, old: Any) -> Any:
+            select = lambda n, o: jnp.where(taken, n, o)  # noqa: E731
+            parts = enumerate(zip(adds, new[0], old[0], strict=True))
+            with jax.named_scope("jaxmp.keep_or_skip"):
+                found = [
+                    select(n, o) if adding else masters.chosen(taken, n, o, masters.noise_of(i, o, old[3]))
+                    for i, (adding, n, o) in parts
+                ]
+                return found, *jax.tree.map(select, new[1:], old[1:])
+
+        # Masters before the step: XLA for GPU counts them in the pass that reads them. XLA for CPU must be told to
+        # count first, or it copies them.
+        saturated = jnp.zeros((), jnp.float32)
+        if any(map(_may_saturate, pairs)):
+            counted = lambda pairs: (saturated_masters(pairs), pairs)  # noqa: E731
+            saturated, pairs = by_platform(counted, pairs, cpu=lambda f, pairs: lax.optimization_barrier(f(pairs)))
+        old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
+        new, state, others, _ = when(step.taken, update, old, state, beside.old, step.number, choose=choose)
+        like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
+        as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
+        pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
+        return Moved(pairs, state, saturated, others)
+
+
+def updated(
+    inner: Any, grads: PyTree, weights: list[Array], state: Any, params: PyTree, extra: dict[str, Any]
+) -> tuple[list[Array], Any]:
+    """(updates of the weights, state) after `inner.update`, which sees weights in a tree like `params`."""
+    full = jax.tree.unflatten(jax.tree.structure(params), weights)
+    with tree_paths.explained_by_shapes(grads, full):  # shapes may differ: one gradient for each example
+        moves, new = extra_arguments.update(inner, grads, boxes.opened(inner, state, full), full, extra)
+    tree_paths.check_same_shapes(moves, full, "grads", "params")
+    new = boxes.closed(new)
+    _check_shapes(new, state)
+    return jax.tree.leaves(moves), new
+
+
+def _check_shapes(new: Any, old: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return  # jax says how they differ
+    if found := tree_paths.first_of_other_shape(new, old):
+        path, shape, before = found
+        raise ValueError(
+            f"a step must not change the shape of an array of the optimizer's state; got {shape} for {before} at "
+            f"{path}. An optimizer that factors large leaves only (optax.adafactor) takes the parts of shard_map for "
+            f"small leaves: use plain jax.jit, where it sees whole leaves."
+        )
+
+
+def _may_saturate(pair: Pair) -> bool:
+    return pair.param is not None and pair.param.dtype == jnp.float16 and pair.master is not None
+
+
+def saturated_masters(pairs: Sequence[Pair]) -> Float[Array, ""]:
+    """How many masters of float16 params lie beyond its range; bfloat16 has the range of float32."""
+    low = list(filter(_may_saturate, pairs))
+
+    def count(low: list[Pair]) -> Array:
+        return sum((jnp.sum(_is_beyond(q.master)) for q in low), start=jnp.zeros((), jnp.float32))
+
+    def count_if_any(_: Any, low: list[Pair]) -> Array:
+        if backend.devices_of(low) > 1:  # where devices share arrays, each reduction is a message, and a join another
+            return count(low)
+        # XLA for CPU writes 4 bytes for each number of a sum, and one for each flag; and it converts float16 slowly.
+        bits = [lax.bitcast_convert_type(q.param, jnp.uint16) for q in low]
+        at_limit = lambda x: (x & np.uint16(0x7FFF)) >= _LARGEST.view(np.uint16)  # noqa: E731
+        found = reductions.any_on_cpu(at_limit, bits)
+        if known(found) is False:
+            return jnp.zeros((), jnp.float32)
+        joined = lambda low: count([Pair(None, jnp.concatenate([q.master.reshape(-1) for q in low]))])  # noqa: E731
+        axes = frozenset().union(*(varying_axes(q.master) for q in low))
+        return lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
+
+    def count_in_pass(_: Any, low: list[Pair]) -> Array:
+        # XLA for GPU sums rows in the pass that writes the masters. To sum an array it needs a second launch, so rows
+        # of one shape are added first. (Where devices share arrays, these may be split in different ways.)
+        rows = lax.optimization_barrier([jnp.sum(_is_beyond(q.master), axis=-1) for q in low])
+        if backend.devices_of(rows) > 1:
+            return sum((jnp.sum(x) for x in rows), start=jnp.zeros((), jnp.float32))
+        alike: dict[tuple[int, ...], Array] = {}
+        for x in rows:
+            alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
+        return sum((jnp.sum(x) for x in alike.values()), start=jnp.zeros((), jnp.float32))
+
+    if not low:
+        return jnp.zeros((), jnp.float32)
+    return by_platform(count, low, cpu=count_if_any, cuda=count_in_pass, rocm=count_in_pass)
+
+
+_LARGEST = np.float16(jnp.finfo(jnp.float16).max)
+
+
+def _is_beyond(master: Float[Array, "..."]) -> Float[Array, "..."]:
+    return (jnp.abs(jnp.atleast_1d(master)) > np.float32(_LARGEST)).astype(jnp.float32)
+
+
+class InPlace(optax.GradientTransformationExtraArgs):
+    """An optax transform with a `write` beside `init` and `update`: it moves weights and state itself, if told so.
+
+    Attributes:
+      write: `(grads: Gradients, state, params, pairs, step: Step) -> (pairs, state, saturated)`.
+      measures: whether `write` needs the global norm of the gradients.
+      backend: which kernels to use; see `pallas_kernels.backend`.
+    """
+
+    write: Callable[..., tuple[list[Pair], Any, Float[Array, ""]]]
+    measures: bool
+    backend: str
+
+
+class Fused(NamedTuple):
+    """An `InPlace` in `apply_gradients`; `tx.update` takes its update, as `Optax`."""
+
+    inner: InPlace
+
+    def init(self, weights: PyTree) -> Any:
+        """As the inner transform's."""
+        return Optax(self.inner).init(weights)
+
+    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+        """The flag and the norm in one pass over gradients that are still scaled."""
+        with jax.named_scope("jaxmp.measure_gradients"):
+            leaves = grads.scaled if self.inner.measures else lax.stop_gradient(grads.scaled)
+            norm, usable = pallas_kernels.gradient_norm(leaves, grads.factor(), backend=self.inner.backend)
+        return ~usable, norm
+
+    def move(
+        self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
+    ) -> Moved:
+        """One pass that reads gradients that are still scaled."""
+        host_memory.check_on_device((state, pairs))
+        with jax.named_scope("jaxmp.optimizer"):
+            new, state, saturated = self.inner.write(grads, state, params, pairs, step)
+        return Moved(new, state, saturated, when(step.taken, beside.move, beside.old))
+
+
+class Streaming(optax.GradientTransformationExtraArgs):
+    """An optax transform whose state may lie in host memory, as `jaxmp.offload.stream_updates` makes it.
+
+    Attributes:
+      plain: the transform itself.
+      window_bytes, split_leaves: see `stream_updates`.
+    """
+
+    plain: optax.GradientTransformationExtraArgs
+    window_bytes: int
+    split_leaves: bool
+
+
+class Streamed(NamedTuple):
+    """A `Streaming` in `apply_gradients`: each array in host memory is copied in once and out once, or not at all."""
+
+    inner: Streaming
+
+    def init(self, weights: PyTree) -> Any:
+        """As the inner transform's."""
+        return Optax(self.inner).init(weights)
+
+    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], None]:
+        """Looks at gradients in host memory a few at a time."""
+        if host_memory.first_on_host(grads.scaled) is None:
+            return Optax(self.inner).measure(grads)
+        return windows.any_unusable(grads.scaled, grads.factor()), None
+
+    def move(
+        self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
+    ) -> Moved:
+        """One update of the inner transform, window by window."""
+        if step.adds:
+            return Optax(self.inner).move(step, grads, state, pairs, params, beside)
+        plain, saturated = self.inner.plain, _saturated_params(pairs)
+
+        def update(scaled: list[Array], state: Any, pairs: list[Pair]) -> tuple[list[Any], Any]:
+            scaled, here, own = host_memory.to_device((scaled, state, pairs))
+            weights = [masters.weight_of(pair) for pair in own]
+            tree = grads._replace(scaled=scaled).tree()
+            moves, new_state = updated(plain, tree, weights, here, params, step.extra)
+            new_state = jax.tree.map(lambda n, o: host_memory.as_before(in_dtype_of(n, o), o), new_state, state)
+            new = masters.moved(own, weights, moves, step.number, apart=True)
+            return [jax.tree.map(host_memory.as_before, n, old) for n, old in zip(new, pairs, strict=True)], new_state
+
+        def run_once(carry: Any) -> Any:
+            _, pairs, state = carry
+            into = (pairs, state) if self.inner.split_leaves else None
+            new = windows.run(update, grads.scaled, state, pairs, window_bytes=self.inner.window_bytes, into=into)
+            return jnp.zeros((), bool), *new
+
+        # A loop that runs once or never, instead of `when`: XLA keeps the sharding of a loop's carry and updates it in
+        # place. It replicates the results of a cond, unless each has a sharding constraint.
+        with jax.named_scope("jaxmp.stream"):
+            _, pairs, state = lax.while_loop(lambda carry: carry[0], run_once, (step.taken, pairs, state))
+        return Moved(pairs, state, saturated, when(step.taken, beside.move, beside.old))
+
+
+def _saturated_params(pairs: Sequence[Pair]) -> Float[Array, ""]:
+    """As `saturated_masters`, counted in the params: the masters are in host memory."""
+    limit = float(jnp.finfo(jnp.float16).max)
+    low = [host_memory.to_device(q.param) for q in pairs if q.param is not None and q.param.dtype == jnp.float16]
+    return sum((jnp.sum(jnp.abs(p) >= limit, dtype=jnp.float32) for p in low), start=jnp.zeros((), jnp.float32))
+
+
+def optimizer_of(inner: optax.GradientTransformationExtraArgs) -> Optimizer:
+    """The kind of an optax transform."""
+    if isinstance(inner, InPlace):
+        return Fused(inner)
+    return Streamed(inner) if isinstance(inner, Streaming) else Optax(inner)
+
+
+def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """`inner` as an optax transform that gets extra arguments. (`optax.MultiSteps` is an object that makes one.)
+
+    The `update` of MultiSteps takes all, but its type says that it takes none, and optax would drop them.
+    """
+    made = inner.gradient_transformation() if hasattr(inner, "gradient_transformation") else inner
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
+        )
+    if isinstance(getattr(made.update, "__self__", None), optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(made.init, made.update)
+    return optax.with_extra_args_support(made)

@@ -1,0 +1,416 @@
+"""`mixed_precision` and its parts as optax transforms, and `apply_gradients`, the step with them.
+
+A transform holds a `heart.Rule`. Its `update` and its `step` are `heart.step` with this rule: `update` returns what a
+caller adds to the params, `step` returns the params themselves.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import collectives
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.loss_scale import dynamic, protocol
+from jaxmp._src.numerics import casting
+from jaxmp._src.step import extra_arguments, heart, masters, scales, state as states, state_arrays
+from jaxmp._src.step.optimizers import as_transformation, optimizer_of
+from jaxmp._src.step.policy import Policy, get_policy
+from jaxmp._src.step.state import StepState
+
+
+class Transformation(optax.GradientTransformationExtraArgs):
+    """An optax transform with a `step`, which `apply_gradients` calls.
+
+    Attributes:
+      step: `(grads, opt_state, params, **extra_args) -> (params, opt_state)`.
+      rule: what it was made with.
+      policy: its policy, or None.
+    """
+
+    step: Any
+    rule: heart.Rule
+    policy: Policy | None
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    policy: str | jmp.Policy,
+    *,
+    loss_scale: Any = "auto",
+    axis_name: collectives.AxisName = "auto",
+    recipe: scales.Recipe = None,
+    before: optax.GradientTransformation | None = None,
+    skip_nonfinite: bool = True,
+    skip_if: heart.SkipIf | None = None,
+    remainder_bits: int | None = None,
+    clamp_inf: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes any optax optimizer train in mixed precision: float32 masters, loss scaling, overflows skipped.
+
+        opt_state = tx.init(params32);  params = policy.cast_to_param(params32)
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy=policy)(params, batch, opt_state=opt_state)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)       # or both lines as jaxmp.apply_gradients
+
+    Args:
+      inner: the optimizer. It gets unscaled float32 gradients and float32 params, and its state is float32.
+      policy: a name, a jmp string or a policy; see `get_policy`.
+      loss_scale: `"auto"` (float16 params: `DynamicLossScale()`; none otherwise), a number (static), None, or an object
+        with jmp's protocol.
+      axis_name: axes over which devices agree on overflow: `"auto"` for every axis that pmap or shard_map binds, names,
+        or None, which is an error inside pmap or shard_map.
+      recipe: the fp8 recipe of the model's layers; None for the policy's own. A `DelayedScaling` (or a dict from path
+        patterns to recipes) updates the scale leaves of the params; stateless recipes need nothing here.
+      before: what must happen to gradients before they are unscaled: `jaxmp.reduce_gradients("data")`. An optax
+        transform whose result is proportional to the gradients that it gets, as these are still scaled.
+      skip_nonfinite: whether to skip steps with unusable gradients, with any policy; see `unscale_and_skip`.
+      skip_if: `(grads, metrics) -> bool[]`, your own reason to skip a step.
+      remainder_bits: None keeps float32 masters. With 16 or 8, bfloat16 params are the upper half of their masters, and
+        the state keeps the rest in two bytes or one. For `apply_gradients` only; see `keep_master_params`.
+      clamp_inf: None skips a step with an infinite gradient. `jnp.float16` replaces it by 65504 / loss scale and takes
+        the step; see `unscale_and_skip`.
+
+    Returns:
+      An optax transform. `init` takes params in float32, or as the policy casts them. `update` takes `loss_scale=` and
+      `grads_finite=` as extra arguments that replace its own (see `shared_loss_scale`), and passes all others to
+      `inner`.
+
+    Raises:
+      ValueError, TypeError: each names the rule, what it got, the fix and the path of the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> policy = get_policy("fp16")
+      >>> tx = mixed_precision(optax.adamw(1e-3), policy)
+      >>> params32 = {"w": jnp.ones((2, 2))}
+      >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
+      >>> grads = {"w": jnp.full((2, 2), 65536.0 * 0.25, jnp.float16)}  # scaled by the loss scale
+      >>> params, opt_state = apply_gradients(tx, grads, opt_state, params)
+      >>> params["w"][0, 0], float(states.get_loss_scale(opt_state))
+      (Array(0.999, dtype=float16), 65536.0)
+
+    References:
+      Micikevicius et al. 2018 (arXiv 1710.03740); Megatron-LM's Float16OptimizerWithFloat16Params.
+    """
+    policy = get_policy(policy)
+    if isinstance(loss_scale, str):
+        if loss_scale != "auto":
+            raise ValueError(
+                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
+                f'"auto" is dynamic for float16 params; for the rule of another system use, for instance, '
+                f'loss_scale=jaxmp.DynamicLossScale.preset("megatron").'
+            )
+        loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
+    recipe = policy.recipe if recipe is None else recipe
+    is_delayed = scales.is_delayed(recipe)
+    if policy.fp8_weights and not is_delayed:
+        raise ValueError(
+            f"fp8_weights=True stores kernels with the scales of delayed scaling; got the recipe "
+            f'{recipe!r}. Pass recipe=jaxmp.fp8.DelayedScaling(), or use the policy "fp8".'
+        )
+    return _transformation(
+        heart.Rule(
+            optimizer_of(as_transformation(inner)),
+            policy=policy,
+            scaler=protocol.as_loss_scale(loss_scale),
+            moves_scales=scales.update_amax(recipe) if is_delayed else None,
+            before=None if before is None else as_transformation(before),
+            axis_name=axis_name,
+            skip_nonfinite=skip_nonfinite,
+            skip_if=skip_if,
+            largest=None if clamp_inf is None else largest_of(clamp_inf),
+            remainder=masters.remainder_dtype(remainder_bits, policy),
+        ),
+        policy,
+    )
+
+
+def unscale_and_skip(
+    inner: optax.GradientTransformation,
+    loss_scale: Any = None,
+    *,
+    axis_name: collectives.AxisName = "auto",
+    skip_nonfinite: bool = True,
+    skip_if: heart.SkipIf | None = None,
+    policy: Policy | None = None,
+    clamp_inf: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it sees unscaled float32 gradients, and no step with an unusable one is taken.
+
+        g = float32(grad) * (1 / S)          taken = every |g| < 2^48, on every device
+
+    So inf and NaN never enter state: squares below 2^96, and sums of 2^30 of them, are finite. A skipped step does not
+    change params, the state of `inner` or its counts, bit for bit. It changes the loss scale and the skip counters.
+
+    Args:
+      inner: any optax transform. It gets `grads_finite` (bool[], whether the step is taken), `loss_scale` and
+        `next_loss_scale` (float32[]) as extra arguments. If the extra argument `grad` holds the gradients of
+        `value_and_grad`, as for line searches, `inner` gets it unscaled.
+      loss_scale: a loss-scale object (`DynamicLossScale()`, your own, jmp's), a number (static), or None.
+      axis_name: axes over which devices agree; `"auto"` means every axis that pmap or shard_map binds.
+      skip_nonfinite: whether to skip a step with unusable gradients. False checks nothing and takes every step, as
+        Megatron-LM does for bfloat16 without a scaler; inf and NaN then enter the state.
+      skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
+        (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
+        devices. It does not lower the loss scale; only overflow does.
+      policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics), and, by
+        the type of the state, a loss that does not compute in the 16 bits of the policy (`value_and_grad`).
+      clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
+        overflow (jnp.float16), an infinite gradient becomes the largest finite value of that dtype, divided by the
+        scale; the step is taken, and the loss scale backs off as in a skipped step. NaN and an infinite amax of fp8
+        still skip.
+
+    Returns:
+      A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
+      scaled gradients. If `loss_scale` is given, it unscales with that scale and does not change its own. If
+      `grads_finite` is given, it checks nothing and uses no collective (see `shared_loss_scale`).
+
+    Raises:
+      ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
+      ValueError: at `init`, an `inner` that unscales already (`mixed_precision` twice).
+      ValueError: at `init`, fp8 scales among the params that `inner` would train as weights (named by path).
+      ValueError: at `update`, a gradient of another shape that would be repeated to the shape of its param.
+      TypeError: `loss_scale` is none of the above; a gradient is not a float array (named by path); `clamp_inf` is not
+        a float dtype; `skip_if` returns anything but one bool.
+
+    Warns:
+      UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
+      UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
+        float16 (see `check_optimizer`).
+
+    Example:
+      >>> tx = unscale_and_skip(optax.sgd(1.0), 4.0)
+      >>> params = jnp.array([1.0])
+      >>> updates, opt_state = tx.update(jnp.array([8.0], jnp.float16), tx.init(params), params)
+      >>> updates
+      Array([-2.], dtype=float32)
+      >>> updates, opt_state = tx.update(jnp.array([jnp.inf], jnp.float16), opt_state, params)
+      >>> updates, int(opt_state.skipped_steps)
+      (Array([-0.], dtype=float32), 1)
+    """
+    return _transformation(
+        heart.Rule(
+            optimizer_of(as_transformation(inner)),
+            scaler=protocol.as_loss_scale(loss_scale),
+            axis_name=axis_name,
+            skip_nonfinite=skip_nonfinite,
+            skip_if=skip_if,
+            largest=None if clamp_inf is None else largest_of(clamp_inf),
+        ),
+        policy,
+    )
+
+
+def keep_master_params(
+    inner: optax.GradientTransformation, policy: str | jmp.Policy, *, remainder_bits: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps `inner` so that it updates float32 masters of 16-bit params.
+
+    Args:
+      inner: any optax transform.
+      policy: which params have 16 bits: `param_dtype`, except those that `keep_fp32` names.
+      remainder_bits: None keeps float32 masters. 16 keeps two bytes for each bfloat16 param: the difference between
+        its float32 master and the param. 8 keeps one byte, for a master of 24 bits, which every update rounds
+        stochastically (see `pallas_kernels.moments`).
+        Only `jaxmp.apply_gradients` can write such params.
+
+    Returns:
+      A transform with `StepState`. `init(params)` takes the params in float32 (better: the masters then keep the
+      exact initial values) or as the policy casts them. `update(grads, state, params)` takes float32 gradients and the
+      params as the policy casts them.
+
+    Raises:
+      TypeError: a param is neither a float array nor frozen (named by path).
+      ValueError: at `update`, a param has another dtype than the policy gives it; grads and params do not match;
+        `params` is missing; `remainder_bits` with params that are not bfloat16, or with `optax.apply_updates`.
+
+    Warns:
+      UserWarning: at `init`, patterns of `keep_fp32` that fit no param.
+
+    Example:
+      >>> tx = keep_master_params(optax.sgd(1.0), "bf16")
+      >>> params32 = {"w": jnp.array([1.0])}
+      >>> opt_state, params = tx.init(params32), get_policy("bf16").cast_to_param(params32)
+      >>> for _ in range(4):  # each step is too small for bfloat16, together they are not
+      ...     updates, opt_state = tx.update({"w": jnp.array([-0.002])}, opt_state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> float(params["w"][0]), round(float(opt_state.master_params["w"][0]), 4)
+      (1.0078125, 1.008)
+    """
+    policy = get_policy(policy)
+    remainder = masters.remainder_dtype(remainder_bits, policy)
+    rule = heart.Rule(optimizer_of(as_transformation(inner)), policy=policy, remainder=remainder)
+    return _transformation(rule, policy)
+
+
+def _transformation(rule: heart.Rule, policy: Policy | None) -> Transformation:
+    """The optax transform of a rule; `policy` is only said by its state."""
+    step = functools.partial(heart.step, rule)
+
+    def update_fn(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, StepState]:
+        return step(updates, state, params, adds=True, **extra_args)
+
+    made = Transformation(functools.partial(init, rule, policy), update_fn)
+    made.step, made.rule, made.policy = step, rule, policy
+    return made
+
+
+def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
+    """The state before the first step."""
+    before_state = None if rule.before is None else rule.before.init(params)
+    fp8_scales, own = None, params
+    if rule.moves_scales is not None:
+        of_scales, own = scale_leaves.partition(params)
+        fp8_scales = rule.moves_scales.init(of_scales)
+    held, weights = None, own
+    if rule.policy is not None:
+        held, weights = masters.made_for(rule.optimizer.inner, rule.policy, own, rule.remainder)
+    optimizer_state = rule.optimizer.init(weights)
+    zero, nothing = jnp.zeros((), jnp.int32), dict.fromkeys(states.COUNTED)
+    counts = (
+        nothing
+        if rule.scaler is None
+        else {
+            "skipped": jnp.zeros((), bool),
+            "skipped_steps": zero,
+            "consecutive_skips": zero,
+            "pinned_overflows": zero,
+            "unscaled_fp16": jnp.asarray(policy is not None and policy.uses_float16 and not rule.scales),
+            "saturated_params": jnp.zeros((), jnp.float32),
+            "stale_masters": jnp.full((), -1.0, jnp.float32),
+        }
+    )
+    # 16-bit params show by their dtype what the loss should compute in.
+    only_computes_low = policy is not None and policy.computes_in_16_bits and policy.param_dtype.itemsize > 2
+    kind = states.LowStepState if only_computes_low and rule.scaler is not None else StepState
+    fresh = kind(
+        scaling=None if rule.scaler is None else states.scaling_state(rule.scaler),
+        before_state=before_state,
+        master_params=held,
+        rounding_count=zero if rule.remainder == jnp.int8 else None,
+        fp8_scales=fp8_scales,
+        optimizer_state=jax.tree.map(casting.strongly_typed, optimizer_state),
+        **counts,
+    )
+    return states.made_for(state_arrays.own_buffers(fresh, (params, rule.scaler)), policy)
+
+
+def apply_gradients(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: Any, params: PyTree, **extra_args: Any
+) -> tuple[PyTree, Any]:
+    """`tx.update` and `optax.apply_updates` in one call: 16-bit params are the rounded masters themselves.
+
+    It is always exact, and moves two bytes per parameter less than the two calls, because it does not read the old
+    params. Under `jax.jit`, donate `params` and `opt_state`, and let the step take and return them in the same order:
+    XLA pairs donated buffers with results of the same shape in order, and copies a buffer that is paired wrongly.
+
+    Args:
+      tx: `mixed_precision(...)`, or any optax transform without one in it.
+      grads: as `value_and_grad` returned them, reduced over devices.
+      opt_state: state of `tx`.
+      params: the model's params.
+      **extra_args: passed to `tx.update`.
+
+    Returns:
+      `(params, opt_state)`.
+
+    Raises:
+      ValueError: a transform around or behind `mixed_precision` (`optax.chain`, `multi_transform`, `MultiSteps`): it
+        goes inside, or into `before=`; params have other leaves than those that `tx.init` got; a gradient of another
+        shape that would be repeated to the shape of its param.
+      TypeError: arguments in another order; a misspelt extra argument.
+
+    Warns:
+      UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`; with or
+        without a trace: `grads` were scaled, and `tx` has no loss scale.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = mixed_precision(optax.sgd(1.0), "bf16")
+      >>> params = {"w": jnp.ones(1, jnp.bfloat16)}
+      >>> params, opt_state = apply_gradients(tx, {"w": jnp.array([0.5])}, tx.init(params), params)
+      >>> params
+      {'w': Array([0.5], dtype=bfloat16)}
+    """
+    if isinstance(tx, Transformation):
+        return tx.step(grads, opt_state, params, **extra_args)
+    tx = as_transformation(tx)
+    updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def largest_of(dtype: Any) -> float:
+    """The largest finite value of a float dtype."""
+    try:
+        if not isinstance(dtype, bool | int | float):
+            return float(jnp.finfo(dtype).max)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"clamp_inf must be the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
+    )
+
+
+def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTree) -> Any:
+    """A state of `tx` that continues where a plain optimizer stopped: `inner_state` moved in, in float32.
+
+    For a run that was trained without jaxmp, in any dtype: 16-bit moments become float32, counts stay. Leaves are
+    matched by path, so dicts may have become FrozenDicts (or nnx States) since.
+
+    Args:
+      tx: `mixed_precision(inner, policy)`.
+      inner_state: state of `inner`, made for the same params.
+      params: the model's params; masters start from them. In float32 if you have them.
+
+    Returns:
+      `opt_state` for `tx`.
+
+    Raises:
+      ValueError: `tx` keeps no masters; a leaf is missing, left over or of another shape (named by path).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> adam, params = optax.adam(1e-3), {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> old = adam.init(params)  # bfloat16 moments
+      >>> opt_state = wrap_state(mixed_precision(adam, "bf16"), old, params)
+      >>> optax.tree.get(opt_state, "mu")["w"].dtype.name
+      'float32'
+    """
+    fresh = tx.init(params)
+    if len(states.with_masters(fresh)) != 1:
+        raise ValueError(
+            "wrap_state moves a state into one mixed_precision(inner, policy); got a tx that holds none, or several"
+        )
+    given = tree_paths.leaves_by_path(inner_state)
+
+    def take(path: str, x: Any) -> Any:
+        if path not in given:
+            raise ValueError(
+                f"the state to wrap must come from the same optimizer and params; {path} is missing from it. "
+                f"It has {', '.join(sorted(given)[:4])}, ..."
+            )
+        old = given.pop(path)
+        if jnp.shape(old) != x.shape:
+            raise ValueError(
+                f"the state to wrap must fit the params; got shape {jnp.shape(old)} at {path}, expected {x.shape}"
+            )
+        return casting.cast_float(jnp.asarray(old), x.dtype) if casting.is_float(x) else jnp.asarray(old, x.dtype)
+
+    def move_in(state: StepState) -> StepState:
+        return state._replace(optimizer_state=tree_paths.map_with_path(take, state.optimizer_state))
+
+    moved = states.map_steps(move_in, fresh)
+    if given:
+        raise ValueError(
+            f"the state to wrap must come from the same optimizer and params; got {next(iter(given))}, for which "
+            f"mixed_precision's optimizer has no place"
+        )
+    return state_arrays.own_buffers(moved, foreign=(inner_state, params))

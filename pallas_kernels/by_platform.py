@@ -1,0 +1,183 @@
+"""One function with a way of its own for some platforms, chosen when the program is lowered, not when it is traced.
+
+    by_platform(f, *args, cpu=way)          way(f, *args) in a program for a CPU, f(*args) in any other
+
+The same traced program then serves every platform: `jax.export`, and compilation for a GPU on a machine without one.
+`lax.platform_dependent` is a conditional inside a scan (jax#28594), and traces all of its branches. Here `f` is traced
+once, and a way only for the platform that it is for.
+
+A way computes what `f` computes, or `f` and a choice. Under `jax.vmap` the way of `default` runs; a derivative goes
+through the way that `derivative` names.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.extend import core
+from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_a_jit  # pyright: ignore
+from jax.interpreters import ad, batching, mlir
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+Way = Callable[..., Any]  # (f, *args) -> what f returns
+
+_p = core.Primitive("by_platform")
+_p.multiple_results = True
+
+
+def by_platform(
+    f: Callable[..., Any], *args: Any, derivative: str = "default", partitions: bool = False, **ways: Way
+) -> Any:
+    """`f(*args)`, by the way of the platform that the program is lowered for.
+
+    Args:
+      f: a function of trees of arrays.
+      *args: its arguments.
+      derivative: the name of the way that is differentiated.
+      partitions: whether a way calls `custom_partitioning`. jax tells a lowering its devices only if it finds that
+        primitive in the program, and a way is traced later.
+      **ways: by the name of a platform, or "default" for the others, a function `(f, *args)` that returns arrays of the
+        same types as `f(*args)`, and closes over no traced array (`f` may). Without one, `f` itself.
+
+    Returns:
+      What the way returns.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    if not any(isinstance(x, Tracer) for x in leaves) and not inside_a_jit():
+        return _way(ways, _platform_of(leaves))(f, *args)
+    out_tree: Any = None
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal out_tree
+        out, out_tree = jax.tree.flatten(f(*treedef.unflatten(leaves)))
+        return out
+
+    traced = jax.make_jaxpr(flat)(*leaves)
+
+    def on_leaves(way: Way) -> Way:
+        def run(f: Callable[..., list[Any]], *leaves: Any) -> list[Any]:
+            whole = lambda *args: out_tree.unflatten(f(*jax.tree.leaves(args)))  # noqa: E731
+            return jax.tree.leaves(way(whole, *treedef.unflatten(leaves)))
+
+        return run
+
+    flat_ways = tuple((name, on_leaves(way)) for name, way in sorted(ways.items()))
+    n, consts = len(traced.consts), traced.consts
+    hint = _partitioned() if partitions else None
+    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=_Ways(flat_ways, derivative), hint=hint)
+    return out_tree.unflatten(found)
+
+
+@functools.cache
+def _partitioned() -> Any:
+    """A program with `custom_partitioning` in it."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    split = custom_partitioning(lambda x: x)
+    split.def_partition(partition=lambda *_: None, infer_sharding_from_operands=lambda *_: None, sharding_rule="->")
+    return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((), "float32"))
+
+
+def written(arrays: Any) -> Any:
+    """A tree of arrays, each of which XLA computes once for all that is made from it, also for a CPU.
+
+    XLA for CPU computes each result in a loop of its own, and what several results need in each of these loops. LLVM
+    forms an FMA in one loop and not in another, so a master and its param, or the halves of a split master, could come
+    from two different roundings of one weight.
+    """
+    return by_platform(lambda x: x, arrays, cpu=lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x))
+
+
+class _Ways:
+    """The ways of an equation; its text names the platforms only."""
+
+    def __init__(self, ways: tuple[tuple[str, Way], ...], derivative: str) -> None:
+        self.by_name, self.derivative = dict(ways), derivative
+
+    def __repr__(self) -> str:
+        return f"({', '.join(self.by_name)})"
+
+
+def _way(ways: dict[str, Way], name: str) -> Way:
+    return ways.get(name) or ways.get("default") or _plainly
+
+
+def _plainly(f: Callable[..., Any], *args: Any) -> Any:
+    return f(*args)
+
+
+def _platform_of(leaves: Sequence[Any]) -> str:
+    """Where arrays that are no tracers lie."""
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            found = next(iter(x.sharding.device_set)).platform
+            return "cuda" if found == "gpu" else found
+    return default_platform()
+
+
+def default_platform() -> str:
+    """The platform of the default device, by the names that programs are lowered for."""
+    found = jax.default_backend()
+    return "cuda" if found == "gpu" else found
+
+
+def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any = None) -> list[Any]:
+    """The results by one way, from the operands of the equation."""
+    del hint
+    consts, leaves = operands[:n], operands[n:]
+
+    def f(*leaves: Any) -> list[Any]:
+        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*leaves)  # pyright: ignore
+
+    return list(_way(ways.by_name, name)(f, *leaves))
+
+
+@_p.def_impl
+def _(*operands: Any, **params: Any) -> list[Any]:
+    return _run(_platform_of(operands), *operands, **params)
+
+
+@_p.def_effectful_abstract_eval
+def _(*avals: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any) -> Any:
+    del avals, n, ways, hint
+    return [v.aval for v in jaxpr.outvars], jaxpr.effects
+
+
+def _lowering(name: str) -> Callable[..., Any]:
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        return mlir.lower_fun(lambda *xs: _run(name, *xs, **params), multiple_results=True)(ctx, *operands)
+
+    return rule
+
+
+mlir.register_lowering(_p, _lowering("default"))
+for _name in PLATFORMS:
+    mlir.register_lowering(_p, _lowering(_name), platform=_name)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def of_moving(*moved: Any) -> list[Any]:
+        operands = list(primals)
+        for i, x in zip(moving, moved, strict=True):
+            operands[i] = x
+        return _run(params["ways"].derivative, *operands, **params)
+
+    given = [primals[i] for i in moving], [tangents[i] for i in moving]
+    return jax.jvp(of_moving, *given)
+
+
+def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
+    names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
+    names |= {} if axis.spmd_name is None else {"spmd_axis_name": axis.spmd_name}
+    run = jax.vmap(lambda *xs: _run("default", *xs, **params), in_axes=tuple(dims), axis_size=axis.size, **names)
+    found = run(*operands)
+    return found, [0] * len(found)
+
+
+ad.primitive_jvps[_p] = _jvp
+batching.fancy_primitive_batchers[_p] = _batched

@@ -1,0 +1,19 @@
+"""What a program for another platform computes, on the devices of the tests."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from pallas_kernels import by_platform
+
+
+@contextlib.contextmanager
+def ways_of(platform: str) -> Iterator[None]:
+    """Programs for a CPU are lowered with the ways of `platform` ("cuda", "tpu"): XLA for CPU then compiles these.
+
+    jax keeps what it has compiled: make each function that is run in here anew.
+    """
+    way = by_platform._way
+    assert platform in by_platform.PLATFORMS
+    with mock.patch.object(by_platform, "_way", lambda ways, name: way(ways, platform if name == "cpu" else name)):
+        yield
