@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxmp._src.base import compat, tree_paths
-from jaxmp._src.step import microbatches, state_arrays
+from jaxmp._src.step import microbatches
+from pallas_kernels.when import in_dtype_of
 
 _WHERE = "the argument that carry_argnum names"
 
@@ -43,7 +44,7 @@ def take(aux: PyTree, carry: dict[int, PyTree]) -> tuple[PyTree, dict[int, PyTre
                 f"aux must have the shapes of {_WHERE}; got {jnp.shape(n)} and {jnp.shape(o)} at "
                 f"{tree_paths.path_str(path)}"
             )
-    return rest, {i: jax.tree.map(lambda n, o: state_arrays.in_dtype_of(n, jnp.asarray(o)), new, old)}
+    return rest, {i: jax.tree.map(in_dtype_of, new, old)}
 
 
 def put_back(rest: PyTree, carry: dict[int, PyTree]) -> PyTree:

@@ -193,11 +193,6 @@ def noise_of(number: int, pair: Pair, step: Any) -> Any:
     return moments.split_noise(moments.flat_index(pair.param.shape), number, step)
 
 
-def model_param(master: PyTree, dtype: Any) -> PyTree:
-    """The model's copy of a master: rounded to nearest even, saturated at the largest finite value of `dtype`."""
-    return jax.tree.map(lambda m: reference.cast_by_selects(m, dtype), master)
-
-
 def stale_elements(pairs: Sequence[Pair]) -> Float[Array, ""]:
     """How many elements of 16-bit params are not their master, rounded."""
     total = jnp.zeros((), jnp.float32)

@@ -1,13 +1,11 @@
-"""The arrays of a state from step to step: their buffers, their dtypes, and the choice between new and old."""
+"""The buffers of a state: each array in its own, so that a step may donate it."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, PyTree
-
-from jaxmp._src.numerics import casting
+from jaxtyping import PyTree
 
 
 def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
@@ -28,14 +26,3 @@ def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
         return x
 
     return jax.tree.map(own, state)
-
-
-def in_dtype_of(new: Any, old: Any) -> Any:
-    """`new` in the dtype of `old`, strongly typed."""
-    new = jnp.asarray(new)
-    return casting.strongly_typed(new) if new.dtype == old.dtype else jax.lax.convert_element_type(new, old.dtype)
-
-
-def select(taken: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """`new` if the step is taken, else `old`; in the dtypes of `old`."""
-    return jax.tree.map(lambda n, o: jnp.where(taken, jnp.asarray(n, jnp.asarray(o).dtype), o), new, old)
