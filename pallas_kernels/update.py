@@ -29,7 +29,7 @@ from pallas_kernels import (
     reference,
     when as skips,
 )
-from pallas_kernels.by_platform import written
+from pallas_kernels.by_platform import by_platform, written
 from pallas_kernels.moments import Quantized
 
 
@@ -231,10 +231,15 @@ def multi_tensor_update(
         f, whole, scalars = _of(leaves, scalars)
 
         def move(old: Any, sums: Any, step: Any) -> Any:
-            given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
-            found = multi_tensor.reference(f, given, scalars, n_sums=n_sums)
+            def found(old: Any) -> Any:
+                given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
+                return multi_tensor.reference(f, given, scalars, n_sums=n_sums)
+
+            if n_sums:  # sums of masters before the step: XLA for CPU must be told to count first, or it copies them
+                counted = lambda old: (found(old).sums, old)  # noqa: E731
+                sums, old = by_platform(counted, old, cpu=lambda f, old: jax.lax.optimization_barrier(f(old)))
             ends = [len(leaf.states) for leaf in whole]
-            return [(x[:end], x[end:]) for x, end in zip(found.leaves, ends, strict=True)], found.sums, step
+            return [(x[:end], x[end:]) for x, end in zip(found(old).leaves, ends, strict=True)], sums, step
 
         def choose(taken: Any, new: Any, old: Any) -> Any:
             leaves = zip(statics, new[0], old[0], strict=True)
