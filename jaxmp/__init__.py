@@ -37,7 +37,7 @@ from jaxmp._src.transforms.fused import fused_adamw as fused_adamw
 from jaxmp._src.transforms.fused import fused_lion as fused_lion
 from jaxmp._src.transforms.fused import fused_sgd as fused_sgd
 from jaxmp._src.porting.grad_scaler import GradScaler as GradScaler
-from jaxmp._src.step.value_and_grad import value_and_grad as value_and_grad
+from jaxmp._src.guard.loss import value_and_grad as value_and_grad
 from jaxmp._src.guard.transform import keep_master_params as keep_master_params
 from jaxmp._src.transforms.masterless import float32_moments as float32_moments
 from jaxmp._src.transforms.masterless import stochastic_round_updates as stochastic_round_updates
@@ -49,20 +49,21 @@ from jaxmp._src.distributed.reduce import reduce_gradients as reduce_gradients
 from jaxmp._src.loss_scale.dynamic import DynamicLossScale as DynamicLossScale
 from jaxmp._src.loss_scale.static import NoOpLossScale as NoOpLossScale
 from jaxmp._src.loss_scale.static import StaticLossScale as StaticLossScale
-from jaxmp._src.step.shared_scale import shared_loss_scale as shared_loss_scale
+from jaxmp._src.guard.transform import shared_loss_scale as shared_loss_scale
 from jaxmp._src.step.state import LossScaleState as LossScaleState
 from jaxmp._src.step.state import StepState as StepState
-from jaxmp._src.step.state import get_loss_scale as get_loss_scale
+from jaxmp._src.guard.scale_reads import get_loss_scale as get_loss_scale
 from jaxmp._src.step.state import get_master_params as get_master_params
 from jaxmp._src.step.state import get_metrics as get_metrics
 from jaxmp._src.step.state import keep_if_skipped as keep_if_skipped
 from jaxmp._src.devices.collectives import all_finite as all_finite
 from jaxmp._src.guard.transform import apply_gradients as apply_gradients
 from jaxmp._src.guard.transform import mixed_precision as mixed_precision
+from jaxmp._src.step.transform import unscale as unscale
 from jaxmp._src.step.transform import wrap_state as wrap_state
 from jaxmp._src.guard.progress import TrainingStuck as TrainingStuck
 from jaxmp._src.guard.progress import check_progress as check_progress
-from jaxmp._src.step.scale_reads import UnreadLossScale as UnreadLossScale
+from jaxmp._src.guard.scale_reads import UnreadLossScale as UnreadLossScale
 from jaxmp._src.guard.transform import unscale_and_skip as unscale_and_skip
 
 try:

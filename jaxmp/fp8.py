@@ -42,8 +42,8 @@ from jaxmp._src.fp8.recipes import (
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import is_scale as is_scale, with_scales as with_scales
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
+from jaxmp._src.guard.loss import calibrate as calibrate
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
-from jaxmp._src.step.calibrate import calibrate as calibrate
 from jaxmp._src.step.scales import (
     get_scales as get_scales,
     resize_history as resize_history,

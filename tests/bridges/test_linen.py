@@ -196,7 +196,7 @@ def test_dropout_keys_are_split_over_microbatches():
         return squared_error(out, y), out
 
     key, opt_state = jax.random.key(5), optimizer().init(params)
-    compute = jax.jit(jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=2))
+    compute = jax.jit(jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=2, accumulate_argnums=(1, 2, 3)))
     x = np.concatenate([X[:4], X[:4]])  # both microbatches are the same, so that only the masks differ
     (loss, out), grads = compute(params, key, x, Y, opt_state=opt_state)
     assert out.shape == (2, 4, 2)
@@ -353,7 +353,9 @@ def test_a_train_state_is_a_pytree_of_arrays():
 
 def test_a_policy_needs_an_optimizer_with_masters():
     with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision"):
-        jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), policy="fp16")
+        jaxmp.linen.TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(1)}, tx=jaxmp.unscale_and_skip(optax.sgd(0.1)), policy="fp16"
+        )
 
 
 # The policy of a TrainState

@@ -284,7 +284,7 @@ READS = {
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_loss_that_reads_a_kernel_outside_of_its_layer_is_refused(name, kept):
     if kept:  # cast once for two microbatches, not stored
-        policy, options = "fp8", {"accumulate": 2, "keep_fp8_weights": True}
+        policy, options = "fp8", {"accumulate": 2, "accumulate_argnums": (1, 2), "keep_fp8_weights": True}
         tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, recipe=RECIPE)
         params, opt_state = jaxmp.get_policy(policy).cast_to_param(params32()), tx.init(params32())
     else:
@@ -408,7 +408,8 @@ def test_nnx():
 
     @nnx.jit
     def step(model, optimizer):
-        compute = jaxmp.nnx.value_and_grad(lambda m, x, y: jnp.mean((m(x).astype(jnp.float32) - y) ** 2), accumulate=2)
+        squares = lambda m, x, y: jnp.mean((m(x).astype(jnp.float32) - y) ** 2)  # noqa: E731
+        compute = jaxmp.nnx.value_and_grad(squares, accumulate=2, accumulate_argnums=(1, 2))
         loss, grads = compute(model, X, Y, opt_state=optimizer.opt_state)
         optimizer.update(model, grads)
         return loss
@@ -468,7 +469,7 @@ def test_kernels_kept_over_microbatches_change_nothing(policy):
     start = jaxmp.get_policy(policy).cast_to_param(params32()), jax.jit(tx.init)(params32())
     results = []
     for keep in (False, True):
-        step = stepper(tx, accumulate=4, keep_fp8_weights=keep)
+        step = stepper(tx, accumulate=4, accumulate_argnums=(1, 2), keep_fp8_weights=keep)
         params, opt_state, loss, first = step(*start)
         results.append((first, loss, step(params, opt_state)[0]))
     (first, loss, params), (kept_first, kept_loss, kept_params) = results
@@ -484,7 +485,7 @@ def test_kept_kernels_are_cast_once():
     params, opt_state = params32(), tx.init(params32())
 
     def saturations_in_loop(keep):  # of a kernel's shape; only a real cast saturates
-        compute = jaxmp.value_and_grad(loss_fn, accumulate=2, keep_fp8_weights=keep)
+        compute = jaxmp.value_and_grad(loss_fn, accumulate=2, accumulate_argnums=(1, 2), keep_fp8_weights=keep)
         program = jax.make_jaxpr(lambda p, s: compute(p, X, Y, opt_state=s))(params, opt_state)
         (loop,) = (e for e in program.eqns if e.primitive.name == "scan")
         text = str(loop.params["jaxpr"])

@@ -73,7 +73,7 @@ def train(forced, *, policy, preset, rule, max_norm, accumulate) -> tuple:
         out = h.astype(policy.compute_dtype) @ w2 + params["b2"][None]
         return jnp.mean((out.astype(jnp.float32) - y) ** 2)
 
-    value_and_grad = jaxmp.value_and_grad(loss_fn, accumulate=accumulate)
+    value_and_grad = jaxmp.value_and_grad(loss_fn, accumulate=accumulate, accumulate_argnums=(1, 2))
 
     def step(carry, batch):
         params, opt_state = carry

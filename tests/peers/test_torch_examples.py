@@ -118,7 +118,7 @@ def test_gradient_accumulation():
 
     expected = plain(sgd)
     close(with_scaler(by_scaler)[0], expected)
-    close(native(jaxmp.mixed_precision(SGD, POLICY), accumulate=k)[0], expected)
+    close(native(jaxmp.mixed_precision(SGD, POLICY), accumulate=k, accumulate_argnums=(1, 2))[0], expected)
 
 
 def test_gradient_penalty():

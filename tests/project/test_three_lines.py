@@ -23,8 +23,8 @@ LINEN = [
     ("from flax.training.train_state import TrainState", "import jaxmp"),
     (
         "state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))",
-        "state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, policy=POLICY, "
-        "tx=jaxmp.mixed_precision(optax.adam(1e-3), POLICY))",
+        "state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3), "
+        "policy=POLICY)",
     ),
 ]
 PORTS = {
@@ -32,7 +32,7 @@ PORTS = {
         *LINEN,
         (
             "    loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)",
-            "    loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, x, y, opt_state=state.opt_state)",
+            "    loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, x, y, opt_state=state)",
         ),
     ],
     "linen_gpt": [
@@ -46,13 +46,11 @@ PORTS = {
         ("import optax", "import optax, jaxmp"),
         (
             "    loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)",
-            "    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, policy=POLICY)(model, tokens, "
-            "opt_state=optimizer.opt_state)",
+            "    loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, tokens, opt_state=optimizer)",
         ),
         (
             "optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)",
-            "optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.adamw(1e-3), POLICY), wrt=nnx.Param, "
-            "policy=POLICY)",
+            "optimizer = jaxmp.nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param, policy=POLICY)",
         ),
     ],
     "haiku_resnet": [

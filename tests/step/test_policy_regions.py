@@ -94,7 +94,7 @@ def test_it_does_so_in_every_regime(policy):
     fold = X.reshape(2, 8, 16), Y.reshape(2, 8, 16)
     batch = (np.concatenate([X, X]), np.concatenate([Y, Y]))
     regimes = {
-        "microbatches": (gradient(policy, accumulate=2), batch),
+        "microbatches": (gradient(policy, accumulate=2, accumulate_argnums=(1, 2)), batch),
         "remat": (gradient(policy, jax.checkpoint(loss_fn)), (X, Y)),
         "jitted loss": (gradient(policy, jax.jit(loss_fn)), (X, Y)),
         "aux": (gradient(policy, with_aux, has_aux=True), (X, Y)),
@@ -351,7 +351,7 @@ def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
 
     def scale_gradients(policy, loss, k, x, y):
         with contextlib.nullcontext() if policy else jaxmp.fp8.autocast():
-            grad_fn = jaxmp.value_and_grad(loss, policy=policy, accumulate=k)
+            grad_fn = jaxmp.value_and_grad(loss, policy=policy, accumulate=k, accumulate_argnums=(1, 2))
             grads = grad_fn(params, x, y, opt_state=opt_state)[1]
         return grads["Dense_1"]["Fp8DotGeneral_0"]
 

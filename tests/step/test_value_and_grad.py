@@ -263,7 +263,7 @@ def test_keys_are_split_and_scalars_repeated(typed):
     def f(w, x, key, rate, flag):
         return jnp.mean(x * w), {"noise": jax.random.uniform(key, (2,)), "rate": rate, "flag": flag}
 
-    compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2)
+    compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2, 3, 4))
     (_, aux), _ = compute(jnp.array(1.0), jnp.arange(4.0), key, 0.5, jnp.array(True), opt_state=state_with(1.0))
     expected = jnp.stack([jax.random.uniform(k, (2,)) for k in jax.random.split(key, 2)])  # exact in every program
     assert_exact(aux, {"noise": expected, "rate": np.array([0.5, 0.5], F32), "flag": np.array([True, True])})
@@ -288,12 +288,12 @@ def test_accumulate_argnums_name_the_batch():
     with pytest.raises(
         ValueError, match="accumulate=2 must divide the leading axis.*Name the arguments that hold the batch"
     ):
-        jaxmp.value_and_grad(f, has_aux=True, accumulate=2)(*args, opt_state=state_with(2.0))
+        jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2))(*args, opt_state=state_with(2.0))
     six = (args[0], {"mean": jnp.ones(6)}, args[2])
     with pytest.raises(
         ValueError, match="same leading axis; got 6 at argument 1/mean and 4 at argument 2/x. Name the arg"
     ):
-        jaxmp.value_and_grad(f, has_aux=True, accumulate=2)(*six, opt_state=state_with(2.0))
+        jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2))(*six, opt_state=state_with(2.0))
 
 
 # Under other transforms
@@ -545,7 +545,7 @@ def test_params_by_keyword_are_not_found():
 
 def test_the_batch_cannot_be_what_is_differentiated():
     f = jaxmp.value_and_grad(loss_fn, accumulate=2, accumulate_argnums=(0, 1))
-    with pytest.raises(ValueError, match=r"must not name differentiated arguments; got \(0, 1\) with argnums \(0,\)"):
+    with pytest.raises(ValueError, match=r"must not name differentiated or carried arguments; got \(0, 1\)"):
         f(params16(), X, opt_state=state_with(1.0))
 
 

@@ -4,6 +4,7 @@ jaxlib lacks the functions that convert float16 in software (`Symbols not found:
 compiles no program with float16, with jaxmp or without. `portable.py` loads this plugin for its variant `sse4_2`.
 """
 
+import doctest
 from collections.abc import Iterator
 
 import pytest
@@ -14,10 +15,13 @@ NOT_LINKED = "Failed to materialize symbols"
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     report = yield
-    error = call.excinfo.value if call.excinfo else None
-    while error is not None:
+    open_ = [call.excinfo.value] if call.excinfo else []
+    while open_:
+        error = open_.pop()
         if NOT_LINKED in str(error):
             report.outcome = "skipped"
             report.longrepr = (str(item.path), item.location[1] or 0, "Skipped: XLA has no float16 without F16C")
-        error = error.__cause__ or error.__context__
+        open_ += [e for e in (error.__cause__, error.__context__) if e is not None]
+        open_ += getattr(error, "failures", [])  # of a doctest, which goes on after a failure
+        open_ += [error.exc_info[1]] if isinstance(error, doctest.UnexpectedException) else []
     return report

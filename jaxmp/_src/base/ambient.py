@@ -9,32 +9,12 @@ function, an optax chain) stands between the sender and the receiver:
 `docs/explanation/step.md` gives the reason for each field.
 """
 
-import collections
 import contextlib
 import contextvars
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-
-class GatheredParams(NamedTuple):
-    """Params that are cut over a mesh axis, as seen at one level of one trace.
-
-    Attributes:
-      trace: from `compat.trace_state()`.
-      axis_name: the axis.
-      structure, shapes: of this device's parts.
-      cut: (path, as `keystr` writes it, and axis) of the params that are cut; the others are whole on each device.
-      padded: (path, axis, length without padding) of those that are padded, under plain jit, where all are whole.
-    """
-
-    trace: Any
-    axis_name: str
-    structure: Any
-    shapes: tuple[tuple[int, ...], ...]
-    cut: tuple[tuple[str, int], ...]
-    padded: tuple[tuple[str, int, int], ...] = ()
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -44,7 +24,7 @@ class Notes:
     Attributes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
-      gathered_params: which trees of params were gathered from their parts.
+      gathered_params: `GatheredParams`, which trees of params were gathered from their parts.
       casts: which layer first cast an array to fp8, and how, by the ids of what it was given (`fp8.shared_scales`).
       converted: what a layer converted an array from, by the id of the result.
       norms: how a norm made an array, by the id of the array (`fp8.norms`).
@@ -52,34 +32,10 @@ class Notes:
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
-    gathered_params: list[GatheredParams] = dataclasses.field(default_factory=list)
+    gathered_params: list[Any] = dataclasses.field(default_factory=list)
     casts: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
     converted: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
     norms: dict[int, tuple[weakref.ref, Any]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class ScaleReads:
-    """Which loss scales were read in this process, to scale a loss. One object serves all regions.
-
-    Attributes:
-      any: whether one was.
-      warned: whether the user was told that none was.
-      read, made: traced scales by their id, while they live: those that were read, and those that an update made.
-      traces: the last traces in which one was read, from `compat.trace_state()`.
-      scaled: weak references to the first leaf of gradients and to the scale that multiplied them, and the trace, by
-        the id of the leaf.
-      unscaled: weak references to the first leaf of gradients that a `GradScaler` has unscaled, and to its scale, by
-        the id of the leaf.
-    """
-
-    any: bool = False
-    warned: bool = False
-    read: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    made: weakref.WeakValueDictionary = dataclasses.field(default_factory=weakref.WeakValueDictionary)
-    traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
-    scaled: dict[int, tuple[weakref.ref, weakref.ref, Any]] = dataclasses.field(default_factory=dict)
-    unscaled: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +52,7 @@ class Ambient:
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
-      scale_reads: the same object everywhere.
+      scale_reads: the guard's memory of the scales that were read; None: that of the process.
     """
 
     autocast_lists: Any = None
@@ -107,7 +63,7 @@ class Ambient:
     fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
-    scale_reads: ScaleReads = dataclasses.field(default_factory=ScaleReads)
+    scale_reads: Any = None
 
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")

@@ -41,6 +41,11 @@ def trace_state() -> Any:
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
 
 
+def is_input(tracer: Any) -> bool:
+    """Whether a tracer is known to be an input of the function that is traced, and no result in it."""
+    return getattr(tracer, "parent", tracer) is None
+
+
 def max_dtype(*, marks_fp8: bool = False) -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 

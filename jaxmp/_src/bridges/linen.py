@@ -17,16 +17,15 @@ from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.bridges import named_once
 from jaxmp._src.fp8 import stored_kernels
-from jaxmp._src.guard import transform
+from jaxmp._src.guard import argument_kinds, extra_arguments, scale_reads, transform
+from jaxmp._src.guard.loss import calibrate
 from jaxmp._src.step import (
-    argument_kinds,
-    extra_arguments,
     policy as policy_lib,
     reload_masters,
     state as states,
 )
-from jaxmp._src.step.calibrate import calibrate
 
 
 class _Replaced:
@@ -102,7 +101,7 @@ class TrainState(_Replaced, train_state.TrainState):
       >>> model = nn.Dense(2)
       >>> params32 = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
       >>> train_state = TrainState.create(
-      ...     apply_fn=model.apply, params=params32, tx=jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), policy="fp16")
+      ...     apply_fn=model.apply, params=params32, tx=optax.adam(1e-3), policy="fp16")
       >>> def loss_fn(params, x):
       ...     return jnp.mean(model.apply({"params": params}, x) ** 2)
       >>> x = jnp.ones((4, 3))
@@ -126,21 +125,27 @@ class TrainState(_Replaced, train_state.TrainState):
         params: PyTree,
         tx: optax.GradientTransformation,
         policy: str | jmp.Policy | None = None,
+        keep_fp32: Any = (),
+        loss_scale: Any = "auto",
         **kwargs: Any,
     ) -> Self:
         """As flax's. With `policy`, `params` may be float32: masters start from them, and the model gets cast params.
+
+            TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-3), policy="bf16")
 
         Args:
           apply_fn: the model's `apply`. With `fp8_weights=True` the state's `apply_fn` refuses kernels in fp8 outside
             of `autocast`.
           params: float32 params (with `policy`), or params cast by the policy of `tx`.
-          tx: the optimizer.
-          policy: the policy that `tx` was made with, or its name. The state carries it.
+          tx: the optimizer of optax, which becomes `jaxmp.mixed_precision(tx, policy)`; or one of jaxmp.
+          policy: the policy, or its name; of a `tx` of jaxmp, the one that it was made with. The state carries it.
+          keep_fp32: as for `get_policy`, with a `tx` of optax.
+          loss_scale: as for `mixed_precision`, with a `tx` of optax.
           **kwargs: fields of subclasses, such as `batch_stats`.
 
         Raises:
-          TypeError: arguments in the place of others.
-          ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy.
+          TypeError: arguments in the place of others; `keep_fp32` or `loss_scale` with a `tx` of jaxmp.
+          ValueError: `policy` with a `tx` of jaxmp that keeps no masters, or that was made with another policy.
         """
         argument_kinds.check(
             "TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)",
@@ -148,10 +153,10 @@ class TrainState(_Replaced, train_state.TrainState):
             tx=("optimizer", tx),
             policy=("policy", policy),
         )
+        tx, policy = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
         opt_state = tx.init(params)
         if policy is not None:
             states.check_trains_casts(opt_state)
-            policy = policy_lib.get_policy(policy)
             states.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
             apply_fn = _AppliesFp8Kernels(apply_fn) if policy.fp8_weights and apply_fn is not None else apply_fn
@@ -180,6 +185,8 @@ class TrainState(_Replaced, train_state.TrainState):
         if "batch_stats" in fields and any(found.ema_batch_stats is not None for found in averages):
             extra["batch_stats"] = fields["batch_stats"]
         extra_arguments.check(self.tx, extra, fields=known)
+        if self.policy is not None:
+            scale_reads.check_policy_was_taken(self.opt_state, grads, self.policy)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
@@ -199,7 +206,7 @@ class TrainState(_Replaced, train_state.TrainState):
     @property
     def loss_scale(self) -> Float[Array, ""]:
         """float32[], the scale of the next loss."""
-        return states.get_loss_scale(self.opt_state)
+        return scale_reads.get_loss_scale(self.opt_state)
 
     @property
     def metrics(self) -> dict[str, Array]:

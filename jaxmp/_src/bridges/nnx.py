@@ -17,19 +17,18 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import signatures
+from jaxmp._src.bridges import named_once
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels
-from jaxmp._src.guard import transform
+from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels, to_fp8
+from jaxmp._src.guard import argument_kinds, compute_dtypes, loss as guard, scale_reads, transform
 from jaxmp._src.step import (
-    argument_kinds,
-    batch_arguments,
     microbatches,
     policy as policy_lib,
     reload_masters,
+    scales,
     state as states,
-    value_and_grad as grads_lib,
+    value_and_grad as gradients,
 )
-from jaxmp._src.step.calibrate import calibrate
 
 
 def value_and_grad(
@@ -46,8 +45,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
 
-    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as in `nnx.value_and_grad`;
-    with `accumulate=k` it passes through the k microbatches in turn.
+    The module's other state (BatchNorm's statistics, Dropout's keys) is updated in place, as in `nnx.value_and_grad`,
+    and so are other arguments of nnx (`nnx.Rngs`, a module); with `accumulate=k` it passes through the k microbatches.
 
     Args:
       fun: the loss; its first argument is the module.
@@ -83,46 +82,54 @@ def value_and_grad(
     """
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
-    seen: set[Any] = set()
     chosen = _filter_of(argnums, wrt)
+    looked_at = guard.looked_at(fun, has_aux, k)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
-        grads_lib.check_order((model, *args), (), opt_state, "value_and_grad(loss_fn)(model, *batch, opt_state=...)")
+        guard.look_at_order((model, *args), (), opt_state, "value_and_grad(loss_fn)(model, *batch, opt_state=...)")
+        guard.look_at_loss_scale(opt_state)
         wrt = _with_scales(model, chosen)
-        graphdef, params, rest = nnx.split(model, wrt, ...)
-        batches, whole = microbatches.split_arguments((model, *args), (0,), accumulate_argnums, k)
+        passed = {i: x for i, x in enumerate(args, 1) if nnx.graph.is_graph_node(x)}  # nnx.Rngs, another module
+        graphdef, params, rest = _split((model, *passed.values()), wrt)
+        guard.look_at_params({0: params}, k)
 
-        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree, others: Any = whole | kwargs) -> Any:
-            merged = nnx.merge(graphdef, params, rest, copy=True)
-            given = others | batch
-            positional = (given[i] for i in range(1, len(args) + 1))
-            out = fun(merged, *positional, **{name: given[name] for name in kwargs})
-            loss, aux = grads_lib.loss_and_aux(out, has_aux)
-            return loss, aux, nnx.split(merged, wrt, ...)[2]
+        def called(params: PyTree, rest: PyTree, arrays: dict[int, PyTree]) -> tuple[Any, Any]:
+            """What the loss returned, and the modules after it."""
+            merged = _merge(graphdef, params, rest)
+            given = arrays | dict(zip(passed, merged[1:], strict=True))
+            return looked_at(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
 
-        with batch_arguments.checked(
-            seen,
-            (graphdef, params, rest, args, kwargs),
-            lambda batch, rest, others: loss_fn(params, rest, batch, others)[0],
-            {i: (model, *args)[i] for i in batches},
-            rest,
-            whole | kwargs,
-            k,
-            named=accumulate_argnums is not None,
-        ):
-            loss, aux, rest, grads = grads_lib.scaled_value_and_grad(
-                loss_fn,
-                params,
-                rest,
-                batches,
-                opt_state,
-                policy=policy,
-                k=k,
-                axis_name=axis_name,
-                keep_fp8_weights=keep_fp8_weights,
+        if k > 1:
+            others = {i: x for i, x in enumerate(args, 1) if i not in passed}
+            guard.look_at_single_rows(
+                lambda batch: called(params, rest, others | batch)[0],
+                microbatches.batch_of((model, *args), (0, *passed), accumulate_argnums, k),
+                k,
             )
-        nnx.update(model, rest)
+        batches, whole = microbatches.split_arguments((model, *args), (0, *passed), accumulate_argnums, k)
+
+        def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
+            out, merged = called(params, rest, whole | batch)
+            loss, aux = gradients.loss_and_aux(out, has_aux)
+            return loss, aux, _split(merged, wrt)[2]
+
+        loss, aux, rest, grads = gradients.scaled_value_and_grad(
+            loss_fn,
+            params,
+            rest,
+            batches,
+            opt_state,
+            policy=policy,
+            k=k,
+            axis_name=axis_name,
+            keep_fp8_weights=keep_fp8_weights,
+            look=compute_dtypes.looks_once(),
+        )
+        scale_reads.note_scaled(grads, states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+        for i, x in enumerate((model, *passed.values())):
+            if i in rest:
+                nnx.update(x, rest[i])
         return ((loss, aux) if has_aux else loss), grads
 
     signatures.with_keyword(wrapped, "opt_state")
@@ -137,22 +144,25 @@ class Optimizer(nnx.Optimizer):
 
     Args:
       model: the module, with float32 params.
-      tx: `jaxmp.mixed_precision(...)`.
+      tx: an optimizer of optax, which becomes `jaxmp.mixed_precision(tx, policy)`; or `jaxmp.mixed_precision(...)`.
       wrt: filter of the variables to optimize. The scales of fp8 layers (`Fp8Scale`) always belong to them, also with
         `wrt=nnx.LoRAParam`: gradients go through layers with frozen weights, too.
       policy: the policy of `tx`; None does not cast the module. The optimizer carries it: with `opt_state=optimizer`,
-        `value_and_grad` needs no `policy=`.
+        `value_and_grad` needs no `policy=`. With "fp8", a model without fp8 layers goes through `to_fp8` first.
+      keep_fp32: as for `get_policy`, with a `tx` of optax.
+      loss_scale: as for `mixed_precision`, with a `tx` of optax.
 
     Raises:
-      ValueError: `policy` with a `tx` that keeps no masters, or that was made with another policy.
+      TypeError: `keep_fp32` or `loss_scale` with a `tx` of jaxmp.
+      ValueError: `policy` with a `tx` of jaxmp that keeps no masters, or that was made with another policy.
 
     Example:
-      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> import jax.numpy as jnp, optax
       >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-      >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-3), "fp16"), wrt=nnx.Param, policy="fp16")
+      >>> optimizer = Optimizer(model, optax.adam(1e-3), policy="fp16")
       >>> def loss_fn(model, x):
       ...     return jnp.mean(model(x) ** 2)
-      >>> loss, grads = value_and_grad(loss_fn, policy="fp16")(model, jnp.ones((4, 3)), opt_state=optimizer.opt_state)
+      >>> loss, grads = value_and_grad(loss_fn)(model, jnp.ones((4, 3)), opt_state=optimizer)
       >>> optimizer.update(model, grads)
       >>> model.kernel[...].dtype.name, int(optimizer.step[...])
       ('float16', 1)
@@ -165,9 +175,13 @@ class Optimizer(nnx.Optimizer):
         *,
         wrt: Any = nnx.Param,
         policy: str | jmp.Policy | None = None,
+        keep_fp32: Any = (),
+        loss_scale: Any = "auto",
     ):
+        tx, chosen = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
+        if chosen is not None and scales.is_delayed(chosen.recipe) and not _has_scales(model):
+            to_fp8(model, chosen.recipe)
         wrt = _with_scales(model, wrt)
-        chosen = None if policy is None else policy_lib.get_policy(policy)
 
         def init_fn(params: PyTree) -> PyTree:
             opt_state = tx.init(params)
@@ -190,6 +204,8 @@ class Optimizer(nnx.Optimizer):
           **kwargs: extra arguments of `tx.update`.
         """
         pure = nnx.as_pure
+        if self.policy is not None:
+            scale_reads.check_policy_was_taken(pure(self.opt_state), pure(grads), self.policy)
         params, opt_state = transform.apply_gradients(
             self.tx, pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt)), **pure(kwargs)
         )
@@ -263,7 +279,9 @@ class Optimizer(nnx.Optimizer):
 
         kwargs.setdefault("policy", self.policy)
         opt_state = nnx.as_pure(self.opt_state)
-        params, opt_state = calibrate(of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs)
+        params, opt_state = guard.calibrate(
+            of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs
+        )
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
 
@@ -301,6 +319,21 @@ def _filter_of(argnums: Any, wrt: Any) -> Any:
     if isinstance(argnums, nnx.DiffState) and wrt is not nnx.Param:
         raise ValueError("the filter is said once; got argnums=nnx.DiffState(...) and wrt=. Leave one of them out.")
     return argnums.filter if isinstance(argnums, nnx.DiffState) else wrt
+
+
+def _split(modules: tuple[Any, ...], wrt: Any) -> tuple[Any, PyTree, PyTree]:
+    """(graph of all modules, the variables of the first that fit `wrt`, all others); modules may share variables."""
+    fits = nnx.filterlib.to_predicate(wrt)
+    graphdef, params, rest = nnx.split(modules, lambda path, x: path[0] == 0 and fits(path[1:], x), ...)
+    return graphdef, params.get(0, nnx.State({})), rest
+
+
+def _merge(graphdef: Any, params: PyTree, rest: PyTree) -> tuple[Any, ...]:
+    return nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
+
+
+def _has_scales(model: nnx.Module) -> bool:
+    return bool(jax.tree.leaves(nnx.state(model, Fp8Scale)))
 
 
 def _with_scales(model: nnx.Module, wrt: Any) -> Any:

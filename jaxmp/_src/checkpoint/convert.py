@@ -25,8 +25,9 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placement
 from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import argument_kinds, leaf_paths, state_arrays
+from jaxmp._src.step import leaf_paths, state_arrays
 from jaxmp._src.step.policy import get_policy
 from pallas_kernels import moments
 

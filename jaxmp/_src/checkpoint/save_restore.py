@@ -33,7 +33,8 @@ from jaxmp._src.checkpoint import (
 )
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import argument_kinds, leaf_paths
+from jaxmp._src.guard import argument_kinds
+from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
 
 

@@ -3,11 +3,12 @@
 A mean over devices of the gradients of cut params adds parts of different params. If jax does not check how values vary
 over the mesh, nothing in the arrays shows this mistake, and a loop that was data-parallel contains such a mean. So
 `jaxmp.fsdp.gather` writes a note while the loss is traced, `value_and_grad` moves the note to the trace level of the
-gradients, and `jaxmp.reduce_gradients` looks for the note. `step.whole_leaves` looks for it too, to find optimizers
+gradients, and `jaxmp.reduce_gradients` looks for the note. `guard.whole_leaves` looks for it too, to find optimizers
 that need whole leaves.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -17,11 +18,30 @@ from jaxmp._src.base import ambient, compat
 _MOST = 16  # notes that are kept: those of a trace that has ended match nothing
 
 
+class GatheredParams(NamedTuple):
+    """Params that are cut over a mesh axis, as seen at one level of one trace.
+
+    Attributes:
+      trace: from `compat.trace_state()`.
+      axis_name: the axis.
+      structure, shapes: of this device's parts.
+      cut: (path, as `keystr` writes it, and axis) of the params that are cut; the others are whole on each device.
+      padded: (path, axis, length without padding) of those that are padded, under plain jit, where all are whole.
+    """
+
+    trace: Any
+    axis_name: str
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    cut: tuple[tuple[str, int], ...]
+    padded: tuple[tuple[str, int, int], ...] = ()
+
+
 def note(params: PyTree, axis_name: str, dims: Sequence[int | None]) -> None:
     """Says that `params` are parts, cut over a bound axis along `dims`; those with None are whole."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), dims, strict=True)
     cut = tuple((jax.tree_util.keystr(path), dim) for (path, _), dim in leaves if dim is not None)
-    _keep(ambient.GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
+    _keep(GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
 
 
 def note_padding(params: PyTree, axis_name: str, padded: Sequence[tuple[int, int] | None]) -> None:
@@ -30,7 +50,7 @@ def note_padding(params: PyTree, axis_name: str, padded: Sequence[tuple[int, int
     found = tuple((jax.tree_util.keystr(path), *where) for (path, _), where in leaves if where is not None)
     if found:
         here = compat.trace_state()
-        _keep(ambient.GatheredParams(here, axis_name, jax.tree.structure(params), _shapes(params), (), found))
+        _keep(GatheredParams(here, axis_name, jax.tree.structure(params), _shapes(params), (), found))
 
 
 def lift(notes: ambient.Notes) -> None:
@@ -61,7 +81,7 @@ def paddings_of(tree: PyTree) -> dict[str, tuple[int, int]]:
     return {path: (axis, length) for x in _notes_of(tree) for path, axis, length in x.padded}
 
 
-def _notes_of(tree: PyTree) -> list[ambient.GatheredParams]:
+def _notes_of(tree: PyTree) -> list[GatheredParams]:
     here = (compat.trace_state(), jax.tree.structure(tree), _shapes(tree))
     notes = ambient.now().notes.gathered_params
     return [x for x in notes if (x.trace, x.structure, x.shapes) == here]
@@ -71,7 +91,7 @@ def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(x.shape) for x in jax.tree.leaves(tree))
 
 
-def _keep(new: ambient.GatheredParams) -> None:
+def _keep(new: GatheredParams) -> None:
     notes = ambient.now().notes
     others = [found for found in notes.gathered_params if found != new]
     notes.gathered_params = [*others[1 - _MOST :], new]

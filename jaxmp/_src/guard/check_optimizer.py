@@ -87,6 +87,8 @@ def warn_of_underflow(tx: optax.GradientTransformation, params: PyTree, *, grad_
         with jax.ensure_compile_time_eval(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = _fault(tx, params, grad_dtype)
+    except jax.errors.JaxRuntimeError:  # XLA cannot compile for this machine
+        raise
     except Exception:  # the optimizer raises the same error, with its reason, at the first real update
         return None
     if found is None:
@@ -104,7 +106,7 @@ def warn_of_underflow(tx: optax.GradientTransformation, params: PyTree, *, grad_
 
 def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
     rule = getattr(tx, "rule", None)
-    params = jax.tree.map(_few_elements, params)
+    given = params = jax.tree.map(_few_elements, params)
     if rule is not None:  # the moves of the optimizer inside, in float32
         tx, grad_dtype = rule.optimizer.inner, jnp.float32
         params = params if rule.policy is None else casting.cast_floats(params, jnp.float32)
@@ -124,7 +126,7 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
         return jax.lax.scan(step, jax.tree.map(jnp.asarray, state), jnp.asarray(_STEPS))[1]
 
     found = [np.asarray(x) for x in jax.vmap(moves)(jnp.asarray(_GRADIENTS))]
-    named = jax.tree_util.tree_leaves_with_path(params)
+    named = jax.tree_util.tree_leaves_with_path(given)
     for (key_path, p), by_gradient in zip(named, found, strict=True):
         path = tree_paths.path_str(key_path)
         if scale_leaves.is_scale(path) or not casting.is_float(p):

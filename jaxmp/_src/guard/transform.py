@@ -16,13 +16,14 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.base.warn import warn
+from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import reduce
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.guard import averages, check_optimizer, whole_leaves
+from jaxmp._src.guard import argument_kinds, averages, check_optimizer, extra_arguments, scale_reads, whole_leaves
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import argument_kinds, extra_arguments, masters, scale_reads, state as states, transform
+from jaxmp._src.step import masters, shared_scale, state as states, transform
 from jaxmp._src.step.heart import Rule
 from jaxmp._src.step.state import StepState
 from jaxmp._src.step.transform import Transformation
@@ -73,6 +74,26 @@ def apply_gradients(
     if not is_usual or scale_reads.holds_gradients(params):
         _look_at_call(tx, grads, opt_state, params, extra_args)
     return transform.apply_gradients(tx, grads, opt_state, params, **extra_args)
+
+
+@functools.wraps(shared_scale.shared_loss_scale)
+def shared_loss_scale(
+    loss_scale: Any = "auto", *, axis_name: collectives.AxisName = "auto"
+) -> shared_scale.SharedLossScale:
+    shared = shared_scale.shared_loss_scale(loss_scale, axis_name=axis_name)
+    if isinstance(shared_scale.template_of(loss_scale), static.StaticLossScale):
+        return shared
+
+    def apply_gradients(tx: Any, grads: PyTree, opt_state: Any, params: PyTree, scale_state: Any, **extra: Any) -> Any:
+        scale_reads.check(grads, scale_state.scaling.loss_scale)
+        return shared.apply_gradients(tx, grads, opt_state, params, scale_state, **extra)
+
+    def update(scale_state: Any) -> Any:
+        after = shared.update(scale_state)
+        scale_reads.note_made(after.scaling.loss_scale, before=scale_state.scaling.loss_scale)
+        return after
+
+    return shared._replace(apply_gradients=apply_gradients, update=update)
 
 
 def _look_at_call(tx: Any, grads: PyTree, opt_state: Any, params: PyTree, extra_args: dict[str, Any]) -> None:
@@ -242,6 +263,8 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
             "written for all; got remainder_bits= with it. Leave remainder_bits=None."
         )
     own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
+    if not adds and _are_casts_of_masters(rule, state.master_params, own):
+        return
     units, treedef = tree_paths.boxed_leaves(own)
     dtype_of = masters.param_dtypes(policy, params)
     suspects = []
@@ -268,6 +291,21 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
                 f"the policy says {policy.param_dtype_of(path)}. Train policy.cast_to_param(params32), choose a 16-bit "
                 f"policy, or freeze the leaf with optax.set_to_zero."
             )
+
+
+def _are_casts_of_masters(rule: Rule, held: PyTree, params: PyTree) -> bool:
+    """Whether each param is as the usual policies make it: a cast of its float32 master, or float32 without one.
+
+    All else is looked at by path.
+    """
+    policy: Any = rule.policy
+    pairs = jax.tree.leaves(params), jax.tree.leaves(held, is_leaf=_is_masked)
+    return len(pairs[0]) == len(pairs[1]) and all(
+        param.dtype == jnp.float32
+        if isinstance(master, optax.MaskedNode)
+        else (param.dtype, param.shape, master.dtype) == (policy.param_dtype, master.shape, jnp.float32)
+        for param, master in zip(*pairs, strict=True)
+    )
 
 
 def _look_at_master(rule: Rule, path: str, unit: PyTree, master: PyTree, *, adds: bool) -> None:

@@ -23,12 +23,11 @@ from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import fsdp
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.guard import argument_kinds, compute_dtypes
 from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.step import (
-    argument_kinds,
-    compute_dtypes,
     microbatches,
     state as states,
     value_and_grad as gradients,
@@ -377,7 +376,7 @@ def _scaled(
         return *gradients.loss_and_aux(loss_fn(*params, *batch), has_aux), carry
 
     loss, aux, _, (grads,) = gradients.scaled_value_and_grad(
-        run, (params,), (), batch, opt_state, policy=policy, k=1, axis_name="auto", looks=False
+        run, (params,), (), batch, opt_state, policy=policy, k=1, axis_name="auto"
     )
     return ((loss, aux) if has_aux else loss), grads
 

@@ -28,7 +28,7 @@ from jaxmp._src.base.progress import Progress
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
 from jaxmp._src.programs import array_functions
-from jaxmp._src.step import argument_kinds, state as states, transform
+from jaxmp._src.step import state as states, transform
 from jaxmp._src.step.value_and_grad import value_and_grad
 
 _BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
@@ -93,13 +93,6 @@ def calibrate(
     """
     single = isinstance(argnums, int)
     params = args[argnums] if single else tuple(args[i] for i in argnums)
-    argument_kinds.check(
-        "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state)",
-        loss_fn=("function", fun),
-        params=("params", params),
-        tx=("optimizer", tx),
-        opt_state=("state", opt_state),
-    )
     _check_has_histories(opt_state, params)
     gradients = value_and_grad(
         fun,

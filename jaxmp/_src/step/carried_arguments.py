@@ -4,9 +4,7 @@ BatchNorm's statistics after one microbatch are the input of the next microbatch
 stacked like any aux, and each microbatch would start from the same statistics.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,58 +51,6 @@ def put_back(rest: PyTree, carry: dict[int, PyTree]) -> PyTree:
         return rest
     ((_, new),) = carry.items()
     return (new, rest[0]) if rest else new
-
-
-def asks_for_carry(
-    fun: Callable[..., Any], k: int, argnums: Any, *, has_aux: bool, carry_argnum: int | None
-) -> Callable[[Any], Any]:
-    """A decorator: an error of a call with microbatches names the argument that `carry_argnum` should have named.
-
-    Statistics that are cut as if they were a batch fail somewhere: in the cut, or deep in the model. They show by what
-    the loss returns, which is a tree of their structure and shapes.
-    """
-
-    def decorator(call: Any) -> Any:
-        if k == 1 or not has_aux or carry_argnum is not None:
-            return call
-
-        @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(*args, **kwargs)
-            except (TypeError, ValueError) as e:
-                others = {name: x for name, x in kwargs.items() if name != "opt_state"}
-                diff = microbatches.resolve_argnums(argnums, len(args), "argnums")
-                i = _returned_anew(fun, args, others, diff)
-                if i is None:
-                    raise
-                raise ValueError(
-                    f"accumulate={k} cuts the arguments of the loss into microbatches; got argument {i}, which the "
-                    f"loss returns anew in aux, as it would statistics. Pass carry_argnum={i}: each microbatch then "
-                    f"gets it from the one before. (Without it: {e})"
-                ) from e
-
-        return wrapped
-
-    return decorator
-
-
-def _returned_anew(fun: Callable[..., Any], args: Any, kwargs: Any, diff: tuple[int, ...]) -> int | None:
-    """The position of the first argument, a container of arrays, that is in the aux of the loss with other values."""
-    try:
-        _, aux = jax.eval_shape(lambda: fun(*args, **kwargs))
-    except Exception:
-        return None
-
-    def described(tree: PyTree) -> Any:
-        return jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)]
-
-    parts = [described(x) for x in (aux, *(aux if isinstance(aux, tuple) else ()))]
-    for i, x in enumerate(args):
-        has_arrays = any(jnp.ndim(leaf) for leaf in jax.tree.leaves(x)) and not jax.tree_util.all_leaves([x])
-        if i not in diff and has_arrays and described(x) in parts:
-            return i
-    return None
 
 
 def as_it_stays(new_carry: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:

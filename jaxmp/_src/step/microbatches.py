@@ -14,31 +14,51 @@ from jaxmp._src.base import tree_paths
 
 
 def split_arguments(
-    args: Sequence[Any], diff_argnums: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
+    args: Sequence[Any], others: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
 ) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The arguments that are not differentiated, by position: `(the batch as k microbatches, the others)`.
+    """The arguments but `others`, by position: `(the batch as k microbatches, those that are passed on whole)`.
 
-    With k = 1 nothing is split, and all arguments are among the others.
+    With k = 1 nothing is split, and all arguments are passed on whole. The arguments are those of `batch_of`.
     """
-    whole = {i: x for i, x in enumerate(args) if i not in diff_argnums}
-    chosen = tuple(whole)
-    if accumulate_argnums is not None:
+    batch = batch_of(args, others, accumulate_argnums, k)
+    whole = {i: x for i, x in enumerate(args) if i not in others and (k == 1 or i not in batch)}
+    return ({}, whole) if k == 1 else (split_microbatches(batch, k), whole)
+
+
+def batch_of(
+    args: Sequence[Any], others: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
+) -> dict[int, Any]:
+    """The arguments that hold the batch, by position.
+
+    Args:
+      args: all positional arguments.
+      others: the positions of those that are differentiated or carried.
+      accumulate_argnums: the positions of the batch; None: there is one argument beside the others.
+      k: number of microbatches.
+    """
+    if accumulate_argnums is None:
+        chosen = tuple(i for i in range(len(args)) if i not in others)
+    else:
         chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
-    if set(chosen) & set(diff_argnums):
+    if set(chosen) & set(others):
         raise ValueError(
-            f"accumulate_argnums must not name differentiated arguments; got {chosen} with argnums "
-            f"{tuple(diff_argnums)}"
+            f"accumulate_argnums must not name differentiated or carried arguments; got {chosen}, and {tuple(others)} "
+            f"are differentiated or carried"
         )
-    if k == 1:
-        return {}, whole
-    batch = {i: whole.pop(i) for i in chosen}
-    if not jax.tree.leaves(batch):
+    if k > 1 and accumulate_argnums is None and len(chosen) > 1:
+        raise ValueError(
+            f"accumulate={k} must know which arguments hold the batch; got {len(chosen)} that may. Name those to cut, "
+            f"accumulate_argnums={chosen} for all of them; the others are passed on whole to every microbatch "
+            f"(statistics that the loss returns anew pass from one to the next by carry_argnum=)."
+        )
+    batch = {i: args[i] for i in chosen}
+    if k > 1 and not jax.tree.leaves(batch):
         raise ValueError(
             f"accumulate={k} cuts the batch into microbatches, and the batch must be among the positional arguments "
             f"(keyword arguments and those of argnums are passed on whole); got no array there. Pass the batch by "
             f"position: value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
         )
-    return split_microbatches(batch, k), whole
+    return batch
 
 
 def split_microbatches(tree: PyTree, k: int) -> PyTree:
@@ -49,7 +69,7 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
     devices only, and XLA would let all devices compute all of it: with k = 8 on 8 devices, eight times the work.) The
     mean is the same.
 
-    Keys may be typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32[2]).
+    Keys may be typed (`jax.random.key`) or raw (`jax.random.PRNGKey`, uint32[2]), if the batch has not 2 rows.
 
     Args:
       tree: pytree of arrays [n, ...], keys and scalars.
@@ -59,9 +79,11 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
       The same structure with arrays [k, n/k, ...], keys [k] and scalars [k].
 
     Raises:
-      ValueError: k does not divide a leading axis, or leading axes differ, or a list of numbers: named by path.
+      ValueError: k does not divide a leading axis, or leading axes differ; a list of numbers, or a uint32[2] that may
+        be a key or two rows: named by path.
     """
     sizes: dict[str, int] = {}
+    raw_keys: list[str] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_list_of_numbers):
         if _is_list_of_numbers(x):
             raise ValueError(
@@ -71,6 +93,7 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
 
     def split(path: str, x: Any) -> Any:
         if is_key(x):
+            raw_keys.extend([path] * (x.dtype == jnp.uint32))
             return jax.random.split(x, k)
         if jnp.ndim(x) == 0:
             return jnp.broadcast_to(jnp.asarray(x), (k,))
@@ -83,6 +106,11 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
         return _cut(jnp.asarray(x), k)
 
     out = tree_paths.map_with_path(split, tree)
+    if raw_keys and k == 2 and set(sizes.values()) <= {2}:
+        raise ValueError(
+            f"accumulate={k} splits PRNG keys and cuts rows; got uint32[2] at argument {raw_keys[0]}, which may be "
+            f"a raw key or two rows. Pass a typed key (jax.random.key, jax.random.wrap_key_data), or another dtype."
+        )
     if len(set(sizes.values())) > 1:
         (first, n), (other, m) = next(
             ((a, b) for a, b in zip(sizes.items(), list(sizes.items())[1:], strict=False) if a[1] != b[1])

@@ -27,12 +27,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import recipes, scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting, formats
-from jaxmp._src.step import argument_kinds
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (jnp.float32, jnp.float32, jnp.float32, "highest"),
@@ -291,10 +291,9 @@ def check_precision(name: str) -> None:
 
 def _what_else(x: Any) -> str:
     """What was given in place of a policy, and what to write."""
-    kind = argument_kinds.kind_of(x)
-    if kind == "optimizer":
+    if hasattr(x, "init") and hasattr(x, "update"):
         return "an optimizer. The order is mixed_precision(inner, policy)"
-    if kind == "dtype":
+    if isinstance(x, np.dtype | type):
         name = jnp.dtype(x).name
         names = {"float32": ("fp32",), "float16": ("fp16", "16-mixed"), "bfloat16": ("bf16", "bf16-mixed")}
         names |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), ("fp8",))

@@ -34,7 +34,7 @@ import numpy as np
 from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import layers, linen_layers
-from jaxmp._src.step import argument_kinds, fp8_products
+from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -190,7 +190,8 @@ def autocast(
       torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
     """
     _check_no_torch_options(torch_options)
-    argument_kinds.check("autocast(fn, dtype)", dtype=("precision", dtype))
+    if callable(dtype) and not isinstance(dtype, type):
+        raise TypeError("the arguments are autocast(fn, dtype); got a function as dtype")
     if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}

@@ -14,8 +14,8 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.loss_scale import dynamic, protocol, static
-from jaxmp._src.step import heart, scale_reads, state as states, state_arrays, transform
+from jaxmp._src.loss_scale import dynamic, protocol
+from jaxmp._src.step import heart, state as states, state_arrays, transform
 
 
 class SharedLossScale(NamedTuple):
@@ -66,13 +66,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
     References:
       torch.amp.GradScaler with several optimizers.
     """
-    template = (
-        dynamic.DynamicLossScale()
-        if isinstance(loss_scale, str) and loss_scale == "auto"
-        else protocol.as_loss_scale(loss_scale)
-    )
-
-    is_dynamic = not isinstance(template, static.StaticLossScale)
+    template = template_of(loss_scale)
 
     def init() -> states.SharedLossScaleState:
         fresh = states.SharedLossScaleState(states.scaling_state(template), jnp.ones((), bool))
@@ -91,8 +85,6 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
                 "each optimizer under a shared loss scale must unscale its gradients; got one without "
                 "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
             )
-        if is_dynamic:
-            scale_reads.check(grads, scale_state.scaling.loss_scale)
         finite = heart.all_usable(grads, scale_state.scaling.loss_scale, axis_name)
         params, opt_state = transform.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
@@ -101,9 +93,12 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     def update(scale_state: states.SharedLossScaleState) -> states.SharedLossScaleState:
         scaler = states.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
-        scaling = states.scaling_state(scaler)
-        if is_dynamic:
-            scale_reads.note_made(scaling.loss_scale, before=scale_state.scaling.loss_scale)
-        return states.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
+        return states.SharedLossScaleState(states.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite))
 
     return SharedLossScale(init, apply_gradients, update)
+
+
+def template_of(loss_scale: Any) -> Any:
+    """The loss-scale object of `loss_scale=`."""
+    is_auto = isinstance(loss_scale, str) and loss_scale == "auto"
+    return dynamic.DynamicLossScale() if is_auto else protocol.as_loss_scale(loss_scale)

@@ -21,7 +21,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import recipes, stored_kernels
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import masters, scale_reads
+from jaxmp._src.step import masters
 from pallas_kernels import moments
 
 T = TypeVar("T")
@@ -355,12 +355,6 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
       >>> float(get_loss_scale(tx.init(jnp.ones(2))))
       1.0
     """
-    scale = _loss_scale_of(opt_state)
-    scale_reads.note_read(scale)
-    return scale
-
-
-def _loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
     check_is_state(opt_state, "get_loss_scale")

@@ -17,7 +17,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import dynamic, protocol
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.step import extra_arguments, heart, masters, scales, state as states, state_arrays
 from jaxmp._src.step.optimizers import as_transformation, optimizer_of
 from jaxmp._src.step.policy import Policy, get_policy
@@ -345,6 +345,36 @@ def apply_gradients(
     tx = as_transformation(tx)
     updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
     return optax.apply_updates(params, updates), opt_state
+
+
+def unscale(grads: PyTree, opt_state: Any) -> PyTree:
+    """The gradients in float32 without the loss scale, to look at: g = float32(grad) / S.
+
+    The update takes the gradients as `value_and_grad` returned them; what changes them (clipping) goes into the
+    optimizer. Norms of scaled float16 gradients overflow: take `optax.tree.norm(unscale(grads, opt_state))`.
+
+    Args:
+      grads: scaled gradients, as `value_and_grad` returned them.
+      opt_state: the state that scaled them, or a TrainState or nnx.Optimizer that holds it.
+
+    Returns:
+      The tree of `grads` in float32; the amaxes in place of gradients of fp8 scales stay as they are.
+
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> opt_state = mixed_precision(optax.sgd(0.1), "fp16", loss_scale=1024.0).init({"w": jnp.ones(2)})
+      >>> unscale({"w": jnp.array([1024.0, 2048.0], jnp.float16)}, opt_state)
+      {'w': Array([1., 2.], dtype=float32)}
+    """
+    inv_scale = float_bits.reciprocal(states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+
+    def unscaled(path: str, g: Any) -> Any:
+        return g if scale_leaves.is_scale(path) else g.astype(jnp.float32) * inv_scale
+
+    return tree_paths.map_with_path(unscaled, grads)
 
 
 def largest_of(dtype: Any) -> float:

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
 
+from jaxmp._src.autocast import regions
 from jaxmp._src.base import compat
 from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
+from jaxmp._src.step import state as states
 from jaxmp._src.step.policy import Policy
+from jaxmp._src.step.value_and_grad import Derivative
 
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 _HIDDEN = frozenset({"custom_lin", "ffi_call", "custom_call", "pallas_call", "tpu_custom_call"})
@@ -42,68 +44,39 @@ class Found(NamedTuple):
     fp8: bool
 
 
-def differentiated(
-    loss: Callable[..., Any], look: Callable[[Any, Any], None], check: Callable[[Any, Any, PyTree], None] | None
-) -> Callable[..., tuple[PyTree, Any]]:
-    """`jax.grad(loss, has_aux=True)`, with looks at the linear part between the forward and the backward pass.
+def looks_once() -> Callable[[Derivative], None]:
+    """What looks at the derivatives of one call of `value_and_grad`, and warns once: a loop may trace a loss again."""
+    warned = False
 
-    Args:
-      loss: `(params, ...) -> (loss, aux)`.
-      look: called as `look(pullback, value)`.
-      check: called as `check(pullback, value, params)`, or None.
-    """
+    def look(derivative: Derivative) -> None:
+        nonlocal warned
+        warned = warned or check(derivative)
 
-    def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
-        value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
-        if check is not None:
-            check(pullback, value, params)
-        look(pullback, value)
-        return pullback(_one(value))[0], aux
-
-    return grad
+    return look
 
 
-def _one(value: Any) -> Any:
-    return compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
-
-
-def check(
-    pullback: Any,
-    value: Any,
-    params: PyTree,
-    policy: Policy | None,
-    *,
-    scales: bool,
-    of_low: bool,
-    is_off: bool,
-    fp8_matmuls: int,
-) -> bool:
-    """Warns of a loss that does not compute as its params or its policy say. Returns whether it did.
-
-    Args:
-      pullback, value: of the loss, from `jax.vjp`.
-      params: what it was differentiated with respect to.
-      policy: the policy in force, or None.
-      scales: whether there is a loss scale, or it is not known.
-      of_low: whether the optimizer's policy has wide params and computes in 16 bits, or its loss scale is shared.
-      is_off: whether autocast is switched off around the loss, so that float32 is what the user wants.
-      fp8_matmuls: how many were noted while the loss was traced.
-    """
-    param_dtypes = {x.dtype for x in jax.tree.leaves(params) if getattr(x, "dtype", None) in _LOW}
+def check(derivative: Derivative) -> bool:
+    """Warns of a loss that does not compute as its params or its policy say. Returns whether it did."""
+    policy, opt_state = derivative.policy, derivative.opt_state
+    lists = regions.current()
+    is_off = lists is not None and lists.dtype is None  # float32 is what the user wants
+    # What has fp8 scales warns of them itself.
+    of_low = states.computes_low(opt_state) and not derivative.has_fp8
+    param_dtypes = {x.dtype for x in jax.tree.leaves(derivative.params) if getattr(x, "dtype", None) in _LOW}
     wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes) or of_low)
     wants_fp8 = policy is not None and policy.recipe is not None and not is_off
-    looks_for_float16 = not scales and _F16 not in param_dtypes
+    looks_for_float16 = not states.may_scale(opt_state) and _F16 not in param_dtypes
     if not (wants_low or wants_fp8 or looks_for_float16):
         return False
-    found = look_into(compat.linear_jaxpr(pullback))
+    found = look_into(compat.linear_jaxpr(derivative.pullback))
     exact = None
-    if wants_fp8 and not fp8_matmuls and not found.fp8:
-        exact = look_into(jax.make_jaxpr(pullback)(_one(value)))
+    if wants_fp8 and not derivative.fp8_matmuls and not found.fp8:
+        exact = _look_into_backward(derivative)
         if exact.matmuls and not exact.fp8:
             warn("nothing-in-fp8", _NO_FP8)
             return True
-    if wants_low and not fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
-        exact = exact or look_into(jax.make_jaxpr(pullback)(_one(value)))
+    if wants_low and not derivative.fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
+        exact = exact or _look_into_backward(derivative)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
             warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy))
             return True
@@ -117,6 +90,12 @@ def check(
         )
         return True
     return False
+
+
+def _look_into_backward(derivative: Derivative) -> Found:
+    value = derivative.value
+    one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
+    return look_into(jax.make_jaxpr(derivative.pullback)(one))
 
 
 _F16 = np.dtype(np.float16)

@@ -85,7 +85,7 @@ CALLS = {
     "create: 16-mixed, not scaled": (lambda: train_state(WIDE_TX), "compute_dtype=float16 in policy and float32"),
     "create: in a chain": (
         lambda: train_state(optax.chain(jaxmp.reduce_gradients(None), TX), "fp32"),
-        "compute_dtype=float32 in policy and float16",
+        "must stand once around an optimizer",
     ),
     "Optimizer: another policy": (lambda: optimizer(policy="bf16"), "param_dtype=bfloat16 in policy and float32"),
     "Optimizer: fp32, scaled": (lambda: optimizer(policy="fp32"), "compute_dtype=float32 in policy and float16"),

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp._src.base import ambient
+from jaxmp._src.guard import scale_reads
 
 X = np.ones((4, 2), np.float32)
 POLICY = jaxmp.get_policy("fp16")
@@ -23,7 +24,7 @@ ANOTHER = "scaled by the loss scale of one opt_state, and an update by that of a
 @contextlib.contextmanager
 def fresh_process():
     """As if nothing had read a scale; warnings are errors."""
-    with ambient.having(scale_reads=ambient.ScaleReads()), warnings.catch_warnings():
+    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
@@ -56,12 +57,22 @@ def trace(step, *args):
     return jax.eval_shape(jax.jit(step), *args)
 
 
-def test_a_forgotten_value_and_grad_is_warned_of_once():
+def test_a_forgotten_value_and_grad_is_warned_of_in_each_step():
+    """Also where another step of the same params is right, and where the scale is read to be shown."""
     tx = mixed()
+    state = tx.init(PARAMS)
+
+    def shown(params, state, x):
+        params, state = forgotten(tx)(params, state, x)
+        return params, state, jaxmp.get_loss_scale(state)
+
     with fresh_process():
-        with pytest.warns(jaxmp.UnreadLossScale, match=f"{NOBODY}.*in place of jax.value_and_grad"):
-            trace(forgotten(tx), PARAMS, tx.init(PARAMS), X)
-        trace(lambda *args: forgotten(tx)(*args), PARAMS, tx.init(PARAMS), X)
+        jaxmp.get_loss_scale(state)
+        trace(right(tx), PARAMS, state, X)
+        for step in (forgotten(tx), forgotten(tx), shown):
+            with pytest.warns(jaxmp.UnreadLossScale, match=f"{NOBODY}.*in place of jax.value_and_grad"):
+                trace(step, PARAMS, state, X)
+        trace(right(tx), PARAMS, state, X)
     with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match=NOBODY):
         state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 3))}, tx=tx, policy=POLICY)
         trace(lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X)), state)
@@ -286,7 +297,8 @@ def test_in_nnx_and_with_a_grad_scaler():
 
     with fresh_process():
         trace(with_scaler, PARAMS, jaxmp.GradScaler(), X)
-        assert ambient.now().scale_reads.any
+        tx = mixed()
+        trace(lambda g, s, p: tx.update(jax.tree.map(jnp.negative, g), s, p), PARAMS, tx.init(PARAMS), PARAMS)
 
 
 def test_gradients_in_the_place_of_params_are_refused():

@@ -1,0 +1,243 @@
+"""Warns of gradients that no loss scale can have multiplied, and of scaled gradients that nobody unscales.
+
+An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
+`GradScaler` or `get_loss_scale`. So jaxmp finds four mistakes without any computation:
+
+- an update with a dynamic scale, or of a state that carries its policy, is traced, and nothing has read the scale of
+  this state: `jax.value_and_grad` was kept;
+- an update gets gradients as `value_and_grad` returned them, and divides them by another scale than it multiplied by:
+  that of an `opt_state` that is older, newer, or closed over;
+- in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
+  gradients were applied twice, or those of an older `opt_state`;
+- an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale.
+
+jaxmp finds the second and the fourth mistake only if the update gets the same array objects that were returned.
+Gradients that were averaged, cast or clipped in between, or that left a jitted function, are other arrays of unknown
+origin. (A trace does not show that two scales are equal, so a copy of a state counts as another state.)
+
+For the first mistake, gradients may come from a program of their own: a jitted function inside the step, or before it.
+There the scale has another name. So a scale that was read, and that no update divided by, speaks for all updates of
+as many params of the same ranks; and gradients that are an input of the traced step are not asked about.
+
+If your own code (another framework, a test) scales the loss and reads the scale in another way, call
+`jaxmp.get_loss_scale(())` once, or ignore the category `jaxmp.UnreadLossScale`.
+"""
+
+import collections
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._src.base import ambient, compat
+from jaxmp._src.base.by_identity import ByIdentity
+from jaxmp._src.base.warn import warn
+from jaxmp._src.step import state as states
+
+Ranks = tuple[int, ...]  # of the leaves of gradients: inside shard_map their shapes are those of parts
+
+
+class UnreadLossScale(UserWarning):
+    """The category of the warnings that gradients cannot have been scaled; see `jaxmp.value_and_grad`.
+
+    Example:
+      >>> issubclass(UnreadLossScale, UserWarning)
+      True
+    """
+
+
+@dataclasses.dataclass
+class Reads:
+    """Which loss scales were read in this process, to scale a loss. It holds no array.
+
+    Attributes:
+      anywhere: whether a program said, by `get_loss_scale(())`, that it scales by itself.
+      read: by the scale, the ranks of the gradients of each loss that it scaled, until an update divides by it.
+      alone: by these ranks, how many reads there were of scales that no update divided by.
+      made: the scales that an update made, in a trace.
+      traces: the last traces in which a scale was read.
+      scaled: by the first of the gradients that `value_and_grad` returned, (reference to the scale, trace).
+      unscaled: by the first of the gradients that a `GradScaler` unscaled, a reference to its scale.
+    """
+
+    anywhere: bool = False
+    read: ByIdentity = dataclasses.field(default_factory=ByIdentity)
+    alone: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    made: ByIdentity = dataclasses.field(default_factory=ByIdentity)
+    traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
+    scaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
+    unscaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
+
+
+_OF_PROCESS = Reads()
+
+
+def _reads() -> Reads:
+    return ambient.now().scale_reads or _OF_PROCESS
+
+
+# --- what is noted ----------------------------------------------------------------------------------------------------
+
+
+@functools.wraps(states.get_loss_scale)
+def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
+    scale = states.get_loss_scale(opt_state)
+    if isinstance(opt_state, tuple) and not opt_state:
+        _reads().anywhere = True
+    else:
+        note_read(scale)
+    return scale
+
+
+def note_read(scale: Array, grads: PyTree = None) -> None:
+    """Notes that `scale` was read, to scale the loss of `grads`; None: of gradients that are not known yet.
+
+    Without gradients an array is read to be shown, and so is the scale that an update made.
+    """
+    reads, ranks = _reads(), None if grads is None else _ranks(grads)
+    is_traced = isinstance(scale, Tracer)
+    if is_traced:
+        reads.traces.append(compat.trace_state())
+    counts = ranks is not None or (is_traced and not reads.made.get(scale))
+    reads.read.set(scale, [*(reads.read.get(scale) or ()), *([ranks] if counts else ())])
+    reads.alone[ranks] += counts
+
+
+def note_made(scale: Array, *, before: Array) -> None:
+    """Notes that an update made `scale` from the scale `before`."""
+    if isinstance(scale, Tracer) and scale is not before:
+        _reads().made.set(scale, True)
+
+
+def note_scaled(grads: PyTree, scale: Array) -> None:
+    """Notes that `value_and_grad` read `scale`, and multiplied `grads` by it."""
+    note_read(scale, grads)
+    leaves = jax.tree.leaves(grads)
+    if leaves and isinstance(leaves[0], jax.Array) and isinstance(scale, jax.Array):
+        _reads().scaled.set(leaves[0], (weakref.ref(scale), compat.trace_state()))
+
+
+def note_unscaled(grads: PyTree, scale: Array) -> None:
+    """Notes that a `GradScaler` returned `grads`, divided by `scale`."""
+    leaves = jax.tree.leaves(grads)
+    if leaves and isinstance(scale, jax.Array):
+        _reads().unscaled.set(leaves[0], weakref.ref(scale))
+
+
+def _ranks(tree: PyTree) -> Ranks:
+    return tuple(x.ndim for x in jax.tree.leaves(tree) if hasattr(x, "ndim"))
+
+
+def _noted_of_first(found: ByIdentity, grads: PyTree) -> Any:
+    leaves = jax.tree.leaves(grads)
+    return found.get(leaves[0]) if leaves else None
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def check_not_unscaled(grads: PyTree, scale: Array) -> None:
+    """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
+    by = _noted_of_first(_reads().unscaled, grads)
+    if by is not None and by() is scale:
+        raise ValueError(
+            "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
+            "that it returned with them: grads, scaler = scaler.unscale(grads)."
+        )
+
+
+def holds_gradients(tree: PyTree) -> bool:
+    """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
+    return _noted_of_first(_reads().scaled, tree) is not None
+
+
+def _scale_of(grads: PyTree) -> Array | None:
+    """The scale that multiplied `grads`, if they were made here: in a branch or a loop each array has another name."""
+    scale, trace = _noted_of_first(_reads().scaled, grads) or (None, None)
+    return scale() if scale is not None and trace == compat.trace_state() else None
+
+
+def check_not_scaled(grads: PyTree) -> None:
+    """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
+    scale = _scale_of(grads)
+    if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
+        return
+    warn(
+        "unread-loss-scale",
+        "gradients that are multiplied by a loss scale must be divided by it; got gradients that jaxmp.value_and_grad "
+        "scaled by the loss scale of an opt_state, and an optimizer that has none: the step is thousands of times too "
+        "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
+        "value_and_grad.",
+        UnreadLossScale,
+    )
+
+
+def check(grads: PyTree, scale: Array) -> None:
+    """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
+    reads = _reads()
+    scaled_by = _scale_of(grads)
+    if scaled_by is not None and scaled_by is not scale:
+        warn(
+            "unread-loss-scale",
+            "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
+            "by the loss scale of one opt_state, and an update by that of another: an older or newer one, or one that "
+            "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
+            "another one: pass the copy to both.)",
+            UnreadLossScale,
+        )
+    elif not isinstance(scale, Tracer):
+        return
+    elif reads.made.get(scale) and reads.read.get(scale) is None and compat.trace_state() in reads.traces:
+        warn(
+            "unread-loss-scale",
+            "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
+            "update in this trace made, and no loss was scaled by it: the same gradients twice, or those of an older "
+            "opt_state. Compute them by jaxmp.value_and_grad with the opt_state that this update gets.",
+            UnreadLossScale,
+        )
+    elif not _may_be_of(grads, scale):
+        warn(
+            "unread-loss-scale",
+            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides them by it: "
+            "they come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
+            "opt_state=opt_state) in place of jax.value_and_grad. (If the gradients were scaled elsewhere, call "
+            "jaxmp.get_loss_scale(()) once, or ignore the category jaxmp.UnreadLossScale.)",
+            UnreadLossScale,
+        )
+
+
+def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
+    """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
+
+    `check` tells it of a dynamic loss scale.
+    """
+    found = states.find(opt_state, states.StepState)
+    scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
+    if scale is None or policy.uses_float16 or not (policy.computes_in_16_bits or policy.recipe is not None):
+        return
+    if not _may_be_of(grads, scale):
+        warn(
+            "unread-loss-scale",
+            f"this state carries the policy {policy}, and no loss took it from there, so its gradients were computed "
+            f"in the dtypes of the model alone. Use jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=state), or "
+            f"jaxmp.nnx.value_and_grad(loss_fn)(model, ..., opt_state=optimizer), in place of jax's or flax's. (If the "
+            f"model computes in 16 bits by itself, create the state without policy=, or ignore the category "
+            f"jaxmp.UnreadLossScale.)",
+            UnreadLossScale,
+        )
+
+
+def _may_be_of(grads: PyTree, scale: Array) -> bool:
+    """Whether a loss that read `scale` can have made `grads`; and notes that an update divides by `scale`."""
+    reads = _reads()
+    if (read_for := reads.read.get(scale)) is not None:
+        reads.alone.subtract(read_for)
+        read_for.clear()
+        return True
+    first = next(iter(jax.tree.leaves(grads)), None)
+    comes_in = isinstance(first, Tracer) and compat.is_input(first)
+    return comes_in or reads.anywhere or any(reads.alone[ranks] > 0 for ranks in (_ranks(grads), None))

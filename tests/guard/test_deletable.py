@@ -1,0 +1,79 @@
+"""Guards decide no number: without them every program is the same, to the letter."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp._src.step import shared_scale, transform, value_and_grad
+
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+PARAMS = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}, "norm": {"scale": jnp.ones(2)}}
+POLICIES = {
+    "fp32": jaxmp.get_policy("fp32"),
+    "bf16": jaxmp.get_policy("bf16"),
+    "fp16": jaxmp.get_policy("fp16", keep_fp32="norm/*"),
+    "16-mixed": jaxmp.get_policy("16-mixed"),
+    "bf16-mixed": jaxmp.get_policy("bf16-mixed", keep_fp32=("bias",)),
+}
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "clipped lion": lambda: optax.chain(jaxmp.clip_by_global_norm(1.0), optax.lion(1e-3)),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 8), momentum=0.9),
+    "averaged": lambda: optax.chain(optax.sgd(0.1), jaxmp.ema_params(0.9)),
+    "fused": lambda: jaxmp.fused_adamw(1e-2),
+    "every second": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+}
+OPTIONS = [{}, {"accumulate": 2}]
+
+
+def loss_fn(params, x):
+    h = x @ params["dense"]["kernel"] + params["dense"]["bias"][None]
+    return jnp.mean((h.astype(jnp.float32) * params["norm"]["scale"].astype(jnp.float32)[None]) ** 2)
+
+
+def program(policy, inner, options, *, guarded):
+    """The text of the jaxpr of two steps."""
+    lib, gradients = (jaxmp, jaxmp.value_and_grad) if guarded else (transform, value_and_grad.value_and_grad)
+    tx = lib.mixed_precision(inner, policy, skip_if=lambda grads, metrics: metrics["loss_scale"] < 0.5)
+
+    def steps(params, state):
+        for adds in (False, True):
+            loss, grads = gradients(loss_fn, policy=policy, **options)(params, X, opt_state=state)
+            if adds:
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            else:
+                params, state = lib.apply_gradients(tx, grads, state, params)
+        return params, state, loss
+
+    text = str(jax.make_jaxpr(steps)(policy.cast_to_param(PARAMS), tx.init(PARAMS)))
+    return re.sub(r"0x[0-9a-f]+", "", text)
+
+
+@pytest.mark.thorough(8)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("inner", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_has_the_same_program_without_guards(policy, inner, options):
+    policy, inner = POLICIES[policy], OPTIMIZERS[inner]()
+    assert program(policy, inner, options, guarded=True) == program(policy, inner, options, guarded=False)
+
+
+def test_a_shared_scale_has_the_same_program_without_guards():
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=1.0)
+    params = jaxmp.get_policy("fp16").cast_to_param(PARAMS)
+
+    def text(shared):
+        def step(params, state, scale_state):
+            _, grads = jaxmp.value_and_grad(loss_fn, policy="fp16")(params, X, opt_state=scale_state)
+            params, state, scale_state = shared.apply_gradients(tx, grads, state, params, scale_state)
+            return params, state, shared.update(scale_state)
+
+        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(params, tx.init(PARAMS), shared.init())))
+
+    assert text(jaxmp.shared_loss_scale()) == text(shared_scale.shared_loss_scale())

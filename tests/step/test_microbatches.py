@@ -1,0 +1,361 @@
+"""With `accumulate=`: which arguments are cut, and what passes through the microbatches."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+import regimes
+from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
+
+N, K = 8, 4
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(N, 3)).astype(np.float32), rng.integers(0, N, N).astype(np.int32)
+TARGETS = rng.normal(size=N).astype(np.float32)
+PARAMS = {"w": rng.normal(size=(3, N)).astype(np.float32)}
+STATE = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(PARAMS)
+
+
+def cross_entropy(params, x, y, weights=None):
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["w"], y)
+    return jnp.mean(losses if weights is None else losses * weights[y])
+
+
+def accumulated(loss_fn, *args, k=K, **options):
+    has_aux = options.pop("has_aux", False)
+    return jaxmp.value_and_grad(loss_fn, has_aux=has_aux, accumulate=k, **options)(PARAMS, *args, opt_state=STATE)
+
+
+# --- which arguments hold the batch -----------------------------------------------------------------------------------
+
+WEIGHTS = jnp.linspace(0.1, 2.0, N)  # of classes, as many as rows
+MUST_KNOW = (
+    r"must know which arguments hold the batch; got 3 that may. Name those to cut, accumulate_argnums=\(1, 2, 3\)"
+)
+
+
+def nnx_accumulated(loss_fn, *args, k=K, keywords=None, **options):
+    model = nnx.Linear(3, N, rngs=nnx.Rngs(0))
+    of_model = lambda m, *args, **kwargs: loss_fn({"w": m.kernel[...]}, *args, **kwargs)  # noqa: E731
+    grad_fn = jaxmp.nnx.value_and_grad(of_model, accumulate=k, **options)
+    return grad_fn(model, *args, opt_state=STATE, **(keywords or {}))
+
+
+def linen_accumulated(loss_fn, *args, k=K, keywords=None, **options):
+    grad_fn = jaxmp.value_and_grad(loss_fn, accumulate=k, **options)
+    return grad_fn(PARAMS, *args, opt_state=STATE, **(keywords or {}))
+
+
+both = pytest.mark.parametrize("run", [linen_accumulated, nnx_accumulated], ids=["linen", "nnx"])
+
+
+@both
+def test_several_arguments_must_be_named(run):
+    """Class weights as long as the batch would be cut too, and the loss would be wrong without an error."""
+    with pytest.raises(ValueError, match=MUST_KNOW):
+        run(cross_entropy, X, Y, WEIGHTS)
+    for named in ({"accumulate_argnums": (1, 2)}, {"accumulate_argnums": (-2, -3)}):
+        loss, _ = run(cross_entropy, X, Y, WEIGHTS, **named)
+        by_keyword, _ = run(cross_entropy, X, Y, accumulate_argnums=(1, 2), keywords={"weights": WEIGHTS})
+        assert_within_ulps(loss, by_keyword, 16)
+    if run is linen_accumulated:
+        assert_close(loss, cross_entropy(PARAMS, X, Y, WEIGHTS), rtol=1e-6)
+
+
+def squared(params, x, y):
+    return jnp.mean((jnp.sum(x @ params["w"], -1) - y) ** 2)
+
+
+def test_one_argument_needs_no_name():
+    loss, _ = accumulated(lambda p, b: squared(p, b["x"], b["y"]), {"x": X, "y": TARGETS})
+    assert_close(loss, squared(PARAMS, X, TARGETS), rtol=1e-6)
+    (_, stats), _ = jaxmp.value_and_grad(
+        lambda p, stats, b: (squared(p, *b), stats + 1), has_aux=True, accumulate=K, carry_argnum=1
+    )(PARAMS, np.int32(0), (X, TARGETS), opt_state=STATE)
+    assert int(stats) == K
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), np.array([0, 7], np.uint32)], ids=["typed", "raw"])
+def test_keys_are_split_with_the_batch(key):
+    """Each microbatch draws its own numbers; a raw key beside two rows may be two rows."""
+
+    def drawn(params, x, key):
+        return squared(params, x, 0.0), jax.random.uniform(key)
+
+    def run(x, k):
+        grad_fn = jaxmp.value_and_grad(drawn, has_aux=True, accumulate=k, accumulate_argnums=(1, 2))
+        return grad_fn(PARAMS, x, key, opt_state=STATE)[0][1]
+
+    assert len(set(run(X, K).tolist())) == K
+    assert len(set(run(X, 2).tolist())) == 2
+    if key.dtype != np.uint32:
+        assert len(set(run(X[:2], 2).tolist())) == 2
+        return
+    with pytest.raises(ValueError, match=r"got uint32\[2\] at argument 2, which may be a raw key or two rows"):
+        run(X[:2], 2)
+
+
+def squared_rows(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+ROWS = rng.normal(size=(N, N)).astype(np.float32)
+UNCUT = {
+    "closed over": lambda: accumulated(lambda p, x: squared_rows(p, x, ROWS), X, k=N),
+    "traced": lambda: jax.jit(lambda y: accumulated(lambda p, x: squared_rows(p, x, y), X, k=N))(ROWS),
+    "differentiated": lambda: jaxmp.value_and_grad(squared_rows, argnums=(0, 2), accumulate=N)(
+        PARAMS, X, ROWS, opt_state=STATE
+    ),
+    "carried": lambda: accumulated(lambda p, x, y: (squared_rows(p, x, y), y), X, ROWS, k=N, has_aux=True,
+                                   carry_argnum=2),
+    "by keyword": lambda: linen_accumulated(squared_rows, X, k=N, keywords={"y": ROWS}),
+    "not named": lambda: accumulated(squared_rows, X, ROWS, k=N, accumulate_argnums=1),
+    "nnx": lambda: nnx_accumulated(squared_rows, X, ROWS, k=N, accumulate_argnums=1),
+}  # fmt: skip
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("name", UNCUT)
+def test_single_rows_are_not_broadcast(name):
+    """One row would be broadcast to rows that are not cut: another loss without an error."""
+    with pytest.raises(ValueError, match=r"into single rows.*got a loss that runs with 8 rows and not with 2") as e:
+        UNCUT[name]()
+    assert "incompatible shapes" in str(e.value.__cause__)
+
+
+def test_single_rows_of_a_whole_batch():
+    for n in (2, 3, N):
+        loss, _ = accumulated(squared_rows, X[:n], ROWS[:n], k=n, accumulate_argnums=(1, 2))
+        assert_close(loss, squared_rows(PARAMS, X[:n], ROWS[:n]), rtol=1e-6)
+    loss, _ = accumulated(cross_entropy, X, Y, WEIGHTS, k=N, accumulate_argnums=(1, 2))
+    assert_close(loss, cross_entropy(PARAMS, X, Y, WEIGHTS), rtol=1e-6)
+
+
+# --- state through the microbatches -----------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(4)(x))
+        return jnp.sum(x**3, -1)
+
+
+VARIABLES = {
+    "params": {
+        "BatchNorm_0": {"bias": np.zeros(4, np.float32), "scale": np.ones(4, np.float32)},
+        "Dense_0": {"bias": np.zeros(4, np.float32), "kernel": rng.normal(size=(3, 4)).astype(np.float32)},
+    },
+    "batch_stats": {"BatchNorm_0": {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)}},
+}
+POLICY = jaxmp.get_policy("bf16", keep_fp32=("*BatchNorm*",))
+
+
+class TrainState(jaxmp.linen.TrainState):
+    batch_stats: Any
+
+
+def normed_loss(params, batch_stats, x, y):
+    out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"])
+    return jnp.mean((out.astype(jnp.float32) - y) ** 2), new["batch_stats"]
+
+
+def new_state():
+    tx = jaxmp.mixed_precision(optax.sgd(0.01), POLICY)
+    return TrainState.create(
+        apply_fn=None, params=VARIABLES["params"], batch_stats=VARIABLES["batch_stats"], tx=tx, policy=POLICY
+    )
+
+
+def one_after_the_other(params, stats):
+    """The statistics after K microbatches, by hand."""
+    for x, y in zip(np.split(X, K), np.split(TARGETS, K), strict=True):
+        stats = normed_loss(params, stats, x, y)[1]
+    return stats
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("k", [1, K])
+def test_batch_statistics_pass_through_the_microbatches(k):
+    """One trace for all steps, no further axis, and a skipped step restores them."""
+    traces = []
+
+    @jax.jit
+    def step(state, x, y):
+        traces.append(0)
+        compute = jaxmp.value_and_grad(
+            normed_loss, has_aux=True, accumulate=k, accumulate_argnums=(2, 3), carry_argnum=1
+        )
+        (loss, stats), grads = compute(state.params, state.batch_stats, x, y, opt_state=state.opt_state)
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    first = new_state()
+    state, _ = step(first, X, TARGETS)
+    if k == K:
+        assert_close(state.batch_stats, one_after_the_other(first.params, first.batch_stats), rtol=2e-2, atol=1e-2)
+    state, _ = step(state, X, TARGETS)
+    assert len(traces) == 1
+    skipped, _ = step(state, np.full_like(X, np.inf), TARGETS)
+    assert_moved(skipped.batch_stats, state.batch_stats)
+
+
+def test_aux_beside_the_statistics_is_stacked():
+    def loss_fn(params, stats, x, y):
+        loss, new = normed_loss(params, stats, x, y)
+        return loss, (new, {"loss": loss})
+
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    compute = jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=K, accumulate_argnums=(2, 3), carry_argnum=1)
+    (loss, (new, others)), _ = compute(params, stats, X, TARGETS, opt_state=STATE)
+    assert others["loss"].shape == (K,)
+    assert_close(jnp.mean(others["loss"]), loss, rtol=1e-6)
+    assert_close(new, one_after_the_other(params, stats), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_statistics_inside_shard_map(check_vma):
+    """Each device has its own after its own rows; their mean is the caller's to take."""
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    P = jax.sharding.PartitionSpec
+    n = regimes.DEVICES
+
+    def step(x, y):
+        compute = jaxmp.value_and_grad(
+            normed_loss, has_aux=True, accumulate=2, accumulate_argnums=(2, 3), carry_argnum=1
+        )
+        (_, new), _ = compute(params, stats, x, y, opt_state=STATE)
+        return jax.tree.map(lambda s: jax.lax.pmean(s, regimes.AXIS), new)
+
+    x, y = np.tile(X, (n // 2, 1)), np.tile(TARGETS, n // 2)
+    spread = jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(regimes.AXIS), out_specs=P(), check_vma=check_vma)
+    new = jax.jit(spread)(x, y)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stats)
+    assert not np.allclose(new["BatchNorm_0"]["mean"], 0)
+
+
+class Fp8Normed(nnx.Module):
+    def __init__(self, axis, rngs):
+        self.dense = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.5, axis_name=axis, rngs=rngs)
+        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return nnx.relu(self.norm(self.dense(x)))
+
+
+@pytest.mark.thorough(0)
+def test_nnx_in_fp8_inside_shard_map_carries_statistics_as_one_device_does():
+    P, n, k, recipe = jax.sharding.PartitionSpec, regimes.DEVICES, 2, jaxmp.fp8.DelayedScaling(amax_history_len=3)
+
+    def job(axis):
+        model = Fp8Normed(axis, nnx.Rngs(0))
+        jaxmp.nnx.to_fp8(model, recipe, filter="dense")
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
+        graphdef, state = nnx.split((model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="fp8")))
+
+        def step(state, x):
+            model, optimizer = nnx.merge(graphdef, state)
+            before = jaxmp.nnx.snapshot(model)
+            loss_fn = lambda model, x: jnp.mean((model(x).astype(jnp.float32) - jnp.sin(x)) ** 2)  # noqa: E731
+            _, grads = jaxmp.nnx.value_and_grad(loss_fn, accumulate=k)(model, x, opt_state=optimizer)
+            grads = grads if axis is None else jax.lax.pmean(grads, axis)
+            optimizer.update(model, grads)
+            jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
+            return nnx.state((model, optimizer))
+
+        return state, step
+
+    (many, step), (one, step_of_one) = job(regimes.AXIS), job(None)
+    specs = {"in_specs": (P(), P(regimes.AXIS)), "out_specs": P()}
+    step, step_of_one = jax.jit(jax.shard_map(step, mesh=regimes.mesh_of(), **specs)), jax.jit(step_of_one)
+    many = jax.device_put(many, jax.sharding.NamedSharding(regimes.mesh_of(), P()))
+    rows = np.random.default_rng(0).normal(size=(4, n, k, 16, 16)).astype(np.float32)
+    rows[1, 0, 0, 3, 3] = np.inf  # every device skips
+    for x in rows:  # a microbatch of one device has the rows of that microbatch on all
+        many = step(many, x.reshape(-1, 16))
+        one = step_of_one(one, x.swapaxes(0, 1).reshape(-1, 16))
+    assert int(many[0]["count"][...]) == k * 3
+    assert_close(nnx.as_pure(many), nnx.as_pure(one), rtol=2.0**-5, atol=2.0**-7)  # scales and histories too
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("how", ["shard_map", "shard_map_unchecked", "pmap"])
+def test_statistics_that_the_loss_averages_over_devices_stay_replicated(how):
+    """As without microbatches, `out_specs=P()` takes them. Those of own rows vary, some one microbatch later."""
+    P, axis, n, k = jax.sharding.PartitionSpec, regimes.AXIS, regimes.DEVICES, 3
+
+    def loss_fn(w, carry, x):
+        own, mean = jnp.mean(x), jax.lax.pmean(jnp.mean(x), axis)
+        new = {
+            "all": 0.5 * (carry["all"] + mean),
+            "count": carry["count"] + 1,
+            "late": carry["later"],
+            "later": carry["own"],
+            "own": own,
+        }
+        return jnp.mean(x * w), new
+
+    def step(x):
+        zero = jnp.zeros(())
+        carry = {"all": zero, "count": jnp.zeros((), jnp.int32), "late": zero, "later": zero, "own": zero}
+        compute = jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, carry_argnum=1)
+        (_, new), _ = compute(jnp.ones(()), carry, x, opt_state=STATE)
+        own = {name: new.pop(name)[None] for name in ("late", "later", "own")}
+        return new, own
+
+    x = np.arange(n * k, dtype=np.float32)
+    if how == "pmap":
+        run = jax.pmap(step, axis, devices=jax.devices()[:n])
+        new, own = run(x.reshape(n, k))
+        new, own = jax.tree.map(lambda a: a[0], new), jax.tree.map(lambda a: a[:, 0], own)
+    else:
+        run = jax.shard_map(
+            step, mesh=regimes.mesh_of(), in_specs=P(axis), out_specs=(P(), P(axis)), check_vma=how == "shard_map"
+        )
+        new, own = jax.jit(run)(x)
+    first, second, third = x.reshape(n, k).T
+    assert_exact(new["all"], np.float32(((first.mean() / 2) + second.mean()) / 4 + third.mean() / 2))
+    assert int(new["count"]) == k
+    assert_moved(own, {"late": first, "later": second, "own": third})
+
+
+def test_errors_of_carried_arguments():
+    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    with pytest.raises(ValueError, match=r"carry_argnum names; got has_aux=False"):
+        jaxmp.value_and_grad(normed_loss, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
+    wrong = lambda *args: (normed_loss(*args)[0], {"other": 1.0})  # noqa: E731
+    with pytest.raises(ValueError, match="other is in aux only"):
+        jaxmp.value_and_grad(wrong, has_aux=True, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
+
+
+def test_stacked_statistics_are_refused():
+    """Without carry_argnum: each step would add an axis."""
+    state = new_state()
+    compute = jaxmp.value_and_grad(normed_loss, has_aux=True, accumulate=K, accumulate_argnums=(2, 3))
+    run = jax.jit(lambda params, stats: compute(params, stats, X, TARGETS, opt_state=state.opt_state))
+    (_, stats), grads = run(state.params, state.batch_stats)
+    with pytest.raises(ValueError, match=r"got \(4, 4\) in new and \(4,\) in old at batch_stats/.*carry_argnum="):
+        state.apply_gradients(grads=grads, batch_stats=stats)
+    with pytest.raises(ValueError, match=r"got \(2,\) in new and \(1,\) in old at mean"):
+        jaxmp.keep_if_skipped(state.opt_state, {"mean": np.zeros(2)}, {"mean": np.zeros(1)})
+
+
+# --- a batch that is not there ----------------------------------------------------------------------------------------
+
+
+@both
+def test_a_batch_by_keyword_is_refused(run):
+    with pytest.raises(
+        ValueError, match=r"accumulate=4 cuts the batch .* positional arguments .* Pass the batch by pos"
+    ):
+        run(cross_entropy, keywords={"x": X, "y": Y})
+    with pytest.raises(ValueError, match="got no array there"):
+        run(cross_entropy, X, Y, accumulate_argnums=())
