@@ -156,8 +156,6 @@ class TrainState(_Replaced, train_state.TrainState):
         tx, policy = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
         opt_state = tx.init(params)
         if policy is not None:
-            states.check_trains_casts(opt_state)
-            states.check_policy(opt_state, policy)
             params = policy.cast_to_param(params)
             apply_fn = _AppliesFp8Kernels(apply_fn) if policy.fp8_weights and apply_fn is not None else apply_fn
         step = jax.numpy.zeros((), jax.numpy.int32)

@@ -17,6 +17,7 @@ def wrapped(
 
     Raises:
       TypeError: `keep_fp32` or `loss_scale` for a `tx` that was made with its own, or without a policy.
+      ValueError: a `tx` of jaxmp without masters, or of another policy.
     """
     is_made = policy is None or isinstance(tx, Transformation)
     given = [
@@ -31,4 +32,23 @@ def wrapped(
     if policy is None:
         return tx, None
     chosen = policy_lib.get_policy(policy, keep_fp32=keep_fp32)
-    return (tx if is_made else transform.mixed_precision(tx, chosen, loss_scale=loss_scale)), chosen
+    if not isinstance(tx, Transformation):
+        return transform.mixed_precision(tx, chosen, loss_scale=loss_scale), chosen
+    if tx.rule.policy is None:
+        raise ValueError(
+            "policy= casts the params, and only an optimizer with masters can train them; got tx without masters. "
+            "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
+        )
+    _check_is_policy_of(tx.rule.policy, chosen)
+    return tx, chosen
+
+
+def _check_is_policy_of(own: policy_lib.Policy, policy: policy_lib.Policy) -> None:
+    """Raises a ValueError if `policy` has other params or another compute dtype than that of an optimizer, `own`."""
+    for name in ("param_dtype", "keep_fp32", "fp8_weights", "compute_dtype"):
+        if getattr(own, name) != getattr(policy, name):
+            raise ValueError(
+                f"policy= must be the policy that tx was made with, whose masters and loss scale tx has; "
+                f"got {name}={getattr(policy, name)!s} in policy and {getattr(own, name)!s} in that of tx. Leave the "
+                f"precision to one of them: an optimizer of optax as tx is wrapped for policy=."
+            )

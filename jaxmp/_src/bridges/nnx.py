@@ -183,16 +183,9 @@ class Optimizer(nnx.Optimizer):
             to_fp8(model, chosen.recipe)
         wrt = _with_scales(model, wrt)
 
-        def init_fn(params: PyTree) -> PyTree:
-            opt_state = tx.init(params)
-            if chosen is not None:
-                states.check_policy(opt_state, chosen)
-            return opt_state
-
-        super().__init__(model, optax.GradientTransformation(init_fn, tx.update), wrt=wrt)
+        super().__init__(model, tx, wrt=wrt)
         self.tx, self.policy = tx, chosen
         if self.policy is not None:
-            states.check_trains_casts(self.opt_state)
             cast_to_param(model, self.policy, wrt=wrt)
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:

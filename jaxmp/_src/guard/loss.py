@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient, signatures, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.guard import argument_kinds, compute_dtypes, scale_reads
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
@@ -94,8 +95,31 @@ def calibrate(fun: Any, *args: Any, tx: Any, opt_state: Any, argnums: int | Sequ
         tx=("optimizer", tx),
         opt_state=("state", opt_state),
     )
+    _look_at_histories(opt_state, params)
     looked = looked_at(fun, options.get("has_aux", False), options.get("accumulate", 1))
     return calibration.calibrate(looked, *args, tx=tx, opt_state=opt_state, argnums=argnums, **options)
+
+
+def _look_at_histories(opt_state: Any, params: PyTree) -> None:
+    """Raises a ValueError for a calibration that would fill no history."""
+    states.check_is_state(opt_state, "calibrate")
+    if not states.find(opt_state, states.Fp8State):
+        raise ValueError(
+            "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
+            "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
+            "recipe=recipe) and params that hold scales."
+        )
+    if not scale_leaves.has_scales(params):
+        raise ValueError(
+            "calibrate moves the fp8 scales among the params; got an argument without any as the params. The order is "
+            "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state), and argnums= says where the params stand."
+        )
+    if any(states.find(steps, states.Fp8State) for steps in states.find(opt_state, optax.MultiStepsState)):
+        raise ValueError(
+            "calibrate takes one step of the scales, and optax.MultiSteps takes none before its last; got an opt_state "
+            "with amax histories inside of it. Put mixed_precision around MultiSteps, or use accumulate= of "
+            "jaxmp.value_and_grad in its place."
+        )
 
 
 def looked_at(fun: Callable[..., Any], has_aux: bool, k: int) -> Callable[..., Any]:

@@ -93,7 +93,6 @@ def calibrate(
     """
     single = isinstance(argnums, int)
     params = args[argnums] if single else tuple(args[i] for i in argnums)
-    _check_has_histories(opt_state, params)
     gradients = value_and_grad(
         fun,
         argnums,
@@ -176,27 +175,6 @@ def _finite_amaxes(
 
 def _is_scaling(x: Any) -> bool:
     return isinstance(x, states.LossScaleState) and not isinstance(x, states.NoLossScaleState)
-
-
-def _check_has_histories(opt_state: Any, params: PyTree) -> None:
-    states.check_is_state(opt_state, "calibrate")
-    if not states.find(opt_state, states.Fp8State):
-        raise ValueError(
-            "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
-            "no calibration; for DelayedScaling, make the optimizer with jaxmp.mixed_precision(inner, policy, "
-            "recipe=recipe) and params that hold scales."
-        )
-    if not scale_leaves.has_scales(params):
-        raise ValueError(
-            "calibrate moves the fp8 scales among the params; got an argument without any as the params. The order is "
-            "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state), and argnums= says where the params stand."
-        )
-    if any(states.find(steps, states.Fp8State) for steps in states.find(opt_state, optax.MultiStepsState)):
-        raise ValueError(
-            "calibrate takes one step of the scales, and optax.MultiSteps takes none before its last; got an opt_state "
-            "with amax histories inside of it. Put mixed_precision around MultiSteps, or use accumulate= of "
-            "jaxmp.value_and_grad in its place."
-        )
 
 
 def _check_finite(amaxes: PyTree) -> None:

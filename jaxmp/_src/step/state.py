@@ -304,38 +304,6 @@ def policy_of(opt_state: Any) -> Any:
     return next((vars(x)["policy"] for x in found if isinstance(x, StepState) and hasattr(x, "policy")), None)
 
 
-def made_for(state: StepState, policy: Any) -> StepState:
-    """`state` with the policy that its optimizer was made with, for `check_policy`; an attribute, as above."""
-    vars(state)["made_for"] = policy
-    return state
-
-
-def check_policy(opt_state: Any, policy: Any) -> None:
-    """Raises a ValueError if `policy` has other params or another compute dtype than that of the optimizer.
-
-    `opt_state` is as the optimizer just made it.
-    """
-    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StepState))
-    for own in (getattr(state, "made_for", None) for state in states):
-        names = ("param_dtype", "keep_fp32", "fp8_weights", "compute_dtype")
-        other = next((name for name in names if own and getattr(own, name) != getattr(policy, name)), None)
-        if other is not None:
-            raise ValueError(
-                f"policy= must be the policy that tx was made with, whose masters and loss scale tx has; "
-                f"got {other}={getattr(policy, other)!s} in policy and {getattr(own, other)!s} in that of tx. Make one "
-                f"policy = jaxmp.get_policy(...), and pass it to mixed_precision and here."
-            )
-
-
-def check_trains_casts(opt_state: Any) -> None:
-    """Raises a ValueError if `opt_state` has no masters: such an optimizer cannot train params that `policy=` casts."""
-    if not with_masters(opt_state):
-        raise ValueError(
-            "policy= casts the params, and only an optimizer with masters can train them; got tx without masters. "
-            "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
-        )
-
-
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
     """The scale for the next loss.
 

@@ -300,7 +300,7 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
         optimizer_state=jax.tree.map(casting.strongly_typed, optimizer_state),
         **counts,
     )
-    return states.made_for(state_arrays.own_buffers(fresh, (params, rule.scaler)), policy)
+    return state_arrays.own_buffers(fresh, (params, rule.scaler))
 
 
 def apply_gradients(
