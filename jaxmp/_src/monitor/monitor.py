@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxmp._src.base.warn import warn
-from jaxmp._src.monitor import log, rules
+from jaxmp._src.monitor import absence, log, rules
 from jaxmp._src.monitor.rules import Finding
 from jaxmp._src.monitor.step_stats import StepStats
 
@@ -81,7 +81,9 @@ class Monitor:
           dead: among the values of a param that have gradients, the largest healthy share that is unchanged from one
             sample to the next.
           patience: how often in a row something must be seen before it is a finding: in samples, overflows at the lower
-            bound of the scale, or losses after a skip. Overflowing gradients: this often in 10 * patience samples.
+            bound of the scale, or losses after a skip. What comes and goes is also a finding if it is seen this often,
+            and in a share of the last 10 * patience samples: a tenth for overflows, a fifth for underflow and
+            saturation. Losses: a tenth of the last 50 steps, and not before.
           lag: number of steps in flight. A step is read after this many newer ones have started.
           keep, keep_samples: how many steps and samples are kept; the oldest are dropped first.
           warn: whether a finding also gives a `MonitorWarning`.
@@ -100,6 +102,7 @@ class Monitor:
         self._waiting: deque[tuple[int, Any]] = deque()
         self._skipped: deque[bool] = deque(maxlen=window)
         self._losses, self._norms = rules.Losses(), rules.Norms()
+        self._absences, self._carried, self._stale = absence.Absences(), absence.Carried(), rules.Stale()
         self._scale = 1.0  # of the step that is read next
         self._high = 0  # number of losses in a row that were too high
         self._previous: StepStats | None = None
@@ -161,6 +164,8 @@ class Monitor:
         stats = _first_copy(stats)
         stats = stats if stats is not None and bool(stats.grads.sampled) else None
         found += self._of_norms(step, row, stats)
+        found += self._absences.of_step(step, row, stats is not None)
+        found += self._stale.take(step, row, stats)
         if stats is not None:
             found += self._of_sample(step, stats, row)
             self.samples.append((step, stats._replace(probes={})))  # probes are most of the bytes, and were compared
@@ -186,7 +191,7 @@ class Monitor:
             jump = self._losses.jump(step, loss, self._patience)
         if loss is not None and (np.isfinite(loss) or not skipped):  # an overflow says nothing about the level
             self._high = self._high + 1 if jump else 0
-            if jump and (self._high >= self._patience or not np.isfinite(loss)):
+            if jump and (self._high >= self._patience or not np.isfinite(loss) or self._losses.is_often_high()):
                 found.append(jump)
         return found
 
@@ -209,19 +214,22 @@ class Monitor:
             *rules.underflow(step, stats, self._limits["lost"]),
             *rules.saturation(step, stats, row),
             *rules.stale_master(step, stats),
+            *self._carried.take(step, stats),
         ]
         before, kept = self._previous, set()
+        absences = self._absences.take(step, stats, before, self._patience)
         if before is not None and before.updates is not None and before.updates == stats.updates:
             # optax.MultiSteps only accumulated: nothing should have moved, and nothing is known of the next update.
             kept = {key for key in self._suspected[-1] if key[0] == "dead_update"}
         elif before is not None and self._taken_since_sample:
             suspicions += rules.dead_update(step, stats, before, self._limits["dead"])
+            suspicions += rules.only_decays(step, stats, before)
         self._search = self._search + 1 if before is not None and self._searches(before, stats, row) else 0
         if 0 < self._search <= _LONGEST_SEARCH:  # the overflow that was seen before
             suspicions = [s for s in suspicions if s.kind != "overflow" or s.path.startswith("activations/")]
         self._previous, self._taken_since_sample = stats, 0
         self._suspected.append({(s.kind, s.path) for s in suspicions} | kept)
-        return [s for s in suspicions if self._is_believed(s)]
+        return [*absences, *(s for s in suspicions if self._is_believed(s))]
 
     def _searches(self, before: StepStats, stats: StepStats, row: dict[str, float]) -> bool:
         """Whether a scale falls to its level: one overflow after the other, no step taken, and the loss is finite."""
@@ -235,10 +243,12 @@ class Monitor:
             return True
         if suspicion.kind == "overflow" and suspicion.path.startswith("activations/"):
             return True
-        if suspicion.kind == "overflow":  # a few overflows are normal: a dynamic scale finds its value by them
-            return sum(key in s for s in self._suspected) >= self._patience
-        last = list(self._suspected)[-self._patience :]
-        return len(last) == self._patience and all(key in s for s in last)
+        last = list(self._suspected)
+        times = sum(key in s for s in last)
+        in_a_row = len(last) >= self._patience and all(key in s for s in last[-self._patience :])
+        # A few overflows are normal: a dynamic scale finds its value by them. So they count in full windows alone.
+        window = self._suspected.maxlen or 1
+        return in_a_row or times >= max(self._patience, rules.RATES.get(suspicion.kind, rules.USUAL_RATE) * window)
 
     def _most_suspect(self) -> str:
         counts = Counter(path for s in self._suspected for kind, path in s if kind == "overflow")

@@ -12,14 +12,18 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
     overflow       an activation is not finite; or a gradient is not finite in several samples
     near_overflow  a float16 activation exceeds a quarter of 65504
-    underflow      most values of a float16 gradient are subnormal; or all are zero while other gradients are not
+    underflow      most values of a float16 gradient are subnormal
+    no_gradient    a gradient, or all of them, are exactly zero for 30 steps (`absence.py`)
+    nonfinite_state
+                   an array that the loop carries, such as statistics of BatchNorm, or a param is not finite (there too)
     saturation     values of an fp8 tensor exceed its range; or a master exceeds the range of float16
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first seven check every step. The others check sampled steps (`StepStats`), and `Monitor` reports what they find
-only if it appears in several samples. A loss scale that falls to the right level causes several overflows in a row:
-they count as one overflow.
+The first seven check every step, and so does the last, as far as the metrics know. The others check sampled steps
+(`StepStats`), and `Monitor` reports what they find only if it appears in several samples: in a row, or in a share of
+the last ones (`RATES`), for a fault that comes and goes. A loss scale that falls to the right level causes several
+overflows in a row: they count as one overflow.
 """
 
 import math
@@ -37,13 +41,18 @@ _FP16 = list(FORMATS).index("fp16")
 _LARGEST_FP16 = 65504.0
 _HIGHEST_SCALE = 2.0**32
 
+# In what share of the last samples a fault is believed, if it is in no `patience` samples in a row. Params do not move
+# in some steps of healthy runs (a second optimizer, updates every few steps), so those must stay in most samples.
+RATES = {"overflow": 0.1, "near_overflow": 0.1, "underflow": 0.2, "saturation": 0.2, "nonfinite_state": 0.1}
+USUAL_RATE = 0.7  # of all other kinds
+
 
 class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, unscaled, clipped,
-        overflow, near_overflow, underflow, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, unscaled, clipped, overflow,
+        near_overflow, underflow, no_gradient, nonfinite_state, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -137,6 +146,7 @@ class Losses:
         self._last: deque[float] = deque(maxlen=50)
         self._before_skip: list[float] = []
         self._since_skip: int | None = None
+        self._far: deque[bool] = deque(maxlen=100)  # whether a loss was halfway back to its start
 
     def skip(self, step: int, loss: float) -> Finding | None:
         """Takes a skipped step; a suspicion, if its loss is finite and too high: the params are those of the step."""
@@ -152,13 +162,24 @@ class Losses:
         if not math.isfinite(loss):
             return _nonfinite_loss(step, loss)
         message = self._why(loss)
+        usual = float(np.median(self._last)) if self._last else math.inf
+        self._far.append(bool(message) and loss - usual > 0.5 * (float(np.median(self._first)) - usual))
         if message:
-            return Finding("loss_jump", step, "", message)
+            often = f" So it was in {sum(list(self._far)[-50:])} of the last 50 steps." if self.is_often_high() else ""
+            return Finding("loss_jump", step, "", message + often)
         self._last.append(loss)
         self._first += [loss] if len(self._first) < 3 else []
         if self._since_skip is not None and self._since_skip > 10 * patience:
             self._since_skip = None  # the skip is too long ago
         return None
+
+    def is_often_high(self) -> bool:
+        """Whether one in ten of the last 50 losses was far too high, among which is the last, and none before them.
+
+        Losses of mixed tasks or of small batches may always differ as much.
+        """
+        before, last = list(self._far)[:-50], list(self._far)[-50:]
+        return len(before) >= 20 and not any(before) and sum(last) >= 5 and last[-1]
 
     def _why(self, loss: float) -> str:
         if self._since_skip is not None and len(self._before_skip) >= 4:
@@ -321,7 +342,7 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "overflow",
             step,
             f"activations/{found.names[i]}",
-            f"{_percent(found.nonfinite[i])} of this module's output ({found.dtypes[i]}) is not finite; all earlier "
+            f"{percent(found.nonfinite[i])} of this module's output ({found.dtypes[i]}) is not finite; all earlier "
             f"modules are finite. A loss scale cannot fix a forward pass: run the module in bfloat16 or float32, or "
             f"normalize or scale down its input.",
         )
@@ -343,7 +364,7 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             "overflow",
             step,
             f"grads/{names[i]}",
-            f"{_percent(stats.grads.nonfinite[i])} of this gradient ({stats.grads.dtypes[i]}) is not finite, in "
+            f"{percent(stats.grads.nonfinite[i])} of this gradient ({stats.grads.dtypes[i]}) is not finite, in "
             f"several samples; most other gradients are finite, so this layer has the largest ones. Clip them, scale "
             f"them down (jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
         )
@@ -370,26 +391,22 @@ def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
 
 
 def underflow(step: int, stats: StepStats, lost: float) -> Iterator[Finding]:
-    """float16 gradients in which most values are subnormal, or all are zero."""
+    """float16 gradients in which most values are subnormal."""
     grads = stats.grads
-    if np.any(grads.nonfinite > 0) or not np.any(grads.amax > 0):
-        return  # an overflow hides the other values; or no gradient flows at all
+    if np.any(grads.nonfinite > 0):
+        return  # an overflow hides the other values
     for i, name in enumerate(grads.names):
         present = 1 - grads.zeros[i]
-        share = grads.subnormal[i, _FP16] / present if present > 0 else 1.0
+        share = grads.subnormal[i, _FP16] / present if present > 0 else 0.0
         if grads.dtypes[i] != "float16" or share <= lost:
             continue
-        seen = (
-            f"{_percent(share)} of its nonzero values are subnormal"
-            if present > 0
-            else "all its values are 0, while other gradients are not: it underflowed, or does not affect the loss"
-        )
         yield Finding(
             "underflow",
             step,
             f"grads/{name}",
-            f"{seen} (amax {grads.amax[i]:.3g} in float16, at a loss scale of {stats.loss_scale:g}). Try a larger "
-            f"scale (initial_scale=, max_scale=), bfloat16, or a factor for this layer (jaxmp.scale_gradient).",
+            f"{percent(share)} of its nonzero values are subnormal (amax {grads.amax[i]:.3g} in float16, at a loss "
+            f"scale of {stats.loss_scale:g}). Try a larger scale (initial_scale=, max_scale=), bfloat16, or a factor "
+            f"for this layer (jaxmp.scale_gradient).",
         )
 
 
@@ -430,14 +447,14 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                 shares[name] = max(0.0, 1 - moved / float(has_gradient))
     everywhere = len(shares) > 1 and all(share == 1 for share in shares.values())
     for name, share in shares.items():
-        if share == 1 and not everywhere and _is_own_master(name, stats):
+        if share == 1 and not everywhere and (name in stats.may_be_frozen or _is_own_master(name, stats)):
             continue  # frozen: float32 values of a param that trains do not all stay
         if share > dead:
             yield Finding(
                 "dead_update",
                 step,
                 f"params/{name}",
-                f"{_percent(share)} of the values that have gradients did not change since the last sample"
+                f"{percent(share)} of the values that have gradients did not change since the last sample"
                 + (
                     ", as in all other params: is the learning rate 0, or is every step skipped?"
                     if everywhere
@@ -453,6 +470,58 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
             )
 
 
+def only_decays(step: int, stats: StepStats, previous: StepStats) -> Iterator[Finding]:
+    """Gradients of all params, none of which grows anywhere: weight decay moves them, their gradients do not."""
+    if np.any(stats.grads.nonfinite > 0) or not np.any(stats.grads.zeros < 1):
+        return
+    pairs = [
+        (np.abs(now), np.abs(previous.probes[path])) for path, now in stats.probes.items() if path in previous.probes
+    ]
+    total, grew, moved = (
+        sum(now.size for now, _ in pairs),
+        *(sum(int(np.sum(is_so(now, old))) for now, old in pairs) for is_so in (np.greater, np.not_equal)),
+    )
+    if total >= 64 and grew <= 0.005 * total and moved > 0.5 * total:
+        yield Finding(
+            "dead_update",
+            step,
+            "params",
+            "all params have gradients, and all only shrink since the last sample: weight decay moves them, and their "
+            "gradients do not arrive. Look for what is between jaxmp.value_and_grad and the optimizer: clipping of "
+            "scaled gradients (put it inside mixed_precision), a product with 0, a cast to fewer bits.",
+        )
+
+
+class Stale:
+    """Elements of params that were not their rounded master, as `tx.update` counts them in every step."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=50)
+        self._total = math.inf  # elements of params that have a master; known from a sample on
+
+    def take(self, step: int, metrics: dict[str, float], stats: StepStats | None) -> Iterator[Finding]:
+        """Takes a step. A sample names the params itself."""
+        if stats is not None:
+            sizes = dict(zip(stats.params.names, stats.params.sizes, strict=True))
+            self._total = sum(sizes.get(path, 0) for path in stats.stale_masters)
+        count = metrics.get("stale_masters", math.nan)
+        if math.isnan(count) or metrics.get("skipped", 0.0) == 1:
+            return
+        # optax.apply_updates leaves a few behind in a step, about as many in each.
+        usual = max(self._last, default=0.0)
+        is_many = (len(self._last) >= 3 and count > 8 + 8 * usual) or count > stale_masters.MANY * self._total
+        if stats is None and is_many:
+            yield Finding(
+                "stale_master",
+                step,
+                "params",
+                f"{count:.0f} values of 16-bit params were not their master in opt_state, rounded, before this step "
+                f"({usual:.0f} at most in the steps before): {stale_masters.CAUSE} jaxmp.check_progress(opt_state, "
+                f"params) between the change and the step names the param.",
+            )
+        self._last.append(count)
+
+
 def _is_own_master(name: str, stats: StepStats) -> bool:
     """Whether a param is float32 without a master: float16 and bfloat16 have zeros in the last 13 bits of float32."""
     return name not in stats.stale_masters and bool(np.any(stats.probes[name].view(np.int32) & 0x1FFF))
@@ -466,9 +535,10 @@ def stale_master(step: int, stats: StepStats) -> Iterator[Finding]:
                 "stale_master",
                 step,
                 f"params/{path}",
-                f"{_percent(share)} of this param are not the master in opt_state, rounded: {stale_masters.CAUSE}",
+                f"{percent(share)} of this param are not the master in opt_state, rounded: {stale_masters.CAUSE}",
             )
 
 
-def _percent(share: Any) -> str:
+def percent(share: Any) -> str:
+    """A share from 0 to 1 as text."""
     return f"{100 * float(share):.3g}%"

@@ -23,7 +23,7 @@ from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, float_bits
 from jaxmp._src.step import stale_masters, state as states
 
 PROBES = 256  # number of values of each tensor
@@ -49,6 +49,11 @@ class Fp8Stats(NamedTuple):
     saturated: dict[str, Bool[Array, "..."]]
 
 
+@jax.tree_util.register_static
+class Paths(frozenset[str]):
+    """Paths that are known while a step is traced: a part of a result of jit, but no array."""
+
+
 class StepStats(NamedTuple):
     """The result of `step_stats`.
 
@@ -67,6 +72,10 @@ class StepStats(NamedTuple):
       stale_masters: path -> float32[], the share of a param that is not its master, rounded; for params with a float32
         master.
       updates: int32[], how many updates `optax.MultiSteps` has made of accumulated gradients; None without it.
+      state: path -> float32[], the largest magnitude in each array of `state=`: NaN if it holds NaN, else inf if it
+        holds inf.
+      may_be_frozen: paths of params that the optimizer may never change (static). It has labels or masks, no master of
+        them, and no state for them: `optax.set_to_zero` under a label looks like this, and so does `optax.sgd`.
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -84,6 +93,8 @@ class StepStats(NamedTuple):
     param_norm: Float[Array, ""] | float = math.nan
     stale_masters: Mapping[str, Float[Array, ""]] = MappingProxyType({})
     updates: Array | None = None
+    state: Mapping[str, Float[Array, ""]] = MappingProxyType({})
+    may_be_frozen: Paths = Paths()
 
 
 def step_stats(
@@ -93,6 +104,7 @@ def step_stats(
     *,
     when: bool | Bool[Array, ""] = True,
     activations: TensorStats | None = None,
+    state: PyTree = None,
     histogram: bool = True,
     axis_name: collectives.AxisName = "auto",
 ) -> StepStats | None:
@@ -107,6 +119,9 @@ def step_stats(
       when: whether to compute statistics in this step, such as `step % 10 == 0`. To sample every overflow as well, add
         `| ~jaxmp.all_finite(grads)`. With Python's False, the program does not contain them, and None is returned.
       activations: statistics of `watch_activations` from the same step.
+      state: any arrays that your loop carries from step to step beside params and optimizer, such as
+        `state.batch_stats`, `nnx.state(model, nnx.BatchStat)` or the state of a recurrent net: the monitor finds NaN
+        and inf that stay in them. A sample reads each array once. Arrays of `params` are left out.
       histogram: whether to compute the octaves of gradients and params.
       axis_name: as for `tensor_stats`. Params that all devices hold alike give the same statistics on all devices.
 
@@ -135,12 +150,18 @@ def step_stats(
             f"activations= takes the statistics alone, the second result of a watched function; got "
             f"{type(activations).__name__}"
         )
-    make = functools.partial(_measure_step, grads, opt_state, params, activations, histogram, axis_name)
+    make = functools.partial(_measure_step, grads, opt_state, params, activations, state, histogram, axis_name)
     return tensor_stats.sampled(make, when)
 
 
 def _measure_step(
-    grads: PyTree, opt_state: Any, params: PyTree, activations: TensorStats | None, histogram: bool, axis_name: Any
+    grads: PyTree,
+    opt_state: Any,
+    params: PyTree,
+    activations: TensorStats | None,
+    state: PyTree,
+    histogram: bool,
+    axis_name: Any,
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
     params32 = states.get_master_params(opt_state, params)
@@ -160,7 +181,33 @@ def _measure_step(
             for path, pair in stale_masters.pairs(opt_state, params).items()
         },
         updates=next((steps.gradient_step for steps in states.find(opt_state, optax.MultiStepsState)), None),
+        state=_largest(state, params, axes),
+        may_be_frozen=_may_be_frozen(opt_state, params),
     )
+
+
+def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
+    """The largest magnitude in each array of `state` that is not one of `params`."""
+    known = {id(x) for x in jax.tree.leaves(params)}
+    found = {}
+    for path, x in tree_paths.leaves_by_path(state).items():
+        if id(x) not in known and np.size(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            x = jnp.asarray(x)
+            if x.dtype.itemsize > 4:  # complex, float64: large values must not become inf in float32
+                x = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
+            # The bits of NaN are above those of inf: a MAX of floats may lose a NaN on its way over devices.
+            bits = float_bits.to_bits(x.astype(jnp.float32)) & np.int32(0x7FFFFFFF)
+            found[path] = float_bits.from_bits(collectives.max_over(jnp.max(bits), axes))
+    return found
+
+
+def _may_be_frozen(opt_state: Any, params: PyTree) -> Paths:
+    """The paths of params without a master and without own arrays in the state of an optimizer with labels or masks."""
+    if not states.find(opt_state, optax.transforms.PartitionState) and not states.find(opt_state, optax.MaskedState):
+        return Paths()
+    own = [f"/{path}/" for path in tree_paths.leaves_by_path(opt_state)]
+    paths = tree_paths.leaves_by_path(params)
+    return Paths(path for path in paths if not any(f"/{path}/" in at for at in own))
 
 
 def _frozen(opt_state: Any, params: PyTree) -> set[str]:
