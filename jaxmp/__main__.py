@@ -1,9 +1,9 @@
 """`python -m jaxmp`: shows what jaxmp does on this machine, and runs some tools.
 
-python -m jaxmp              this list
+python -m jaxmp              this list; --version prints the version
 python -m jaxmp doctor       versions, devices, which backend runs each operation and why, and what to do next
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers; fp8 and fp4 recipes as measured
-python -m jaxmp memory 124e6             bytes of so many parameters under each recipe, with Adam
+python -m jaxmp memory 124M              bytes of so many parameters under each recipe, with Adam
 python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
 python -m jaxmp checkpoint runs/a        the steps, leaves, dtypes and sizes of a checkpoint, and whether each is what
                                          was saved: exits with 0 if all is whole, 1 if not, 2 if there is none
@@ -33,10 +33,13 @@ from jaxmp._src.replay import replay
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 
+_FACTORS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxmp", description="What jaxmp does on this machine.")
+    parser.add_argument("--version", action="version", version=f"jaxmp {jaxmp.__version__}")
     parser.set_defaults(run=functools.partial(_print_help, parser))
     commands = parser.add_subparsers(title="commands", metavar="command")
     shown = "versions, devices, the backend of each operation, and what to do next"
@@ -50,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         type=_plans_of,
         default="1e9",
-        help="a number of parameters (1e9), or module:function that returns a jaxmp.memory.Plan, or a dict of them",
+        help="a number of parameters (124M, 1.5e9), or module:function that returns a jaxmp.memory.Plan, or a dict of "
+        "them",
     )
     command = commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is what was saved")
     command.add_argument("directory", help="a directory of steps, or the folder of one step")
@@ -94,13 +98,7 @@ def _print_formats() -> int:
 def _plans_of(what: str) -> dict[str, plan.Plan]:
     """The plans that the argument of `memory` names; raises argparse's errors."""
     if ":" not in what:
-        try:
-            number = float(what)
-        except ValueError:
-            number = 0.0
-        if not 1 <= number < 1e18:
-            raise argparse.ArgumentTypeError(f"neither a number of parameters >= 1 nor module:function: {what!r}")
-        return plan.overview(number)
+        return plan.overview(_number_of(what))
     try:
         made = _function_of(what)()
     except argparse.ArgumentTypeError:
@@ -116,6 +114,21 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
             f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
         )
     return plans
+
+
+def _number_of(what: str) -> float:
+    """A number of parameters, as papers and people write it: 124e6, 124M, 1.5B, 350_000, 1,500,000."""
+    factor = _FACTORS.get(what.strip()[-1:].upper(), 1)
+    digits = what.strip().replace(",", "")
+    try:
+        number = float(digits if factor == 1 else digits[:-1]) * factor
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(
+            f"neither a number of parameters from 1 to 1e18 (124e6, 124M, 1.5B) nor module:function: {what!r}"
+        )
+    return number
 
 
 def _print_plans(plans: dict[str, plan.Plan]) -> int:

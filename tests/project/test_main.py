@@ -53,7 +53,7 @@ def test_it_prints_versions_devices_and_every_operation(arguments, capsys):
 def test_alone_it_prints_a_short_help(capsys):
     assert command.main([]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: python -m jaxmp") and len(out.splitlines()) < 20
+    assert out.startswith("usage: python -m jaxmp") and len(out.splitlines()) <= 20
     assert all(f"    {name} " in out for name in ("doctor", "formats", "memory", "checkpoint", "replay"))
 
 
@@ -175,6 +175,25 @@ def test_devices_are_counted_with_their_capability(machine, capsys):
     assert "mosaic" in out
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        command.main(["--version"])
+    assert capsys.readouterr().out == f"jaxmp {jaxmp.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "replay"])
+@pytest.mark.parametrize("what", ["missing", "empty", "file", "file/below", "other", "numbers", ""])
+def test_a_wrong_path_is_a_usage_error(name, what, tmp_path, capsys):
+    """Status 1 is for what is there and damaged."""
+    for folder in ("empty", "other", "numbers/7"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("file", "other/notes.txt", "numbers/7/notes.txt"):
+        (tmp_path / file).write_text("no checkpoint")
+    with pytest.raises(SystemExit, match="^2$"):
+        command.main([name, what and str(tmp_path / what)])
+    assert f"python -m jaxmp {name}: error: " in capsys.readouterr().err
+
+
 # memory
 
 
@@ -187,6 +206,15 @@ def test_memory_prints_the_bytes_of_so_many_params(capsys):
     lines = {line.split("  ")[0]: line.split() for line in out.splitlines()}
     assert lines["bytes a parameter"][3:6] == ["16.00", "16.00", "16.00"]
     assert lines["P"][1:3] == ["1.05", "M"]
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [("124M", 124e6), ("1.5e9", 1.5e9), ("1.5B", 1.5e9), ("7b", 7e9), ("350k", 350e3), ("1,500_000", 1.5e6)],
+)
+def test_memory_takes_a_number_as_people_write_it(written, number, capsys):
+    assert command.main(["memory", written]) == 0
+    assert capsys.readouterr().out.startswith(jaxmp.memory.table(jaxmp.memory.overview(number)))
 
 
 @pytest.fixture
@@ -213,10 +241,14 @@ def test_memory_prints_plans_of_a_user(planner, capsys, what, head):
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("many", "neither a number of parameters >= 1 nor module:function: 'many'"),
-        ("-1", "neither a number of parameters >= 1"),
-        ("0.5", "neither a number of parameters >= 1"),
-        ("nan", "neither a number of parameters >= 1"),
+        ("many", "neither a number of parameters from 1 to 1e18 .124e6, 124M, 1.5B. nor module:function: 'many'"),
+        ("M", "neither a number of parameters from 1 to 1e18"),
+        ("5X", "neither a number of parameters from 1 to 1e18"),
+        ("1e9B", "neither a number of parameters from 1 to 1e18"),
+        ("", "neither a number of parameters from 1 to 1e18"),
+        ("-1", "neither a number of parameters from 1 to 1e18"),
+        ("0.5", "neither a number of parameters from 1 to 1e18"),
+        ("nan", "neither a number of parameters from 1 to 1e18"),
         ("no_such_module:plan", "'no_such_module:plan' is not there: No module named 'no_such_module'"),
         ("my_plans:three", "'my_plans:three' is not there: module 'my_plans' has no attribute 'three'"),
         ("my_plans:none", "must return a jaxmp.memory.Plan or a dict of them; got dict"),
@@ -224,7 +256,7 @@ def test_memory_prints_plans_of_a_user(planner, capsys, what, head):
     ],
 )
 def test_memory_names_what_is_wrong(planner, capsys, what, message):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         command.main(["memory", what])
     assert re.search(message, capsys.readouterr().err)
 

@@ -16,13 +16,19 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
       step: the step to look at; default: all of them, with the leaves of the newest.
 
     Raises:
-      ValueError: no such folder, or no such step; no steps in it.
+      ValueError: no such folder, or no such step; no steps in it, or nothing that Orbax wrote.
     """
+    if not str(directory):
+        raise ValueError("a checkpoint must be named by its folder; got an empty path.")
     folder = pathlib.Path(directory).absolute()
     steps = orbax.steps_in(folder) if step is None else []
     if not steps:
         _, folder = orbax.find(directory, step)
         steps = [folder]
+    if not any(map(orbax.is_by_orbax, steps)):
+        raise ValueError(
+            f"a checkpoint must be a folder that Orbax wrote, or a directory of such folders; {directory} is neither."
+        )
     rows = [("step", "leaves", "MiB", "policy", "state")]
     newest: list[orbax.Leaf] = []
     whole = True

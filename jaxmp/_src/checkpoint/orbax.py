@@ -27,6 +27,7 @@ from jaxmp._src.checkpoint import leaf_sums, padding, placement
 from jaxmp._src.step import leaf_paths
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
+_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "commit_success.txt", "manifest.ocdbt", "checkpoint")  # Orbax's files
 CHECKSUMS = "checksums"  # in the record: {path: checksum} of the leaves
 EMPTY = "empty"  # in the record: {path: shape} of the arrays without elements, of keys that of their bits
 KEYS = "keys"  # in the record: {path: name of the generator} of the keys of jax.random
@@ -110,6 +111,11 @@ def steps_in(folder: pathlib.Path) -> list[pathlib.Path]:
     """The folders of the complete steps in a directory, in their order."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((x for x in found if x.name.isdigit() and x.is_dir()), key=lambda x: int(x.name))
+
+
+def is_by_orbax(folder: pathlib.Path) -> bool:
+    """Whether a folder, or the tree inside it, has a file that Orbax writes; also if others are lost."""
+    return any((place / mark).is_file() for place in {folder, tree_in(folder)} for mark in _MARKS)
 
 
 def check_newer(manager: Any, step: int) -> None:
