@@ -311,3 +311,55 @@ def test_gradients_in_the_place_of_params_are_refused():
     for run in (step, jax.jit(step)):
         with pytest.raises(TypeError, match="got the gradients of value_and_grad as params"):
             run(params, tx.init(params))
+
+
+def clipped(grads):
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
+
+
+CHANGED = {
+    "a clip by hand": clipped,
+    "optax's clip": lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0],
+    "a clip of elements, jitted": jax.jit(lambda g: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g)),
+    "normalized": lambda g: jax.tree.map(lambda x: x / jnp.max(jnp.abs(x)), g),
+    "squared": lambda g: jax.tree.map(jnp.square, g),
+}
+LINEAR = {
+    "averaged": lambda g: jax.tree.map(lambda x: jax.lax.pmean(x, "data"), g),
+    "cast": lambda g: jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, g),
+    "added up": lambda g: jax.tree.map(lambda x: sum([jnp.zeros_like(x), x, x]) / 2, g),
+    "in a jitted function": jax.jit(lambda g: jax.tree.map(lambda x: -x.reshape(-1)[::-1].reshape(x.shape), g)),
+    "finite ones": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
+    "in a loop, which is not known": lambda g: jax.lax.fori_loop(0, 2, lambda _, g: jax.tree.map(jnp.tanh, g), g),
+    "masked": lambda g: jax.tree.map(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), g),
+}
+
+
+def changed_by(change, policy="fp16"):
+    policy = jaxmp.get_policy(policy)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, change(grads), state, params)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    P = jax.sharding.PartitionSpec
+    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    params32 = {"w": jnp.ones((2, 3))}
+    return trace(run, policy.cast_to_param(params32), tx.init(params32), X)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_scaled_gradients_that_are_clipped_are_warned_of(name):
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match="must not be clipped or normalized"):
+        changed_by(CHANGED[name])
+    with fresh_process():  # without a scale it is right
+        changed_by(CHANGED[name], "bf16")
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_scaled_gradients_may_be_averaged(name):
+    with fresh_process():
+        changed_by(LINEAR[name])

@@ -46,6 +46,22 @@ def is_input(tracer: Any) -> bool:
     return getattr(tracer, "parent", tracer) is None
 
 
+def equation_of(tracer: Any) -> tuple[Any, int] | None:
+    """The equation that made a tracer in the function that is traced, with the place of the result; None: not known.
+
+    Its `invars` are tracers, too.
+    """
+    equation = getattr(tracer, "parent", None)
+    places = [i for i, v in enumerate(getattr(equation, "outvars", ())) if v is getattr(tracer, "val", None)]
+    return (equation, places[0]) if places else None
+
+
+def literal_of(tracer: Any) -> Any:
+    """The constant that a tracer stands for, or None."""
+    value = getattr(tracer, "val", None)
+    return value.val if isinstance(value, jax.extend.core.Literal) else None
+
+
 def max_dtype(*, marks_fp8: bool = False) -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 

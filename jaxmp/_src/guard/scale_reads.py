@@ -1,7 +1,7 @@
 """Warns of gradients that no loss scale can have multiplied, and of scaled gradients that nobody unscales.
 
 An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
-`GradScaler` or `get_loss_scale`. So jaxmp finds four mistakes without any computation:
+`GradScaler` or `get_loss_scale`. So jaxmp finds five mistakes without any computation:
 
 - an update with a dynamic scale, or of a state that carries its policy, is traced, and nothing has read the scale of
   this state: `jax.value_and_grad` was kept;
@@ -9,7 +9,9 @@ An update divides by the scale in its state. Code that scales a loss reads this 
   that of an `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
   gradients were applied twice, or those of an older `opt_state`;
-- an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale.
+- an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale;
+- in one trace, gradients are clipped or normalized between `value_and_grad` and the update, where they are multiplied
+  by the scale (`programs.homogeneity`).
 
 jaxmp finds the second and the fourth mistake only if the update gets the same array objects that were returned.
 Gradients that were averaged, cast or clipped in between, or that left a jitted function, are other arrays of unknown
@@ -36,6 +38,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
+from jaxmp._src.programs import homogeneity, jaxprs
 from jaxmp._src.step import state as states
 
 Ranks = tuple[int, ...]  # of the leaves of gradients: inside shard_map their shapes are those of parts
@@ -60,7 +63,7 @@ class Reads:
       alone: by these ranks, how many reads there were of scales that no update divided by.
       made: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
-      scaled: by the first of the gradients that `value_and_grad` returned, (reference to the scale, trace).
+      scaled: by each gradient that `value_and_grad` returned, (reference to the scale, trace).
       unscaled: by the first of the gradients that a `GradScaler` unscaled, a reference to its scale.
     """
 
@@ -116,9 +119,11 @@ def note_made(scale: Array, *, before: Array) -> None:
 def note_scaled(grads: PyTree, scale: Array) -> None:
     """Notes that `value_and_grad` read `scale`, and multiplied `grads` by it."""
     note_read(scale, grads)
-    leaves = jax.tree.leaves(grads)
-    if leaves and isinstance(leaves[0], jax.Array) and isinstance(scale, jax.Array):
-        _reads().scaled.set(leaves[0], (weakref.ref(scale), compat.trace_state()))
+    if isinstance(scale, jax.Array):
+        reads, noted = _reads(), (weakref.ref(scale), compat.trace_state())
+        for g in jax.tree.leaves(grads):
+            if isinstance(g, jax.Array):
+                reads.scaled.set(g, noted)
 
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
@@ -208,6 +213,27 @@ def check(grads: PyTree, scale: Array) -> None:
             "jaxmp.get_loss_scale(()) once, or ignore the category jaxmp.UnreadLossScale.)",
             UnreadLossScale,
         )
+
+
+def check_not_changed(grads: PyTree) -> None:
+    """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by."""
+    reads, leaves = _reads(), [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
+    changed = [g for g in leaves if reads.scaled.get(g) is None]
+    if not changed:
+        return
+    known = lambda g: None if reads.scaled.get(g) is None else 1.0  # noqa: E731
+    found, cause = homogeneity.degrees_while_traced(changed, known, most=1000 + 20 * len(changed))
+    if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
+        return
+    by = "" if cause is None else f", by {cause.primitive.name}{jaxprs.place_of(cause)}"
+    warn(
+        "unread-loss-scale",
+        f"gradients that are multiplied by a loss scale must not be clipped or normalized: what comes out depends on "
+        f"the scale; got gradients that were changed between value_and_grad and the update{by}. Put the clip into the "
+        f"optimizer, which gets unscaled gradients: jaxmp.mixed_precision(optax.chain(clip, inner), policy). To look "
+        f"at norms: optax.tree.norm(jaxmp.unscale(grads, opt_state)).",
+        UnreadLossScale,
+    )
 
 
 def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:

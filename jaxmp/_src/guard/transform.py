@@ -197,6 +197,8 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         _look_at_branches(state.optimizer_state)
     if states_scale := _own_scale(rule, state, extra):
         scale_reads.check(grads, states_scale[0])
+    if rule.scales:
+        scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
     if whole_leaves.notes_cuts():
         held = extra | _of_a_step(rule, state, extra)
         of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)

@@ -5,7 +5,6 @@ file traces the inner optimizer once more, alone. `programs.parts` finds the res
 product of a part: a clip by a norm that is not summed over the axis, LAMB, Adafactor, Muon.
 """
 
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.numerics import casting
-from jaxmp._src.programs import parts
+from jaxmp._src.programs import jaxprs, parts
 from jaxmp._src.step import extra_arguments
 
 _MUCH_PADDING = 0.01  # share of a leaf; less changes a mean less than bfloat16 shows
@@ -84,8 +83,8 @@ def _warn_of_padding(
     axis, length = padding[keystr(path)]
     warn(
         "padding-counts",
-        f"an optimizer must not count padding as elements of a leaf; got {found.primitive.name}{_place_of(found)}, "
-        f"which depends on the sizes of leaves as a mean does, and {tree_paths.path_str(path)}, of which {length} of "
+        f"an optimizer must not count padding as elements of a leaf; got "
+        f"{found.primitive.name}{jaxprs.place_of(found)}, which depends on the sizes of leaves as a mean does, and {tree_paths.path_str(path)}, of which {length} of "
         f"{jnp.shape(x)[axis]} along axis {axis} are no padding: its updates differ from those of one device. Use an "
         f"elementwise optimizer; or a layout that does not pad this leaf: a size that the number of devices divides, "
         f"or a larger min_size= of jaxmp.fsdp.layout_of.",
@@ -130,7 +129,7 @@ def _check_over(
             raise ValueError(
                 f"in shard_map an optimizer gets this device's part of each param that is cut over {axis!r}, so it "
                 f"must be elementwise, or reduce over {axis!r}; got {value.cause}"
-                f"{_place_of(value.equation)}, and {path} is made from it. Use a transform that takes the axis "
+                f"{jaxprs.place_of(value.equation)}, and {path} is made from it. Use a transform that takes the axis "
                 f"(jaxmp.clip_by_global_norm(..., axis_name={axis!r}, replicated=layout.whole)), or plain jax.jit with "
                 f"layout.shardings, where XLA sees whole leaves."
             )
@@ -147,11 +146,3 @@ def _check_fits_parts(axis: str, cut: Mapping[str, int], state: Any, shapes: Any
                 f"optimizer's state for a part of shape {shapes[owner]}: rows and columns of the whole leaf. Use plain "
                 f"jax.jit with layout.shardings, where XLA sees whole leaves, or an elementwise optimizer."
             ) from error
-
-
-def _place_of(eqn: Any) -> str:
-    """Where an equation was written: the innermost function outside of jax."""
-    frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
-    outside = (f for f in frames if f"{os.sep}jax{os.sep}" not in f.file_name)
-    found = next(outside, None)
-    return "" if found is None else f" ({found.function_name} in {os.path.basename(found.file_name)})"

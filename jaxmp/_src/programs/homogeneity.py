@@ -1,6 +1,6 @@
-"""Checks whether a function is homogeneous of degree 1, f(s g) = s f(g), from its jaxpr.
+"""Whether values are homogeneous of degree 1 in others, f(s g) = s f(g), by the equations between them.
 
-Each value of the program has a degree: the power of the inputs' factor s in this value. A product adds degrees, a root
+Each value has a degree: the power of the factor s in this value. A product adds degrees, a root
 halves them, a sum needs equal degrees. A clip compares a value of degree 1 with a constant, so its result has none:
 
     n = sqrt(sum(g^2))                 degree 1
@@ -11,13 +11,15 @@ Zeros and infinities have every degree. If the rules below do not cover an opera
 unknown, and is never reported as wrong.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxmp._src.base import compat
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import jaxprs
 
 # A degree is a number, or one of these.
@@ -41,9 +43,40 @@ _KNOWS_SIZE = frozenset(
 )
 
 
-def degrees(program: Any, inputs: Sequence[Degree]) -> list[Degree]:
-    """The degree of each result of a jaxpr, closed or not, whose inputs have these degrees."""
-    return _degrees(*jaxprs.open_jaxpr(program), inputs)
+def degrees_while_traced(
+    tracers: Sequence[Any], known: Callable[[Any], Degree | None], *, most: int
+) -> tuple[list[Degree], Any]:
+    """The degrees of values of the function that is traced, and the equation that left the first one without a degree.
+
+    Args:
+      tracers: the values.
+      known: the degrees of those from which they were computed; None for others. Inputs have an unknown degree.
+      most: this many equations are looked at; then all that is left is unknown.
+    """
+    found, cause = ByIdentity(), None
+    open_ = list(tracers)
+    while open_:
+        tracer = open_[-1]
+        degree = found.get(tracer)
+        degree = known(tracer) if degree is None else degree
+        made = compat.equation_of(tracer)
+        if degree is None and (literal := compat.literal_of(tracer)) is not None:
+            degree = _of_constant(literal)
+        elif degree is None and (made is None or most <= 0):
+            degree = UNKNOWN
+        elif degree is None and made is not None:
+            equation, place = made
+            missing = [x for x in equation.invars if found.get(x) is None]
+            if missing:
+                open_ += missing
+                most -= 1
+                continue
+            operands = [found.get(x) for x in equation.invars]
+            degree = _results(equation, operands)[place]
+            cause = equation if cause is None and degree == NONE and NONE not in operands else cause
+        found.set(tracer, degree)
+        open_.pop()
+    return [found.get(x) for x in tracers], cause
 
 
 def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:

@@ -5,6 +5,7 @@ gives to the parameter. Other files take the names of primitives from the tables
 """
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -225,3 +226,11 @@ def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     operands = [*jaxpr.constvars, *jaxpr.invars]
     opened = core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
     return (_closed(opened, ()) if hasattr(like, "consts") else opened), consts
+
+
+def place_of(eqn: Any) -> str:
+    """Where an equation was written: the innermost function outside of jax."""
+    frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
+    outside = (f for f in frames if f"{os.sep}jax{os.sep}" not in f.file_name)
+    found = next(outside, None)
+    return "" if found is None else f" ({found.function_name} in {os.path.basename(found.file_name)})"
