@@ -84,10 +84,10 @@ def _warn_of_padding(
     warn(
         "padding-counts",
         f"an optimizer must not count padding as elements of a leaf; got "
-        f"{found.primitive.name}{jaxprs.place_of(found)}, which depends on the sizes of leaves as a mean does, "
-        f"and {tree_paths.path_str(path)}, of which {length} of {jnp.shape(x)[axis]} along axis {axis} are no padding: its updates differ from those of one "
-        f"device. Use an elementwise optimizer; or a layout that does not pad this leaf: a size that the number of devices divides, "
-        f"or a larger min_size= of jaxmp.fsdp.layout_of.",
+        f"{found.primitive.name}{jaxprs.place_of(found)}, which depends on the sizes of leaves as a mean does, and "
+        f"{tree_paths.path_str(path)}, of which {length} of {jnp.shape(x)[axis]} along axis {axis} are no padding: its "
+        f"updates differ from those of one device. Use an elementwise optimizer; or a layout that does not pad this "
+        f"leaf: a size that the number of devices divides, or a larger min_size= of jaxmp.fsdp.layout_of.",
     )
 
 
