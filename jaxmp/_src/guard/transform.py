@@ -265,7 +265,7 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
             "written for all; got remainder_bits= with it. Leave remainder_bits=None."
         )
     own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
-    if not adds and _are_casts_of_masters(rule, state.master_params, own):
+    if not adds and rule.remainder is None and _are_casts_of_masters(rule, state.master_params, own):
         return
     units, treedef = tree_paths.boxed_leaves(own)
     dtype_of = masters.param_dtypes(policy, params)
