@@ -92,11 +92,12 @@ def all_finite(tree: PyTree, axis_name: AxisName = "auto") -> Bool[Array, ""]:
     return bad == 0
 
 
-def as_common(counts: Sequence[Float[Array, ""]], axis_name: AxisName) -> Sequence[Float[Array, ""]]:
-    """The maximum of each count over the axes over which one of them varies; the counts where they vary over none."""
-    axes = tuple(a for a in bound_axes(axis_name) if any(a in compat.varying_axes(c) for c in counts))
+def as_common(counts: T, axis_name: AxisName) -> T:
+    """The maximum of each of a tree of counts over the axes over which one varies; the counts if none varies."""
+    local, treedef = jax.tree.flatten(counts)
+    axes = tuple(a for a in bound_axes(axis_name) if any(a in compat.varying_axes(c) for c in local))
     # Under vmap, on a mesh with explicit axes, only some of them may be split: jax would not stack those.
-    return tuple(max_over(jnp.stack(counts), axes)) if axes else tuple(counts)
+    return treedef.unflatten(max_over(jnp.stack(local), axes)) if axes else counts
 
 
 def sum_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:

@@ -116,7 +116,7 @@ def step(
     with jax.named_scope("jaxmp.unscale"):
         gradients, clamped = _gradients(rule, grads, scaler, used_scale)
     with jax.named_scope("jaxmp.check_finite"):
-        decision, norm = decide(rule, gradients, amaxes, state, clamped, grads_finite)
+        decision, measured = decide(rule, gradients, amaxes, state, clamped, grads_finite)
 
     next_scaling = states.scaling_state(scaler.adjust(decision.finite)) if own_scale_moves else state.scaling
     if rule.scaler is not None:
@@ -130,7 +130,7 @@ def step(
     weights = masters.weights_of(own_params, state.master_params)
     pairs = weights.pairs()
     number: Any = 0 if state.rounding_count is None else optax.safe_increment(state.rounding_count)
-    told = optimizers.Step(decision.taken, norm, number, adds, extra)
+    told = optimizers.Step(decision.taken, measured.norm, number, adds, extra)
     beside = _beside(rule, amaxes, scale_params, state, before_state, weights, pairs, params, number, adds=adds)
     moved = rule.optimizer.move(told, gradients, state.optimizer_state, pairs, own_params, beside)
     new_scales, fp8_scales, rounding_count, before_state, stale = moved.others
@@ -143,6 +143,11 @@ def step(
             new = scale_leaves.merge(jax.tree.map(as_array, new_scales, scale_params), new)
         if rule.policy is not None and rule.policy.fp8_weights and not adds:
             new = stored_kernels.write(new, weights.by_param(new_masters))
+    with jax.named_scope("jaxmp.count"):  # nothing waits for it
+        own = {**moved.counts, **({"stale_masters": stale} if adds else {})}
+        counts = {**measured.counts, **collectives.as_common(own, rule.axis_name)}
+        pinned = scaler.is_pinned(decision.finite) if hasattr(scaler, "is_pinned") else np.bool_(False)
+        counts = states.counted(state, decision.finite, decision.taken, pinned, counts)
     return new, type(state)(
         scaling=jax.tree.map(in_dtype_of, next_scaling, state.scaling),
         before_state=before_state,
@@ -150,7 +155,7 @@ def step(
         rounding_count=rounding_count,
         fp8_scales=fp8_scales,
         optimizer_state=moved.state,
-        **counted(rule, state, scaler, decision, moved.saturated, stale, adds=adds),
+        **counts,
     )
 
 
@@ -161,8 +166,8 @@ def decide(
     state: StepState,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
-) -> tuple[Decision, Float[Array, ""] | None]:
-    """What to do with the step, with at most one MAX over devices; and the norm of the gradients, if it was measured.
+) -> tuple[Decision, optimizers.Measured]:
+    """What to do with the step, with at most one MAX over devices; and what was measured.
 
     Args:
       rule: what the transform was made with.
@@ -175,10 +180,10 @@ def decide(
     looks = known_finite is None and rule.scaler is not None and (rule.skip_nonfinite or rule.scales)
     always = np.bool_(True)  # known while a step is traced
     of_scales = jax.tree.leaves(amaxes)
-    bad, norm = jnp.zeros((), bool), None
+    measured = optimizers.Measured(jnp.zeros((), bool))
     if looks or _needs_norm(rule):
-        bad, norm = rule.optimizer.measure(gradients)
-    bad = bad if looks else jnp.zeros((), bool)
+        measured = rule.optimizer.measure(gradients)
+    bad = measured.bad if looks else jnp.zeros((), bool)
     if looks:  # amaxes of leaves that are split over devices
         bad |= collectives.any_nonfinite([x for x in of_scales if compat.varying_axes(x)])
     unwanted = jnp.zeros((), bool)
@@ -186,8 +191,10 @@ def decide(
         unwanted = rule.skip_if(gradients.tree(), states.get_metrics(state))
     if looks or rule.skip_if is not None:
         flags = {"bad": bad, "unwanted": jnp.asarray(unwanted)} | ({} if clamped is None else {"clamped": clamped})
+        flags |= measured.counts
         found = collectives.largest_on_any_device(flags, collectives.bound_axes(rule.axis_name))
         bad, unwanted, clamped = found["bad"] != 0, found["unwanted"] != 0, found.get("clamped")
+        measured = measured._replace(counts={name: found[name] for name in measured.counts})
     if looks:
         # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that
         # are equal on all devices are so because of an earlier MAX. XLA can merge that MAX with the MAX of the flags.
@@ -198,9 +205,9 @@ def decide(
     taken = usable if rule.skip_nonfinite else always
     taken = taken & ~unwanted if rule.skip_if is not None else taken
     if isinstance(rule.optimizer, optimizers.Fused):
-        return Decision(finite, taken), norm
+        return Decision(finite, taken), measured
     # Without this, XLA repeats the computation of both flags in the code of every leaf.
-    return Decision(*(x if x is always else casting.computed_once(x) for x in (finite, taken))), norm
+    return Decision(*(x if x is always else casting.computed_once(x) for x in (finite, taken))), measured
 
 
 def all_usable(grads: PyTree, loss_scale: Float[Array, ""], axis_name: collectives.AxisName) -> Bool[Array, ""]:
@@ -211,38 +218,6 @@ def all_usable(grads: PyTree, loss_scale: Float[Array, ""], axis_name: collectiv
     bad = reductions.any_unusable(leaves) | collectives.any_nonfinite(amaxes)
     (bad,) = collectives.largest_on_any_device([bad], collectives.bound_axes(axis_name))
     return bad == 0
-
-
-def counted(
-    rule: Rule,
-    state: StepState,
-    scaler: Any,
-    decision: Decision,
-    saturated: Float[Array, ""],
-    stale: Float[Array, ""],
-    *,
-    adds: bool,
-) -> dict[str, Any]:
-    """The fields of `state.COUNTED` after a step."""
-    if state.skipped is None:
-        return dict.fromkeys(states.COUNTED)
-    skipped, nothing = ~decision.taken, jnp.zeros((), bool)
-    pinned = scaler.is_pinned(decision.finite) if hasattr(scaler, "is_pinned") else nothing
-    with jax.named_scope("jaxmp.count"):  # nothing waits for it
-        saturated, stale = collectives.as_common((saturated, stale), rule.axis_name)
-    return {
-        "skipped": skipped,
-        "skipped_steps": _count(state.skipped_steps, skipped),
-        "consecutive_skips": jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
-        "pinned_overflows": jnp.where(decision.finite, 0, _count(state.pinned_overflows, pinned)),
-        "unscaled_fp16": state.unscaled_fp16,
-        "saturated_params": jnp.where(decision.taken, saturated, state.saturated_params),
-        "stale_masters": jnp.where(decision.taken, stale, state.stale_masters) if adds else jnp.float32(-1.0),
-    }
-
-
-def _count(count: Any, happened: Bool[Array, ""]) -> Array:
-    return jnp.where(happened, optax.safe_increment(count), count)
 
 
 def _apart(rule: Rule, tree: PyTree) -> tuple[PyTree, PyTree]:

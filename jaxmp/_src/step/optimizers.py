@@ -8,7 +8,8 @@
 where the step is not taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -76,19 +77,33 @@ class Step(NamedTuple):
     extra: dict[str, Any]
 
 
+class Measured(NamedTuple):
+    """What an optimizer sees in the gradients of this device before the decision.
+
+    Attributes:
+      bad: bool[], whether one is NaN, inf or 2^48 or more.
+      norm: float32[], their global norm; None if it is not measured.
+      counts: numbers of `state.MEASURED` by name, float32[]. The step takes the largest of any device.
+    """
+
+    bad: Bool[Array, ""]
+    norm: Float[Array, ""] | None = None
+    counts: Mapping[str, Float[Array, ""]] = MappingProxyType({})
+
+
 class Moved(NamedTuple):
     """What a step made.
 
     Attributes:
       pairs: the weights after it. With `Step.adds`, an update in place of a param that is its own weight.
       state: of the optimizer.
-      saturated: float32[], masters of float16 params beyond the range of float16 before the step, on this device.
+      counts: numbers of `state.MEASURED` by name, float32[], of this device.
       others: what `beside` returned.
     """
 
     pairs: list[Pair]
     state: Any
-    saturated: Float[Array, ""]
+    counts: Mapping[str, Float[Array, ""]]
     others: Any
 
 
@@ -104,8 +119,8 @@ class Optimizer(Protocol):
         """The state for float32 weights."""
         ...
 
-    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], Float[Array, ""] | None]:
-        """(a gradient of this device is NaN, inf or 2^48 or more; their global norm or None)."""
+    def measure(self, grads: Gradients) -> Measured:
+        """What it sees in the gradients of this device."""
         ...
 
     def move(
@@ -131,9 +146,9 @@ class Optax(NamedTuple):
         """As the inner transform's."""
         return boxes.closed(self.inner.init(weights))
 
-    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], None]:
+    def measure(self, grads: Gradients) -> Measured:
         """Looks at each gradient; XLA fuses this with the unscaling."""
-        return reductions.any_unusable(grads.unscaled()), None
+        return Measured(reductions.any_unusable(grads.unscaled()))
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -174,7 +189,7 @@ class Optax(NamedTuple):
         like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
         as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
         pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
-        return Moved(pairs, state, saturated, others)
+        return Moved(pairs, state, {"saturated_params": saturated}, others)
 
 
 def updated(
@@ -272,12 +287,12 @@ class Fused(NamedTuple):
         """As the inner transform's."""
         return Optax(self.inner).init(weights)
 
-    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    def measure(self, grads: Gradients) -> Measured:
         """The flag and the norm in one pass over gradients that are still scaled."""
         with jax.named_scope("jaxmp.measure_gradients"):
             leaves = grads.scaled if self.inner.measures else lax.stop_gradient(grads.scaled)
             norm, usable = pallas_kernels.gradient_norm(leaves, grads.factor(), backend=self.inner.backend)
-        return ~usable, norm
+        return Measured(~usable, norm)
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -286,7 +301,7 @@ class Fused(NamedTuple):
         host_memory.check_on_device((state, pairs))
         with jax.named_scope("jaxmp.optimizer"):
             new, state, saturated = self.inner.write(grads, state, params, pairs, step)
-        return Moved(new, state, saturated, when(step.taken, beside.move, beside.old))
+        return Moved(new, state, {"saturated_params": saturated}, when(step.taken, beside.move, beside.old))
 
 
 class Streaming(optax.GradientTransformationExtraArgs):
@@ -311,11 +326,11 @@ class Streamed(NamedTuple):
         """As the inner transform's."""
         return Optax(self.inner).init(weights)
 
-    def measure(self, grads: Gradients) -> tuple[Bool[Array, ""], None]:
+    def measure(self, grads: Gradients) -> Measured:
         """Looks at gradients in host memory a few at a time."""
         if host_memory.first_on_host(grads.scaled) is None:
             return Optax(self.inner).measure(grads)
-        return windows.any_unusable(grads.scaled, grads.factor()), None
+        return Measured(windows.any_unusable(grads.scaled, grads.factor()))
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -344,7 +359,7 @@ class Streamed(NamedTuple):
         # place. It replicates the results of a cond, unless each has a sharding constraint.
         with jax.named_scope("jaxmp.stream"):
             _, pairs, state = lax.while_loop(lambda carry: carry[0], run_once, (step.taken, pairs, state))
-        return Moved(pairs, state, saturated, when(step.taken, beside.move, beside.old))
+        return Moved(pairs, state, {"saturated_params": saturated}, when(step.taken, beside.move, beside.old))
 
 
 def _saturated_params(pairs: Sequence[Pair]) -> Float[Array, ""]:

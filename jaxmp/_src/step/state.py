@@ -8,11 +8,12 @@ for any optimizer. Two tuples have a field of the same name only if it has the s
 its `StepState` as an argument, and searches nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -122,16 +123,49 @@ class StepState(NamedTuple):
     optimizer_state: Any
 
 
-# What a step counts; `get_metrics` returns each by its name, and `heart.counted` computes it.
-COUNTED = (
-    "skipped",
-    "skipped_steps",
-    "consecutive_skips",
-    "pinned_overflows",
-    "unscaled_fp16",
-    "saturated_params",
-    "stale_masters",
-)
+# Numbers that are measured in a step, of the last step taken, and their values before the first; -1: not measured.
+# (Not NaN: `jax_debug_nans` stops a step that returns one.)
+MEASURED = {"saturated_params": np.float32(0), "stale_masters": np.float32(-1)}
+
+# What a step counts, and the values before the first step; `get_metrics` returns each by its name.
+COUNTED = {
+    "skipped": np.bool_(False),
+    "skipped_steps": np.int32(0),
+    "consecutive_skips": np.int32(0),
+    "pinned_overflows": np.int32(0),
+    "unscaled_fp16": np.bool_(False),
+    **MEASURED,
+}
+
+
+def counted(
+    state: StepState, finite: Any, taken: Any, pinned: Any, measured: Mapping[str, Float[Array, ""]]
+) -> dict[str, Any]:
+    """The fields of `COUNTED` after a step.
+
+    Args:
+      state: the state before it.
+      finite, taken: the decision.
+      pinned: bool[], whether the gradients overflowed with the scale at its floor.
+      measured: what was measured, by the names of `MEASURED`.
+    """
+    if state.skipped is None:
+        return dict.fromkeys(COUNTED)
+    skipped = ~taken
+    of_last_taken = {name: jnp.where(taken, x, getattr(state, name)) for name, x in measured.items()}
+    return {
+        "skipped": skipped,
+        "skipped_steps": _count(state.skipped_steps, skipped),
+        "consecutive_skips": jnp.where(skipped, _count(state.consecutive_skips, skipped), 0),
+        "pinned_overflows": jnp.where(finite, 0, _count(state.pinned_overflows, pinned)),
+        "unscaled_fp16": state.unscaled_fp16,
+        **dict.fromkeys(MEASURED, jnp.float32(-1)),
+        **of_last_taken,
+    }
+
+
+def _count(count: Any, happened: Bool[Array, ""]) -> Array:
+    return jnp.where(happened, optax.safe_increment(count), count)
 
 
 class LowStepState(StepState):
@@ -458,8 +492,8 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
     zeros = next(iter(find(opt_state, ZeroCountState)), None)
     nothing = {"skipped": jnp.zeros((), bool), "unscaled_fp16": jnp.zeros((), bool)}
     counts = {name: getattr(step, name, None) for name in COUNTED}
-    if counts["stale_masters"] is not None:  # -1 in the state: `jax_debug_nans` stops a step that returns a NaN
-        counts["stale_masters"] = jnp.where(counts["stale_masters"] < 0, nan, counts["stale_masters"])
+    measured = {name: counts[name] for name in MEASURED}
+    counts |= {name: jnp.where(x < 0, nan, x) for name, x in measured.items() if x is not None}
     return {
         "loss_scale": jnp.ones((), jnp.float32) if scale is None else scale.loss_scale,
         **{name: nothing.get(name, nan) if count is None else count for name, count in counts.items()},

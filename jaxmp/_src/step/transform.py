@@ -274,20 +274,10 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
     if rule.policy is not None:
         held, weights = masters.made_for(rule.optimizer.inner, rule.policy, own, rule.remainder)
     optimizer_state = rule.optimizer.init(weights)
-    zero, nothing = jnp.zeros((), jnp.int32), dict.fromkeys(states.COUNTED)
-    counts = (
-        nothing
-        if rule.scaler is None
-        else {
-            "skipped": jnp.zeros((), bool),
-            "skipped_steps": zero,
-            "consecutive_skips": zero,
-            "pinned_overflows": zero,
-            "unscaled_fp16": jnp.asarray(policy is not None and policy.uses_float16 and not rule.scales),
-            "saturated_params": jnp.zeros((), jnp.float32),
-            "stale_masters": jnp.full((), -1.0, jnp.float32),
-        }
-    )
+    counts: dict[str, Any] = dict.fromkeys(states.COUNTED)
+    if rule.scaler is not None:
+        counts = {name: jnp.asarray(x) for name, x in states.COUNTED.items()}
+        counts["unscaled_fp16"] = jnp.asarray(policy is not None and policy.uses_float16 and not rule.scales)
     # 16-bit params show by their dtype what the loss should compute in.
     only_computes_low = policy is not None and policy.computes_in_16_bits and policy.param_dtype.itemsize > 2
     kind = states.LowStepState if only_computes_low and rule.scaler is not None else StepState
@@ -295,7 +285,7 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
         scaling=None if rule.scaler is None else states.scaling_state(rule.scaler),
         before_state=before_state,
         master_params=held,
-        rounding_count=zero if rule.remainder == jnp.int8 else None,
+        rounding_count=jnp.zeros((), jnp.int32) if rule.remainder == jnp.int8 else None,
         fp8_scales=fp8_scales,
         optimizer_state=jax.tree.map(casting.strongly_typed, optimizer_state),
         **counts,
