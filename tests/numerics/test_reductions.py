@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from helpers import assert_exact
+from helpers import assert_close, assert_exact
 from jaxmp._src.numerics import reductions
 from platforms import ways_of
 
@@ -72,14 +72,49 @@ def test_the_sum_of_squares_has_a_gradient_on_a_gpu():
     assert_exact(slope, jnp.array([2.0, -6.0]))
 
 
-def test_on_a_cpu_the_tests_of_a_few_arrays_are_joined():
-    """Of one shape, where no devices share them: eight arrays in one loop."""
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("case", CASES)
+def test_the_largest_magnitude_is_numpys(platform, dtype, case):
+    with np.errstate(over="ignore"):
+        x = np.asarray(CASES[case]).astype(dtype)
+        expected = np.abs(x.astype(np.float32) * np.float32(0.7)).max(initial=0)
+    with ways_of(platform):
+        bad, largest = jax.jit(lambda x: reductions.unusable_and_largest([x, x * 0], jnp.float32(0.7)))(x)
+    assert (bad.dtype, largest.dtype) == (jnp.bool_, jnp.float32)
+    assert bool(bad) == (not expected < LIMIT)
+    if platform == "cuda":
+        assert largest == -1
+    else:
+        smallest = np.finfo(np.float32).tiny  # below it XLA for CPU rounds products to zero
+        assert_close(largest, np.float32(expected if expected < np.inf else np.inf), atol=smallest)
+
+
+@pytest.mark.parametrize("size", [1, 2**14 - 1, 2**14, 2**14 + 1, 3 * 5 * 7 * 211])
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_no_number_is_overlooked(size, count):
+    """Arrays are joined with others of their size, or cut into parts that are; the last part may overlap."""
+    find = jax.jit(lambda xs: reductions.unusable_and_largest(xs, None))
+    xs = [np.full(size, -0.25, np.float16) for _ in range(count)]
+    for i, at in {(0, 0), (count // 2, size // 2), (count - 1, size - 1), (count - 1, size - size // 16)}:
+        changed = list(xs)
+        changed[i] = xs[i].copy()
+        changed[i][min(at, size - 1)] = -3
+        assert_exact(find(changed), (np.bool_(False), np.float32(3)))
+        changed[i][min(at, size - 1)] = np.nan
+        assert_exact(find(changed), (np.bool_(True), np.float32(np.inf)))
+
+
+def test_on_a_cpu_a_few_arrays_or_parts_are_joined():
+    """Of one size, where no devices share them: sixteen in one loop; one more loop joins what these found."""
     flag = jax.jit(lambda *xs: reductions.any_unusable(xs))
-    alike, others = [jnp.ones((8, 4))] * 17, [jnp.ones((4, 8))]
-    assert flag.lower(*alike, *others).as_text("hlo").count(" reduce(") == 3 + 1
-    for i in (0, 7, 16, 17):
+    alike, others = [jnp.ones((8, 4))] * 17, [jnp.ones((4, 9)), jnp.ones(2**15)]
+    text = flag.lower(*alike, *others).as_text("hlo")
+    assert text.count(" reduce(") == 2 + 2 + 1
+    assert text.count(" slice(") >= 16  # of the large one
+    for i in (0, 7, 16, 17, 18):
         xs = [*alike, *others]
-        xs[i] = xs[i].at[3, 3].set(jnp.nan)
+        xs[i] = xs[i].reshape(-1).at[-1].set(jnp.nan).reshape(xs[i].shape)
         assert flag(*xs)
     assert not flag(*alike, *others)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))

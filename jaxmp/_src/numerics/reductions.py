@@ -9,13 +9,15 @@ faster, so XLA gets ordinary sums there.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Complex64, Float
 
-from pallas_kernels import backend
+from pallas_kernels import backend, reference
 from pallas_kernels.by_platform import by_platform
 from pallas_kernels.unscale import LARGEST as LARGEST
 
@@ -27,34 +29,77 @@ def sums_of_squares(arrays: Sequence[Float[Array, "..."]]) -> list[Float[Array, 
 
 
 def any_unusable(arrays: Sequence[Float[Array, "..."]]) -> Bool[Array, ""]:
-    """Whether a number in one of several float32 arrays is NaN, inf or 2^48 or more (see `pallas_kernels.unscale`)."""
-    on_gpu = lambda _, xs: _any(jnp.imag(_both(x)) > 0 for x in xs)  # noqa: E731
-    on_cpu = lambda _, xs: any_on_cpu(_is_unusable, xs)  # noqa: E731
-    plain = lambda xs: _any(jnp.any(_is_unusable(x)) for x in xs)  # noqa: E731
-    return by_platform(plain, lax.stop_gradient(list(arrays)), cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
+    """Whether a number in one of several float arrays is NaN, inf or 2^48 or more (see `pallas_kernels.unscale`)."""
+    return unusable_and_largest(arrays, None)[0]
 
 
-def any_on_cpu(test: Callable[[Array], Array], arrays: Sequence[Array]) -> Bool[Array, ""]:
-    """Whether `test`, which gives a bool for each number, is true anywhere.
+def unusable_and_largest(
+    arrays: Sequence[Float[Array, "..."]], factor: Float[Array, ""] | None
+) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """(`any_unusable`, the largest magnitude) of several float arrays times `factor` (None: 1), in float32.
 
-    XLA for CPU needs a loop for the tests of an array, which writes a byte for each, and one to join them. So the tests
-    of a few arrays of one shape are joined first, elementwise. (Where devices share arrays, these may be split in
-    different ways.)
+    The magnitude is inf if a number is inf or NaN, and 0 without numbers. In a program for a GPU it is -1: there the
+    flag comes with the sum of squares, and a maximum would be a second reduction of each array.
     """
-    if backend.devices_of(arrays) > 1:
-        return _any(jnp.any(test(x)) for x in arrays)
-    alike: dict[tuple[int, ...], list[Array]] = {}
+
+    def plain(arrays: list[Array], factor: Any) -> tuple[Array, Array]:
+        found = map(reference.largest_magnitude, _times(arrays, factor))
+        return _with_flag(functools.reduce(jnp.maximum, found, jnp.zeros((), jnp.float32)))
+
+    def on_gpu(_: Any, arrays: list[Array], factor: Any) -> tuple[Array, Array]:
+        bad = _any(jnp.imag(_both(x)) > 0 for x in _times(arrays, factor))
+        return bad, jnp.full((), -1, jnp.float32)
+
+    def on_cpu(_: Any, arrays: list[Array], factor: Any) -> tuple[Array, Array]:
+        if backend.devices_of(arrays) > 1:  # devices may share them in different ways
+            return plain(arrays, factor)
+        return _with_flag(largest_on_cpu(arrays, factor))
+
+    given = lax.stop_gradient((list(arrays), factor))
+    return by_platform(plain, *given, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
+
+
+def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, ""] | None) -> Float[Array, ""]:
+    """The largest magnitude of several float arrays times `factor`, as `unusable_and_largest`.
+
+    Magnitudes are ordered as their bits are, with inf and NaN above all numbers; rounding keeps the order. So integers
+    are compared, in the 16 bits of the array, and one number of each group is converted and multiplied.
+
+    XLA for CPU needs a loop for the operands of a reduction, which writes them, and one that reads them. So a few
+    arrays of one size, or a few parts of a large one, are joined elementwise before.
+    """
+    alike: dict[tuple[Any, int], list[Array]] = {}
     for x in arrays:
-        alike.setdefault(x.shape, []).append(x)
+        if x.size:
+            x = x if x.dtype in (jnp.float16, jnp.bfloat16) else x.astype(jnp.float32)
+            alike.setdefault((x.dtype, x.size), []).append(x.reshape(-1))
     groups = [xs[i : i + _JOINED] for xs in alike.values() for i in range(0, len(xs), _JOINED)]
-    return _any(jnp.any(functools.reduce(jnp.logical_or, map(test, group))) for group in groups)
+    found = [_largest_of(group).astype(jnp.float32) for group in groups]
+    return reference.largest_magnitude(jnp.stack(_times(found, factor))) if found else jnp.zeros((), jnp.float32)
 
 
-_JOINED = 8
+_JOINED = 16
+_LARGE = 2**14
 
 
-def _is_unusable(x: Float[Array, "..."]) -> Bool[Array, "..."]:
-    return ~(jnp.abs(x) < LARGEST)
+def _largest_of(alike: Sequence[Float[Array, "N"]]) -> Float[Array, ""]:
+    """The number of the largest magnitude in arrays of one dtype and size, without its sign; NaN if there is one."""
+    (dtype,), (size,) = {x.dtype for x in alike}, {x.size for x in alike}
+    kind = jnp.dtype(f"int{8 * dtype.itemsize}")
+    count = -(-_JOINED // len(alike)) if size >= _LARGE else 1
+    length = -(-size // count)
+    starts = [min(i * length, size - length) for i in range(count)]  # the last part may overlap the one before
+    parts = [lax.slice(x, (start,), (start + length,)) for x in alike for start in starts] if count > 1 else alike
+    bits = [lax.bitcast_convert_type(x, kind) & np.array(jnp.iinfo(kind).max, kind) for x in parts]
+    return lax.bitcast_convert_type(jnp.max(functools.reduce(lax.max, bits)), dtype)
+
+
+def _times(arrays: Sequence[Array], factor: Float[Array, ""] | None) -> list[Array]:
+    return list(arrays) if factor is None else [x.astype(jnp.float32) * factor for x in arrays]
+
+
+def _with_flag(largest: Float[Array, ""]) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    return ~(largest < LARGEST), largest
 
 
 def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:
@@ -68,4 +113,4 @@ def _any(found: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
 
 def _both(x: Float[Array, "..."]) -> Complex64[Array, ""]:
     """(sum of squares, number of elements that are not usable) as one complex number."""
-    return jnp.sum(lax.complex(x * x, _is_unusable(x).astype(jnp.float32)))
+    return jnp.sum(lax.complex(x * x, (~(jnp.abs(x) < LARGEST)).astype(jnp.float32)))

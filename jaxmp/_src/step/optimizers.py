@@ -147,8 +147,9 @@ class Optax(NamedTuple):
         return boxes.closed(self.inner.init(weights))
 
     def measure(self, grads: Gradients) -> Measured:
-        """Looks at each gradient; XLA fuses this with the unscaling."""
-        return Measured(reductions.any_unusable(grads.unscaled()))
+        """Looks at each gradient; XLA fuses this with the unscaling, or reads what is still scaled."""
+        bad, _ = reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale)
+        return Measured(bad)
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -231,10 +232,8 @@ def saturated_masters(pairs: Sequence[Pair]) -> Float[Array, ""]:
     def count_if_any(_: Any, low: list[Pair]) -> Array:
         if backend.devices_of(low) > 1:  # where devices share arrays, each reduction is a message, and a join another
             return count(low)
-        # XLA for CPU writes 4 bytes for each number of a sum, and one for each flag; and it converts float16 slowly.
-        bits = [lax.bitcast_convert_type(q.param, jnp.uint16) for q in low]
-        at_limit = lambda x: (x & np.uint16(0x7FFF)) >= _LARGEST.view(np.uint16)  # noqa: E731
-        found = reductions.any_on_cpu(at_limit, bits)
+        # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
+        found = reductions.largest_on_cpu([q.param for q in low], None) >= np.float32(_LARGEST)
         if known(found) is False:
             return jnp.zeros((), jnp.float32)
         joined = lambda low: count([Pair(None, jnp.concatenate([q.master.reshape(-1) for q in low]))])  # noqa: E731
