@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import jaxmp
 import regimes
 from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
+from platforms import ways_of
 
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
 bad_values = pytest.mark.parametrize("bad", BAD, ids=["inf", "-inf", "nan"])
@@ -343,7 +345,7 @@ def test_a_scaler_of_the_user():
 
 METRICS = set(
     "loss_scale skipped skipped_steps consecutive_skips growth_count hysteresis_left pinned_overflows unscaled_fp16 "
-    "saturated_params stale_masters grad_norm zero_grads "
+    "saturated_params stale_masters largest_gradient grad_norm zero_grads "
     "fp8/min_scale fp8/max_scale fp8/max_amax fp8/saturated fp8/unused fp8/lost_gradients".split()
 )
 
@@ -390,6 +392,49 @@ def test_metrics_are_nan_where_not_computed():
     assert float(metrics["loss_scale"]) == 1.0 and not bool(metrics["skipped"])
     for name in METRICS - {"loss_scale", "skipped", "unscaled_fp16"}:
         assert np.isnan(metrics[name]), name
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_largest_gradient_of_the_last_step_taken(policy, jitted):
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), policy, loss_scale=8.0)
+    tree = jaxmp.get_policy(policy).cast_to_param(
+        {"a": jnp.zeros((3, 5)), "b": jnp.zeros(7), "none": jnp.zeros((0, 2))}
+    )
+    step = functools.partial(jaxmp.apply_gradients, tx)
+    step, state, seen = jax.jit(step) if jitted else step, tx.init(tree), []
+    for value in (-24.0, jnp.inf, jnp.nan, 4.0):
+        _, state = step(jax.tree.map(jnp.zeros_like, tree) | {"b": tree["b"].at[-1].set(value)}, state, tree)
+        seen.append(jaxmp.get_metrics(state)["largest_gradient"])
+    assert_exact(seen, [np.float32(x) for x in (3.0, 3.0, 3.0, 0.5)])
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_the_largest_gradient_is_that_of_any_device(checked):
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
+    mesh, tree = regimes.mesh_of(devices=4), {"w": jnp.zeros(2)}
+
+    def step(grads, state):
+        return jaxmp.get_metrics(tx.update(grads, state, tree)[1])["largest_gradient"][None]
+
+    spread = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(regimes.AXIS), P()), out_specs=P(regimes.AXIS), check_vma=checked
+    )
+    found = jax.jit(spread)({"w": jnp.array([1.0, 2.0, -5.0, 0.0, 3.0, 0.0, 0.0, 4.0])}, tx.init(tree))
+    assert_exact(found, np.full(4, 5.0, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["gpu", "fused", "told", "masters alone"])
+def test_the_largest_gradient_is_nan_where_nothing_looks_for_it(kind):
+    inner = jaxmp.fused_sgd(1.0) if kind == "fused" else optax.sgd(1.0)
+    parts = {"masters alone": lambda: jaxmp.keep_master_params(inner, "bf16")}
+    tx = parts.get(kind, lambda: jaxmp.mixed_precision(inner, "bf16"))()
+    tree = {"w": jnp.ones(2, jnp.bfloat16)}
+    told = {"grads_finite": jnp.bool_(True)} if kind == "told" else {}
+    with ways_of("cuda" if kind == "gpu" else "cpu"):
+        _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(tree, tx.init(tree), tree, **told)
+    assert np.isnan(jaxmp.get_metrics(state)["largest_gradient"])
+    assert all(np.all(np.isfinite(x.astype(np.float32))) for x in jax.tree.leaves(state))
 
 
 def test_keep_if_skipped_selects_bit_for_bit():

@@ -97,6 +97,7 @@ def test_equals_optax(name, policy):
     assert_close(got, expected, rtol=ulp, atol=1e-6)
     metrics, expected_metrics = jaxmp.get_metrics(got_state), jaxmp.get_metrics(expected_state)
     assert_close(metrics.pop("grad_norm"), expected_metrics.pop("grad_norm"), rtol=1e-6)
+    assert np.isnan(metrics.pop("largest_gradient")) and expected_metrics.pop("largest_gradient") > 0
     assert_exact(metrics, expected_metrics)
     assert int(metrics["skipped_steps"]) == 1
 

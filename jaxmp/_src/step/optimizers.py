@@ -148,8 +148,8 @@ class Optax(NamedTuple):
 
     def measure(self, grads: Gradients) -> Measured:
         """Looks at each gradient; XLA fuses this with the unscaling, or reads what is still scaled."""
-        bad, _ = reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale)
-        return Measured(bad)
+        found = reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale)
+        return Measured(found[0], counts={"largest_gradient": found[1]})
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside

@@ -93,6 +93,8 @@ class StepState(NamedTuple):
         pmap and shard_map(check_vma=False), the count of each device.
       stale_masters: float32[], elements of 16-bit params that were not their rounded master in the last step taken by
         `tx.update`; -1 after `apply_gradients`, which does not read the params. Split params: as saturated_params.
+      largest_gradient: float32[], the largest magnitude of an unscaled gradient on any device in the last step taken;
+        -1 where it is not measured.
       before_state: state of the transform `before=`.
       master_params: the tree of the params with a float32 master for each 16-bit param, and `optax.MaskedNode()` for
         params that need none (float32 params, frozen params). With `remainder_bits`, int16 or int8: the master minus
@@ -116,6 +118,7 @@ class StepState(NamedTuple):
     unscaled_fp16: Any
     saturated_params: Any
     stale_masters: Any
+    largest_gradient: Any
     before_state: Any
     master_params: PyTree
     rounding_count: Any
@@ -125,7 +128,11 @@ class StepState(NamedTuple):
 
 # Numbers that are measured in a step, of the last step taken, and their values before the first; -1: not measured.
 # (Not NaN: `jax_debug_nans` stops a step that returns one.)
-MEASURED = {"saturated_params": np.float32(0), "stale_masters": np.float32(-1)}
+MEASURED = {
+    "saturated_params": np.float32(0),
+    "stale_masters": np.float32(-1),
+    "largest_gradient": np.float32(-1),
+}
 
 # What a step counts, and the values before the first step; `get_metrics` returns each by its name.
 COUNTED = {
@@ -462,6 +469,9 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       stale_masters: elements of 16-bit params that were not their rounded master before the step, as `tx.update` saw:
         a transform behind or around `mixed_precision` changes its updates, or the params were changed by hand.
         (`optax.apply_updates` leaves a few behind for a step.) NaN with `apply_gradients`, which reads no params.
+      largest_gradient: the largest magnitude of an unscaled gradient, before clipping, on any device, in the last step
+        taken. NaN where the check of the gradients does not give it: on a GPU, with `jaxmp.fused_*` in
+        `apply_gradients`, with gradients in host memory, with `skip_nonfinite=False` or `grads_finite=`.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
