@@ -206,6 +206,70 @@ def test_skip_if_sees_unscaled_gradients_and_the_metrics_before_the_step():
     assert not bool(state.skipped)
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("loss", [*BAD, 3.0], ids=["inf", "-inf", "nan", "finite"])
+def test_a_loss_that_is_not_finite_skips_without_lowering_the_scale(loss, jitted):
+    tx = jaxmp.unscale_and_skip(optax.adam(0.1), jaxmp.DynamicLossScale(8.0, hysteresis=1))
+    update = jax.jit(tx.update) if jitted else tx.update
+    state = tx.init(params())
+    _, after = update(grads(), state, params(), value=jnp.float32(loss))
+    assert bool(after.skipped) == (not np.isfinite(loss))
+    assert_close(jaxmp.get_loss_scale(after), 8.0)
+    assert int(after.scaling.growth_count) == 1
+    if not np.isfinite(loss):
+        assert_moved(regimes.guarded(after), regimes.guarded(state))
+    _, after = update(grads(bad=jnp.nan), state, params(), value=jnp.float32(loss))  # overflow lowers it as ever
+    assert bool(after.skipped)
+    assert_close(jaxmp.get_loss_scale(after), 4.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused", "update"])
+def test_the_loss_of_one_device_skips_on_all(kind):
+    inner = jaxmp.fused_adamw(0.1) if kind == "fused" else optax.adamw(0.1)
+    tx, own = jaxmp.mixed_precision(inner, "bf16"), P(regimes.AXIS)
+    tree = {"w": jnp.ones(2, jnp.bfloat16)}
+
+    def step(state, loss):
+        if kind == "update":
+            return tx.update(tree, state, tree, value=loss[0])[1].skipped[None]
+        return jaxmp.apply_gradients(tx, tree, state, tree, value=loss[0])[1].skipped[None]
+
+    spread = jax.shard_map(step, mesh=regimes.mesh_of(devices=4), in_specs=(P(), own), out_specs=own, check_vma=False)
+    losses = {False: jnp.arange(4.0), True: jnp.array([1.0, 2.0, jnp.inf, 3.0])}
+    for skipped, loss in losses.items():
+        assert_exact(jax.jit(spread)(tx.init(tree), loss), np.full(4, skipped))
+
+
+@pytest.mark.parametrize("told", [{"grads_finite": jnp.bool_(True)}, {}], ids=["told", "off"])
+def test_who_checks_nothing_does_not_check_the_loss(told):
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_nonfinite=bool(told))
+    _, after = tx.update(grads(), tx.init(params()), params(), value=jnp.inf, **told)
+    assert not bool(after.skipped)
+
+
+def test_skip_if_sees_the_loss():
+    seen = []
+
+    def skip_if(unscaled, metrics):
+        seen.append(set(metrics))
+        return metrics["loss"] > 10 if "loss" in metrics else jnp.bool_(False)
+
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), 4.0, skip_if=skip_if)
+    skipped = [tx.update(grads(), tx.init(params()), params(), value=x)[1].skipped for x in (10.0, 11.0)]
+    assert_exact(skipped, [np.bool_(False), np.bool_(True)])
+    assert not tx.update(grads(), tx.init(params()), params())[1].skipped
+    assert [names - METRICS for names in seen] == [{"loss"}, {"loss"}, set()]
+
+
+def test_an_optimizer_that_takes_no_value_need_not():
+    def update_fn(updates, state, params=None, *, loss_scale):
+        return jax.tree.map(lambda g: -g * loss_scale, updates), state
+
+    tx = jaxmp.unscale_and_skip(optax.GradientTransformationExtraArgs(lambda _: (), update_fn), 1.0)
+    updates, _ = tx.update(grads(), tx.init(params()), params(), value=1.0)
+    assert_exact(updates, jax.tree.map(lambda g: -g, grads()))
+
+
 def test_skip_if_on_one_device_skips_on_all():
     """The spike is in the second device's own data; both stand still and agree."""
     devices = jax.devices()[:2]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-OWN = ("grads_finite", "loss_scale", "next_loss_scale")
+OWN = ("grads_finite", "loss_scale", "next_loss_scale", "value")
 
 
 def update(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> tuple[PyTree, Any]:

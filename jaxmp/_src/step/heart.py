@@ -4,7 +4,8 @@
 
 1.  *Unscale.* g = float32(grad) * (1 / S), with S the very scale that scaled the loss. The reciprocal is exact for
     powers of two.
-2.  *Decide.* The step is taken if |g| < 2^48 for all g (no inf, no NaN) on every device, and `skip_if` does not object.
+2.  *Decide.* The step is taken if |g| < 2^48 for all g (no inf, no NaN) on every device, the loss is finite where the
+    caller passes it, and `skip_if` does not object.
     Each device reduces its own part to flags, and one MAX gives all devices the same ones. 2^48, because squares and
     sums of 2^30 squares are then finite, so an optimizer makes no inf from them.
 3.  *Move.* `when` returns the old values of everything that a step may change, if the step is not taken: params,
@@ -14,6 +15,7 @@
     Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740); Megatron-LM, optimizer/optimizer.py.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,7 +102,7 @@ def step(
       adds: whether the caller adds updates; these come in place of the params.
       loss_scale: unscales in place of the state's own, which then does not change.
       grads_finite: bool[], whether the gradients are usable, if the caller knows.
-      **extra: extra arguments for the optimizer.
+      **extra: extra arguments for the optimizer. `value` is the loss of this device.
     """
     if adds and isinstance(rule.optimizer, optimizers.Fused):  # it writes params in place, and makes no updates
         rule = rule._replace(optimizer=optimizers.Optax(rule.optimizer.inner))
@@ -116,7 +118,7 @@ def step(
     with jax.named_scope("jaxmp.unscale"):
         gradients, clamped = _gradients(rule, grads, scaler, used_scale)
     with jax.named_scope("jaxmp.check_finite"):
-        decision, measured = decide(rule, gradients, amaxes, state, clamped, grads_finite)
+        decision, measured = decide(rule, gradients, amaxes, state, clamped, grads_finite, extra.get("value"))
 
     next_scaling = states.scaling_state(scaler.adjust(decision.finite)) if own_scale_moves else state.scaling
     if rule.scaler is not None:
@@ -166,6 +168,7 @@ def decide(
     state: StepState,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
+    loss: Any,
 ) -> tuple[Decision, optimizers.Measured]:
     """What to do with the step, with at most one MAX over devices; and what was measured.
 
@@ -176,6 +179,7 @@ def decide(
       state: the state before the step.
       clamped: whether an infinite gradient was clamped; this changes the scale and skips nothing. None: not asked.
       known_finite: the caller's answer, in place of a check; or None.
+      loss: of this device; None: not known.
     """
     looks = known_finite is None and rule.scaler is not None and (rule.skip_nonfinite or rule.scales)
     always = np.bool_(True)  # known while a step is traced
@@ -186,11 +190,15 @@ def decide(
     bad = measured.bad if looks else jnp.zeros((), bool)
     if looks:  # amaxes of leaves that are split over devices
         bad |= collectives.any_nonfinite([x for x in of_scales if compat.varying_axes(x)])
-    unwanted = jnp.zeros((), bool)
+    objections = []  # these do not lower the loss scale
+    if looks and rule.skip_nonfinite and loss is not None:
+        objections.append(collectives.any_nonfinite(loss))
     if rule.skip_if is not None:
-        unwanted = rule.skip_if(gradients.tree(), states.get_metrics(state))
-    if looks or rule.skip_if is not None:
-        flags = {"bad": bad, "unwanted": jnp.asarray(unwanted)} | ({} if clamped is None else {"clamped": clamped})
+        metrics = states.get_metrics(state) | ({} if loss is None else {"loss": jnp.asarray(loss)})
+        objections.append(jnp.asarray(rule.skip_if(gradients.tree(), metrics)))
+    unwanted = functools.reduce(jnp.logical_or, objections, jnp.zeros((), bool))
+    if looks or objections:
+        flags = {"bad": bad, "unwanted": unwanted} | ({} if clamped is None else {"clamped": clamped})
         flags |= measured.counts
         found = collectives.largest_on_any_device(flags, collectives.bound_axes(rule.axis_name))
         bad, unwanted, clamped = found["bad"] != 0, found["unwanted"] != 0, found.get("clamped")
@@ -203,7 +211,7 @@ def decide(
     usable = ~bad if looks else always if known_finite is None else jnp.asarray(known_finite, bool)
     finite = usable if clamped is None or not looks else usable & (clamped == 0)
     taken = usable if rule.skip_nonfinite else always
-    taken = taken & ~unwanted if rule.skip_if is not None else taken
+    taken = taken & ~unwanted if objections else taken
     if isinstance(rule.optimizer, optimizers.Fused):
         return Decision(finite, taken), measured
     # Without this, XLA repeats the computation of both flags in the code of every leaf.

@@ -70,7 +70,7 @@ def mixed_precision(
       before: what must happen to gradients before they are unscaled: `jaxmp.reduce_gradients("data")`. An optax
         transform whose result is proportional to the gradients that it gets, as these are still scaled.
       skip_nonfinite: whether to skip steps with unusable gradients, with any policy; see `unscale_and_skip`.
-      skip_if: `(grads, metrics) -> bool[]`, your own reason to skip a step.
+      skip_if: `(grads, metrics) -> bool[]`, your own reason to skip a step; with `value=`, metrics["loss"] is the loss.
       remainder_bits: None keeps float32 masters. With 16 or 8, bfloat16 params are the upper half of their masters, and
         the state keeps the rest in two bytes or one. For `apply_gradients` only; see `keep_master_params`.
       clamp_inf: None skips a step with an infinite gradient. `jnp.float16` replaces it by 65504 / loss scale and takes
@@ -79,7 +79,7 @@ def mixed_precision(
     Returns:
       An optax transform. `init` takes params in float32, or as the policy casts them. `update` takes `loss_scale=` and
       `grads_finite=` as extra arguments that replace its own (see `shared_loss_scale`), and passes all others to
-      `inner`.
+      `inner`. With `value=loss`, a loss that is not finite on any device skips the step, and does not lower the scale.
 
     Raises:
       ValueError, TypeError: each names the rule, what it got, the fix and the path of the leaf.
@@ -158,7 +158,8 @@ def unscale_and_skip(
         Megatron-LM does for bfloat16 without a scaler; inf and NaN then enter the state.
       skip_if: your own reason to skip: `(grads, metrics) -> bool[]`, called with the unscaled gradients of this device
         (without fp8 scales) and `get_metrics` of the state before the step. True on any device skips the step on all
-        devices. It does not lower the loss scale; only overflow does.
+        devices. It does not lower the loss scale; only overflow does. If `update` gets `value=loss`, metrics["loss"]
+        is this loss, of this device and step.
       policy: used only to report float16 without a loss scale (a warning, and `unscaled_fp16` in the metrics), and, by
         the type of the state, a loss that does not compute in the 16 bits of the policy (`value_and_grad`).
       clamp_inf: with None, a step with an infinite gradient is skipped. With a float dtype, the one in which gradients
@@ -169,7 +170,9 @@ def unscale_and_skip(
     Returns:
       A transform whose `update(grads, state, params, *, loss_scale=None, grads_finite=None, **extra_args)` takes
       scaled gradients. If `loss_scale` is given, it unscales with that scale and does not change its own. If
-      `grads_finite` is given, it checks nothing and uses no collective (see `shared_loss_scale`).
+      `grads_finite` is given, it checks nothing and uses no collective (see `shared_loss_scale`). If `value`, the loss,
+      is given and not finite on any device, no device takes the step. That alone does not lower the loss scale;
+      gradients that overflow with the loss do. (`inner` gets `value` too, if it takes it.)
 
     Raises:
       ValueError: a dynamic scale with `skip_nonfinite=False`: it finds its value by overflowing.
