@@ -53,6 +53,8 @@ class Rule(Protocol):
 class AdamW(NamedTuple):
     """Adam (Kingma and Ba 2015), like `optax.scale_by_adam`; its scalars are 1 - b1^t and 1 - b2^t.
 
+    `nesterov`: with Nesterov's momentum (Dozat 2016), and a third scalar, 1 - b1^(t + 1).
+
     Example:
       >>> g, zero = jnp.float32(2.0), jnp.float32(0.0)
       >>> rule = AdamW(b1=0.5, b2=0.75)
@@ -64,6 +66,7 @@ class AdamW(NamedTuple):
     b2: float = 0.999
     eps: float = 1e-8
     eps_root: float = 0.0
+    nesterov: bool = False
 
     @property
     def signed(self) -> tuple[bool, ...]:
@@ -76,10 +79,11 @@ class AdamW(NamedTuple):
         return (1 - self.b1) * g + self.b1 * mu, (1 - self.b2) * (g * g) + self.b2 * nu
 
     def direction(self, g: Array, old: tuple[Array, ...], new: tuple[Array, ...], scalars: tuple[Any, ...]) -> Array:
-        """mu / sqrt(nu), both divided by their bias correction."""
-        del g, old
+        """mu / sqrt(nu), both divided by their bias correction; with nesterov, the mu of a next step with this g."""
+        del old
         mu, nu = new
-        return (mu / scalars[0]) / (jnp.sqrt(nu / scalars[1] + self.eps_root) + self.eps)
+        ahead = self.b1 * (mu / scalars[2]) + (1 - self.b1) * (g / scalars[0]) if self.nesterov else mu / scalars[0]
+        return ahead / (jnp.sqrt(nu / scalars[1] + self.eps_root) + self.eps)
 
 
 class Lion(NamedTuple):

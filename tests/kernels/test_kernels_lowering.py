@@ -124,7 +124,13 @@ def test_few_launches(shapes, count):
 
 # --- multi_tensor_update ---------------------------------------------------------------------------------------------
 
-RULES = {"adamw": AdamW(), "lion": Lion(), "momentum": Momentum(), "nesterov": Momentum(nesterov=True)}
+RULES = {
+    "adamw": AdamW(),
+    "nadamw": AdamW(nesterov=True),
+    "lion": Lion(),
+    "momentum": Momentum(),
+    "nesterov": Momentum(nesterov=True),
+}
 FORMS = {"own": (None, "float32"), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
 FORMS |= {"int16": ("bfloat16", "int16"), "int8": ("bfloat16", "int8")}
 STATES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -144,7 +150,7 @@ def update(rule: str, weights: Any, scalars: Any) -> Any:
 
 
 SCALARS = (spec((), jnp.float32), spec((), jnp.float32), spec((), jnp.bool_), spec((), jnp.float32))
-SCALARS = (*SCALARS, SCALARS[0])
+SCALARS = (*SCALARS, SCALARS[0], SCALARS[0])
 
 
 # Each state once; the rule with two moments, of which one is unsigned, in a state of each kind.

@@ -227,6 +227,11 @@ LEAVES = [
 ALSO = (2, 3, 4, 10, 11, 12, 13)  # of them, those that the rules after the first are tried on: the loads are the same
 RULES = {
     "adamw": (AdamW(0.9, 0.99, 1e-6), functools.partial(oracles.adamw, b1=0.9, b2=0.99, eps=1e-6), (0.6, 0.3)),
+    "nadamw": (
+        AdamW(0.9, 0.99, 1e-6, nesterov=True),
+        functools.partial(oracles.adamw, b1=0.9, b2=0.99, eps=1e-6, nesterov=True),
+        (0.6, 0.3, 0.4),
+    ),
     "lion": (Lion(0.9, 0.98), functools.partial(oracles.lion, b1=0.9, b2=0.98), ()),
     "momentum": (Momentum(0.9), functools.partial(oracles.momentum, decay=0.9, nesterov=False), ()),
     "nesterov": (Momentum(0.8, True), functools.partial(oracles.momentum, decay=0.8, nesterov=True), ()),

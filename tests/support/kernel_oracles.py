@@ -56,10 +56,11 @@ def saturated(x: Any, dtype: Any) -> np.ndarray:
         return np.clip(np.asarray(x, np.float32), -limit, limit).astype(dtype)
 
 
-def adamw(g: Any, moments: Any, scalars: Any, *, b1: float, b2: float, eps: float) -> Any:
+def adamw(g: Any, moments: Any, scalars: Any, *, b1: float, b2: float, eps: float, nesterov: bool = False) -> Any:
     """Adam's step, and its moments."""
     mu, nu = b1 * moments[0] + (1 - b1) * g, b2 * moments[1] + (1 - b2) * g**2
-    return (mu / scalars[0]) / (np.sqrt(nu / scalars[1]) + eps), (mu, nu)
+    ahead = b1 * mu / scalars[2] + (1 - b1) * g / scalars[0] if nesterov else mu / scalars[0]
+    return ahead / (np.sqrt(nu / scalars[1]) + eps), (mu, nu)
 
 
 def lion(g: Any, moments: Any, scalars: Any, *, b1: float, b2: float) -> Any:

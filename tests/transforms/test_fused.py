@@ -67,6 +67,10 @@ PAIRS = {
         lambda **kw: jaxmp.fused_adamw(SCHEDULE, 0.8, 0.95, 1e-6, 1e-8, weight_decay=0.1, mask=DECAYS, **kw),
         lambda: optax.adamw(SCHEDULE, 0.8, 0.95, 1e-6, 1e-8, weight_decay=0.1, mask=DECAYS),
     ),
+    "nadamw": (
+        lambda **kw: jaxmp.fused_adamw(1e-2, eps_root=1e-8, weight_decay=0.1, nesterov=True, **kw),
+        lambda: optax.nadamw(1e-2, eps_root=1e-8, weight_decay=0.1),
+    ),
     "lion": (lambda **kw: jaxmp.fused_lion(1e-3, **kw), lambda: optax.lion(1e-3)),
     "sgd": (lambda **kw: jaxmp.fused_sgd(1e-2, **kw), lambda: optax.sgd(1e-2, 0.9)),
     "nesterov": (lambda **kw: jaxmp.fused_sgd(1e-2, 0.8, True, **kw), lambda: optax.sgd(1e-2, 0.8, True)),
@@ -100,6 +104,20 @@ def test_equals_optax(name, policy):
     assert np.isnan(metrics.pop("largest_gradient")) and expected_metrics.pop("largest_gradient") > 0
     assert_exact(metrics, expected_metrics)
     assert int(metrics["skipped_steps"]) == 1
+
+
+@pytest.mark.parametrize(("bits", "roundings"), [(None, 2.0**-22), (16, 2.0**-22), (8, 2.0**-16)])
+def test_nesterov_equals_optax_in_all_forms_of_masters(bits, roundings):
+    """Each step rounds a master, one of 24 bits stochastically."""
+    fused, plain = PAIRS["nadamw"]
+    (got, got_state), (expected, expected_state) = (
+        run(jaxmp.mixed_precision(inner, "bf16", remainder_bits=bits), "bf16")
+        for inner in (fused(max_norm=CLIP), chained(plain))
+    )
+    masters = [jaxmp.get_master_params(*x) for x in ((got_state, got), (expected_state, expected))]
+    assert_close(*masters, rtol=STEPS * roundings, atol=1e-6)
+    moments = [{name: optax.tree.get(x, name) for name in ("mu", "nu", "count")} for x in (got_state, expected_state)]
+    assert_close(*moments, rtol=STEPS * 2.0**-22, atol=1e-12)
 
 
 @pytest.mark.thorough(1)

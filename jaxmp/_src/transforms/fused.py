@@ -37,14 +37,18 @@ def fused_adamw(
     *,
     weight_decay: float = 1e-4,
     mask: Mask = None,
+    nesterov: bool = False,
     max_norm: float | None = None,
     state_dtype: Any = "float32",
     backend: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.adamw` with clipping, as a fused multi-tensor update.
+    """`optax.adamw` with clipping, as a fused multi-tensor update; with `nesterov`, `optax.nadamw`.
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
-        w <- w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps) + weight_decay w)
+        w <- w - lr (m_hat / (sqrt(v / (1 - b2^t) + eps_root) + eps) + weight_decay w)
+
+        m_hat = m / (1 - b1^t)
+        nesterov: m_hat = b1 m / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)
 
     With `jaxmp.apply_gradients`, on NVIDIA GPUs from Hopper on, one pass over memory (a few kernel launches) unscales
     and clips the gradients, updates masters and moments, and writes the model's params. On other devices, and with
@@ -55,6 +59,7 @@ def fused_adamw(
       b1, b2, eps, eps_root: as for `optax.adamw`.
       weight_decay: the decoupled weight decay.
       mask: tree of bools like the params (or a function of them): True for leaves with weight decay.
+      nesterov: Nesterov's momentum, as for `optax.adamw`.
       max_norm: the largest global norm of the gradients, as for `jaxmp.clip_by_global_norm`; None or 0: no clipping.
       state_dtype: the stored dtype of moments: float32, bfloat16, int8 (companded blocks), float8_e4m3fn, float8_e5m2;
         see `compress_moments`.
@@ -77,16 +82,18 @@ def fused_adamw(
       1.4142135381698608
 
     References:
-      Loshchilov and Hutter 2019 (arXiv 1711.05101); torch.optim.AdamW(fused=True), apex's FusedAdam.
+      Loshchilov and Hutter 2019 (arXiv 1711.05101); Dozat 2016 (NAdam, ICLR workshop);
+      torch.optim.AdamW(fused=True), apex's FusedAdam.
     """
-    plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask)
+    plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask, nesterov=nesterov)
 
     def scalars(state: Any) -> tuple[Any, ...]:
         (adam,) = find(state, optax.ScaleByAdamState)
         count = optax.safe_increment(adam.count)
-        return 1 - b1**count, 1 - b2**count
+        next_one = (1 - b1 ** optax.safe_increment(count),) if nesterov else ()
+        return 1 - b1**count, 1 - b2**count, *next_one
 
-    rule = kernels.AdamW(b1, b2, eps, eps_root)
+    rule = kernels.AdamW(b1, b2, eps, eps_root, nesterov)
     fields = {optax.ScaleByAdamState: ("mu", "nu")}
     return _fused(plain, rule, fields, learning_rate, scalars, weight_decay, mask, max_norm, state_dtype, backend)
 
