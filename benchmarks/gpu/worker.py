@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         else:
             record.data["missing"] = e.name or str(e)
             record.data["error"] = str(e)
-    except Exception:
+    except Exception:  # of a benchmark, of any kind: it is recorded, and what ran before it stays in the record
         if record.data["current"] is not None:
             record.end(record.data["current"], FAILED, traceback.format_exc())
         else:

@@ -182,8 +182,8 @@ class Optax(NamedTuple):
         # Masters before the step: XLA for GPU counts them in the pass that reads them. XLA for CPU must be told to
         # count first, or it copies them.
         saturated = jnp.zeros((), jnp.float32)
-        if any(map(_may_saturate, pairs)):
-            counted = lambda pairs: (saturated_masters(pairs), pairs)  # noqa: E731
+        if low := [i for i, pair in enumerate(pairs) if _may_saturate(pair)]:
+            counted = lambda pairs: (saturated_masters([pairs[i] for i in low]), pairs)  # noqa: E731
             saturated, pairs = by_platform(counted, pairs, cpu=lambda f, pairs: lax.optimization_barrier(f(pairs)))
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
         new, state, others, _ = when(step.taken, update, old, state, beside.old, step.number, choose=choose)
@@ -219,12 +219,12 @@ def _check_shapes(new: Any, old: Any) -> None:
 
 
 def _may_saturate(pair: Pair) -> bool:
+    """Whether it is a float16 param with a master; bfloat16 has the range of float32."""
     return pair.param is not None and pair.param.dtype == jnp.float16 and pair.master is not None
 
 
-def saturated_masters(pairs: Sequence[Pair]) -> Float[Array, ""]:
-    """How many masters of float16 params lie beyond its range; bfloat16 has the range of float32."""
-    low = list(filter(_may_saturate, pairs))
+def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
+    """How many masters of float16 params lie beyond its range."""
 
     def count(low: list[Pair]) -> Array:
         return sum((jnp.sum(_is_beyond(q.master)) for q in low), start=jnp.zeros((), jnp.float32))
@@ -251,8 +251,6 @@ def saturated_masters(pairs: Sequence[Pair]) -> Float[Array, ""]:
             alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
         return sum((jnp.sum(x) for x in alike.values()), start=jnp.zeros((), jnp.float32))
 
-    if not low:
-        return jnp.zeros((), jnp.float32)
     return by_platform(count, low, cpu=count_if_any, cuda=count_in_pass, rocm=count_in_pass)
 
 
