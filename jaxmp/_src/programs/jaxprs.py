@@ -86,13 +86,13 @@ def with_operands(jaxpr: Any) -> Any:
     return core.Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about)
 
 
-def equations(jaxpr: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def equations(jaxpr: Any, seen: set[core.Jaxpr] | None = None) -> Iterator[Any]:
     """All equations of a jaxpr and of the jaxprs inside of it, those of rules and kernels too; each jaxpr once."""
     seen = set() if seen is None else seen
     jaxpr, _ = open_jaxpr(jaxpr)
-    if jaxpr is None or id(jaxpr) in seen:
+    if jaxpr is None or jaxpr in seen:
         return
-    seen.add(id(jaxpr))
+    seen.add(jaxpr)
     for eqn in jaxpr.eqns:
         yield eqn
         for param in eqn.params.values():

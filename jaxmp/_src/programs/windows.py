@@ -45,7 +45,10 @@ class Window(NamedTuple):
 
 
 def run(
-    f: Callable[..., tuple[list[PyTree], PyTree]], *args: PyTree, window_bytes: int, into: PyTree = None
+    f: Callable[..., tuple[list[PyTree], PyTree]],
+    *args: PyTree,
+    window_bytes: int,
+    into: Callable[..., tuple[PyTree, PyTree]] | None = None,
 ) -> tuple[list[PyTree], PyTree]:
     """`f(*args)`, window by window.
 
@@ -54,9 +57,9 @@ def run(
         results. It copies its arguments to the device (`host_memory.to_device`) and its results to their place.
       *args: pytrees of arrays.
       window_bytes: how much is copied in from host memory for one window; a part that needs more has its own window.
-      into: None, or a tree like (parts, rest) with the leaves of `args` that they replace, each of the same type (for a
-        scalar, any leaf). A part that is too large for a window then goes in pieces of its leading axis, if it is
-        elementwise, sums of it included (`row_loops`).
+      into: None, or a function of trees like `args` that returns a tree like (parts, rest): the leaves that these
+        replace, each of the same type (for a scalar, any leaf). A part that is too large for a window then goes in
+        pieces of its leading axis, if it is elementwise, sums of it included (`row_loops`).
 
     Returns:
       The result of `f`.
@@ -83,8 +86,7 @@ def run(
     makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     results: list[Any] = [None] * len(jaxpr.outvars)
     gone_out: list[list[Any]] = []
-    places = {id(x): v for x, v in zip(leaves, jaxpr.invars, strict=True)}
-    replaced = None if into is None else [places[id(x)] for x in jax.tree.leaves(into)]
+    replaced = None if into is None else jax.tree.leaves(into(*treedef.unflatten(jaxpr.invars)))
     for number, window in enumerate(windows):
         if number >= _IN_FLIGHT and window.inputs:
             wanted = [jaxpr.invars[i] for i in window.inputs]

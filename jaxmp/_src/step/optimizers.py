@@ -348,7 +348,7 @@ class Streamed(NamedTuple):
 
         def run_once(carry: Any) -> Any:
             _, pairs, state = carry
-            into = (pairs, state) if self.inner.split_leaves else None
+            into = (lambda _, state, pairs: (pairs, state)) if self.inner.split_leaves else None
             new = windows.run(update, grads.scaled, state, pairs, window_bytes=self.inner.window_bytes, into=into)
             return jnp.zeros((), bool), *new
 
