@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import reductions
@@ -232,12 +232,14 @@ def _compute_rows(
     held |= dict(zip(targets, row_loops.run(rows, targets, into, held, count), strict=True))
 
 
-def any_unusable(grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28) -> jax.Array:
-    """`reductions.any_unusable` of gradients in host memory times `inv_scale`; a few are on the device at a time."""
+def unusable_and_largest(
+    grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28
+) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+    """`reductions.unusable_and_largest` of gradients in host memory; a few are on the device at a time."""
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
-        fetched = host_memory.to_device(leaves)
-        return [reductions.any_unusable([g.astype(jnp.float32) * inv_scale]) for g in fetched], None
+        return [reductions.unusable_and_largest([g], inv_scale) for g in host_memory.to_device(leaves)], None
 
     found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)
-    return functools.reduce(jnp.logical_or, found)
+    bad, largest = zip(*found, strict=True)
+    return functools.reduce(jnp.logical_or, bad), functools.reduce(jnp.maximum, largest)

@@ -148,8 +148,7 @@ class Optax(NamedTuple):
 
     def measure(self, grads: Gradients) -> Measured:
         """Looks at each gradient; XLA fuses this with the unscaling, or reads what is still scaled."""
-        found = reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale)
-        return Measured(found[0], counts={"largest_gradient": found[1]})
+        return _measured(*reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale))
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -191,6 +190,10 @@ class Optax(NamedTuple):
         as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
         pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
         return Moved(pairs, state, {"saturated_params": saturated}, others)
+
+
+def _measured(bad: Bool[Array, ""], largest: Float[Array, ""]) -> Measured:
+    return Measured(bad, counts={"largest_gradient": largest})
 
 
 def updated(
@@ -327,7 +330,7 @@ class Streamed(NamedTuple):
         """Looks at gradients in host memory a few at a time."""
         if host_memory.first_on_host(grads.scaled) is None:
             return Optax(self.inner).measure(grads)
-        return Measured(windows.any_unusable(grads.scaled, grads.factor()))
+        return _measured(*windows.unusable_and_largest(grads.scaled, grads.factor()))
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside

@@ -471,7 +471,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
         (`optax.apply_updates` leaves a few behind for a step.) NaN with `apply_gradients`, which reads no params.
       largest_gradient: the largest magnitude of an unscaled gradient, before clipping, on any device, in the last step
         taken. NaN where the check of the gradients does not give it: on a GPU, with `jaxmp.fused_*` in
-        `apply_gradients`, with gradients in host memory, with `skip_nonfinite=False` or `grads_finite=`.
+        `apply_gradients`, with `grads_finite=`, and with `skip_nonfinite=False` without a loss scale.
       grad_norm: of the last step taken, before clipping (with `clip_by_global_norm` in the chain).
       zero_grads: exact zeros among its gradients (with `count_zeros` in the chain).
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
