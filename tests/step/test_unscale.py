@@ -328,13 +328,13 @@ def test_extra_arguments_for_the_inner_transform():
     """
     inner, seen = probe()
     tx = jaxmp.unscale_and_skip(inner, jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
-    run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan), grads()], value="mine")
+    run(tx, tx.init(params()), [grads(), grads(bad=jnp.nan), grads()], value=3.0)
     for found, scale in zip(seen, (4.0, 4.0), strict=True):
         assert_exact(
             {k: found[k] for k in ("grads_finite", "loss_scale", "next_loss_scale")},
             {"grads_finite": jnp.array(True), "loss_scale": jnp.float32(scale), "next_loss_scale": jnp.float32(8.0)},
         )
-        assert found["value"] == "mine"
+        assert found["value"] == 3.0
 
 
 def test_an_override_of_the_scale_shows_as_both_scales():
