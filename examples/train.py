@@ -150,7 +150,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes to logits of the next byte. No layer needs a dtype: the policy decides, but the logits keep theirs."""
+    """Bytes to logits of the next byte. No layer needs a dtype: the policy decides, and the logits are in float32."""
 
     width: int
     layers: int
@@ -166,7 +166,9 @@ class Transformer(nn.Module):
         for _ in range(self.layers):
             x = Block(self.heads, seq_len, self.dtype)(x)
         x = nn.LayerNorm(use_bias=False, dtype=jnp.float32)(x)
-        return nn.Dense(256, use_bias=False, dtype=jnp.float32, name="logits")(x).reshape(*tokens.shape, 256)
+        with jaxmp.autocast(enabled=False):
+            x = nn.Dense(256, use_bias=False, dtype=jnp.float32, name="logits")(x)
+        return x.reshape(*tokens.shape, 256)
 
 
 class Precision(NamedTuple):

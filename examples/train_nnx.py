@@ -87,21 +87,23 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes to logits of the next byte; the logits are float32 in every policy, as their layer says so."""
+    """Bytes to logits of the next byte; the logits are float32 in every policy: autocast is off around their layer."""
 
     def __init__(self, cfg: Config, rngs: nnx.Rngs):
         self.bytes = nnx.Embed(256, cfg.width, rngs=rngs)
         self.positions = nnx.Embed(cfg.seq_len, cfg.width, rngs=rngs)
         self.blocks = nnx.List([Block(cfg, rngs) for _ in range(cfg.layers)])
         self.norm = nnx.LayerNorm(cfg.width, use_bias=False, rngs=rngs)
-        self.logits = nnx.Linear(cfg.width, 256, use_bias=False, dtype=jnp.float32, rngs=rngs)
+        self.logits = nnx.Linear(cfg.width, 256, use_bias=False, dtype=jnp.float32, rngs=rngs)  # also of 16-bit params
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # uint8 [B, T] -> f32 [B, T, 256]
         x = self.bytes(tokens.astype(jnp.int32)) + self.positions(jnp.arange(tokens.shape[1]))[None]
         x = x.reshape(-1, x.shape[-1])  # [B*T, D]
         for block in self.blocks:
             x = block(x)
-        return self.logits(self.norm(x)).reshape(*tokens.shape, 256)
+        x = self.norm(x)
+        with jaxmp.autocast(enabled=False):
+            return self.logits(x).reshape(*tokens.shape, 256)
 
 
 def spread(module: nnx.Module, mesh: Mesh) -> None:

@@ -247,7 +247,7 @@ def mnist(seed: int, dtype: Any) -> Model:
 
 
 # Each model by the name of its package and class, and the lines that change beside those of the loop. The models of
-# transformers name float32 in each layer: they need dtype= of their constructor, and a loss of logits in float32.
+# transformers get dtype= in their constructor, and a loss of logits in float32.
 MODELS: dict[str, tuple[Callable[[int, Any], Model], int]] = {
     "transformers, FlaxGPT2LMHeadModel": (gpt2, 2),
     "transformers, FlaxBertForMaskedLM": (bert, 2),

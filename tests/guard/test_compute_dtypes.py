@@ -247,14 +247,14 @@ def test_silence_where_float32_is_what_was_asked_for():
 
 
 def test_a_policy_of_which_nothing_computes_in_16_bits():
-    model = nn.Dense(16, dtype=jnp.float32)
+    model = nn.Dense(16)
     params = model.init(jax.random.key(0), X)
     for policy in ("bf16", "16-mixed"):
-        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
-        run = jaxmp.value_and_grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2), policy=policy)
+        kept = jaxmp.get_policy(policy, keep_fp32="*")
+        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), kept).init(params)
+        run = jaxmp.value_and_grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2), policy=kept)
         (message,) = said(lambda x, run=run, s=opt_state: run(params, x, opt_state=s), X)
-        name = jaxmp.get_policy(policy).compute_dtype.name
-        assert f"the policy says {name}, but {NOTHING_LOW}" in message and "dtype= of their own" in message
+        assert f"the policy says {kept.compute_dtype.name}, but {NOTHING_LOW}" in message and "keep_fp32" in message
 
 
 def test_a_policy_that_says_fp8_where_nothing_runs_in_fp8():

@@ -121,6 +121,9 @@ class CastLists(NamedTuple):
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of modules by pattern (`tree_paths`); None: as it was written. The first that fits counts.
+      keeps: says of a flax module whether a policy keeps it in float32; None: none is kept (`float32_layers`).
+      tells_of_float32: whether a warning tells of layers with `dtype=float32` that compute in 16 bits.
+      because: with `dtype` None, why, for people to read.
       chooser: says which matmuls of a function run narrower than `dtype` (`narrow_matmuls`); None: none.
       narrow: what it said of the matmuls of one function: (place, product or reason) each.
     """
@@ -130,6 +133,9 @@ class CastLists(NamedTuple):
     force_fp32: frozenset[str] = FORCE_FP32
     widest: frozenset[str] = WIDEST
     modules: tree_paths.Patterns = tree_paths.Patterns("autocast(modules=)", (), of="module")
+    keeps: Any = None
+    tells_of_float32: bool = True
+    because: str = ""
     chooser: Any = None
     narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
 
@@ -144,7 +150,14 @@ class CastLists(NamedTuple):
     def at(self, path: str) -> "CastLists":
         """The lists in the module at `path`, where one of `modules` names it."""
         pattern = self.modules.first(path)
-        return self if pattern is None else self._replace(dtype=self.modules.values[pattern])
+        if pattern is None:
+            return self
+        dtype = self.modules.values[pattern]
+        return self._replace(dtype=dtype, because="modules=" if dtype is None else "")
+
+    def off(self, because: str) -> "CastLists":
+        """These lists where operations run as they were written, as all of them do for a reason that is told."""
+        return self._replace(dtype=None, because=because)
 
     def group(self, name: str) -> str | None:
         """`"allow"`, `"force_fp32"`, `"widest"`, or None: as it was written."""
@@ -156,7 +169,7 @@ class CastLists(NamedTuple):
     def inside(self, group: str) -> "CastLists":
         """The lists inside a function that a list names: its parts follow the dtypes of its inputs."""
         if group == "force_fp32":
-            return CastLists(None)
+            return OFF.off("force_fp32=")
         return CastLists(self.dtype, frozenset(), frozenset(), self.allow | self.force_fp32 | self.widest)
 
 
@@ -228,8 +241,14 @@ def make_lists(
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
     modules: Mapping[str, jax.typing.DTypeLike] | None = None,
+    keeps: Any = None,
+    *,
+    tells_of_float32: bool = True,
 ) -> CastLists:
-    """The lists for the arguments of `autocast`, which move names from one list to another; checks the arguments."""
+    """The lists for the arguments of `autocast`, which move names from one list to another; checks the arguments.
+
+    Whoever gives `modules`, also an empty dict, has said which layers stay float32: a warning tells of no others.
+    """
     dtype = check_dtype(dtype)
     moved: dict[str, str] = {}
     for argument, names in (("allow", allow), ("force_fp32", force_fp32), ("widest", widest)):
@@ -258,6 +277,8 @@ def make_lists(
         tree_paths.Patterns(
             "autocast(modules=)", {pattern: None if d == jnp.float32 else d for pattern, d in others}, of="module"
         ),
+        keeps,
+        tells_of_float32 and modules is None,
     )
 
 

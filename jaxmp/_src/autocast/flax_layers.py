@@ -1,7 +1,7 @@
 """Flax layers under autocast: dtypes of modules, by path or their own, layers that are one operation, and regions.
 
-A module with a `dtype` of its own keeps it, as if `modules` named it. (In a function traced in float32,
-`nn.Dense(dtype=float32)` leaves no cast that the planner could find.)
+A module with a 16-bit `dtype` of its own keeps it, as if `modules` named it. float32 is no request: the module runs by
+the lists, unless the policy keeps it (`float32_layers`).
 
 PyTorch treats some layers as one operation and decides the dtype that they return: batch norm computes in float32 and
 returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr, such a layer is
@@ -9,7 +9,7 @@ many ordinary operations. So autocast marks its result with a name that the plan
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import reach, regions
+from jaxmp._src.autocast import float32_layers, reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
 from jaxmp._src.base import ambient
 from jaxmp._src.programs import flax_modules, haiku_frames
@@ -34,15 +34,26 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
     return flax_modules.call(fn, transform, args, kwargs, _by_path)
 
 
+def with_modules(fn: Callable[..., Any], modules: Iterable[Any]) -> Callable[..., Any]:
+    """`fn`, in which these nnx modules run by the lists for their paths, where it is traced for a rewrite.
+
+    For functions of arrays that put a module together and call `fn` with it; `call` does this for modules that are
+    arguments.
+    """
+    return flax_modules.with_hook(fn, modules, _by_path) if regions.is_tracing() else fn
+
+
 def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
     found = None if lists is None else _lists_for(call, lists)
     _check_kernel(call)
-    with contextlib.nullcontext() if found is None or found == lists else regions.region(found):
+    with contextlib.nullcontext() if found is None or found == lists else _region_of(found):
+        if found is not None:
+            float32_layers.note(call, found)
         out = call.run()
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
-        if getattr(call.module, "dtype", None) is not None or found is None or found.dtype is None:
+        if _own_dtype(call.module) is not None or found is None or found.dtype is None:
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
 
@@ -76,17 +87,31 @@ def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:
         return OFF  # params are made as they are
     if lists.modules.first(call.path) is not None:
         return lists.at(call.path)
-    own = _own_dtype(call.module)
-    if lists.dtype is None or own is None:
+    if lists.dtype is None:
         return lists
-    return lists._replace(dtype=None if own == jnp.float32 else own)
+    own = _own_dtype(call.module)
+    if own is not None:
+        return lists._replace(dtype=own)
+    is_kept = not isinstance(call.module, _IN_FLOAT32_BY_THE_LISTS) and float32_layers.is_kept(call, lists)
+    return lists.off(_KEPT) if is_kept else lists
+
+
+_KEPT = "keep_fp32"
+_IN_FLOAT32_BY_THE_LISTS = (linen.BatchNorm, nnx.BatchNorm)  # and their result is that of one operation
+
+
+@contextlib.contextmanager
+def _region_of(lists: CastLists) -> Iterator[None]:
+    """A region in a function that is traced; a layer that the policy keeps is not in fp8 either."""
+    with regions.region(lists), ambient.having(**({"fp8_enabled": False} if lists.because == _KEPT else {})):
+        yield
 
 
 _ALWAYS_WITH_DTYPE = (nnx.Embed, nnx.SimpleCell)  # theirs is never None: nobody chose it
 
 
 def _own_dtype(module: Any) -> np.dtype | None:
-    """The `dtype` that a user gave to a module, if autocast can run in it."""
+    """The 16-bit `dtype` that a user gave to a module."""
     given = getattr(module, "dtype", None)
     if given is None or isinstance(module, _ALWAYS_WITH_DTYPE):
         return None
@@ -94,7 +119,7 @@ def _own_dtype(module: Any) -> np.dtype | None:
         own = jnp.dtype(given)
     except TypeError:
         return None
-    return own if own in FLOATS else None
+    return own if own in FLOATS and own != jnp.float32 else None
 
 
 @contextlib.contextmanager

@@ -67,7 +67,10 @@ def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
 def lists_of(eqn: Any, lists: CastLists) -> CastLists:
     """The lists of an equation: those of the innermost region it was traced in, else `lists`."""
     found = module_paths.REGIONS.findall(str(eqn.source_info.name_stack))
-    return from_text(found[-1])._replace(narrow=lists.narrow) if found else lists
+    if not found:
+        return lists
+    here = from_text(found[-1])
+    return here._replace(keeps=lists.keeps, tells_of_float32=lists.tells_of_float32, narrow=lists.narrow)
 
 
 def scope_of(eqn: Any) -> str:
@@ -90,6 +93,7 @@ def to_text(lists: CastLists) -> str:
         fields += [f"{group}={'+'.join(found)}"] if found else []
     found = [f"{_quote(pattern)}:{_dtype_to_text(dtype)}" for pattern, dtype in lists.modules.values.items()]
     fields += [f"modules={'+'.join(found)}"] if found else []
+    fields += [f"because={_quote(lists.because)}"] if lists.because else []
     return ";".join(fields)
 
 
@@ -104,6 +108,8 @@ def from_text(text: str) -> CastLists:
             pairs = [name.split(":") for name in names.split("+")]
             values = {urllib.parse.unquote(pattern): _dtype_from_text(d) for pattern, d in pairs}
             found[group] = OFF.modules.with_values(values)
+        elif group == "because":
+            found[group] = urllib.parse.unquote(names)
         else:
             missing = {urllib.parse.unquote(name[1:]) for name in names.split("+") if name.startswith("!")}
             added = {urllib.parse.unquote(name) for name in names.split("+") if not name.startswith("!")}

@@ -30,7 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.autocast import calls, cast_lists, flax_layers, narrow_matmuls, plan_runner, planner, reach, regions
+from jaxmp._src.autocast import (
+    calls,
+    cast_lists,
+    flax_layers,
+    float32_layers,
+    narrow_matmuls,
+    plan_runner,
+    planner,
+    reach,
+    regions,
+)
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.programs import array_functions, haiku_frames
 
@@ -83,16 +93,28 @@ def autocast(
     widest: Iterable[str] = (),
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
+    keeps: Any = None,
+    tells_of_float32: bool = True,
     chooser: Any = None,
 ) -> Any:
     """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments.
 
-    `chooser` says which matmuls run narrower still (`narrow_matmuls`).
+    `keeps` and `tells_of_float32` come from a policy (`CastLists`); `chooser` says which matmuls run narrower still
+    (`narrow_matmuls`).
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
-    lists = cast_lists.make_lists(jnp.float16 if dtype is None else dtype, allow, force_fp32, widest, modules)
-    lists = cast_lists.OFF if not enabled or lists.dtype is None else lists._replace(chooser=chooser)
+    lists = cast_lists.make_lists(
+        jnp.float16 if dtype is None else dtype,
+        allow,
+        force_fp32,
+        widest,
+        modules,
+        keeps,
+        tells_of_float32=tells_of_float32,
+    )
+    is_off = not enabled or lists.dtype is None
+    lists = cast_lists.OFF.off("autocast is off") if is_off else lists._replace(chooser=chooser)
     if output_dtype is not None:
         output_dtype = jnp.dtype(output_dtype)
         if not jnp.issubdtype(output_dtype, jnp.floating):
@@ -123,7 +145,7 @@ def no_autocast(fn: F) -> F:
       >>> autocast(lambda x: dense(x, x))(jnp.ones((2, 2))).dtype.name
       'float32'
     """
-    return _wrap(fn, cast_lists.OFF, None)
+    return _wrap(fn, cast_lists.OFF.off("no_autocast"), None)
 
 
 def by_region(fn: F) -> F:
@@ -146,12 +168,15 @@ def _is_dtype(fn: Any) -> bool:
 
 
 def _inherited(lists: CastLists, dtype_too: bool) -> CastLists:
-    """The lists with the chooser, and perhaps the dtype, of the region around them, if they have none."""
+    """The lists with what they do not say from the region around: the chooser, a policy's layers, perhaps the dtype."""
     outer = regions.current()
     if outer is None or outer.dtype is None or lists.dtype is None:
         return lists
     if lists.chooser is None and not regions.is_tracing():
         lists = lists._replace(chooser=outer.chooser)
+    if lists.keeps is None:
+        lists = lists._replace(keeps=outer.keeps)
+    lists = lists._replace(tells_of_float32=lists.tells_of_float32 and outer.tells_of_float32)
     return lists._replace(dtype=outer.dtype) if dtype_too else lists
 
 
@@ -170,7 +195,8 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
         if here.dtype is None:
             out = rewritten(fn)(*args, **kwargs)
         else:
-            out = haiku_frames.call(fn, rewritten, args, kwargs, what="autocast")
+            with float32_layers.told_of():
+                out = haiku_frames.call(fn, rewritten, args, kwargs, what="autocast")
         around = regions.current()
         if around is None or here.modules is not around.modules:  # a region warns at its end
             here.modules.warn_of_idle()

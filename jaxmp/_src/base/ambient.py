@@ -47,6 +47,8 @@ class Ambient:
       autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
       autocast_reached: the lists of all regions that did. The same object everywhere.
       autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
+      autocast_float32_layers: paths of layers with `dtype=float32` that compute in 16 bits, as they are traced; one
+        warning tells of them. None where nothing collects them.
       fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
       fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
@@ -59,6 +61,7 @@ class Ambient:
     autocast_region: Any = None
     autocast_reached: set[Any] = dataclasses.field(default_factory=set)
     autocast_tracing: bool = False
+    autocast_float32_layers: dict[str, None] | None = None
     fp8_enabled: bool = True
     fp8_calibrating: bool = False
     fp8_layers: Any = None

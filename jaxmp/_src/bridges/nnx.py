@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from jaxmp._src.autocast import flax_layers
 from jaxmp._src.base import signatures
 from jaxmp._src.bridges import named_once
 from jaxmp._src.devices import collectives
@@ -98,7 +99,8 @@ def value_and_grad(
             """What the loss returned, and the modules after it."""
             merged = _merge(graphdef, params, rest)
             given = arrays | dict(zip(passed, merged[1:], strict=True))
-            return looked_at(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
+            run = flax_layers.with_modules(looked_at, (merged[0],))
+            return run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
 
         if k > 1:
             others = {i: x for i, x in enumerate(args, 1) if i not in passed}
@@ -268,7 +270,8 @@ class Optimizer(nnx.Optimizer):
         graphdef, params, rest = nnx.split(model, self.wrt, ...)
 
         def of_params(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            return fun(nnx.merge(graphdef, params, rest, copy=True), *args, **kwargs)
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            return flax_layers.with_modules(fun, (model,))(model, *args, **kwargs)
 
         kwargs.setdefault("policy", self.policy)
         opt_state = nnx.as_pure(self.opt_state)

@@ -14,7 +14,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import convolutions, einsum, layers, matmul, norms, recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import (
+    convolutions,
+    einsum,
+    kept_layers,
+    layers,
+    matmul,
+    norms,
+    recipes,
+    scale_leaves,
+    stored_kernels,
+)
 from jaxmp._src.fp8.recipes import DelayedScaling
 from jaxmp._src.programs import jaxprs, module_paths
 
@@ -215,8 +225,8 @@ _KEY = jax.make_user_context(None)
 class _Interceptor:
     """What flax calls in place of each method of a module inside `autocast`."""
 
-    def __init__(self, recipe: Any, chosen: layers.Filter):
-        self.recipe, self.chosen = recipe, chosen
+    def __init__(self, recipe: Any, chosen: layers.Filter, kept: kept_layers.KeptLayers | None = None):
+        self.recipe, self.chosen, self.kept = recipe, chosen, kept
         self.by_default: Callable[[str], bool] | None = None  # of the model that is running
         self.is_running = False
         self.has_run = False  # a whole model, from its __call__
@@ -265,6 +275,9 @@ class _Interceptor:
         return _in_fp8(base, module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
 
     def _wants(self, path: str, module: Any) -> bool:
+        params = ["kernel", "bias"] if getattr(module, "use_bias", False) else ["kernel"]
+        if self.kept is not None and self.kept(path, params):
+            return False
         return self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)
 
     def _wants_gates(self, cell: nn.Module) -> bool:
@@ -435,15 +448,23 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
       >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
       ['layers_2']
     """
-    recipe = DelayedScaling() if recipe is None else recipe
+    with region(DelayedScaling() if recipe is None else recipe, enabled=enabled, filter=filter):
+        yield
+
+
+@contextlib.contextmanager
+def region(
+    recipe: Any, *, enabled: bool, filter: layers.Filter, kept: kept_layers.KeptLayers | None = None
+) -> Iterator[None]:
+    """`autocast` with a recipe, in which the layers that a policy keeps in float32 are not in fp8."""
     layers.check_recipe(recipe)
-    interceptor = _Interceptor(recipe, filter)
+    interceptor = _Interceptor(recipe, filter, kept)
     with (
         module_paths.fp8_region(enabled) if ambient.now().autocast_tracing else contextlib.nullcontext(),
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
-        _KEY((repr(recipe), enabled, layers.identity_of(filter))),
+        _KEY((repr(recipe), enabled, layers.identity_of(filter), kept)),
     ):
         yield
     if interceptor.has_run:  # a method of a model may call some layers only

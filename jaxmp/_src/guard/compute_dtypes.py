@@ -114,9 +114,9 @@ def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
     nothing = "no matmul or convolution of the loss runs in 16 bits or fp8"
     if policy is not None:
         return (
-            f"the policy says {policy.compute_dtype.name}, but {nothing}. Layers keep a dtype= of their own, and "
-            f"operations stay float32 in `with jaxmp.autocast(enabled=False)`, in jaxmp.no_autocast, and with an "
-            f"algorithm as their precision=. Take these away, or use a policy that computes in float32."
+            f"the policy says {policy.compute_dtype.name}, but {nothing}. Layers that keep_fp32 names stay float32. "
+            f"So do operations in `with jaxmp.autocast(enabled=False)`, in jaxmp.no_autocast, and with an algorithm as "
+            f"their precision=. Take these away, or use a policy that computes in float32."
         )
     if not param_dtypes:
         return (

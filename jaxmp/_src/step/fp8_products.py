@@ -184,6 +184,5 @@ def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
         "no-matmul-in-fp8",
         f"autocast(recipe=) runs matmuls with weights in fp8, between the first and the last operation with weights or "
         f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). {advice}"
-        f"A flax module with a dtype of its own keeps it. "
         f"jaxmp.explain_autocast(fn, *args, recipe=...) shows all.",
     )

@@ -11,7 +11,8 @@ training keeps params and activations in 16 bits, and the loss, the optimizer an
     "fp8"     f32     bf16     f32     8 bits with a scale for each tensor, in the layers built for it (`jaxmp.fp8`)
 
 Some leaves should stay in float32 in every model: the gains of norms, a router, a temperature. A policy names them by
-path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master.
+path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master. Under the policy, a flax layer whose
+params are all named computes in float32, too.
 
 The vocabulary is that of jmp (https://github.com/google-deepmind/jmp); jmp's strings and Policy objects work too. So do
 names of other systems for float32 params and 16-bit computation ("16-mixed", "mixed_bfloat16"). If jaxmp does not
@@ -83,7 +84,10 @@ class Policy(jmp.Policy):
       param_dtype: dtype in which `cast_to_param` stores floating params.
       compute_dtype: dtype of `cast_to_compute`; pass it to flax modules as `dtype=`.
       output_dtype: dtype of `cast_to_output`.
-      keep_fp32: patterns of paths; leaves that fit one stay float32.
+      keep_fp32: patterns of paths; leaves that fit one stay float32, and so does the computation of flax's layers whose
+        params all fit.
+      says_keep_fp32: whether the user said `keep_fp32`, also `()`; if not, a warning tells of layers with
+        `dtype=float32` that compute in 16 bits. Not compared.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
@@ -99,6 +103,7 @@ class Policy(jmp.Policy):
     matmul_precision: str | None = None
     recipe: Any = None
     fp8_weights: bool = False
+    says_keep_fp32: bool = dataclasses.field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -110,10 +115,11 @@ class Policy(jmp.Policy):
                 )
             object.__setattr__(self, field, dtype)
         object.__setattr__(self, "keep_fp32", tree_paths.patterns_of(self.keep_fp32))
+        object.__setattr__(self, "says_keep_fp32", self.says_keep_fp32 or bool(self.keep_fp32))
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
-        others = (field for field in dataclasses.fields(self) if field.name in Policy.__annotations__)
+        others = (field for field in dataclasses.fields(self) if field.name in Policy.__annotations__ and field.compare)
         shown = {
             field.name: getattr(self, field.name) for field in others if getattr(self, field.name) != field.default
         }
@@ -201,7 +207,9 @@ class Policy(jmp.Policy):
         return jax.default_matmul_precision(self.matmul_precision)
 
 
-def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (), fp8_weights: bool = False) -> Policy:
+def get_policy(
+    policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] | None = None, fp8_weights: bool = False
+) -> Policy:
     """The policy of a name, a jmp string or a jmp policy.
 
     Args:
@@ -209,8 +217,9 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
         `"params=float32,compute=bfloat16,output=float32"`; a name of another system: `"16-mixed"`, `"mixed_float16"`
         (float32 params, float16 computation), `"bf16-mixed"`, `"mixed_bfloat16"`, `"32-true"`, `"fp8-delayed"`; a
         `jmp.Policy`; or a `Policy`, whose patterns are extended by those of `keep_fp32`.
-      keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay
-        float32.
+      keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay float32, and under
+        the policy a flax layer whose params all fit (`"head/*"`) computes in float32. `()`: none stays, and no warning
+        tells of layers with `dtype=float32` that compute in 16 bits.
       fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
         weight. They then have float32 masters and bfloat16 gradients, and only `jaxmp.apply_gradients` can write them.
 
@@ -230,7 +239,9 @@ def get_policy(policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] = (),
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
-    made = _made_from(policy, tree_paths.patterns_of(keep_fp32), fp8_weights)
+    made = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32), fp8_weights)
+    if keep_fp32 is not None:
+        made = dataclasses.replace(made, says_keep_fp32=True)
     if jnp.float64 in (made.param_dtype, made.compute_dtype):
         raise ValueError(
             f"a policy trains in float16, bfloat16 or float32: gradients are unscaled, and the optimizer runs, in "

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
+from jaxmp._src.autocast import cast_lists, explain, float32_layers, regions, rewrite
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import layers, linen_layers
+from jaxmp._src.fp8 import kept_layers, layers, linen_layers
 from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
@@ -111,8 +111,9 @@ def autocast(
     Matmuls and convolutions run in `dtype`. Operations that need float32 (exp, log, powers, sums, norms, softmax,
     losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
     not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
-    the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a `dtype`
-    of its own keeps it.
+    the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a 16-bit
+    `dtype` of its own keeps it; `dtype=float32`, the default of many models, is no request, and one warning for each
+    trace lists such layers. A policy keeps the layers in float32 whose params all fit its `keep_fp32`.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
@@ -151,7 +152,7 @@ def autocast(
       modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
         "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
         named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
-        modules need it.
+        modules need it. Given, also as `{}`, it silences the warning about layers with `dtype=float32`.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
       recipe: a recipe without state (`CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`,
         `NVFP4(stochastic_rounding=False)`), or a dict from patterns of paths to several. It replaces the policy's, also
@@ -174,8 +175,9 @@ def autocast(
 
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region; a region in which nothing was called that it can change; a function with `recipe=` in which nothing
-        runs in fp8; a function that holds no layer for a policy's `DelayedScaling`.
+        region; layers with `dtype=float32` that compute in 16 bits; a region in which nothing was called that it can
+        change; a function with `recipe=` in which nothing runs in fp8; a function that holds no layer for a policy's
+        `DelayedScaling`.
 
     Example:
       >>> import jax
@@ -204,7 +206,7 @@ def autocast(
                 check_precision(given)
         return rewrite.autocast(fn, dtype, **options)
     policy = get_policy(dtype)
-    lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options)
+    lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options, **_kept_by(policy))
     if fn is None:
         lists()  # checks the arguments
         return PolicyRegion(policy, lists, enabled=enabled, filter=filter)
@@ -264,7 +266,9 @@ def explain_autocast(
         )
     dtype, chooser = _with_recipe(dtype, recipe, filter)
     policy = get_policy(dtype) if is_policy(dtype) else None
-    lists = cast_lists.make_lists(dtype if policy is None else _dtype_of(policy), allow, force_fp32, widest, modules)
+    kept = {} if policy is None else _kept_by(policy)
+    dtype = dtype if policy is None else _dtype_of(policy)
+    lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules, **kept)
     with contextlib.nullcontext() if policy is None else _fp8_and_precision(policy, enabled=True, filter=filter):
         return explain.explain(fn, lists._replace(chooser=chooser), args, kwargs)
 
@@ -320,12 +324,17 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     in_fp8 = now.fp8_layers is not None and now.fp8_enabled
     kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not now.fp8_enabled))
     lists = outer if outer is not None and kept else cast_lists.make_lists(wanted)
+    if lists.dtype is not None and lists.keeps is None:  # the region around has no policy, or one without keep_fp32
+        kept = _kept_by(policy)
+        tells = lists.tells_of_float32 and kept["tells_of_float32"]
+        lists = lists._replace(keeps=kept["keeps"], tells_of_float32=tells)
     if policy.recipe is not None and not kept_fp8 and lists.chooser is None and not regions.is_tracing():
         lists = lists._replace(chooser=fp8_products.chooser_of(policy.recipe, of_policy=True))
     with contextlib.ExitStack() as stack:
         if not kept or lists != outer:
             stack.enter_context(rewrite.region_of(lists))
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
+        stack.enter_context(float32_layers.told_of())
         yield
 
 
@@ -337,8 +346,15 @@ def _fp8_and_precision(
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
-            stack.enter_context(linen_layers.autocast(policy.recipe, enabled=enabled, filter=filter))
+            kept = _kept_by(policy)["keeps"]
+            stack.enter_context(linen_layers.region(policy.recipe, enabled=enabled, filter=filter, kept=kept))
         yield
+
+
+def _kept_by(policy: Policy) -> dict[str, Any]:
+    """What the lists know of a policy: the layers that it keeps in float32, and whether the user said so."""
+    keeps = kept_layers.KeptLayers(policy.keep_fp32) if policy.keep_fp32 else None
+    return {"keeps": keeps, "tells_of_float32": not policy.says_keep_fp32}
 
 
 def _dtype_of(policy: Policy) -> np.dtype:

@@ -16,6 +16,7 @@ The gradients stay scaled. `unscale_and_skip` must unscale them with the scale t
 `opt_state` that is passed here.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -78,7 +79,8 @@ def value_and_grad(
     """A function that returns the loss and its *scaled* gradients; use it in place of `jax.value_and_grad`.
 
     With a policy, the loss runs in its precision: under `jaxmp.autocast` with its compute dtype, with linen's layers in
-    fp8 where it says fp8, and with its matmul precision ("fp32", "tf32"). Modules keep a `dtype=` of their own, and a
+    fp8 where it says fp8, and with its matmul precision ("fp32", "tf32"). Modules keep a 16-bit `dtype=` of their own;
+    float32 is no request, but a layer whose params all fit `keep_fp32` of the policy computes in float32. A
     `with jaxmp.autocast(...)` inside the loss is the innermost. Without a policy nothing is cast.
 
     Args:
@@ -119,8 +121,9 @@ def value_and_grad(
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales are not
-        differentiated; float16 matmuls without a loss scale; a float16 loss.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; layers with `dtype=float32` that
+        compute in 16 bits, if the policy has not said `keep_fp32`; fp8 layers whose scales are not differentiated;
+        float16 matmuls without a loss scale; a float16 loss.
 
     Example:
       >>> import jaxmp, optax
@@ -259,10 +262,16 @@ def scaled_value_and_grad(
 
 
 def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None, bool]:
-    """(the policy in which a loss runs, whether it came with the state: a TrainState, or its `opt_state`)."""
-    if policy is not None:
+    """(the policy in which a loss runs, whether it came with the state: a TrainState, or its `opt_state`).
+
+    A policy that does not say `keep_fp32` keeps the layers of the one that came with the state.
+    """
+    carried = getattr(opt_state, "policy", None) or states.policy_of(getattr(opt_state, "opt_state", opt_state))
+    if policy is None:
+        return carried, True
+    if carried is None or policy.says_keep_fp32:
         return policy, False
-    return getattr(opt_state, "policy", None) or states.policy_of(getattr(opt_state, "opt_state", opt_state)), True
+    return dataclasses.replace(policy, keep_fp32=carried.keep_fp32, says_keep_fp32=carried.says_keep_fp32), False
 
 
 def _one_batch(
