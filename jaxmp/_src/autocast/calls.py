@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._src.autocast import regions
+from jaxmp._src.autocast import dtype_readers
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, value_of_array
@@ -303,7 +303,7 @@ def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: An
     def flat(*values: Any) -> Any:
         return rule(*jax.tree.unflatten(treedef, values))
 
-    with regions.tracing(step.lists):  # an autocast in the rule is the innermost
+    with dtype_readers.tracing(step.lists):  # an autocast in the rule is the innermost
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     lists = step.lists._replace(narrow=frozenset())  # these were chosen for another function

@@ -181,6 +181,11 @@ def is_mark(eqn: Any) -> bool:
     return eqn.primitive.name == "name" and eqn.params["name"] == LOW_MARK
 
 
+def is_cast_to(eqn: Any, dtype: Any) -> bool:
+    """Whether an equation casts to a dtype."""
+    return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == dtype
+
+
 def is_widening(eqn: Any) -> bool:
     """Whether an equation casts from 16 bits to float32, so that casting back gives what there was."""
     if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != jnp.float32:

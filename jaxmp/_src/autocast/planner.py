@@ -165,7 +165,9 @@ class Planner:
         return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded, key)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
-        if cast_lists.is_no_cast(eqn):
+        if cast_lists.is_no_cast(eqn) or (
+            operands and operands[0].dtype == lists.dtype and cast_lists.is_cast_to(eqn, lists.dtype)
+        ):
             return Step(eqn, "same", "widest", (None,), (operands[0],), (), lists)
         if lists.dtype is not None and (
             cast_lists.is_mark(eqn)

@@ -33,6 +33,7 @@ import numpy as np
 from jaxmp._src.autocast import (
     calls,
     cast_lists,
+    dtype_readers,
     flax_layers,
     float32_layers,
     narrow_matmuls,
@@ -131,11 +132,18 @@ def region_of(lists: CastLists) -> contextlib.AbstractContextManager[None]:
     return flax_layers.region(lists, _wrap)
 
 
-def no_autocast(fn: F) -> F:
+def no_autocast(fn: F, *, cast_inputs: bool = False) -> F:
     """A function that autocast does not change, wherever it is called.
+
+    With `cast_inputs` it is a function that chooses by dtypes itself: a kernel (Pallas, FFI) for 16-bit arrays, or code
+    that asks `x.dtype`. Inside an autocast function it then gets 16-bit arrays, as `torch.amp.custom_fwd` with
+    `cast_inputs=` passes them; a function without it sees the float32 arrays of the trace.
+    Kernels of `jax.nn.dot_product_attention` are called so without this.
 
     Args:
       fn: the function. In an autocast function its inputs are cast back to the dtypes it was traced with.
+      cast_inputs: whether float32 arrays among its arguments are cast to autocast's dtype instead. What it returns in
+        that dtype counts as 16-bit after it. Where no autocast applies, nothing is cast.
 
     Returns:
       The function.
@@ -144,8 +152,17 @@ def no_autocast(fn: F) -> F:
       >>> dense = no_autocast(jnp.dot)
       >>> autocast(lambda x: dense(x, x))(jnp.ones((2, 2))).dtype.name
       'float32'
+      >>> kernel = no_autocast(lambda x: x * 2 if x.dtype.itemsize == 2 else x / 0, cast_inputs=True)
+      >>> autocast(lambda w, x: kernel(x @ w))(jnp.ones((2, 2)), jnp.ones((2, 2)))
+      Array([[4., 4.],
+             [4., 4.]], dtype=float16)
+
+    References:
+      torch.amp.custom_fwd (PyTorch 2.13).
     """
-    return _wrap(fn, cast_lists.OFF.off("no_autocast"), None)
+    run: Any = _wrap(fn, cast_lists.OFF.off("no_autocast"), None)
+    run = dtype_readers.with_low_inputs(fn, run) if cast_inputs else run
+    return run
 
 
 def by_region(fn: F) -> F:
@@ -239,7 +256,7 @@ class Traced(array_functions.Traced):
             kwargs,
             # A numpy scalar is a number to Python code, which may ask for it.
             is_input=lambda x: is_float_array(x) and not isinstance(x, np.generic),
-            context=regions.tracing(lists),
+            context=dtype_readers.tracing(lists),
             # Always in float32: with 16-bit params it must be the same function.
             as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
         )

@@ -105,6 +105,9 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         if fused:
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
+        as_low = as_low or (
+            here.dtype is not None and (cast_lists.is_mark(eqn) or cast_lists.is_cast_to(eqn, here.dtype))
+        )
         as_tame = name in cast_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
         for atom in eqn.invars:
             use(atom, as_low, fused or group == "force_fp32" or here.dtype is None, as_tame)
