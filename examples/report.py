@@ -37,6 +37,7 @@ class Run:
     skipped: list[Any] = dataclasses.field(default_factory=list)  # whether the step was skipped
     held_out: dict[int, float] = dataclasses.field(default_factory=dict)  # steps taken -> loss on the held-out text
     seconds: float = 0.0  # compilation included
+    precision: str = ""  # which part of the loss's matmuls runs in which dtype
 
     def log(self, metrics: dict[str, Any], opt_state: Any, cfg: Any, on_log: OnLog) -> None:
         """Keeps the metrics of a step on the device; every `log_every` steps they are fetched and checked."""

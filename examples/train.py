@@ -254,6 +254,8 @@ def train(cfg: Config, policy_name: str, on_log: OnLog = lambda *_: None) -> Run
         sum(x.nbytes for x in jax.tree.leaves(tree)) // local for tree in (state.params, state.opt_state)
     )
     run = Run(policy_name, param_bytes, state_bytes)
+    shapes = jax.eval_shape(init, jax.random.key(cfg.seed)).params, sample(train_text, cfg, 0)
+    run.precision = jaxmp.explain_autocast(loss_fn, *shapes, dtype=policy).summary()
     if cfg.log:
         cfg.log.mkdir(parents=True, exist_ok=True)
         (cfg.log / f"{policy_name}.csv").unlink(missing_ok=True)
@@ -296,6 +298,7 @@ def main(cfg: Config) -> None:
         return
     console.print(table(runs))
     for run in runs:
+        console.print(f"{run.policy} {run.precision}", soft_wrap=True)
         for event in events(run):
             console.print(f"{run.policy} {event}", soft_wrap=True)
     picture = cfg.out / "train.png"

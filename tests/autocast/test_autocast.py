@@ -655,6 +655,7 @@ def test_explain() -> None:
     assert explanation.casts == 4  # x, kernel, bias, and the logits back
     table = str(explanation)
     assert "Sequential/layers_0  dot_general" in table and "% in bfloat16" in table
+    assert table.endswith(f"\n{explanation.summary()}") and explanation.summary() == "matmul FLOPs: 100.0% in bfloat16"
 
 
 class Layer(nn.Module):
@@ -685,7 +686,7 @@ def test_explain_shows_repeated_layers_once() -> None:
         ("Deep/Layer_5/Dense_0", "1", f"{2 * 4 * 8 * 16 / 1e6:.3f}"),
         ("Deep/head", "1", f"{2 * 4 * 8 * 4 / 1e6:.3f}"),
     ]
-    total = sum(int(line.split()[2]) for line in lines[1:-1])
+    total = sum(int(line.split()[2]) for line in lines[1:-2])
     assert total == sum(row.count for row in explanation.rows)
 
 

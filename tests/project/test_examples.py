@@ -107,6 +107,10 @@ def test_train(run, short_text, tmp_path):
         "step 10: loss scale 1024 -> 2048",
     ]
     assert all(event in out for event in fp16["events"])
+    assert "fp32 matmul FLOPs: 100.0% in float32; " in out
+    (fp16_line, fp8_line) = re.findall(r"fp(?:16|8) matmul FLOPs: (.*)", out)
+    assert re.fullmatch(r"[\d.]+% in float16, [\d.]+% in float32; float32: .*logits \(autocast is off\)", fp16_line)
+    assert "% in float8_e4m3fn" in fp8_line and "% in bfloat16" in fp8_line
 
     # float32: 4 bytes a param and two moments. 16 bits: half the params, and masters besides the moments.
     count = fp32["param_bytes"] // 4

@@ -1,16 +1,19 @@
 """A table of what autocast would do with a function, and why. Nothing is run."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, flax_layers, narrow_matmuls, regions, rewrite
 from jaxmp._src.autocast.planner import Plan, Step
-from jaxmp._src.base import tables
+from jaxmp._src.base import tables, vmap_rules
 from jaxmp._src.programs import array_functions, jaxprs
 
 
@@ -23,8 +26,9 @@ class ExplainedOp(NamedTuple):
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
       group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
-        of `force_fp32` read it); or `written` (unchanged). For a matmul in fp8: its recipe. For a matmul that cannot
-        run in fp8, or that the filter excludes: the reason, as `allow, not fp8: filter`.
+        of `force_fp32` read it); or `written` (unchanged), with the reason, as `written: keep_fp32`. For a matmul in
+        fp8: its recipe, or `fp8 layer`. For a matmul that cannot run in fp8, or that the filter excludes: the reason,
+        as `allow, not fp8: filter`.
       count: how many there are; one in a scan counts once for each iteration.
       flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
@@ -42,7 +46,7 @@ class Explanation(NamedTuple):
     """The result of `explain_autocast`: rows, and a table when printed.
 
     In the table, numbered modules with the same operations share a row, with their counts added:
-    `Block_[0-47]/Dense_0`.
+    `Block_[0-47]/Dense_0`. Its last line is `summary()`.
 
     Attributes:
       rows: one for each kind of operation in each module, in the order they run.
@@ -59,18 +63,49 @@ class Explanation(NamedTuple):
             totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
         return totals
 
+    def matmul_flops_by_dtype(self) -> dict[str, int]:
+        """The floating-point operations of matmuls and convolutions in each dtype, the largest number first."""
+        totals = self._replace(rows=tuple(filter(_is_matmul, self.rows))).flops_by_dtype()
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def float32_matmuls(self) -> dict[str, str]:
+        """The modules with a matmul in float32, and why: `{"Net/head": "keep_fp32"}`."""
+        return {
+            row.module: row.group.removeprefix("written: ")
+            for row in self.rows
+            if row.runs_in == "float32" and _is_matmul(row)
+        }
+
+    def summary(self) -> str:
+        """One line: the shares of dtypes in the FLOPs of matmuls, and which modules stay in float32 and why."""
+        rows = _grouped(row for row in self.rows if row.runs_in == "float32" and _is_matmul(row))
+        kept = dict.fromkeys(f"{row.module or '(top)'} ({row.group.removeprefix('written: ')})" for row in rows)
+        more = [f"and {len(kept) - _SHOWN} more"] if len(kept) > _SHOWN else []
+        where = f"; float32: {', '.join([*list(kept)[:_SHOWN], *more])}" if kept else ""
+        return f"matmul FLOPs: {_shares(self.matmul_flops_by_dtype())}{where}"
+
     def __str__(self) -> str:
         titles = ("module", "operation", "count", "written", "runs in", "because of", "MFLOP")
         lines = [
             (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
             for r in _grouped(self.rows)
         ]
-        total = sum(self.flops_by_dtype().values()) or 1
-        shares = ", ".join(f"{100 * n / total:.1f}% in {d}" for d, n in self.flops_by_dtype().items() if n)
         table = tables.columns([titles, *lines], "<<><<<>")
-        return f"{table}\n{self.casts} casts; FLOPs: {shares or 'none'}"
+        return f"{table}\n{self.casts} casts; FLOPs: {_shares(self.flops_by_dtype())}\n{self.summary()}"
 
     __repr__ = __str__
+
+
+_SHOWN = 8  # modules in a summary
+
+
+def _shares(flops: dict[str, int]) -> str:
+    total = sum(flops.values())
+    return ", ".join(f"{100 * n / total:.1f}% in {dtype}" for dtype, n in flops.items() if n) or "none"
+
+
+def _is_matmul(row: ExplainedOp) -> bool:
+    return row.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 
 
 def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any) -> Explanation:
@@ -159,7 +194,7 @@ def _collect(plan: Plan, outer: str, times: int, rows: dict[tuple[str, str, str,
     inside = 0
     for step in plan.steps:
         eqn = step.eqn
-        module = "/".join(part for part in (outer, regions.scope_of(eqn)) if part)
+        module = _without_repeats("/".join(part for part in (outer, regions.scope_of(eqn)) if part))
         for atom, dtype in zip(eqn.invars, step.operands, strict=True):
             if isinstance(atom, core.Literal) or dtype not in cast_lists.FLOATS:
                 continue
@@ -169,6 +204,8 @@ def _collect(plan: Plan, outer: str, times: int, rows: dict[tuple[str, str, str,
         repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         if step.how == "call":
             inside += sum(_collect(inner, module, repeats, rows) for inner in step.inner)
+        elif step.how in ("written", "again") and (matmuls := _matmuls_inside(eqn, module, times)):
+            _add_parts(rows, step, module, times, matmuls)
         elif step.how != "same" and _is_worth_a_row(eqn):
             _add(rows, step, module, times)
     return len(cast) + inside
@@ -179,13 +216,15 @@ def _is_worth_a_row(eqn: Any) -> bool:
     return bool(floats) and not (eqn.primitive.name in cast_lists.MOVES and eqn.primitive.name not in ("max", "min"))
 
 
-def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int) -> None:
+def _add(
+    rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int, less: int = 0
+) -> None:
     eqn = step.eqn
     dtypes = [d.name for d in step.operands if d in cast_lists.FLOATS]
     dtypes += [r.dtype.name for r in step.results if r.dtype in cast_lists.FLOATS]
     written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in cast_lists.FLOATS]
     name = jaxprs.function_name(eqn)
-    group = "written" if step.how == "written" and step.group == "inside" else step.group
+    group = _group_of(step, eqn)
     runs_in = dtypes[0] if dtypes else written[0]
     if callable(step.narrow):
         runs_in, group = step.narrow.dtype_name, step.narrow.reason
@@ -193,7 +232,83 @@ def _add(rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, modu
         group = f"{group}, not fp8: {step.narrow}"
     counts = rows.setdefault((module, name, written[0], runs_in, group), [0, 0])
     counts[0] += times
-    counts[1] += times * flops_of(eqn)
+    counts[1] += times * flops_of(eqn) - less
+
+
+def _group_of(step: Step, eqn: Any) -> str:
+    """The list that decided about an equation of a step, or of a function in it, with the reason where none did."""
+    if step.how not in ("written", "again"):
+        return step.group
+    if step.group not in ("written", "inside"):  # a list that names a function
+        return step.group
+    asks = step.lists.dtype is not None and eqn.primitive.name in jaxprs.MATMULS and "asks for its dtype"
+    reason = step.lists.because or asks
+    return f"written: {reason}" if reason else "written"
+
+
+class _Matmul(NamedTuple):
+    """A matmul in a function that runs as it was written.
+
+    Attributes:
+      module: its module or named scope.
+      eqn: the equation.
+      times: how often it runs.
+      narrow: the dtype below 16 bits in which it multiplies, or None.
+    """
+
+    module: str
+    eqn: Any
+    times: int
+    narrow: str | None
+
+
+def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
+    """The matmuls of the functions in an equation, at any depth; of a choice by platform, those for a GPU."""
+    narrow, functions = None, jaxprs.functions_of(eqn)
+    if eqn.primitive.name == vmap_rules.NAME:
+        functions = (jaxprs.open_jaxpr(eqn.params["body"]),)
+    if eqn.primitive.name in (vmap_rules.NAME, "custom_vjp_call"):
+        narrow = _narrow_dtype(functions)
+    if eqn.params.get("branches_platforms") is not None:
+        functions = functions[:1]
+    repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    found = []
+    for jaxpr, _ in functions:
+        for inner in jaxpr.eqns:
+            here = "/".join(part for part in (module, regions.scope_of(inner)) if part)
+            if inner.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+                found.append(_Matmul(here, inner, repeats, None))
+            found += _matmuls_inside(inner, here, repeats)
+    return [x._replace(narrow=narrow) for x in found] if narrow else found
+
+
+def _narrow_dtype(functions: Any) -> str | None:
+    """The dtype below 16 bits in which functions hold operands: the narrowest that they cast to, and none of scales."""
+    casts = (e for jaxpr, _ in functions for e in jaxprs.equations(jaxpr) if e.primitive.name == "convert_element_type")
+    dtypes = {e.params["new_dtype"] for e in casts} - {np.dtype(jnp.float8_e8m0fnu)}
+    narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 16]
+    return min(narrow, key=lambda d: (jnp.finfo(d).bits, d.name)).name if narrow else None
+
+
+def _add_parts(
+    rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int, matmuls: list[_Matmul]
+) -> None:
+    """A row for each matmul in a function, and one for the rest of it, which for a product in fp8 are casts."""
+    for x in matmuls:
+        operands = (step.eqn if x.narrow else x.eqn).invars[:2]
+        written = max((v.aval.dtype for v in operands), key=lambda d: d.itemsize).name
+        group = "fp8 layer" if x.narrow else _group_of(step, x.eqn)
+        path = module if x.narrow else x.module
+        counts = rows.setdefault((path, x.eqn.primitive.name, written, x.narrow or written, group), [0, 0])
+        counts[0] += x.times
+        counts[1] += x.times * flops_of(x.eqn)
+    if not any(x.narrow for x in matmuls):
+        _add(rows, step, module, times, less=sum(x.times * flops_of(x.eqn) for x in matmuls))
+
+
+def _without_repeats(path: str) -> str:
+    """A path; that of an fp8 layer, which linen calls in a scope of its own name, with this name once."""
+    return "/".join(name for name, _ in itertools.groupby(path.split("/"))) if "/Fp8" in path else path
 
 
 def flops_of(eqn: Any) -> int:

@@ -228,6 +228,9 @@ def explain_autocast(
 ) -> explain.Explanation:
     """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
 
+    `print` shows the table; `.summary()` is one line: the share of each dtype in the FLOPs of matmuls, those of fp8
+    layers too, and which modules stay in float32 and why.
+
     Args:
       fn: the function.
       *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
@@ -252,6 +255,8 @@ def explain_autocast(
       >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
+      >>> explanation.summary()
+      'matmul FLOPs: 100.0% in float16'
     """
     if not callable(fn):
         raise TypeError(
