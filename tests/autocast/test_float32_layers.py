@@ -163,6 +163,38 @@ def test_a_module_that_holds_layers_is_one_too():
     assert matmuls(linen_step(policy_of("bf16", keep_fp32="kept/*"), Outer()), X, Y) == {"float32": 11, "bfloat16": 6}
 
 
+class Stack(nn.Module):
+    """A block under a transformation of flax, which shows its layers a slice of their params."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                x = nn.Dense(16, dtype=jnp.float32, name="keep")(x)
+                return nn.relu(nn.Dense(16, dtype=jnp.float32)(x)), None
+
+        whole = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        if self.how == "vmap":
+            return nn.vmap(Block, in_axes=(None, None), axis_size=2, **whole)(name="layers")(x, None)[0].sum(0)
+        block = nn.scan(Block, length=3, **whole) if self.how == "scan" else nn.remat(Block)
+        return block(name="layers")(x, None)[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("scan", {"float32": 3, "bfloat16": 3}),
+        ("remat", {"float32": 3, "bfloat16": 4}),
+        ("vmap", {"float32": 2, "bfloat16": 3}),
+    ],
+)
+def test_under_transformations_of_flax(how, expected):
+    assert matmuls(linen_step(policy_of("bf16", keep_fp32="keep/*"), Stack(how)), X, Y) == expected
+
+
 @pytest.mark.parametrize("step", [linen_step, nnx_step])
 def test_a_kept_layer_is_not_in_fp8(step):
     found = matmuls(step(policy_of("fp8", keep_fp32="middle/*")), X, Y)

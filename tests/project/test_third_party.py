@@ -9,8 +9,10 @@ import sys
 import tarfile
 
 import jax
+import optax
 import pytest
 
+import jaxmp
 from helpers import ROOT
 
 FOLDER = ROOT / "examples" / "third_party"
@@ -71,6 +73,23 @@ def test_matmuls_run_in_what_the_table_says(run, results, package, policy):
     with jax.numpy_rank_promotion("allow"), warns:
         share = run.share_of_low_precision(name, policy)
     assert abs(share - results["flops"][name][policy]) < 1
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_models_of_transformers_need_no_dtype(run, name):
+    """Their default is float32 in every layer, which is no request."""
+    pytest.importorskip(
+        "transformers.models.gpt2.modeling_flax_gpt2", reason="installed by the extra third-party, with Flax models"
+    )
+    policy = jaxmp.get_policy("bf16", keep_fp32=())
+    with jax.numpy_rank_promotion("allow"):
+        model = getattr(run.models, name)(0, jax.numpy.float32)
+        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(model.params)
+        grad_fn = jaxmp.value_and_grad(model.loss, has_aux=True, policy=policy)
+        args = policy.cast_to_param(model.params), model.state, next(model.batches(1, 0))
+        flops = run.flops_of_matmuls(jax.make_jaxpr(grad_fn)(*args, opt_state=opt_state))
+    assert flops["bfloat16"] > 0.99 * sum(flops.values())
 
 
 @pytest.mark.thorough(0)
