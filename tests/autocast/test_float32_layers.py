@@ -48,11 +48,24 @@ def policy_of(name: str, **options: Any) -> jaxmp.Policy:
     return jaxmp.get_policy(name, **({"keep_fp32": ()} | options))
 
 
+def made(model: nn.Module) -> Any:
+    """Params without a program that makes them; scales of fp8 are one."""
+
+    def filled(path, leaf):
+        is_scale = jaxmp.fp8.is_scale(path)
+        return (
+            jnp.zeros(()) if is_scale else jnp.asarray(np.resize([0.1, -0.2, 0.3, 0.05, -0.1], leaf.shape), jnp.float32)
+        )
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    return jax.tree_util.tree_map_with_path(filled, shapes)
+
+
 def linen_step(policy: jaxmp.Policy, net: nn.Module | None = None, **options: Any) -> Any:
     """Loss and gradients of a linen model, as a function of a batch."""
     model = Net() if net is None else net
     with jaxmp.autocast(policy):
-        params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+        params = made(model)
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
     params = policy.cast_to_param(params)
 
@@ -94,6 +107,7 @@ def told(fn: Any, *args: Any) -> list[str]:
 # The rule
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("step", [linen_step, nnx_step])
 def test_it_runs_as_a_layer_without_a_dtype(step, policy):
@@ -136,6 +150,7 @@ def test_batch_norm_and_cells_return_16_bits_as_without_a_dtype():
 # What stays
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed", "fp8"])
 @pytest.mark.parametrize("step", [linen_step, nnx_step])
 def test_a_layer_whose_params_a_policy_names_computes_in_float32(step, policy):
@@ -205,7 +220,7 @@ def test_a_kept_layer_of_linen_gets_no_scales():
     model = Net()
     for keep, expected in (((), True), ("middle/*", False)):
         with jaxmp.autocast(policy_of("fp8", keep_fp32=keep)):
-            params = model.init(jax.random.key(0), X)["params"]
+            params = made(model)
         assert ("Fp8DotGeneral_0" in params["middle"]) == expected
 
 
@@ -244,8 +259,7 @@ def test_a_region_inside_keeps_the_layers_of_the_policy_around_it():
 
 def test_a_policy_by_name_keeps_the_layers_of_the_train_state():
     policy = jaxmp.get_policy("bf16", keep_fp32="head/*")
-    params = jax.eval_shape(Net().init, jax.random.key(0), X)["params"]
-    params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
+    params = made(Net())
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
     state = jaxmp.linen.TrainState.create(apply_fn=Net().apply, params=params, tx=tx, policy=policy)
 

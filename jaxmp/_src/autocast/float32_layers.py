@@ -30,7 +30,7 @@ def is_kept(call: ModuleCall, lists: CastLists) -> bool:
     if lists.keeps is None:
         return False
     params = jax.tree_util.tree_leaves_with_path(_params_of(call.module))
-    return lists.keeps(call.path, [tree_paths.path_str(path) for path, _ in params])
+    return lists.keeps(call.path, (tree_paths.path_str(path) for path, _ in params))
 
 
 def note(call: ModuleCall, lists: CastLists) -> None:

@@ -19,6 +19,11 @@ class KeptLayers:
 
     def __call__(self, path: str, params: Iterable[str]) -> bool:
         """Whether the module at `path` with these params, named from there on, is kept; one without params is not."""
-        own = [name for name in params if not scale_leaves.is_scale(name)]
-        paths = [f"{path}/{name}" if path else name for name in own]
-        return bool(paths) and all(tree_paths.matches(name, self.patterns) for name in paths)
+        has_params = False
+        for name in params:  # up to the first that no pattern names: a large model has many
+            if scale_leaves.is_scale(name):
+                continue
+            if not tree_paths.matches(f"{path}/{name}" if path else name, self.patterns):
+                return False
+            has_params = True
+        return has_params
