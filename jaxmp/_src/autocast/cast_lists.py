@@ -79,6 +79,10 @@ EACH_ITS_OWN = frozenset(
 
 WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
 
+# Arithmetic with float32 scalars: in float32 in each element, rounded once. (The next number after one depends on the
+# dtype.) `dot_general` is here only where it sums nothing.
+ROUNDED_ONCE = (_ARITHMETIC - {"nextafter", "reduce_window_sum"}) | {"dot_general"}
+
 # Elementwise work, which costs nothing in any dtype if it is fused with the next operation.
 FUSIBLE = (_ARITHMETIC | MOVES) - {
     *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter", "gather", "sort"),

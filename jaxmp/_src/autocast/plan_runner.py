@@ -80,6 +80,8 @@ class PlanRunner:
             return [_repeated(eqn, operands)]
         if callable(step.narrow):
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
+        if step.how == "once":
+            return [_rounded_once(step, operands)]
         if eqn.primitive.name in _SCATTERS:
             return [_scatter(eqn, operands)]
         bound = eqn.primitive.bind(*operands, **_params(step))
@@ -107,8 +109,28 @@ def _params(step: Step) -> dict[str, Any]:
     """The parameters of an equation that runs in another dtype."""
     params = dict(step.eqn.params)
     if params.get("preferred_element_type") is not None and step.results[0].dtype in FLOATS:
-        params["preferred_element_type"] = step.results[0].dtype
+        params["preferred_element_type"] = np.dtype(np.float32) if step.how == "once" else step.results[0].dtype
     return params
+
+
+def _rounded_once(step: Step, operands: list[Any]) -> Any:
+    """Arithmetic of 16-bit arrays with float32 scalars: in float32, and its result is rounded."""
+    eqn = step.eqn
+
+    def run(*operands: Any) -> Any:
+        wide = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
+        out = _scatter(eqn, wide) if eqn.primitive.name in _SCATTERS else eqn.primitive.bind(*wide, **_params(step))
+        return cast(out, step.results[0].dtype)
+
+    # A derivative would keep the widened arrays. The checkpoint keeps them in 16 bits, and widens them again.
+    return run(*operands) if _is_linear(eqn) else jax.checkpoint(run)(*operands)
+
+
+def _is_linear(eqn: Any) -> bool:
+    """Whether the derivative of an equation reads none of its array operands."""
+    if eqn.primitive.name in ("mul", "div"):
+        return any(isinstance(v, core.Literal) for v in eqn.invars)
+    return eqn.primitive.name in ("add", "sub", "add_any") or eqn.outvars[0].aval.dtype not in FLOATS
 
 
 def _repeated(eqn: Any, operands: list[Any]) -> Any:

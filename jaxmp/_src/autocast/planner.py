@@ -10,7 +10,9 @@ dtypes of the operands:
     None         back to what the operation was traced with
 
 As in PyTorch, scalars do not vote, so they do not affect the result dtype: literals, scalar arrays, and scalars that
-were broadcast. If all operands are scalar arrays, all of them vote except constants (so the logit of one class does not
+were broadcast. But they are not rounded to it: arithmetic of 16-bit arrays with a float32 scalar runs in float32 in
+each element, and only its result is rounded (`once`). So `h / sum(abs(h))` is right although float16 cannot hold the
+sum. If all operands are scalar arrays, all of them vote except constants (so the logit of one class does not
 change a float32 logsumexp to 16 bits). But a constant that `dtype` cannot hold (1e-8 or 1e6 in float16) makes an
 operation float32. If the operation only selects values, a constant that is too large saturates (`where(mask, x,
 -1e9)`), unless it is the result everywhere (`max(x, 1e6)`). A write into a buffer runs in the dtype of the buffer.
@@ -59,7 +61,8 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"`: in new dtypes; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
+      how: `"bind"`: in new dtypes; `"once"`: the same with a float32 scalar, for which 16-bit operands are widened and
+        the result is rounded; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
         repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"again"`: its function
         is traced in the dtypes that arrive; `"call"`: it has functions inside, with a plan each.
       group: the group that decided, for people to read.
@@ -215,7 +218,10 @@ class Planner:
             if group == "force_fp32":
                 return written(eqn, lists, group)
             dtype = lists.dtype if group == "allow" else _widest(eqn, operands)
-            operands = [v._replace(dtype=dtype, const=None) if v.dtype in FLOATS else v for v in operands]
+            cast = _casts(operands, dtype, keep=_scalars_to_keep(operands, dtype))
+            operands = [
+                v if c is None else v._replace(dtype=c, const=None) for v, c in zip(operands, cast, strict=True)
+            ]
             lists, uses = lists.inside(group), None
         elif lists.dtype is None:
             operands = [
@@ -461,7 +467,8 @@ def holds(dtype: Any, number: float) -> bool:
 
 
 def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: CastLists) -> Step:
-    casts = tuple(dtype if v.dtype in FLOATS else None for v in operands)
+    kept = _scalars_to_keep(operands, dtype) if eqn.primitive.name in cast_lists.ROUNDED_ONCE else frozenset()
+    casts = _casts(operands, dtype, keep=kept)
     home = _home(eqn.primitive.name, operands, dtype)
     if group == "widest" and eqn.primitive.name in cast_lists.BOUNDED and home is not None:
         result, home = home, None
@@ -478,7 +485,27 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
             results.append(Value(result, operands[0].votes or const is not None, const, home, computed))
         else:
             results.append(Value(result, out.aval.ndim > 0, None, home, computed))
-    return Step(eqn, "bind", group, casts, tuple(results), (), lists)
+    return Step(eqn, "once" if kept else "bind", group, casts, tuple(results), (), lists)
+
+
+def _casts(operands: list[Value], dtype: Any, keep: frozenset[int]) -> tuple[Any, ...]:
+    """`dtype` for each float operand, but float32 for the scalars to keep."""
+    kinds = enumerate(operands)
+    return tuple((FLOAT32 if i in keep else dtype) if v.dtype in FLOATS else None for i, v in kinds)
+
+
+def _scalars_to_keep(operands: list[Value], dtype: Any) -> frozenset[int]:
+    """The operands that stay float32 in arithmetic of `dtype`: scalars, except numbers that `dtype` has exactly."""
+    if dtype not in FLOATS or dtype == FLOAT32:
+        return frozenset()
+    kinds = enumerate(operands)
+    return frozenset(i for i, v in kinds if not v.votes and v.dtype == FLOAT32 and not _is_exact(v.const, dtype))
+
+
+def _is_exact(number: float | None, dtype: Any) -> bool:
+    if number is None or not np.isfinite(number):
+        return number is not None
+    return bool(abs(number) <= float(jnp.finfo(dtype).max)) and float(np.asarray(number).astype(dtype)) == number
 
 
 def _home(name: str, operands: list[Value], dtype: Any) -> Any:
