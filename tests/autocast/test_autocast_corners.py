@@ -558,3 +558,42 @@ def test_a_loop_that_goes_on_until_floats_converge_carries_float32(stops_by, dty
     if dtype == "float32":
         found = jax.jit(jaxmp.autocast(fn, jnp.bfloat16))(x)
         np.testing.assert_allclose(found, np.sqrt(x.sum(axis=1, keepdims=True)), rtol=2**-8)
+
+
+NUMBERS: dict[str, Any] = {"bool": True, "int": 3, "float": 2.5}
+CALLS: dict[str, Any] = {
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "in a scan": lambda f: lambda x, n: lax.scan(lambda c, y: (c, f(y, n)), 0, x[None])[1][0],
+    "in a vmap": lambda f: lambda x, n: jax.vmap(f, (0, None))(x, n),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_of_python_as_an_operand_of_a_call(number: str, call: str) -> None:
+    n = NUMBERS[number]
+
+    def choose(x: Any, n: Any) -> Any:
+        return lax.cond(n > 0, lambda: x * n, lambda: x)
+
+    def fn(x: Any) -> Any:
+        return CALLS[call](jax.jit(choose))(x @ W, n)
+
+    def loss(fn: Any) -> Any:
+        return jax.value_and_grad(lambda x: fn(x).astype(F32).sum())
+
+    out, grad = jax.jit(loss(jaxmp.autocast(fn, BF16)))(X)
+    expected, expected_grad = jax.jit(loss(fn))(X)
+    assert_close(out, expected, rtol=2**-6)
+    assert_close(grad, expected_grad, rtol=2**-6)
+
+
+def test_a_literal_as_the_result_of_a_call() -> None:
+    def fn(x: Any) -> Any:
+        y, a, b, n = jax.jit(lambda x: (x @ x, 1.5, True, 3))(x)
+        return jnp.where(b, y * a, y) * n
+
+    out = jaxmp.autocast(fn, BF16)(jnp.eye(4))
+    assert out.dtype == BF16
+    assert_exact(out, 4.5 * jnp.eye(4, dtype=BF16))

@@ -43,7 +43,7 @@ class PlanRunner:
 
         def read(atom: Any, dtype: Any, value: Value | None) -> Any:
             if isinstance(atom, core.Literal):
-                return cast(atom.val, dtype, value)
+                return cast(_array_of(atom), dtype, value)
             if dtype is None or held[atom].dtype == dtype:
                 return held[atom]
             if (atom, dtype) not in made:
@@ -98,6 +98,11 @@ def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:
     if value is not None and value.const is not None and _saturated(value.const, dtype) != value.const:
         return jnp.full_like(x, _saturated(value.const, dtype), dtype)
     return lax.convert_element_type(x, dtype)
+
+
+def _array_of(literal: Any) -> Any:
+    """A literal with the dtype it was traced in; it may hold a number of Python."""
+    return np.asarray(literal.val, literal.aval.dtype)[()]
 
 
 def _saturated(number: float, dtype: Any) -> float:
