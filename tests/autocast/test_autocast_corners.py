@@ -1,7 +1,9 @@
 """autocast where functions, regions and modules meet jax in unusual ways; each case went wrong once."""
 
 import functools
+import gc
 import threading
+import weakref
 from typing import Any
 
 import flax.linen as nn
@@ -597,3 +599,24 @@ def test_a_literal_as_the_result_of_a_call() -> None:
     out = jaxmp.autocast(fn, BF16)(jnp.eye(4))
     assert out.dtype == BF16
     assert_exact(out, 4.5 * jnp.eye(4, dtype=BF16))
+
+
+CLOSURES: dict[str, Any] = {
+    "jit": lambda w: jax.jit(lambda x: many_operations(x, w)),
+    "jit in jit": lambda w: jax.jit(lambda x: jax.jit(lambda x: many_operations(x, w))(x) + many_operations(x, W)),
+    "remat": lambda w: jax.checkpoint(lambda x: many_operations(x, w)),
+    "jit in a derivative": lambda w: jax.jit(lambda x: jax.nn.relu(many_operations(jax.nn.silu(x), w))),
+}
+
+
+@pytest.mark.parametrize("closure", CLOSURES)
+def test_nothing_holds_the_arrays_of_a_function_that_is_gone(closure: str) -> None:
+    w = W + 1
+    arrays = weakref.ref(w)
+    fn = CLOSURES[closure](w)
+    auto = jaxmp.autocast(lambda x: fn(x), BF16)
+    auto(X)
+    jax.grad(lambda x: auto(x).astype(F32).sum())(X)
+    del w, fn, auto
+    gc.collect()
+    assert arrays() is None

@@ -6,6 +6,8 @@ dtypes that arrive. If a rule asks for it (`symbolic_zeros=True`), autocast tell
 """
 
 import functools
+import threading
+import weakref
 from typing import Any
 
 import jax
@@ -32,7 +34,9 @@ def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     name, is_remat = jaxprs.body_name(eqn), eqn.primitive.name in jaxprs.REMATS
     if not is_remat and len(plan.steps) <= _FEW and not _has_shardings(eqn):
         return runner.run(plan, consts, operands)
-    program = _program(runner, eqn.params[name], plan, consts).trace(*operands).jaxpr
+    program = _program(runner, eqn.params[name], plan, consts)
+    alone = PlanRunner(Planner(), runner.calls)  # holds nothing of the functions around
+    program = program.trace(lambda *values: alone.run(plan, consts, values), operands)
     if not is_remat and _is_small(jaxprs.open_jaxpr(program)[1]):
         return list(eqn.primitive.bind(*operands, **(eqn.params | {name: program})))
     jaxpr, extra = jaxprs.without_constants(eqn.params[name], program)
@@ -41,23 +45,42 @@ def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
 
 
-def _program(runner: PlanRunner, jaxpr: Any, plan: Plan, consts: Any) -> Any:
+class _Program:
+    """A planned function, jitted. What it runs is handed over for each trace, and not kept."""
+
+    def __init__(self) -> None:
+        here = threading.local()
+        self._here = here
+        self._jitted = jax.jit(lambda *values: here.function(*values))
+
+    def trace(self, function: Any, operands: list[Any]) -> Any:
+        """The jaxpr of a function; every function handed over to one program must be the same."""
+        self._here.function = function
+        try:
+            return self._jitted.trace(*operands).jaxpr
+        finally:
+            del self._here.function
+
+
+def _program(runner: PlanRunner, jaxpr: Any, plan: Plan, consts: Any) -> _Program:
     """The function of a plan, jitted: the same object at every call, so that jax traces and compiles it once.
 
-    One that closes over large arrays is kept as long as its runner, to leave their memory to the user.
+    One that closes over large arrays is kept as long as its runner, to leave their memory to the user. Any other is
+    kept as long as jax keeps the user's function.
     """
-    kept = _kept(jaxpr, plan.key) if _is_small(consts) else runner.programs.setdefault(id(plan), {})
-    if "program" not in kept:
-        alone = PlanRunner(Planner(), runner.calls)  # holds nothing of the functions around
-        kept |= {"program": jax.jit(lambda *values: alone.run(plan, consts, values)), "plan": plan}
-    return kept["program"]
+    if not _is_small(consts):
+        return runner.programs.setdefault(id(plan), (_Program(), plan))[0]
+    kept = _kept(weakref.ref(jaxpr), plan.key)
+    return kept.setdefault("program", _Program())
 
 
 @functools.lru_cache(maxsize=128)
-def _kept(jaxpr: Any, key: Any) -> dict[str, Any]:
-    """What is kept for a jitted function and one plan of it, from call to call."""
-    del jaxpr, key
-    return {}
+def _kept(jaxpr: weakref.ref, key: Any) -> dict[str, Any]:
+    """What is kept for a jitted function and one plan of it, from call to call; it is emptied with the function."""
+    del key
+    kept: dict[str, Any] = {}
+    weakref.finalize(jaxpr(), kept.clear).atexit = False
+    return kept
 
 
 def _is_small(consts: Any) -> bool:

@@ -32,7 +32,7 @@ class PlanRunner:
     def __init__(self, planner: Planner, calls: dict[str, Any]):
         self.planner = planner
         self.calls = calls
-        self.programs: dict[int, dict[str, Any]] = {}  # of plans that are called more than once
+        self.programs: dict[int, tuple[Any, Plan]] = {}  # of plans that are called more than once
 
     def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
         """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with."""
