@@ -79,9 +79,8 @@ EACH_ITS_OWN = frozenset(
 
 WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
 
-# Arithmetic with float32 scalars: in float32 in each element, rounded once. (The next number after one depends on the
-# dtype.) `dot_general` is here only where it sums nothing.
-ROUNDED_ONCE = (_ARITHMETIC - {"nextafter", "reduce_window_sum"}) | {"dot_general"}
+# Arithmetic that may have float32 scalars. (The next number after one depends on the dtype.)
+_WITH_SCALARS = _ARITHMETIC - {"nextafter", "reduce_window_sum"}
 
 # Elementwise work, which costs nothing in any dtype if it is fused with the next operation.
 FUSIBLE = (_ARITHMETIC | MOVES) - {
@@ -213,6 +212,11 @@ def group_of(eqn: Any, lists: "CastLists") -> str | None:
     if group != "allow":
         return group
     return "widest" if sums_nothing(eqn) else "force_fp32" if only_sums(eqn) else group
+
+
+def takes_scalars(eqn: Any) -> bool:
+    """Whether an equation is arithmetic that may have float32 scalars: in float32 in each element, rounded once."""
+    return eqn.primitive.name in _WITH_SCALARS or sums_nothing(eqn)
 
 
 def sums_nothing(eqn: Any) -> bool:

@@ -467,7 +467,7 @@ def holds(dtype: Any, number: float) -> bool:
 
 
 def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: CastLists) -> Step:
-    kept = _scalars_to_keep(operands, dtype) if eqn.primitive.name in cast_lists.ROUNDED_ONCE else frozenset()
+    kept = _scalars_to_keep(operands, dtype) if cast_lists.takes_scalars(eqn) else frozenset()
     casts = _casts(operands, dtype, keep=kept)
     home = _home(eqn.primitive.name, operands, dtype)
     if group == "widest" and eqn.primitive.name in cast_lists.BOUNDED and home is not None:
