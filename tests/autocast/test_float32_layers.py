@@ -275,7 +275,10 @@ def test_a_policy_by_name_keeps_the_layers_of_the_train_state():
 # The warning
 
 
-@pytest.mark.parametrize(("step", "options"), [(linen_step, {}), (linen_step, {"accumulate": 2}), (nnx_step, {})])
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(linen_step, {}), (linen_step, {"accumulate": 2, "accumulate_argnums": (1, 2)}), (nnx_step, {})],
+)
 def test_one_warning_tells_of_them(step, options):
     (message,) = told(step(jaxmp.get_policy("bf16"), **options), X, Y)
     assert "compute in 16 bits, or in fp8: first, middle, last, head. To keep" in message  # the norm has no matmul

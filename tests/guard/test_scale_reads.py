@@ -359,6 +359,18 @@ def test_scaled_gradients_that_are_clipped_are_warned_of(name):
         changed_by(CHANGED[name], "bf16")
 
 
+def test_gradients_that_were_made_by_hand_are_not_asked_about():
+    tx = mixed()
+
+    def step(params, state):
+        jaxmp.get_loss_scale(state)
+        grads = jax.tree.map(lambda p: jnp.full_like(p, 3.0) / jnp.sqrt(2.0), params)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    with fresh_process():
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_scaled_gradients_may_be_averaged(name):
     with fresh_process():

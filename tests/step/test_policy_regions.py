@@ -189,7 +189,9 @@ def test_a_region_around_the_loss(region):
     around, explicit, carried = AROUND[region]
     params, opt_state = made("fp16")
     tx = optax.GradientTransformation(lambda params: opt_state, lambda *args: args)
-    state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=tx, policy="fp16")
+    state = jaxmp.linen.TrainState(
+        step=0, apply_fn=None, params=params, tx=tx, opt_state=opt_state, policy=jaxmp.get_policy("fp16")
+    )
 
     def by_state(x, y):
         return jaxmp.value_and_grad(loss_fn)(state.params, x, y, opt_state=state.opt_state)

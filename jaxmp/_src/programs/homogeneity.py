@@ -50,15 +50,20 @@ def degrees_while_traced(
 
     Args:
       tracers: the values.
-      known: the degrees of those from which they were computed; None for others. Inputs have an unknown degree.
+      known: the degrees of those from which they may be computed; None for others. Inputs have an unknown degree, and
+        so has a value that no known one is in.
       most: this many equations are looked at; then all that is left is unknown.
     """
+    # By tracer: (degree, whether a known value is in it).
     found, cause = ByIdentity(), None
     open_ = list(tracers)
     while open_:
         tracer = open_[-1]
-        degree = found.get(tracer)
-        degree = known(tracer) if degree is None else degree
+        if found.get(tracer) is not None:
+            open_.pop()
+            continue
+        degree = known(tracer)
+        has_known = degree is not None
         made = compat.equation_of(tracer)
         if degree is None and (literal := compat.literal_of(tracer)) is not None:
             degree = _of_constant(literal)
@@ -71,12 +76,14 @@ def degrees_while_traced(
                 open_ += missing
                 most -= 1
                 continue
-            operands = [found.get(x) for x in equation.invars]
+            operands = [found.get(x)[0] for x in equation.invars]
+            has_known = any(found.get(x)[1] for x in equation.invars)
             degree = _results(equation, operands)[place]
             cause = equation if cause is None and degree == NONE and NONE not in operands else cause
-        found.set(tracer, degree)
+        found.set(tracer, (degree, has_known))
         open_.pop()
-    return [found.get(x) for x in tracers], cause
+    results = [found.get(x) for x in tracers]
+    return [degree if has_known else UNKNOWN for degree, has_known in results], cause
 
 
 def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:
