@@ -1,0 +1,48 @@
+"""Checkpoints that older versions wrote are restored, bit for bit; those of newer ones are refused."""
+
+import pathlib
+import sys
+import zipfile
+
+import jax
+import pytest
+
+from jaxmp import checkpoint
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "kept"))
+import jobs
+
+pytestmark = pytest.mark.xdist_group("checkpoint")
+
+KEPT = pathlib.Path(jobs.__file__).parent
+FORMATS = ["before_formats"]
+
+
+def unpacked(form, name, tmp_path):
+    """(folder of a kept checkpoint, the digests of what it holds)."""
+    with zipfile.ZipFile(KEPT / form / f"{name}.zip") as archive:
+        archive.extractall(tmp_path / name)
+    return tmp_path / name, (tmp_path / name / "bits").read_text()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["plain", "fp8"])
+def test_a_kept_checkpoint_comes_back_bit_for_bit(form, name, tmp_path):
+    folder, bits = unpacked(form, name, tmp_path)
+    tx, policy, params = getattr(jobs, name)()
+    extra = {"position": 0, "mean": jax.ShapeDtypeStruct((3,), "float32"), "key": jax.random.key(0)}
+    found = checkpoint.restore(folder, tx, params=policy.cast_to_param(params), extra=extra)
+    assert found.step == 2 and jobs.bits((found.params, found.opt_state)) == bits
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(tx.init(params))
+    assert found.extra["position"] == 7 and found.extra["mean"].tolist() == [0.0, 1.0, 2.0]
+    assert (jax.random.key_data(found.extra["key"]) == jax.random.key_data(jax.random.key(3))).all()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_kept_modules_come_back_bit_for_bit(form, tmp_path):
+    folder, bits = unpacked(form, "nnx", tmp_path)
+    job = jobs.modules()
+    assert jobs.bits(jobs.values_of_modules(job)) != bits
+    found = checkpoint.restore_job(folder, job, extra={"position": 0})
+    assert found.step == 2 and found.extra == {"position": 7}
+    assert jobs.bits(jobs.values_of_modules(job)) == bits
