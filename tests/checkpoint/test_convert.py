@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from fp8_model import model_params
 from helpers import assert_exact, assert_moved, assert_within_ulps
+from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import job_leaves
-from jaxmp._src.step import leaf_paths
 from jaxmp.checkpoint import convert, reload_master_params
 
 pytestmark = pytest.mark.xdist_group("convert")  # they share the jobs
@@ -84,8 +84,8 @@ def quietly(source, target, **kwargs):
 
 def inner_leaves(opt_state):
     """Moments and counts, by path."""
-    leaves = leaf_paths.essential_leaves(opt_state)
-    return {path: x for path, x in leaves.items() if path not in job_leaves.special_parts(list(leaves))}
+    leaves = job_leaves.inner_leaves(job_leaves.of_trees(PARAMS, opt_state, "").state)
+    return {str(path): x for path, x in leaves.items()}
 
 
 @pytest.mark.thorough(0)
@@ -242,10 +242,8 @@ def test_a_loss_scale_of_a_class_of_ones_own():
 
 def group_columns(params, opt_state):
     """{path of a scale leaf: its history}"""
-    leaves = leaf_paths.plain_leaves(params)
-    histories = jaxmp._src.checkpoint.fp8_history.of(
-        job_leaves.Saved(leaves, leaf_paths.essential_leaves(opt_state), "")
-    )
+    leaves = tree_paths.leaves_by_path(params)
+    histories = jaxmp._src.checkpoint.fp8_history.of(job_leaves.of_trees(params, opt_state, ""))
     return {
         path: histories[jaxmp._src.checkpoint.fp8_history.key_of(path)] for path in leaves if jaxmp.fp8.is_scale(path)
     }
@@ -290,7 +288,7 @@ def test_histories_of_several_recipes_go_along_where_the_layers_are_the_same():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipes)
     opt_state = tx.init(PARAMS)
     number = iter(range(1, 99))
-    opt_state = jaxmp._src.base.tree_paths.map_with_path(
+    opt_state = tree_paths.map_with_path(
         lambda path, x: jnp.full_like(x, next(number)).at[0].set(0.0) if path.endswith("amax_history") else x, opt_state
     )
     assert_moved(convert(opt_state, PARAMS, to=tx, policy="fp32"), (PARAMS, opt_state))

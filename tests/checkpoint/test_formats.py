@@ -1,13 +1,17 @@
 """Checkpoints that older versions wrote are restored, bit for bit; those of newer ones are refused."""
 
+import json
 import pathlib
 import sys
 import zipfile
+from importlib import metadata
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxmp import checkpoint
+from jaxmp._src.checkpoint import orbax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "kept"))
 import jobs
@@ -46,3 +50,20 @@ def test_kept_modules_come_back_bit_for_bit(form, tmp_path):
     found = checkpoint.restore_job(folder, job, extra={"position": 0})
     assert found.step == 2 and found.extra == {"position": 7}
     assert jobs.bits(jobs.values_of_modules(job)) == bits
+
+
+def test_the_record_has_a_format_and_the_version_and_a_newer_one_is_refused(tmp_path):
+    params = {"w": jnp.ones(2)}
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=params, opt_state=())
+    about = checkpoint.read_metadata(tmp_path)
+    assert about["format"] == 1 and about["versions"]["jaxmp"] == metadata.version("jaxmp")
+    file = tmp_path / "0" / "jaxmp" / "metadata"
+    newer = json.loads(file.read_text()) | {"format": 7, "versions": {"jaxmp": "9.8"}}
+    del newer["record_checksum"]
+    file.write_text(json.dumps(orbax.write_record(newer)))
+    here = about["versions"]["jaxmp"]
+    told = f"a format that this jaxmp reads, up to 1; it is of format 7, written by jaxmp 9.8, and this is jaxmp {here}"
+    with pytest.raises(ValueError, match=told):
+        checkpoint.restore(tmp_path, None, params=params)
+    assert checkpoint.read_metadata(tmp_path)["format"] == 7

@@ -20,7 +20,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -34,29 +34,43 @@ _IN_A_BOX = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what 
 
 def path_str(path: Iterable[Any]) -> str:
     """A key path of `jax.tree_util` as `a/b/0/c`; the root is `<root>`."""
-    keys = tuple(path)
-    is_attribute = [isinstance(key, jax.tree_util.GetAttrKey) for key in keys]
-    return "/".join(without_boxes([_name(key) for key in keys], is_attribute)) or "<root>"
+    return "/".join(key.name for key in keys_of(path)) or "<root>"
 
 
-def without_boxes(names: Sequence[str], may_be_box: Sequence[bool] | None = None) -> list[str]:
+class Key(NamedTuple):
+    """One level of a key path: a field of a NamedTuple or dataclass, or what a dict or sequence files it under."""
+
+    name: str
+    is_field: bool
+
+
+def keys_of(path: Iterable[Any]) -> tuple[Key, ...]:
+    """The levels of a key path of `jax.tree_util`, without those of boxes."""
+    keys = [Key(name_of(key), isinstance(key, jax.tree_util.GetAttrKey)) for key in path]
+    outside = _outside_boxes([key.name for key in keys], [key.is_field for key in keys])
+    return tuple(keys[i] for i in outside)
+
+
+def without_boxes(names: Sequence[str]) -> list[str]:
     """The components of a path without those of boxes, which are named `value`, as layers may be, too.
 
-    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that.
-
-    Args:
-      names: the components.
-      may_be_box: for each, whether it can be the level of a box; None: all can.
+    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that. For
+    paths that do not say which levels are fields: a layer that is named `value` and holds one array looks like a box.
     """
-    kept: list[str] = []
+    return [names[i] for i in _outside_boxes(names, [True] * len(names))]
+
+
+def _outside_boxes(names: Sequence[str], may_be_box: Sequence[bool]) -> list[int]:
+    kept: list[int] = []
     for i in reversed(range(len(names))):
-        ends = all(name in _IN_A_BOX for name in kept)
-        if not (names[i] == "value" and ends and (may_be_box is None or may_be_box[i])):
-            kept.append(names[i])
+        ends = all(names[k] in _IN_A_BOX for k in kept)
+        if not (names[i] == "value" and ends and may_be_box[i]):
+            kept.append(i)
     return kept[::-1]
 
 
-def _name(key: Any) -> str:
+def name_of(key: Any) -> str:
+    """One level of a key path as text."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -9,49 +9,54 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxmp._src.checkpoint import job_leaves
-from jaxmp._src.step import leaf_paths
-from pallas_kernels import moments
+from jaxmp._src.step import state_paths
+from jaxmp._src.step.state_paths import StatePath
 
-_Path = tuple[str, ...]
+_Words = tuple[str, ...]
 
 
-def aligned(saved: job_leaves.Saved, structure: Any) -> job_leaves.Saved:
-    """`saved` with the paths of `structure`, for each part of the state that is the same chain in both."""
-    wanted = leaf_paths.essential_leaves(structure)
+def aligned(saved: job_leaves.Saved, wanted: Mapping[StatePath, Any]) -> job_leaves.Saved:
+    """`saved` with the paths of `wanted`, for each part of the state that is the same chain in both."""
     state = saved.state
-    for mark in ("scaling", "master_params", "amax_states"):
+    for mark in (state_paths.SCALE, state_paths.MASTER, state_paths.FP8):
         state = _with_heads(state, wanted, mark)
-    names = _renamed(job_leaves.inner_leaves(state), job_leaves.inner_leaves(wanted), saved.params)
-    return saved._replace(state={names.get(path, path): x for path, x in state.items()})
+    renamed = _renamed(job_leaves.inner_leaves(state), job_leaves.inner_leaves(wanted))
+    return saved._replace(state={renamed.get(path, path): x for path, x in state.items()})
 
 
-def _with_heads(given: Mapping[str, Any], wanted: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def _with_heads(given: Mapping[StatePath, Any], wanted: Mapping[StatePath, Any], mark: str) -> dict[StatePath, Any]:
     """`given` with its loss scales, masters or fp8 histories (and counts beside them) where `wanted` has them."""
     old, new = (_heads(paths, mark) for paths in (given, wanted))
     if old == new or [_names(head) for head in old] != [_names(head) for head in new]:
         return dict(given)
     there = dict(zip(old, new, strict=True))
-    beside = {head: {f"{head}{name}" for name in job_leaves.BESIDE[mark]} for head in old}
 
-    def name(path: str) -> str:
-        for head, other in there.items():
-            if path.startswith(f"{head}{mark}/") or path in beside[head]:
-                return other + path.removeprefix(head)
-        return path
+    def moved(path: StatePath) -> StatePath:
+        is_of_mark = path.role == mark or (path.role, _is_rounding(path)) in _BESIDE[mark]
+        return path.behind(there[path.head], len(path.head)) if is_of_mark and path.head in there else path
 
-    special = job_leaves.special_parts(list(given))
-    return {name(path) if path in special else path: x for path, x in given.items()}
+    return {moved(path): x for path, x in given.items()}
 
 
-def _heads(paths: Iterable[str], mark: str) -> list[str]:
-    """What stands before `mark` in the special parts of a state, in the order of the chain."""
-    special = job_leaves.special_parts(list(paths))
-    found = {f"/{path}".partition(f"/{mark}/")[0] for path in special if f"/{mark}/" in f"/{path}"}
-    return [f"{head}/".lstrip("/") for head in sorted(found, key=lambda head: order(head.split("/")))]
+# By the role of special leaves: (role, whether it counts roundings) of the counts beside them.
+_BESIDE = {
+    state_paths.SCALE: {(state_paths.COUNTER, False)},
+    state_paths.MASTER: {(state_paths.COUNTER, True)},
+    state_paths.FP8: {(state_paths.FP8_COUNTER, False)},
+}
 
 
-def _names(head: str) -> list[str]:
-    return [part for part in head.split("/") if part and not part.isdigit()]
+def _is_rounding(path: StatePath) -> bool:
+    return path.names[-1] == "rounding_count"
+
+
+def _heads(paths: Iterable[StatePath], mark: str) -> list[_Words]:
+    """Where the special leaves of a state stand, in the order of the chain."""
+    return sorted({path.head for path in paths if path.role == mark}, key=order)
+
+
+def _names(head: _Words) -> list[str]:
+    return [part for part in head if not part.isdigit()]
 
 
 def order(parts: Iterable[str]) -> list[tuple[bool, str]]:
@@ -59,40 +64,31 @@ def order(parts: Iterable[str]) -> list[tuple[bool, str]]:
     return [(part.isdigit(), part.zfill(8)) for part in parts]
 
 
-def _renamed(given: Mapping[str, Any], wanted: Mapping[str, Any], params: Iterable[str]) -> dict[str, str]:
+def _renamed(given: Mapping[StatePath, Any], wanted: Mapping[StatePath, Any]) -> dict[StatePath, StatePath]:
     """{path in `given`: path in `wanted`} if both are one chain; else nothing."""
     if given.keys() == wanted.keys():
         return {}
-    ends = {tuple(path.split("/")) for path in params}
-    old, new = ({counted: path for path, counted in _counted(paths, ends).items()} for paths in (given, wanted))
+    old, new = ({counted: path for path, counted in _counted(paths).items()} for paths in (given, wanted))
     if old.keys() != new.keys() or len(old) != len(given) or len(new) != len(wanted):
         return {}
     return {path: new[counted] for counted, path in old.items()}
 
 
-def _counted(paths: Iterable[str], ends: set[_Path]) -> dict[str, _Path]:
-    """Each path with the numbers in it counted anew; the path of a param at its end stays."""
-    parts = {path: split(tuple(path.split("/")), ends) for path in paths}
-    levels: dict[_Path, set[str]] = {}
-    for head, _ in parts.values():
-        for i, part in enumerate(head):
-            levels.setdefault(head[:i], set()).add(part)
+def _counted(paths: Iterable[StatePath]) -> dict[StatePath, tuple[_Words, _Words]]:
+    """Each path as (its words with the numbers in them counted anew, the names of the param and what follows)."""
+    levels: dict[_Words, set[str]] = {}
+    for path in paths:
+        for i, part in enumerate(path.words):
+            levels.setdefault(path.words[:i], set()).add(part)
 
-    def counted(head: _Path) -> _Path:
+    def counted(words: _Words) -> _Words:
         kept = []
-        for i, part in enumerate(head):
-            level = levels[head[:i]]
+        for i, part in enumerate(words):
+            level = levels[words[:i]]
             if not all(x.isdigit() for x in level):
                 kept.append(part)
             elif len(level) > 1:
                 kept.append(str(sorted(level, key=int).index(part)))
         return tuple(kept)
 
-    return {path: (*counted(head), *rest) for path, (head, rest) in parts.items()}
-
-
-def split(path: _Path, ends: set[_Path]) -> tuple[_Path, _Path]:
-    """(what belongs to the chain, the path of the param and what follows it)."""
-    core = path[:-1] if path[-1] in moments.Quantized._fields else path
-    longest = max((n for n in range(1, len(core)) if core[-n:] in ends), default=0)
-    return path[: len(core) - longest], path[len(core) - longest :]
+    return {path: (counted(path.words), path.names[len(path.words) :]) for path in paths}

@@ -13,6 +13,7 @@ returns.
 
 import math
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -27,8 +28,9 @@ from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placeme
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, state_arrays
+from jaxmp._src.step import state_arrays, state_paths
 from jaxmp._src.step.policy import get_policy
+from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
 
 _split = jax.jit(moments.split, static_argnums=1)  # one pass, not one for each operation
@@ -85,12 +87,10 @@ def convert(
     )
     policy = get_policy(policy)
     like = params if like is None else like
-    saved = job_leaves.Saved(
-        leaf_paths.plain_leaves(params), leaf_paths.essential_leaves(opt_state), "the state to convert"
-    )
+    saved = job_leaves.of_trees(params, opt_state, "the state to convert")
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
     wanted = jax.tree.map(placement.beside, cast, like)
-    new_params, new_state = assemble(chain_places.aligned(saved, structure_of(to, wanted)), to, wanted)
+    new_params, new_state = assemble(chain_places.aligned(saved, leaves_of(to, wanted)), to, wanted)
     return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
 
 
@@ -99,8 +99,13 @@ def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTre
     job_leaves.check_params(saved, like)
     structure = structure_of(tx, like)
     placement.Shardings(like).check_devices(structure)
-    job_leaves.check_state(saved, structure)
+    job_leaves.check_state(saved, state_paths.leaves(structure, like))
     return structure
+
+
+def leaves_of(tx: optax.GradientTransformation, like: PyTree) -> dict[StatePath, Any]:
+    """The leaves of `tx.init` for params like these, by path: their shapes and dtypes."""
+    return state_paths.leaves(structure_of(tx, like), like)
 
 
 def structure_of(tx: optax.GradientTransformation, like: PyTree) -> Any:
@@ -113,27 +118,26 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
     """Params with the structure, dtypes and shardings of `like`, and the state of `tx` for them, made from `saved`."""
     structure = check(saved, tx, like)
     in_full, new_params = assemble_params(saved, like)
-    parts = job_leaves.special_parts(list(leaf_paths.essential_leaves(structure)))
-    fresh = fresh_leaves(tx, in_full, {path for path, part in parts.items() if part != "master"})
-    scales = _loss_scales(saved, fresh, [path for path, part in parts.items() if part == "scale"])
-    groups = fp8_history.amax_leaves(saved, leaf_paths.plain_leaves(new_params), fresh)
-    full = leaf_paths.plain_leaves(in_full)
+    paths = state_paths.of(structure, like)
+    fresh = fresh_leaves(tx, in_full, {x for x in paths if x.role not in (state_paths.INNER, state_paths.MASTER)})
+    scales = _loss_scales(saved, fresh, [path for path in paths if path.role == state_paths.SCALE])
+    groups = fp8_history.amax_leaves(saved, tree_paths.leaves_by_path(new_params), fresh)
+    full = tree_paths.leaves_by_path(in_full)
     split: dict[str, Any] = {}
 
-    def leaf(path: str, x: Any) -> Any:
-        path = leaf_paths.essential(path)
-        part = parts.get(path)
-        if part == "scale":
+    def leaf(path: StatePath, x: Any) -> Any:
+        if path.role == state_paths.SCALE:
             return scales[path]
-        if part == "fp8":
+        if path.role == state_paths.FP8:
             return groups[path]
-        if part in ("counter", "fp8_counter"):
-            keep = path in saved.state and not path.endswith("unscaled_fp16")
+        if path.role in (state_paths.COUNTER, state_paths.FP8_COUNTER):
+            keep = path in saved.state and path.names[-1] != "unscaled_fp16"
             return jnp.asarray(saved.state[path], x.dtype) if keep else fresh[path]
-        if part != "master":
+        if path.role == state_paths.INNER:
             return _as_dtype(saved.state[path], x)
-        param, kind = leaf_paths.param_of(f"/{path}".partition("/master_params/")[2])
-        if kind is None:
+        param = path.param
+        assert param is not None
+        if not path.part:
             return full[param]
         if path in saved.state:
             return jnp.asarray(saved.state[path])
@@ -141,9 +145,9 @@ def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: Py
         return remainder
 
     shardings = placement.Shardings(like)
-    new_state = shardings.place(tree_paths.map_with_path(leaf, structure))
-    new_params = tree_paths.map_with_path(lambda path, x: split.get(leaf_paths.plain(path), x), new_params)
-    return shardings.place(new_params), new_state
+    new_state = shardings.place_state(state_paths.map_leaves(leaf, structure, like))
+    new_params = tree_paths.map_with_path(lambda path, x: split.get(path, x), new_params)
+    return shardings.place_params(new_params), new_state
 
 
 def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTree]:
@@ -152,21 +156,25 @@ def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTr
     full = job_leaves.full_params(saved)
 
     def whole(path: str, x: Any) -> Any:
-        path = leaf_paths.plain(path)
         return full[path] if path in full else fp8_history.scale_leaf(path, x, histories)
 
     in_full: Any = tree_paths.map_with_path(whole, like)
     return in_full, _cast(saved.params, in_full, like)
 
 
-def fresh_leaves(tx: optax.GradientTransformation, params: PyTree, wanted: set[str]) -> dict[str, Any]:
+def fresh_leaves(
+    tx: optax.GradientTransformation, params: PyTree, wanted: Collection[StatePath]
+) -> dict[StatePath, Any]:
     """The `wanted` leaves of `tx.init(params)`; the rest is not computed."""
+    paths: list[StatePath] = []
 
-    def init(params: PyTree) -> dict[str, Any]:
-        return {path: x for path, x in leaf_paths.essential_leaves(tx.init(params)).items() if path in wanted}
+    def init(params: PyTree) -> list[Any]:
+        found = state_paths.leaves(tx.init(params), params)
+        paths.extend(path for path in found if path in wanted)
+        return [found[path] for path in paths]
 
     with warnings.catch_warnings(action="ignore"):
-        return jax.jit(init)(params)
+        return dict(zip(paths, jax.jit(init)(params), strict=True))
 
 
 def _in_float32(x: Any) -> Any:
@@ -184,20 +192,21 @@ def _as_dtype(x: Any, like: Any) -> Any:
 def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
     """`full` in the dtypes of `like`; a saved leaf that has its dtype already is taken unchanged."""
     stored = (
-        leaf_paths.plain_leaves(stored_kernels.store(full))
+        tree_paths.leaves_by_path(stored_kernels.store(full))
         if any(map(stored_kernels.is_stored, jax.tree.leaves(like)))
         else {}
     )
-    kept = {path for path, x in leaf_paths.plain_leaves(like).items() if path in saved and saved[path].dtype == x.dtype}
+    kept = {
+        path for path, x in tree_paths.leaves_by_path(like).items() if path in saved and saved[path].dtype == x.dtype
+    }
     recast = {
-        path for path, x in leaf_paths.plain_leaves(like).items() if stored_kernels.is_stored(x) and path not in kept
+        path for path, x in tree_paths.leaves_by_path(like).items() if stored_kernels.is_stored(x) and path not in kept
     }
     leaves_of_recast = {
-        leaf for kernel, leaf in stored_kernels.pairs(leaf_paths.plain_leaves(like)).items() if kernel in recast
+        leaf for kernel, leaf in stored_kernels.pairs(tree_paths.leaves_by_path(like)).items() if kernel in recast
     }
 
     def cast(path: str, x: Any, wanted: Any) -> Any:
-        path = leaf_paths.plain(path)
         if path in recast | leaves_of_recast:
             return stored[path]
         return jnp.asarray(saved[path]) if path in kept else casting.cast_float(x, wanted.dtype, saturate=True)
@@ -205,25 +214,25 @@ def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
     return tree_paths.map_with_path(cast, full, like)
 
 
-def _loss_scales(saved: job_leaves.Saved, start: dict[str, Any], paths: list[str]) -> dict[str, Any]:
+def _loss_scales(saved: job_leaves.Saved, start: dict[StatePath, Any], paths: list[StatePath]) -> dict[StatePath, Any]:
     """The loss scales of the new state: the saved ones if both are dynamic, else their initial values."""
     scales = {}
-    for group in {path.rpartition("scaling/")[0] for path in paths}:
-        mine = [path for path in paths if path.rpartition("scaling/")[0] == group]
-        kept = _kept_scale({p.rpartition("scaling/")[2]: start[p] for p in mine}, group, saved)
-        scales |= {path: kept[path.rpartition("scaling/")[2]] for path in mine}
+    for head in {path.head for path in paths}:
+        mine = {path: "/".join(path.names[len(head) + 1 :]) for path in paths if path.head == head}
+        kept = _kept_scale({name: start[path] for path, name in mine.items()}, head, saved)
+        scales |= {path: kept[name] for path, name in mine.items()}
     return scales
 
 
-def _kept_scale(start: dict[str, Any], group: str, saved: job_leaves.Saved) -> dict[str, Any]:
-    head = f"{group}scaling/"
-    old = {path.removeprefix(head): x for path, x in saved.state.items() if path.startswith(head)}
+def _kept_scale(start: dict[str, Any], head: tuple[str, ...], saved: job_leaves.Saved) -> dict[str, Any]:
+    theirs = [path for path in saved.state if path.role == state_paths.SCALE and path.head == head]
+    old = {"/".join(path.names[len(head) + 1 :]): saved.state[path] for path in theirs}
     if "hysteresis_left" not in start:  # the user's own class
         if {k: x.shape for k, x in old.items()} == {k: x.shape for k, x in start.items()}:
             return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
     elif not _is_dynamic(start):
         return start  # no scale, or a static one: trust tx
-    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _is_dynamic(old) or _at_floor(group, saved)):
+    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _is_dynamic(old) or _at_floor(head, saved)):
         if 0.0 < float(old["loss_scale"]) < math.inf:
             return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
         warn(
@@ -245,10 +254,11 @@ def _is_dynamic(scale: dict[str, Any]) -> bool:
     return bool(int(scale["growth_count"]) or int(scale["hysteresis_left"]))
 
 
-def _at_floor(group: str, saved: job_leaves.Saved) -> bool:
+def _at_floor(head: tuple[str, ...], saved: job_leaves.Saved) -> bool:
     """Whether a scale of 1 with counts of 0 has just fallen to its floor; else the job has no loss scale."""
     skipped, unscaled, pinned = (
-        saved.state.get(f"{group}{n}") for n in ("skipped", "unscaled_fp16", "pinned_overflows")
+        saved.state.get(StatePath((*head, name), state_paths.COUNTER))
+        for name in ("skipped", "unscaled_fp16", "pinned_overflows")
     )
     in_float16 = any(x.dtype == jnp.float16 for x in saved.params.values()) and not unscaled
     return bool(skipped) and (in_float16 or bool(pinned))

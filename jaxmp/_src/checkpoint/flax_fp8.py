@@ -22,7 +22,7 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.checkpoint import fp8_history
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits
-from jaxmp._src.step import leaf_paths, state as states, state_arrays
+from jaxmp._src.step import state as states, state_arrays
 
 _OPERANDS = {"input": "lhs", "kernel": "rhs", "output_grad": "grad"}
 
@@ -57,7 +57,7 @@ def import_flax_fp8(
       7.0
     """
     found = states.find(opt_state, states.Fp8State)
-    leaves = leaf_paths.plain_leaves(params)
+    leaves = tree_paths.leaves_by_path(params)
     columns = fp8_history.columns(leaves, [x.scale.shape[-1] for x in found[0].amax_states]) if found else None
     if columns is None or len(found) != 1:
         raise ValueError(
@@ -92,7 +92,7 @@ def import_flax_fp8(
         leaf = float_bits.log2_of_power_of_two(new) if holds_log2 else new
         histories[fp8_history.key_of(path)] = jnp.roll(history, -1, axis=0).at[0].set(0.0)[:, None]
         moved[path] = leaf.reshape(leaves[path].shape)
-    params = tree_paths.map_with_path(lambda path, x: moved.get(leaf_paths.plain(path), x), params)
+    params = tree_paths.map_with_path(lambda path, x: moved.get(path, x), params)
     leaves |= moved
 
     def visit(node: Any) -> Any:
@@ -115,7 +115,7 @@ def _layer_and_operand(path: str) -> tuple[str, str]:
 
 def _operands(collection: PyTree) -> dict[tuple[str, str], tuple[Array, Array]]:
     """{(layer, operand): (scale float32[], history float32[len])}"""
-    leaves, found = leaf_paths.plain_leaves(collection), {}
+    leaves, found = tree_paths.leaves_by_path(collection), {}
     for path, scale in leaves.items():
         op, _, name = path.rpartition("/")
         if not name.endswith("_scale") or name.removesuffix("_scale") not in _OPERANDS:

@@ -6,7 +6,6 @@ Another model may have other layers in fp8, or other formats. So each history is
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +17,9 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint.job_leaves import Saved
 from jaxmp._src.fp8 import recipes, scale_leaves
 from jaxmp._src.numerics import float_bits
+from jaxmp._src.step import state_paths
+from jaxmp._src.step.state_paths import StatePath
 
-_GROUP = re.compile(r"(?:(.*)/)?amax_states/(\d+)/(scale|amax_history)")
 Histories = dict[str, Float[Array, "len size"]]
 
 
@@ -46,9 +46,8 @@ def of(saved: Saved) -> Histories | None:
     return found
 
 
-def _is_field(path: str, name: str) -> bool:
-    found = _GROUP.fullmatch(path)
-    return found is not None and found.group(3) == name
+def _is_field(path: StatePath, name: str) -> bool:
+    return path.role == state_paths.FP8 and path.names[-1] == name
 
 
 def columns(params: Mapping[str, Any], sizes: list[int]) -> list[list[str]] | None:
@@ -84,7 +83,7 @@ def group(histories: Histories, params: Mapping[str, Any], members: list[str], l
     return recipes.AmaxState(jnp.concatenate([jnp.ravel(x) for x in scales]), jnp.concatenate(found, axis=1))
 
 
-def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[StatePath, Any]) -> dict[StatePath, Any]:
     """The leaves of `amax_states` of the new state, by path, with the saved histories; `fresh` is `tx.init`, by path.
 
     Warns:
@@ -92,7 +91,7 @@ def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any
     """
     histories, state = of(saved), saved.state
     names = [path for path in fresh if _is_field(path, "amax_history")]
-    groups = {path: x for path, x in fresh.items() if _GROUP.fullmatch(path)}
+    groups = {path: x for path, x in fresh.items() if path.role == state_paths.FP8}
     in_columns = columns(params, [fresh[path].shape[-1] for path in names])
     leaves, old_leaves = (
         {p: x for p, x in tree.items() if scale_leaves.is_scale(p)} for tree in (params, saved.params)
@@ -118,8 +117,8 @@ def amax_leaves(saved: Saved, params: Mapping[str, Any], fresh: Mapping[str, Any
     return groups
 
 
-def _scale_beside(history: str) -> str:
-    return history.removesuffix("amax_history") + "scale"
+def _scale_beside(history: StatePath) -> StatePath:
+    return StatePath((*history.names[:-1], "scale"), history.role)
 
 
 def _column(histories: Histories, path: str, leaf: Any, length: int) -> Float[Array, "length size"]:

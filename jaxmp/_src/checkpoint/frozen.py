@@ -4,7 +4,7 @@ With `wrt=nnx.LoRAParam` the base belongs to the model and not to the optimizer,
 it from. It is read in the dtypes of the checkpoint (`as_saved`), then cast to those of the model (`in_dtypes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,23 +14,22 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import placement
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, reload_masters
+from jaxmp._src.step import reload_masters
 
 
-def as_saved(at: str, frozen: PyTree, params: PyTree, saved: PyTree, patterns: Sequence[str]) -> PyTree:
+def as_saved(at: str, frozen: PyTree, params: PyTree, saved: Mapping[str, Any], patterns: Sequence[str]) -> PyTree:
     """The tree `frozen`, with what describes the saved leaf in place of each leaf that can be cast from it.
 
-    `at` is the path of the tree in errors, `params` are those of the optimizer, with the scales of fp8 layers.
+    `at` is the path of the tree in errors, `saved` the leaves of the checkpoint by path, `params` are those of the
+    optimizer, with the scales of fp8 layers.
 
     Raises:
       ValueError: a kernel in fp8, in the checkpoint or here, without its scale: fp8(w * scale) alone is no weight.
     """
-    there = leaf_paths.plain_leaves(saved)
     scales = stored_kernels.pairs(_together(frozen, params))
 
     def leaf(path: str, x: Any) -> Any:
-        path = leaf_paths.plain(path)
-        y: Any = there.get(path)
+        y: Any = saved.get(path)
         if not _can_cast(x, y) or y.shape != x.shape or y.dtype == x.dtype:
             return x
         in_fp8 = stored_kernels.is_stored(x) or stored_kernels.is_stored(y)
@@ -49,9 +48,9 @@ def as_saved(at: str, frozen: PyTree, params: PyTree, saved: PyTree, patterns: S
 
 def in_dtypes(found: PyTree, params: PyTree, like: PyTree) -> tuple[PyTree, PyTree]:
     """(`found` in the dtypes of `like`, `params` with the scales of the kernels that are now in fp8)."""
-    leaves, wanted = _together(found, params), leaf_paths.plain_leaves(like)
+    leaves, wanted = _together(found, params), tree_paths.leaves_by_path(like)
     cast = [
-        p for p, x in leaf_paths.plain_leaves(found).items() if _can_cast(x, wanted[p]) and x.dtype != wanted[p].dtype
+        p for p, x in tree_paths.leaves_by_path(found).items() if _can_cast(x, wanted[p]) and x.dtype != wanted[p].dtype
     ]
     value, scales = reload_masters.in_float32(leaves), stored_kernels.pairs(leaves)
     new: dict[str, Any] = {}
@@ -63,13 +62,13 @@ def in_dtypes(found: PyTree, params: PyTree, like: PyTree) -> tuple[PyTree, PyTr
             new[path] = casting.cast_float(value(path), wanted[path].dtype, saturate=True)
 
     def with_new(tree: PyTree) -> PyTree:
-        return tree_paths.map_with_path(lambda path, x: new.get(leaf_paths.plain(path), x), tree)
+        return tree_paths.map_with_path(lambda path, x: new.get(path, x), tree)
 
     return (with_new(found), with_new(params)) if new else (found, params)
 
 
 def _together(frozen: PyTree, params: PyTree) -> dict[str, Any]:
-    return leaf_paths.plain_leaves(frozen) | leaf_paths.plain_leaves(params)
+    return tree_paths.leaves_by_path(frozen) | tree_paths.leaves_by_path(params)
 
 
 def _can_cast(*leaves: Any) -> bool:

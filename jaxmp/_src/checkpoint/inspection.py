@@ -30,14 +30,14 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
             f"a checkpoint must be a folder that Orbax wrote, or a directory of such folders; {directory} is neither."
         )
     rows = [("step", "leaves", "MiB", "policy", "state")]
-    newest: list[orbax.Leaf] = []
+    newest: list[orbax.Examined] = []
     whole = True
     with Progress("reading checkpoints") as line:
         for one in steps:
             line.say(f"step {one.name}, {len(rows)} of {len(steps)}")
             try:
                 policy = orbax.record(one / orbax.ABOUT).get("policy", "not recorded")
-                newest = list(orbax.leaves(one))
+                newest = list(orbax.examined(one))
                 state = _state(newest)
             except ValueError as e:
                 policy, newest, state = "", [], f"DAMAGED: {e}"
@@ -56,7 +56,7 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
     return "\n\n".join(parts), whole
 
 
-def _state(leaves: list[orbax.Leaf]) -> str:
+def _state(leaves: list[orbax.Examined]) -> str:
     damaged = [leaf.path for leaf in leaves if leaf.whole is False]
     if damaged:
         more = ", ..." if len(damaged) > 3 else ""

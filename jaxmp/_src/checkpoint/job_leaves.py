@@ -1,4 +1,4 @@
-"""The leaves of a job (params and state) by path (see `leaf_paths`): their kinds, and whether they fit a model."""
+"""The leaves of a job (params and state) by path (see `state_paths`): their kinds, and whether they fit a model."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths, reload_masters, state as states
+from jaxmp._src.step import leaf_paths, reload_masters, state_paths
+from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
 
-_COUNTED = (*states.COUNTED, "kept_elements")  # the last one is in old checkpoints only
-_FP8_COUNTERS = ("saturated_tensors", "unused_tensors", "lost_gradients")
-# By the field that holds special leaves: the counts beside it.
-BESIDE = {"scaling": _COUNTED, "master_params": ("rounding_count",), "amax_states": _FP8_COUNTERS}
 _OF_EACH_DEVICE = (
     " Each device of an axis has its own: make the transform with devices= of the save, or restore with "
     'partial="*unsent*", and what was not sent yet starts from zero.'
@@ -26,8 +24,16 @@ class Saved(NamedTuple):
     """The leaves of a saved job (or of the job to convert)."""
 
     params: dict[str, Any]  # leaves of the model's params by path
-    state: dict[str, Any]  # leaves of the optimizer's state by path, wrappers removed
+    state: dict[StatePath, Any]  # leaves of the optimizer's state by path, wrappers removed
     what: str  # the name of the job in errors ("the checkpoint")
+
+
+def of_trees(params: PyTree, opt_state: Any, what: str) -> Saved:
+    """The leaves of a job in memory; also of one that Orbax alone read, in dicts, where boxes are dicts too."""
+    leaves = tree_paths.leaves_by_path(params)
+    if state_paths.is_without_fields(opt_state) and jax.tree.leaves(opt_state):
+        leaves = {"/".join(tree_paths.without_boxes(path.split("/"))): x for path, x in leaves.items()}
+    return Saved(leaves, state_paths.leaves(opt_state, params), what)
 
 
 def master_in_full(path: str, x: Any, master: Any) -> Any:
@@ -45,11 +51,7 @@ def master_in_full(path: str, x: Any, master: Any) -> Any:
 def full_params(saved: Saved) -> dict[str, Any]:
     """The params in full precision by path: floats in float32, from the masters if there are any; others unchanged."""
     leaves, value = saved.params, reload_masters.in_float32(saved.params)
-    masters = {}
-    for path, x in saved.state.items():
-        _, found, rest = f"/{path}".partition("/master_params/")
-        if found:
-            masters[leaf_paths.param_of(rest)[0]] = x
+    masters = {path.param: x for path, x in saved.state.items() if path.role == state_paths.MASTER}
 
     def in_full(path: str, x: Any) -> Any:
         return master_in_full(path, x, masters[path]) if path in masters else value(path)
@@ -59,7 +61,7 @@ def full_params(saved: Saved) -> dict[str, Any]:
 
 def check_params(saved: Saved, like: PyTree) -> None:
     """Raises a ValueError for the first param that only one of the two has, or that has another shape."""
-    wanted = leaf_paths.plain_leaves(like)
+    wanted = tree_paths.leaves_by_path(like)
     for path, x in wanted.items():
         if path not in saved.params:
             if scale_leaves.is_scale(path):
@@ -94,37 +96,14 @@ def _pmap_hint(there: tuple[int, ...], here: tuple[int, ...]) -> str:
     )
 
 
-def special_parts(paths: list[str]) -> dict[str, str]:
-    """{path: part} of the leaves that are not the inner optimizer's: master, fp8, fp8_counter, scale or counter."""
-    known, parts = set(paths), {}
-    for path in paths:
-        if "/master_params/" in f"/{path}":
-            parts[path] = "master"
-            head = f"/{path}".partition("/master_params/")[0]
-            parts[f"{head}/rounding_count".lstrip("/")] = "counter"
-        head, found, _ = f"/{path}".rpartition("/amax_states/")
-        if found:
-            parts[path] = "fp8"
-            parts |= {f"{head}/{name}".lstrip("/"): "fp8_counter" for name in _FP8_COUNTERS}
-        head, found, rest = f"/{path}".rpartition("/scaling/")
-        if found and rest.split("/")[0] in (
-            *states.LossScaleState._fields,
-            *states.CustomLossScaleState._fields,
-        ):
-            parts[path] = "scale"
-            parts |= {f"{head}/{name}".lstrip("/"): "counter" for name in _COUNTED}
-    return {path: part for path, part in parts.items() if path in known}
-
-
-def inner_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def inner_leaves(leaves: Mapping[StatePath, Any]) -> dict[StatePath, Any]:
     """The leaves of a state that are the inner optimizer's."""
-    special = special_parts(list(leaves))
-    return {path: x for path, x in leaves.items() if path not in special}
+    return {path: x for path, x in leaves.items() if path.role == state_paths.INNER}
 
 
-def check_state(saved: Saved, structure: Any) -> None:
-    """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `structure`."""
-    given, wanted = (inner_leaves(leaves) for leaves in (saved.state, leaf_paths.essential_leaves(structure)))
+def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
+    """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `wanted`."""
+    given, wanted = inner_leaves(saved.state), inner_leaves(wanted)
     rule = (
         f"{saved.what} must have the same inner optimizer, with the same states in the same order, and the same params"
     )
@@ -135,7 +114,7 @@ def check_state(saved: Saved, structure: Any) -> None:
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(
                 f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
-                f"{_OF_EACH_DEVICE if '/by_axis/' in path else _pmap_hint(got.shape, x.shape)}"
+                f"{_OF_EACH_DEVICE if 'by_axis' in path.words else _pmap_hint(got.shape, x.shape)}"
             )
         floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (got, x)]
         if got.dtype != x.dtype and not all(floats):

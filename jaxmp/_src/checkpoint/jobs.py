@@ -16,7 +16,6 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import frozen, orbax, partial as partial_lib, save_restore
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths
 
 _REST = "job"  # the tree of `extra` with what is neither params nor state
 
@@ -164,8 +163,8 @@ def restore_job(
         extra = {name: tree for name, tree in saved.items() if name not in ("params", _REST)}
     rest = parts.rest
     if parts.has_frozen:
-        model = saved.get(_REST, {}).get("model", {})
-        _check_weights(rest["model"], model, saved.get("params", {}))
+        model = tree_paths.leaves_by_path(saved.get(_REST, {}).get("model", {}))
+        _check_weights(rest["model"], model, tree_paths.leaves_by_path(saved.get("params", {})))
         patterns = tree_paths.patterns_of(partial)
         like = frozen.as_saved(f"{_REST}/model", rest["model"], parts.params, model, patterns)
         rest = rest | {"model": like}
@@ -183,10 +182,9 @@ def restore_job(
     return RestoredJob(restored.step, new, found, restored.report)
 
 
-def _check_weights(frozen: PyTree, saved: PyTree, trained: PyTree) -> None:
+def _check_weights(frozen: PyTree, saved: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
     """Raises a ValueError for weights that are `trained` in the checkpoint, and `frozen` in the model."""
-    saved, trained = leaf_paths.plain_leaves(saved), leaf_paths.plain_leaves(trained)
-    here = [path for path in leaf_paths.plain_leaves(frozen) if not scale_leaves.is_scale(path)]
+    here = [path for path in tree_paths.leaves_by_path(frozen) if not scale_leaves.is_scale(path)]
     twice = [path for path in here if path in trained and path not in saved]
     if twice:
         raise ValueError(

@@ -19,31 +19,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import PyTree
-
-from jaxmp._src.base import tree_paths
-from jaxmp._src.step import leaf_paths
 
 _BLOCK = 2**16  # elements that are summed at a time
 _NARROW = 64  # rows with fewer elements are not summed one by one
 
 
-def of_tree(tree: PyTree, whole: Callable[[str, tuple[int, ...]], tuple[int, ...]] | None = None) -> dict[str, str]:
-    """{path: checksum} of the leaves: arrays of jax or NumPy, keys, numbers. All processes of a job call it.
+def of_leaves(
+    leaves: Mapping[str, Any], whole: Callable[[str, tuple[int, ...]], tuple[int, ...]] | None = None
+) -> dict[str, str]:
+    """{path: checksum} of leaves by path: arrays of jax or NumPy, keys, numbers. All processes of a job call it.
 
     `whole(path, shape)` is the shape of a leaf without padding: what lies outside does not count.
     """
-    leaves = {path: _checked(path, x) for path, x in tree_paths.leaves_by_path(tree).items()}
+    leaves = {path: _checked(path, x) for path, x in leaves.items()}
     shapes = {path: x.shape if whole is None else whole(path, x.shape) for path, x in leaves.items()}
-    jobs = [(leaf_paths.plain(path), shapes[path], part) for path, x in leaves.items() for part in _parts_here(x)]
+    jobs = [(path, shapes[path], part) for path, x in leaves.items() for part in _parts_here(x)]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda job: sum_of_part(*job[2], shape=job[1]), jobs)
-    totals = {leaf_paths.plain(path): 0 for path in leaves}
+    totals = dict.fromkeys(leaves, 0)
     for (path, *_), value in zip(jobs, found, strict=True):
         totals[path] += value
     totals = _over_processes(totals)
     for path, x in leaves.items():
-        totals[leaf_paths.plain(path)] += _kind(x.dtype, shapes[path])
+        totals[path] += _kind(x.dtype, shapes[path])
     return {path: f"{value % 2**64:016x}" for path, value in totals.items()}
 
 

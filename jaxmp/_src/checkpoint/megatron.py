@@ -21,7 +21,8 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import foreign_loss_scales
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
+from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays, state_paths
+from jaxmp._src.step.state_paths import StatePath
 
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 Groups = Sequence[Sequence[str]]
@@ -54,14 +55,14 @@ def export_megatron(
       (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
     """
     order = _order(groups, params)
-    masters = leaf_paths.plain_leaves(states.get_master_params(opt_state, params))
-    with_master = _with_master(opt_state)
+    masters = tree_paths.leaves_by_path(states.get_master_params(opt_state, params))
+    with_master = _with_master(opt_state, params)
     per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
-    for path, x in leaf_paths.essential_leaves(opt_state).items():
+    for path, x in state_paths.leaves(opt_state, params).items():
         found = _moment_of(path, order)
         if found is not None:
             per_param[order.index(found[1])][found[0]] = np.asarray(x, np.float32)
-    if counts := _counts(opt_state):
+    if counts := _counts(opt_state, params):
         per_param = {i: {"step": int(counts[0]), **moments} for i, moments in per_param.items()}
     numbers = iter(range(len(order)))
     megatron: dict[str, Any] = {
@@ -119,21 +120,22 @@ def import_megatron(
     """
     order = _order(groups, params)
     optimizer = _entry(state_dict, "optimizer", "optimizer_state_dict", tells=True)
-    masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", tells=False), groups, opt_state)
+    with_master = _with_master(opt_state, params)
+    masters = _masters(_entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16", tells=False), groups, with_master)
     per_param = _per_param(optimizer, groups, order)
-    leaves = leaf_paths.plain_leaves(params)
+    leaves = tree_paths.leaves_by_path(params)
     for path, master in masters.items():
         _check_shape(master, leaves[path], f"the master of {path}")
     whole = _in_float32(in_float32 or {}, leaves, masters, order)
     new_scale = _scale(state_dict, opt_state)
-    _warn_of_what_stays([path for path in order if path not in masters | whole], opt_state)
+    _warn_of_what_stays([path for path in order if path not in masters | whole], opt_state, params)
     steps = {int(np.asarray(x["step"]).reshape(())) for x in per_param.values() if "step" in x}
-    if len(steps) > 1 or (_counts(opt_state) and not steps):
+    if len(steps) > 1 or (_counts(opt_state, params) and not steps):
         raise ValueError(f"all params must have the same step; Megatron's state has {sorted(steps) or 'none'}.")
 
-    new: dict[str, Any] = {}
-    for path, x in leaf_paths.essential_leaves(opt_state).items():
-        if path.rpartition("/")[2] == "count":
+    new: dict[StatePath, Any] = {}
+    for path, x in state_paths.leaves(opt_state, params).items():
+        if _is_count(path):
             new[path] = jnp.full(x.shape, next(iter(steps)), x.dtype)
         if (found := _moment_of(path, order)) is None:
             continue
@@ -146,21 +148,17 @@ def import_megatron(
         _check_shape(per_param[param][name], x, f"{name} of {param}")
         new[path] = jnp.asarray(per_param[param][name], x.dtype)
 
-    def visit(path: str, x: Any) -> Any:
-        path = leaf_paths.essential(path)
-        _, found, rest = f"/{path}".partition("/master_params/")
-        if found:
-            param, kind = leaf_paths.param_of(rest)
-            if param in masters:
-                master = jnp.asarray(masters[param], jnp.float32)
-                return master if kind is None else masters_lib.remainder_of(master, x.dtype)
+    def visit(path: StatePath, x: Any) -> Any:
+        if path.role == state_paths.MASTER and path.param in masters:
+            master = jnp.asarray(masters[path.param], jnp.float32)
+            return masters_lib.remainder_of(master, x.dtype) if path.part else master
         return new.get(path, x)
 
-    new_state = tree_paths.map_with_path(visit, opt_state)
+    new_state = state_paths.map_leaves(visit, opt_state, params)
     new_state = new_state if new_scale is None else foreign_loss_scales.set_loss_scale(new_state, new_scale)
 
     def rounded(path: str, x: Any) -> Any:
-        master = (masters | whole).get(leaf_paths.plain(path))
+        master = (masters | whole).get(path)
         return x if master is None else casting.saturating_cast(jnp.asarray(master, jnp.float32), x.dtype)
 
     return tree_paths.map_with_path(rounded, params), state_arrays.own_buffers(new_state, foreign=(opt_state, params))
@@ -179,7 +177,7 @@ def _in_float32(
     return dict(given)
 
 
-def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
+def _warn_of_what_stays(without: list[str], opt_state: Any, params: PyTree) -> None:
     """Names the values that Megatron's optimizer has not, and that therefore stay as they are given."""
     if without:
         warn(
@@ -188,7 +186,7 @@ def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
             f"{', ...' if len(without) > 4 else ''} stay as in params=. Take them from the model's part of the "
             f"checkpoint: in_float32={{path: array}}.",
         )
-    averages = [p for p in leaf_paths.essential_leaves(opt_state) if "/ema_params/" in f"/{p}"]
+    averages = [path for path in state_paths.of(opt_state, params) if "ema_params" in path.words]
     if averages:
         warn(
             "megatron-import",
@@ -198,7 +196,7 @@ def _warn_of_what_stays(without: list[str], opt_state: Any) -> None:
 
 
 def _order(groups: Groups, params: PyTree) -> list[str]:
-    order, leaves = [path for group in groups for path in group], leaf_paths.plain_leaves(params)
+    order, leaves = [path for group in groups for path in group], tree_paths.leaves_by_path(params)
     for i, path in enumerate(order):
         if path not in leaves or path in order[:i]:
             why = "is given twice" if path in order[:i] else "is not a param"
@@ -208,21 +206,24 @@ def _order(groups: Groups, params: PyTree) -> list[str]:
     return order
 
 
-def _with_master(opt_state: Any) -> set[str]:
-    paths = [f"/{path}".partition("/master_params/") for path in leaf_paths.essential_leaves(opt_state)]
-    return {leaf_paths.param_of(rest)[0] for _, found, rest in paths if found}
+def _with_master(opt_state: Any, params: PyTree) -> set[str]:
+    masters = [path.param for path in state_paths.of(opt_state, params) if path.role == state_paths.MASTER]
+    return {param for param in masters if param is not None}
 
 
-def _counts(opt_state: Any) -> list[Any]:
-    return [x for path, x in leaf_paths.essential_leaves(opt_state).items() if path.rpartition("/")[2] == "count"]
+def _counts(opt_state: Any, params: PyTree) -> list[Any]:
+    return [x for path, x in state_paths.leaves(opt_state, params).items() if _is_count(path)]
 
 
-def _moment_of(path: str, order: list[str]) -> tuple[str, str] | None:
+def _is_count(path: StatePath) -> bool:
+    return path.param is None and path.names[-1] == "count"
+
+
+def _moment_of(path: StatePath, order: list[str]) -> tuple[str, str] | None:
     """(Megatron's name, path of the param) of the moment at `path` in our state; None for another leaf."""
     for theirs, ours in _MOMENTS.items():
-        _, found, param = f"/{path}".partition(f"/{ours}/")
-        if found and param in order:
-            return theirs, param
+        if path.words[-1:] == (ours,) and path.param in order and not path.part:
+            return theirs, path.param
     return None
 
 
@@ -241,8 +242,7 @@ def _entry(state_dict: Mapping[str, Any], name: str, old: str, *, tells: bool) -
     return state_dict[old]
 
 
-def _masters(given: Sequence[Sequence[Any]], groups: Groups, opt_state: Any) -> dict[str, Any]:
-    with_master = _with_master(opt_state)
+def _masters(given: Sequence[Sequence[Any]], groups: Groups, with_master: set[str]) -> dict[str, Any]:
     wanted = [[path for path in group if path in with_master] for group in groups]
     for path in sorted(with_master - {path for group in wanted for path in group}):
         raise ValueError(f"groups must name every param that has a master; {path} is in no group.")

@@ -22,15 +22,16 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from jaxmp._src.base import optional, tree_paths
-from jaxmp._src.checkpoint import leaf_sums, padding, placement
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.base import optional
+from jaxmp._src.checkpoint import leaf_sums, names, padding, placement
+from jaxmp._src.checkpoint.names import Leaf
+from jaxmp._src.step.state_paths import StatePath
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
 _MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "commit_success.txt", "manifest.ocdbt", "checkpoint")  # Orbax's files
-CHECKSUMS = "checksums"  # in the record: {path: checksum} of the leaves
-EMPTY = "empty"  # in the record: {path: shape} of the arrays without elements, of keys that of their bits
-KEYS = "keys"  # in the record: {path: name of the generator} of the keys of jax.random
+CHECKSUMS = "checksums"  # in the record: {key: checksum} of the leaves
+EMPTY = "empty"  # in the record: {key: shape} of the arrays without elements, of keys of jax.random that of their bits
+KEYS = "keys"  # in the record: {key: name of the generator} of the keys of jax.random
 _DIGEST = "record_checksum"
 
 
@@ -138,38 +139,37 @@ def tree_in(folder: pathlib.Path) -> pathlib.Path:
     return next((folder / item for item in (STATE, "default") if (folder / item).exists()), folder)
 
 
-def without_empty(tree: PyTree) -> tuple[PyTree, dict[str, list[int]]]:
-    """(`tree` with one element in place of each array that has none, which Orbax cannot save; {path: its shape})."""
+def without_empty(leaves: Sequence[Leaf], values: Sequence[Any]) -> tuple[list[Any], dict[str, list[int]]]:
+    """(`values` with one element in place of each array that has none, which Orbax cannot save; {key: its shape})."""
     shapes: dict[str, list[int]] = {}
 
-    def stored(path: str, x: Any) -> Any:
+    def stored(leaf: Leaf, x: Any) -> Any:
         if not _is_empty(x):
             return x
         x = jax.random.key_data(x) if is_key(x) else x
-        shapes[leaf_paths.plain(path)] = list(x.shape)
+        shapes[leaf.key] = list(x.shape)
         return np.zeros((1,) * x.ndim, x.dtype)
 
-    return tree_paths.map_with_path(stored, tree), shapes
+    return [stored(leaf, x) for leaf, x in zip(leaves, values, strict=True)], shapes
 
 
-def keys_of(tree: PyTree) -> dict[str, str]:
-    """{path: the name of its generator} of the keys in a tree."""
-    keys = {path: x for path, x in tree_paths.leaves_by_path(tree).items() if is_key(x)}
-    return {leaf_paths.plain(path): str(jax.random.key_impl(x)) for path, x in keys.items()}
+def keys_of(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, str]:
+    """{key: the name of its generator} of the keys of jax.random among leaves."""
+    return {leaf.key: str(jax.random.key_impl(x)) for leaf, x in zip(leaves, values, strict=True) if is_key(x)}
 
 
-def with_keys(tree: PyTree, about: Mapping[str, Any]) -> PyTree:
-    """A tree of arrays or descriptions with keys in place of their bits; Orbax describes keys by these."""
-    names = about.get(KEYS, {})
+def with_keys(leaves: Sequence[Leaf], values: Sequence[Any], about: Mapping[str, Any]) -> list[Any]:
+    """Arrays or descriptions with keys in place of their bits; Orbax describes keys by these."""
+    generators = about.get(KEYS, {})
 
-    def key(path: str, x: Any) -> Any:
-        name = names.get(leaf_paths.plain(path))
+    def key(leaf: Leaf, x: Any) -> Any:
+        name = generators.get(leaf.key)
         if name is None or is_key(x):
             return x
         wrap = functools.partial(jax.random.wrap_key_data, impl=name)
         return wrap(x) if isinstance(x, jax.Array) else jax.eval_shape(wrap, jax.ShapeDtypeStruct(x.shape, x.dtype))
 
-    return tree_paths.map_with_path(key, tree) if names else tree
+    return [key(leaf, x) for leaf, x in zip(leaves, values, strict=True)]
 
 
 def as_key(x: Any, like: Any) -> Any:
@@ -194,21 +194,58 @@ def _is_empty(x: Any) -> bool:
     return 0 in getattr(x, "shape", ())
 
 
-def described(folder: pathlib.Path, about: Mapping[str, Any]) -> Any:
-    """The saved tree with a description (shape, dtype) in place of each array; reads no array. `about`: the record."""
+class Described(NamedTuple):
+    """A saved tree, of which no array is read.
+
+    Attributes:
+      tree: dicts and lists with a description (shape, dtype) in place of each array.
+      leaves: what each leaf is, in the order of the leaves of `tree`.
+      trees: the names of the trees of a job.
+    """
+
+    tree: Any
+    leaves: list[Leaf]
+    trees: list[str]
+
+    def by_tree(self, values: Sequence[Any]) -> dict[str, dict[StatePath, Any]]:
+        """{name of a tree: {path in it: value}} of values in the order of the leaves."""
+        found: dict[str, dict[StatePath, Any]] = {name: {} for name in self.trees}
+        for leaf, x in zip(self.leaves, values, strict=True):
+            found[leaf.tree][leaf.path] = x
+        return found
+
+
+def check_is_job(there: Described, folder: pathlib.Path) -> None:
+    """Raises a ValueError unless a saved tree has params."""
+    if "params" in there.trees:
+        return
+    is_dict = isinstance(there.tree, Mapping)
+    got = f"a dict with {', '.join(there.trees)}" if is_dict else f"a {type(there.tree).__name__}"
+    raise ValueError(
+        f'a job must be saved as {{"params": ..., "opt_state": ...}} or as a pair of these; {folder} has {got}. '
+        f"Restore it with Orbax, then call jaxmp.checkpoint.convert."
+    )
+
+
+def described(folder: pathlib.Path, about: Mapping[str, Any]) -> Described:
+    """What Orbax says of a saved tree; reads no array. `about`: the record."""
+    names.check_format(about)
     found = _read_by_orbax(lambda: package().StandardCheckpointHandler().metadata(_epath(folder)), folder)
     tree = getattr(found, "tree", found)
     if tree is None:
         raise _unreadable(folder, "no description of a tree")
-    if EMPTY not in about:
-        return tree
-    empty = about[EMPTY]
+    try:
+        leaves = names.of_saved(tree, about)
+    except ValueError as e:
+        raise _unreadable(folder, e) from e
+    empty = about.get(EMPTY, {})
 
-    def with_shape(path: str, x: Any) -> Any:
-        shape = empty.get(leaf_paths.plain(path))
+    def with_shape(leaf: Leaf, x: Any) -> Any:
+        shape = empty.get(leaf.key)
         return x if shape is None else jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    return tree_paths.map_with_path(with_shape, tree)
+    found, treedef = jax.tree.flatten(tree)
+    return Described(treedef.unflatten(map(with_shape, leaves, found)), leaves, names.trees_of(tree, about))
 
 
 def write_record(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,7 +369,7 @@ def _others(folder: pathlib.Path) -> str:
     return f"{named}; " + (f"the newest whole one is {whole.name}." if whole else "none of them is whole.")
 
 
-class Leaf(NamedTuple):
+class Examined(NamedTuple):
     """A leaf of a saved tree: what Orbax says of it, and whether it is what was saved (None: no checksum)."""
 
     path: str
@@ -342,76 +379,63 @@ class Leaf(NamedTuple):
     whole: bool | None
 
 
-def leaves(folder: pathlib.Path) -> Iterator[Leaf]:
+def examined(folder: pathlib.Path) -> Iterator[Examined]:
     """The leaves of a saved step, read one at a time. Raises a ValueError if there is nothing to read."""
     about = record(folder / ABOUT)
     recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
     state = tree_in(folder)
-    tree = described(state, about)
-    found = tree_paths.leaves_by_path(tree)
-    for path, x in found.items():
+    there = described(state, about)
+    for i, (leaf, x) in enumerate(zip(there.leaves, jax.tree.leaves(there.tree), strict=True)):
         dtype = jnp.dtype(x.dtype)
-        key = leaf_paths.plain(path)
-        whole = _checksum(state, tree, path, padded) == recorded.get(key) if recorded is not None else None
-        yield Leaf(key, tuple(x.shape), dtype.name, math.prod(x.shape) * dtype.itemsize, whole)
-    known = {leaf_paths.plain(path) for path in found}
-    for path in recorded or {}:
-        if path not in known:
-            yield Leaf(path, (), "missing", 0, False)
+        whole = _checksum(state, there, i, padded) == recorded.get(leaf.key) if recorded is not None else None
+        yield Examined(str(leaf), tuple(x.shape), dtype.name, math.prod(x.shape) * dtype.itemsize, whole)
+    known = {leaf.key for leaf in there.leaves}
+    for key in recorded or {}:
+        if key not in known:
+            yield Examined(key, (), "missing", 0, False)
 
 
 def is_whole(folder: pathlib.Path) -> bool:
     """Whether all leaves of a step can be read, and are what was saved as far as the record says."""
     try:
-        return all(leaf.whole is not False for leaf in leaves(folder))
+        return all(leaf.whole is not False for leaf in examined(folder))
     except ValueError:
         return False
 
 
-def _checksum(state: pathlib.Path, tree: Any, path: str, padded: padding.Padding) -> str | None:
-    """The checksum of a leaf on disk; None if it cannot be read."""
+def _checksum(state: pathlib.Path, there: Described, number: int, padded: padding.Padding) -> str | None:
+    """The checksum of the leaf of this number on disk; None if it cannot be read."""
     ocp = package()
-    only = tree_paths.map_with_path(lambda at, _: 0 if at == path else ocp.PLACEHOLDER, tree)
-    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    described, treedef = jax.tree.flatten(there.tree)
+    only = treedef.unflatten([0 if i == number else ocp.PLACEHOLDER for i in range(len(described))])
+    how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), there.tree)
     with _without_errors_of_tasks():
         try:
             with ocp.PyTreeCheckpointer() as reader:
                 found = reader.restore(state, args=ocp.args.PyTreeRestore(item=only, restore_args=how))
-            x = tree_paths.leaves_by_path(found)[path]
-            like = tree_paths.leaves_by_path(tree)[path]
+            x, like = jax.tree.leaves(found)[number], described[number]
             x = np.zeros(like.shape, x.dtype) if _is_empty(like) else x
-            return next(iter(leaf_sums.of_tree({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
+            path = there.leaves[number].path
+            return next(iter(leaf_sums.of_leaves({"x": x}, lambda _, shape: padded.whole(path, shape)).values()))
         except Exception:  # whatever Orbax says of a damaged file
             pass
         gc.collect()
     return None
 
 
-def parts(tree: Any, folder: pathlib.Path) -> dict[str, Any]:
-    """A saved tree as a dict with `params` and, if it was saved, `opt_state`."""
-    if isinstance(tree, list | tuple) and len(tree) == 2:
-        return dict(zip(("params", "opt_state"), tree, strict=True))
-    if isinstance(tree, Mapping) and "params" in tree:
-        return dict(tree)
-    got = f"a dict with {', '.join(map(str, tree))}" if isinstance(tree, Mapping) else f"a {type(tree).__name__}"
-    raise ValueError(
-        f'a job must be saved as {{"params": ..., "opt_state": ...}} or as a pair of these; {folder} has {got}. '
-        f"Restore it with Orbax, then call jaxmp.checkpoint.convert."
-    )
-
-
 def read(
     reader: Any,
     folder: pathlib.Path,
-    tree: Any,
+    there: Described,
+    values: Sequence[Any],
     params: PyTree,
     extra: Mapping[str, PyTree],
     checksums: Mapping[str, str] | None,
     change: padding.Change,
-) -> Any:
-    """The saved tree in the shapes and dtypes of `tree`, each leaf with the sharding that the job wants.
+) -> list[Any]:
+    """The saved leaves in the shapes and dtypes of `values`, each with the sharding that the job wants.
 
-    Where a shape in `tree` is not the saved one, zeros are cut off or appended; `change` says what is padding then.
+    Where a shape in `values` is not the saved one, zeros are cut off or appended; `change` says what is padding then.
     Arrays of 64 bits are NumPy arrays (without x64, jax would shorten them), and numbers are Python numbers.
     """
     shardings = placement.Shardings(params)
@@ -419,23 +443,31 @@ def read(
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     numbers = package().metadata.ScalarMetadata
 
-    def target(path: str, x: Any) -> Any:
+    def target(leaf: Leaf, x: Any) -> Any:
         if isinstance(x, numbers):
             return jnp.dtype(x.dtype).type(0).item()
         if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             return np.empty(x.shape, x.dtype)
-        head, _, rest = path.partition("/")
-        sharding = others[head].of(rest or "<root>", x.shape) if head in others else shardings.of(path, x.shape)
+        if leaf.tree in others:
+            sharding = others[leaf.tree].of_own(leaf.path.names, x.shape)
+        else:
+            sharding = shardings.of(leaf.path, x.shape)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or shardings.replicated or default)
 
-    wanted = tree_paths.map_with_path(target, tree)
-    stored = jax.tree.map(lambda x: np.zeros((1,) * x.ndim, x.dtype) if _is_empty(x) else x, wanted)
-    found = _read_by_orbax(lambda: reader.restore(folder, stored, strict=False), folder)
-    found = jax.tree.map(lambda like, x: _empty(like) if _is_empty(like) else x, wanted, found)
-    if checksums is not None and (changed := leaf_sums.differing(leaf_sums.of_tree(found, change.whole), checksums)):
-        raise _changed(folder, changed)
+    wanted = list(map(target, there.leaves, values))
+    stored = [np.zeros((1,) * x.ndim, x.dtype) if _is_empty(x) else x for x in wanted]
+    tree = jax.tree.structure(there.tree).unflatten(stored)
+    found = jax.tree.leaves(_read_by_orbax(lambda: reader.restore(folder, tree, strict=False), folder))
+    found = [_empty(like) if _is_empty(like) else x for like, x in zip(wanted, found, strict=True)]
+    if checksums is not None:
+        by_key = {leaf.key: (leaf, x) for leaf, x in zip(there.leaves, found, strict=True)}
+        sums = leaf_sums.of_leaves(
+            {key: x for key, (_, x) in by_key.items()}, lambda key, shape: change.whole(by_key[key][0].path, shape)
+        )
+        if changed := leaf_sums.differing(sums, checksums):
+            raise _changed(folder, [str(by_key[key][0]) if key in by_key else key for key in changed])
     placed = shardings.replicated is not None or any(other.replicated is not None for other in others.values())
-    return found if placed else jax.tree.map(_uncommitted, found)
+    return found if placed else list(map(_uncommitted, found))
 
 
 def _empty(like: Any) -> Any:

@@ -1,9 +1,9 @@
 """Which leaves of a job are padded for the number of devices, and by how much, when saved and when restored.
 
 `jaxmp.fsdp.pad` appends zeros to params, so the shapes of a job depend on the number of its devices. The record of a
-step lists the padded params and their shapes without padding. Masters and moments are found by the end of their path,
-as everywhere. `restore` reads a leaf in its new shape: it cuts zeros off, or appends zeros. The checksum of a leaf does
-not include the padding, so it is the same in all layouts.
+step lists the padded params and their shapes without padding. Masters and moments follow their param. `restore` reads a
+leaf in its new shape: it cuts zeros off, or appends zeros. The checksum of a leaf does not include the padding, so it
+is the same in all layouts.
 """
 
 import dataclasses
@@ -14,8 +14,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint.names import Leaf
 from jaxmp._src.distributed import param_layout
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
 
 Shape = tuple[int, ...]
@@ -27,10 +28,10 @@ class Padding:
 
     shapes: Mapping[str, tuple[Shape, Shape]]
 
-    def whole(self, path: str, shape: Shape) -> Shape:
+    def whole(self, path: StatePath, shape: Shape) -> Shape:
         """The shape without padding of a leaf of params or state; `shape` if it is not padded."""
-        owner, field = _owner_of(path, self.shapes)
-        if owner is None:
+        owner, field = path.param, _field_of(path)
+        if owner is None or owner not in self.shapes:
             return tuple(shape)
         whole, padded = self.shapes[owner]
         return _resized(tuple(shape), field, padded, whole)
@@ -45,7 +46,6 @@ class Change:
 
     def __init__(self, old: Padding, new: Padding, saved: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         self._old, self._new = old, new
-        self._names = {**saved, **params}  # a leaf belongs to the param with the longest name, changed or not
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._whole: dict[str, Shape] = {}
         self._others: dict[str, tuple[tuple[Shape, Shape], tuple[Shape, Shape]]] = {}
@@ -84,45 +84,39 @@ class Change:
                 f"saved without it is restored without it, with params of the same padding."
             )
 
-    def without_other_params(self, tree: PyTree) -> PyTree:
-        """A saved tree without the leaves of params of another shape than those of the job; `check` allowed them."""
-        if not self._others:
-            return tree
-        return tree_paths.map_with_path(lambda path, x: None if self._owner(path)[0] in self._others else x, tree)
+    def is_of_other_params(self, path: StatePath) -> bool:
+        """Whether a leaf belongs to a param of another shape than that of the job; `check` allowed it."""
+        return path.param in self._others
 
-    def onto(self, tree: PyTree) -> PyTree:
-        """A description of the saved tree in the shapes that it is read in: those of the job.
+    def onto(self, leaves: Sequence[Leaf], values: Sequence[Any]) -> list[Any]:
+        """Descriptions of saved leaves in the shapes that they are read in: those of the job.
 
         A moment in 8 bits whose groups change keeps the shapes of the save: see `regroup`.
         """
 
-        def resized(path: str, x: Any) -> Any:
-            owner, field = self._owner(path)
-            if owner is None or not self._is_resized(owner, field):
+        def resized(path: StatePath, x: Any) -> Any:
+            if not self._is_resized(path):
                 return x
-            shape = _resized(tuple(x.shape), field, *self._shapes[owner])
+            shape = _resized(tuple(x.shape), _field_of(path), *self._shapes[path.param or ""])
             return x if shape == tuple(x.shape) else jax.ShapeDtypeStruct(shape, x.dtype)
 
-        return tree_paths.map_with_path(resized, tree) if self._shapes else tree
+        return [resized(leaf.path, x) for leaf, x in zip(leaves, values, strict=True)]
 
-    def whole(self, path: str, shape: Shape) -> Shape:
+    def whole(self, path: StatePath, shape: Shape) -> Shape:
         """The shape without padding of a leaf that was read in the shape of `onto`."""
-        return (self._new if self._is_resized(*self._owner(path)) else self._old).whole(path, shape)
+        return (self._new if self._is_resized(path) else self._old).whole(path, shape)
 
-    def of(self, path: str) -> tuple[Shape, Shape] | None:
+    def of(self, path: StatePath) -> tuple[Shape, Shape] | None:
         """(the shape without padding, that of the job) for a leaf of a param whose padding changes; else None."""
-        owner, _ = self._owner(path)
+        owner = path.param
         return (self._whole[owner], self._shapes[owner][1]) if owner in self._shapes else None
 
-    def _owner(self, path: str) -> tuple[str | None, str]:
-        return _owner_of(path, self._names)
-
-    def _is_resized(self, owner: str | None, field: str) -> bool:
+    def _is_resized(self, path: StatePath) -> bool:
         """Whether a leaf is read in another shape: not moments in 8 bits, along whose groups the padding changes."""
-        if owner not in self._shapes:
+        if path.param not in self._shapes:
             return False
-        before, after = self._shapes[owner]
-        return not field or before[-1] == after[-1]
+        before, after = self._shapes[path.param]
+        return not _field_of(path) or before[-1] == after[-1]
 
 
 def _without_padding(x: Any) -> tuple[Shape, Shape]:
@@ -138,21 +132,9 @@ def _resized(shape: Shape, field: str, before: Shape, after: Shape) -> Shape:
     return after if shape == before else shape
 
 
-def _owner_of(path: str, params: Mapping[str, Any]) -> tuple[str | None, str]:
-    """(the param that a leaf of params or state belongs to, which part of a moment in 8 bits the leaf is, or "")."""
-    parts = leaf_paths.essential(path).split("/")
-    if parts[-1] in leaf_paths.REMAINDERS:
-        parts.pop()
-    owner = _end_of(parts, params)
-    if owner is None and parts[-1] in moments.Quantized._fields:
-        return _end_of(parts[:-1], params), parts[-1]
-    return owner, ""
-
-
-def _end_of(parts: list[str], found: Mapping[str, Any]) -> str | None:
-    """The longest end of a path that is in `found`."""
-    ends = ("/".join(parts[start:]) for start in range(len(parts)))
-    return next((end for end in ends if end in found), None)
+def _field_of(path: StatePath) -> str:
+    """Which part of a moment in 8 bits a leaf is; "" for any other leaf."""
+    return path.part[0] if len(path.part) == 1 and path.part[0] in moments.Quantized._fields else ""
 
 
 def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str) -> Padding:
@@ -164,8 +146,7 @@ def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str)
 
     def note(path: str, x: Any, cut: param_layout.Cut) -> None:
         param_layout.check_length(path, x, cut, cut.padded, f"with {argument}, a padded")
-        # Those without padding too: what ends as the name of a padded one may be theirs.
-        found[leaf_paths.plain(path)] = (cut.shape, tuple(x.shape))
+        found[path] = (cut.shape, tuple(x.shape))
 
     param_layout.map_leaves(note, params, layout)
     return Padding(found)

@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import chain_places, job_leaves
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step import state_paths
+from jaxmp._src.step.state_paths import StatePath
 
 
 class Report(NamedTuple):
@@ -29,7 +30,7 @@ def complete_params(
     saved: job_leaves.Saved, like: PyTree, patterns: Sequence[str]
 ) -> tuple[job_leaves.Saved, list[str], list[str]]:
     """(`saved` with the params of `like`, params that are fresh, params that are left over)."""
-    wanted = leaf_paths.plain_leaves(like)
+    wanted = tree_paths.leaves_by_path(like)
     fits = {p for p, x in saved.params.items() if p in wanted and tuple(x.shape) == tuple(wanted[p].shape)}
     left = [p for p in saved.params if p not in fits and tree_paths.matches(p, patterns)]
     # Scales stay where the job has none: the histories are in the order of all of them.
@@ -44,57 +45,62 @@ def complete_params(
             )
         params[path] = wanted[path]
     gone = {*fresh, *left}
-    state = {path: x for path, x in saved.state.items() if _master_of(path) not in gone}
+    is_gone = lambda path: path.role == state_paths.MASTER and path.param in gone  # noqa: E731
+    state = {path: x for path, x in saved.state.items() if not is_gone(path)}
     return job_leaves.Saved(params, state, saved.what), fresh, [p for p in left if p not in wanted]
 
 
 def complete_state(
     saved: job_leaves.Saved,
-    structure: Any,
+    wanted: Mapping[StatePath, Any],
     patterns: Sequence[str],
-    fresh_leaves: Callable[[set[str]], Mapping[str, Any]],
+    fresh_leaves: Callable[[set[StatePath]], Mapping[StatePath, Any]],
 ) -> tuple[job_leaves.Saved, Report]:
-    """`saved` with the leaves of the inner optimizer's state that `structure` has, and what was done for that."""
-    wanted, given = (job_leaves.inner_leaves(x) for x in (leaf_paths.essential_leaves(structure), saved.state))
-    ends = {tuple(path.split("/")) for path in saved.params}
-    here, there = _Nodes(wanted, ends, patterns), _Nodes(given, ends, patterns)
+    """`saved` with the leaves of the inner optimizer's state that `wanted` has, and what was done for that."""
+    wanted, given = job_leaves.inner_leaves(wanted), job_leaves.inner_leaves(saved.state)
+    here, there = _Nodes(wanted, patterns), _Nodes(given, patterns)
     pairs = _paired(here, there, saved.what)
     state = {path: x for path, x in saved.state.items() if path not in given}
-    fresh: set[str] = set()
-    used: set[str] = set()
+    fresh: set[StatePath] = set()
+    used: set[StatePath] = set()
     for node, leaves in here.leaves.items():
         source = there.leaves.get(pairs.get(node, ()), {})
         for name, path in leaves.items():
             from_path = source.get(name)
             fits = from_path is not None and tuple(given[from_path].shape) == tuple(wanted[path].shape)
-            if from_path is not None and (fits or not tree_paths.matches(path, patterns)):
+            if from_path is not None and (fits or not _fits(path, patterns)):
                 state[path] = given[from_path]
                 used.add(from_path)
-            elif tree_paths.matches(path, patterns):
+            elif _fits(path, patterns):
                 fresh.add(path)
     left = [path for path in given if path not in used]
     for path in left:
-        if not tree_paths.matches(path, patterns):
+        if not _fits(path, patterns):
             state[path] = given[path]  # named by the check of all leaves
     state |= fresh_leaves(fresh)
     moved = tuple(("/".join(old), "/".join(new)) for new, old in pairs.items() if old != new)
     replaced = {path for path in fresh & given.keys() if tuple(given[path].shape) != tuple(wanted[path].shape)}
-    left = [path for path in left if path not in replaced and tree_paths.matches(path, patterns)]
-    return saved._replace(state=state), Report(tuple(p for p in wanted if p in fresh), tuple(left), moved)
+    left = [path for path in left if path not in replaced and _fits(path, patterns)]
+    fresh_here = tuple(str(path) for path in wanted if path in fresh)
+    return saved._replace(state=state), Report(fresh_here, tuple(map(str, left)), moved)
+
+
+def _fits(path: StatePath, patterns: Sequence[str]) -> bool:
+    return tree_paths.matches(str(path), patterns)
 
 
 class _Nodes:
     """The states of a chain: {node: {name of a leaf: path}}, and which leaves each must have."""
 
-    def __init__(self, paths: Iterable[str], ends: set[tuple[str, ...]], patterns: Sequence[str]) -> None:
-        self.leaves: dict[tuple[str, ...], dict[str, str]] = {}
+    def __init__(self, paths: Iterable[StatePath], patterns: Sequence[str]) -> None:
+        self.leaves: dict[tuple[str, ...], dict[str, StatePath]] = {}
         self.required: dict[tuple[str, ...], frozenset[str]] = {}
         for path in paths:
-            node, name = _split(tuple(path.split("/")), ends)
+            node, name = _split(path)
             self.leaves.setdefault(node, {})[name] = path
         self.leaves = dict(sorted(self.leaves.items(), key=lambda item: chain_places.order(item[0])))
         for node, found in self.leaves.items():
-            required = frozenset(name for name, path in found.items() if not tree_paths.matches(path, patterns))
+            required = frozenset(name for name, path in found.items() if not _fits(path, patterns))
             self.required[node] = required
 
     def kinds(self) -> dict[frozenset[str], list[tuple[str, ...]]]:
@@ -123,7 +129,7 @@ def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tup
                 f"partial= finds the states of a chain by the names of their leaves; {what} has {len(found)} with "
                 f"{', '.join(names[:3])}, and the new optimizer {len(nodes)}, so nobody can tell which is which. Give "
                 f"partial= the whole paths of those that only one of them has, such as "
-                f"{'/' + chain.leaves[last][names[0]]!r}, and no pattern that fits the others."
+                f"{f'/{chain.leaves[last][names[0]]}'!r}, and no pattern that fits the others."
             )
     # What may be missing is taken if it is there: from a state with other leaves, too, if that stands at its place.
     taken = set(pairs.values())
@@ -133,13 +139,7 @@ def _paired(here: _Nodes, there: _Nodes, what: str) -> dict[tuple[str, ...], tup
     return pairs
 
 
-def _split(path: tuple[str, ...], ends: set[tuple[str, ...]]) -> tuple[tuple[str, ...], str]:
-    """(node, name in the node) of a leaf: the node ends with the last number before the path of the param."""
-    head, _ = chain_places.split(path, ends)
-    last = max((i + 1 for i, part in enumerate(head) if part.isdigit()), default=0)
-    return path[:last], "/".join(path[last:])
-
-
-def _master_of(path: str) -> str | None:
-    _, found, rest = f"/{path}".partition("/master_params/")
-    return leaf_paths.param_of(rest)[0] if found else None
+def _split(path: StatePath) -> tuple[tuple[str, ...], str]:
+    """(node, name in the node) of a leaf: the node ends with the last number before the names of the param."""
+    last = max((i + 1 for i, part in enumerate(path.words) if part.isdigit()), default=0)
+    return path.names[:last], "/".join(path.names[last:])

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import names
 from jaxmp._src.devices import per_device, shardings
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step import state_paths
+from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
 
 
@@ -33,50 +34,50 @@ def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
 
 
 class Shardings:
-    """Where each leaf goes: params as in `like`; a master or a moment (same end of path, same shape) like its param.
+    """Where each leaf goes: params as in `like`; a master or a moment of the same shape like its param.
 
     Arrays that differ from device to device (`PerDevice`) are split over their mesh axis, if it has as many devices.
     All other leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
     """
 
     # `shardings.sharding_of` needs the tree of `tx.init`. Here the tree may be what Orbax describes, nested dicts, so
-    # leaves are found by their shortened paths.
+    # leaves are found by their paths.
 
     def __init__(self, like: PyTree) -> None:
-        leaves = leaf_paths.plain_leaves(like)
-        self._by_path = {path: (np.shape(x), chosen_sharding(x)) for path, x in leaves.items()}
-        known = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.NamedSharding)]
+        self._like = like
+        self._by_names = {path: (np.shape(x), chosen_sharding(x)) for path, x in names.by_names(like).items()}
+        known = [s for _, s in self._by_names.values() if isinstance(s, jax.sharding.NamedSharding)]
         empty = jax.sharding.PartitionSpec()
         self.replicated = jax.sharding.NamedSharding(known[0].mesh, empty) if known else None
-        single = [s for _, s in self._by_path.values() if isinstance(s, jax.sharding.SingleDeviceSharding)]
+        single = [s for _, s in self._by_names.values() if isinstance(s, jax.sharding.SingleDeviceSharding)]
         if not known and single:
             self.replicated = single[0]
 
-    def of(self, path: str, shape: tuple[int, ...]) -> Any:
-        """The sharding of the leaf at `path` of params or of a state; None: leave it where it is."""
-        parts = leaf_paths.essential(path).split("/")
-        if parts[-1] in leaf_paths.REMAINDERS:
-            parts.pop()
-        if self.replicated is not None and "by_axis" in parts[:-1]:
-            sharding = self._of_each_device(parts[parts.index("by_axis") + 1 :], tuple(shape))
+    def of_own(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+        """The sharding of the leaf of `like` at this path; None: leave it where it is."""
+        return self.of(StatePath(path, begins=0, ends=len(path)), shape)
+
+    def of(self, path: StatePath, shape: tuple[int, ...]) -> Any:
+        """The sharding of a leaf of params or of a state; None: leave it where it is."""
+        param = None if path.begins is None else path.names[path.begins : path.ends]
+        if self.replicated is not None and path.words[-2:-1] == ("by_axis",):
+            sharding = self._of_each_device(path.words[-1], param, tuple(shape))
             if sharding is not None:
                 return sharding
-        for start in range(len(parts)):
-            found = self._by_path.get("/".join(parts[start:]))
-            if found is not None and found[0] == tuple(shape):
-                return self.replicated if found[1] is None else found[1]
-            if parts[-1] in moments.Quantized._fields:
-                found = self._by_path.get("/".join(parts[start:-1]))
-                if found is not None and found[0][:-1] == tuple(shape[:-1]):
-                    return self._of_part_of_moment(shape, found[1])
+        found = None if param is None else self._by_names.get(param)
+        if found is not None and found[0] == tuple(shape):
+            return self.replicated if found[1] is None else found[1]
+        if found is not None and path.part and path.part[-1] in moments.Quantized._fields:
+            if found[0][:-1] == tuple(shape[:-1]):
+                return self._of_part_of_moment(shape, found[1])
         return self.replicated
 
-    def _of_each_device(self, parts: list[str], shape: tuple[int, ...]) -> Any:
-        """The sharding of arrays that `parts`, an axis and the path of a param, have by device; None: not by device."""
-        axis, mesh = parts[0], getattr(self.replicated, "mesh", None)
+    def _of_each_device(self, axis: str, param: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
+        """The sharding of arrays that a param has by device of an axis; None: not by device."""
+        mesh = getattr(self.replicated, "mesh", None)
         if mesh is None or not shape or mesh.shape.get(axis) != shape[0]:
             return None
-        param_shape, sharding = self._by_path.get("/".join(parts[1:]), (None, None))
+        param_shape, sharding = (None, None) if param is None else self._by_names.get(param, (None, None))
         spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
         rest = spec if param_shape == shape[1:] and axis not in shardings.axes_of(spec) else ()
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis, *rest))
@@ -97,11 +98,18 @@ class Shardings:
         spec = shardings.spec_of_scales(tuple(shape), sharding)
         return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
-    def place(self, tree: PyTree) -> PyTree:
-        """`tree` (params or a state) with each leaf moved to its sharding."""
+    def place_params(self, params: PyTree) -> PyTree:
+        """`params` with each leaf moved to its sharding."""
+        return self._place(params, names.of_tree(params))
 
-        def moved(path: str, x: Any) -> Any:
-            sharding = self.of(path, x.shape)
-            return x if sharding is None else jax.device_put(x, sharding)
+    def place_state(self, state: Any) -> Any:
+        """`state` with each leaf moved to its sharding."""
+        return self._place(state, state_paths.of(state, self._like))
 
-        return tree_paths.map_with_path(moved, tree)
+    def _place(self, tree: Any, paths: list[StatePath]) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        wanted = [self.of(path, x.shape) for path, x in zip(paths, leaves, strict=True)]
+        moved = [
+            x if sharding is None else jax.device_put(x, sharding) for x, sharding in zip(leaves, wanted, strict=True)
+        ]
+        return treedef.unflatten(moved)

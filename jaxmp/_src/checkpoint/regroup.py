@@ -14,24 +14,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._src.checkpoint import job_leaves, padding
-from jaxmp._src.step import leaf_paths
+from jaxmp._src.step.state_paths import StatePath
 from jaxmp._src.transforms import compress
 from pallas_kernels import moments
 
 
-def fitted(saved: job_leaves.Saved, structure: Any, change: padding.Change) -> tuple[job_leaves.Saved, list[str]]:
-    """`saved` with the moments of padded params in the form that `structure` wants, and the paths that were rounded.
+def fitted(
+    saved: job_leaves.Saved, wanted: Mapping[StatePath, Any], change: padding.Change
+) -> tuple[job_leaves.Saved, list[str]]:
+    """`saved` with the moments of padded params in the form that `wanted` has, and the paths that were rounded.
 
     Leaves are arrays, or descriptions of arrays. A moment of another kind stays as it is: the check of all leaves names
     it.
     """
-    given, wanted = _moments(saved.state), _moments(leaf_paths.essential_leaves(structure))
+    given, parts = _moments(saved.state)
     state, rounded = dict(saved.state), []
-    for path, like in wanted.items():
+    for path, like in _moments(wanted)[0].items():
         x, shapes = given.get(path), change.of(path)
         if x is None or shapes is None or not _may_become(x, like) or _form(x) == _form(like):
             continue
-        signed = not any(part in compress.NOT_NEGATIVE for part in path.split("/"))
+        signed = not any(word in compress.NOT_NEGATIVE for word in path.words)
         whole, here = shapes
 
         def convert(x: Any, like: Any = like, whole: Any = whole, here: Any = here, signed: bool = signed) -> Any:
@@ -39,26 +41,39 @@ def fitted(saved: job_leaves.Saved, structure: Any, change: padding.Change) -> t
 
         is_here = all(isinstance(part, jax.Array) for part in jax.tree.leaves(x))
         new = jax.jit(convert)(x) if is_here else jax.eval_shape(convert, jax.tree.map(_described, x))
-        for name in (path, *(f"{path}/{field}" for field in moments.Quantized._fields)):
-            state.pop(name, None)
+        for old in parts[path]:
+            del state[old]
         if isinstance(new, moments.Quantized):
-            state |= {f"{path}/{field}": part for field, part in new._asdict().items()}
+            state |= {_part(path, field): part for field, part in new._asdict().items()}
         else:
             state[path] = new
         if isinstance(like, moments.Quantized) and not _keeps_codes(x, like):
-            rounded.append(path)
+            rounded.append(str(path))
     return saved._replace(state=state), rounded
 
 
-def _moments(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a state by path; the two parts of a moment in 8 bits as one."""
-    codes, scales = (f"/{field}" for field in moments.Quantized._fields)
-    found = dict(leaves)
-    for path in leaves:
-        base = path.removesuffix(codes)
-        if base != path and base + scales in leaves:
-            found[base] = moments.Quantized(found.pop(path), found.pop(base + scales))
-    return found
+def _moments(leaves: Mapping[StatePath, Any]) -> tuple[dict[StatePath, Any], dict[StatePath, list[StatePath]]]:
+    """(the leaves of a state by path, the two parts of a moment in 8 bits as one; {path: the paths of its parts})."""
+    found: dict[StatePath, Any] = {}
+    parts: dict[StatePath, list[StatePath]] = {}
+    for path, x in leaves.items():
+        if path.part in [(field,) for field in moments.Quantized._fields]:
+            base = StatePath(path.names[: path.ends], path.role, path.begins, path.ends)
+            parts.setdefault(base, []).append(path)
+        else:
+            found[path], parts[path] = x, [path]
+    for base, both in parts.items():
+        if base not in found:
+            by_field = {path.part[0]: leaves[path] for path in both}
+            if by_field.keys() == set(moments.Quantized._fields):
+                found[base] = moments.Quantized(**by_field)
+            else:
+                found |= {path: leaves[path] for path in both}
+    return found, parts
+
+
+def _part(path: StatePath, field: str) -> StatePath:
+    return StatePath((*path.names, field), path.role, path.begins, path.ends)
 
 
 def _described(x: Any) -> jax.ShapeDtypeStruct:

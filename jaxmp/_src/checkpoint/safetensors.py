@@ -28,7 +28,6 @@ from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.state import get_master_params, masters_of
 
 Layout = Literal["flax", "torch"]
@@ -104,7 +103,7 @@ def save_safetensors(
             raise ValueError(f"each tensor needs its own name; got {name!r} for {path} and for another leaf.")
         tensors[name] = Tensor(jnp.dtype(like.dtype), tuple(like.shape), make, path)
 
-    given = leaf_paths.plain_leaves(params)
+    given = tree_paths.leaves_by_path(params)
     layers = stored_kernels.pairs(given)
     full = _in_full(params, given, layers, opt_state)
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, full, of="param")
@@ -178,7 +177,6 @@ def load_safetensors(
     what = ", ".join(map(str, paths))
 
     def take(path: str, x: Any) -> Any:
-        path = leaf_paths.plain(path)
         if scale_leaves.is_scale(path):
             return x if not isinstance(x, jax.ShapeDtypeStruct) else _start(path, x)
         name = _name(path, layout)
@@ -204,13 +202,13 @@ def load_safetensors(
 
     shardings = placement.Shardings(like)
 
-    def placed(path: str, x: Any) -> Any:
-        sharding = shardings.of(path, tuple(x.shape))
-        value = take(path, x)
+    def placed(key_path: Any, x: Any) -> Any:
+        sharding = shardings.of_own(tuple(key.name for key in tree_paths.keys_of(key_path)), tuple(x.shape))
+        value = take(tree_paths.path_str(key_path), x)
         return value if sharding is None else placement.put(value, sharding)
 
     with Progress(f"reading {what}") as line:
-        loaded = tree_paths.map_with_path(placed, like)
+        loaded = jax.tree_util.tree_map_with_path(placed, like)
     if strict and left:
         raise ValueError(
             f"{what} must be of this model; the tensor {min(left)} is not in the model. Pass strict=False to ignore "

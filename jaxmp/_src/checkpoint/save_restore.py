@@ -24,6 +24,7 @@ from jaxmp._src.checkpoint import (
     convert as convert_lib,
     job_leaves,
     leaf_sums,
+    names,
     orbax,
     padding,
     partial as partial_lib,
@@ -36,6 +37,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.step import leaf_paths
 from jaxmp._src.step.policy import get_policy
+from jaxmp._src.step.state_paths import StatePath
 
 
 class _Restored(NamedTuple):
@@ -161,24 +163,34 @@ def save(
     orbax.check_newer(manager, step)
     if hasattr(manager, "hold"):
         manager.hold()
-    tree = {"params": params, "opt_state": opt_state, **(extra or {})}
+    job = {"params": params, "opt_state": opt_state, **(extra or {})}
+    leaves, values = names.of_job(job), jax.tree.leaves(job)
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
-    about["fp8_scales"] = [path for path in leaf_paths.plain_leaves(params) if scale_leaves.is_scale(path)]
+    about["fp8_scales"] = [path for path in tree_paths.leaves_by_path(params) if scale_leaves.is_scale(path)]
     if not force and not manager.should_save(step):
         return False
     padded = padding.of_layout(layout, params, "layout=")
-    about["layout"] = padded.as_json()
-    stored, empty = orbax.without_empty(tree)
-    about |= {name: found for name, found in ((orbax.EMPTY, empty), (orbax.KEYS, orbax.keys_of(tree))) if found}
+    about |= {"layout": padded.as_json(), names.FORMAT: names.NEWEST, names.LEAVES: names.as_json(leaves)}
+    tree, about[names.ESCAPED] = names.for_orbax(job)
+    stored, empty = orbax.without_empty(leaves, values)
+    about |= {name: x for name, x in ((orbax.EMPTY, empty), (orbax.KEYS, orbax.keys_of(leaves, values))) if x}
     orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
-    about = orbax.write_record(about | {orbax.CHECKSUMS: leaf_sums.of_tree(tree, padded.whole)})
-    items = {orbax.STATE: ocp.args.StandardSave(stored), orbax.ABOUT: ocp.args.JsonSave(about)}
+    by_key = {leaf.key: (leaf, x) for leaf, x in zip(leaves, values, strict=True)}
+    sums = leaf_sums.of_leaves(
+        {key: x for key, (_, x) in by_key.items()}, lambda key, shape: padded.whole(by_key[key][0].path, shape)
+    )
+    about = orbax.write_record(about | {orbax.CHECKSUMS: sums})
+    stored = names.in_order_of(tree, leaves, stored, escaped=about[names.ESCAPED])
+    items = {
+        orbax.STATE: ocp.args.StandardSave(jax.tree.unflatten(jax.tree.structure(tree), stored)),
+        orbax.ABOUT: ocp.args.JsonSave(about),
+    }
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
 
 def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, recipe: Any = None) -> dict[str, Any]:
-    """The record that `save` writes about policy, loss scale, recipe and versions: a dict of values for JSON.
+    """The part of the record about policy, loss scale, recipe and versions: a dict of values for JSON.
 
     Args:
       policy: the policy of the optimizer, its name or a `jmp.Policy`; adds `policy`, `keep_fp32` and `fp8_weights`.
@@ -189,7 +201,7 @@ def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, 
       >>> describe(policy="fp16")["policy"]
       'params=float16,compute=float16,output=float32'
     """
-    about: dict[str, Any] = {"versions": {name: _metadata.version(name) for name in ("jax", "flax", "optax")}}
+    about: dict[str, Any] = {"versions": {name: _metadata.version(name) for name in _RECORDED}}
     if policy is not None:
         policy = get_policy(policy)
         dtypes = {part: jnp.dtype(getattr(policy, f"{part}_dtype")).name for part in ("param", "compute", "output")}
@@ -203,6 +215,9 @@ def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, 
     return about
 
 
+_RECORDED = ("jaxmp", "jax", "flax", "optax")
+
+
 def _as_json(recipe: Any) -> Any:
     if isinstance(recipe, Mapping):
         return {str(pattern): _as_json(part) for pattern, part in recipe.items()}
@@ -213,7 +228,7 @@ def _as_json(recipe: Any) -> Any:
 
 
 def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
-    """Reads the record of a checkpoint that `save` wrote: `policy`, `keep_fp32`, `recipe`, `versions`, `metadata`.
+    """Reads the record of a checkpoint that `save` wrote: `format`, `versions`, `policy`, `recipe`, `metadata`.
 
     Args:
       source: an Orbax `CheckpointManager`, its directory, or the path of one step.
@@ -237,7 +252,10 @@ def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
     """
     _, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
-    return {name: x for name, x in about.items() if name not in (orbax.CHECKSUMS, orbax.EMPTY, orbax.KEYS)}
+    return {name: x for name, x in about.items() if name not in _FOR_RESTORE}
+
+
+_FOR_RESTORE = (orbax.CHECKSUMS, orbax.EMPTY, orbax.KEYS, names.LEAVES, names.ESCAPED)
 
 
 def restore(
@@ -308,28 +326,38 @@ def restore(
     order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
     folder = orbax.tree_in(folder)
     ocp = orbax.package()
-    described = orbax.described(folder, about)
-    there, here = (leaf_paths.plain_leaves(x) for x in (orbax.parts(described, folder)["params"], params))
-    change = padding.Change(padding.recorded(about), new, there, here)
+    found = orbax.described(folder, about)
+    orbax.check_is_job(found, folder)
+    values = jax.tree.leaves(found.tree)
+    there, here = found.by_tree(values)["params"], tree_paths.leaves_by_path(params)
+    change = padding.Change(padding.recorded(about), new, {str(path): x for path, x in there.items()}, here)
     change.check(patterns)
+    like_state = {} if tx is None else convert_lib.leaves_of(tx, params)
+
+    def parts_of(values: Sequence[Any]) -> dict[str, dict[StatePath, Any]]:
+        by_tree = found.by_tree(orbax.with_keys(found.leaves, values, about))
+        return {
+            name: {path: x for path, x in tree.items() if not change.is_of_other_params(path)}
+            for name, tree in by_tree.items()
+        }
+
     with ocp.StandardCheckpointer() as reader:
-        tree = change.onto(described)
-        parts = orbax.parts(change.without_other_params(orbax.with_keys(tree, about)), folder)
-        saved, _ = _saved_of(parts, params, order, tx, change)
+        values = change.onto(found.leaves, values)
+        parts = parts_of(values)
+        saved, _ = _saved_of(parts, params, order, like_state, change)
         if tx is not None and "opt_state" not in parts:
             raise ValueError(
                 f"a job continues from params and opt_state; the checkpoint at {folder} has only "
                 f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
             )
         if patterns:
-            state = leaf_paths.essential_leaves(() if tx is None else convert_lib.structure_of(tx, params))
             of_extra = [
                 _at(name, path)
                 for name, like in wanted.items()
-                for tree in (like, parts.get(name, {}))
-                for path in leaf_paths.plain_leaves(tree)
+                for tree in (names.by_names(like), _by_names(parts, name))
+                for path in tree
             ]
-            paths = dict.fromkeys([*saved.params, *saved.state, *leaf_paths.plain_leaves(params), *state, *of_extra])
+            paths = dict.fromkeys(map(str, [*saved.params, *saved.state, *here, *like_state, *of_extra]))
             tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
         completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
         if tx is None:
@@ -338,9 +366,9 @@ def restore(
             convert_lib.check(completed, tx, params)
         for name, like in wanted.items():
             _check_extra(name, like, parts, patterns)
-        tree = orbax.read(reader, folder, tree, params, wanted, checksums, change)
-    parts = orbax.parts(change.without_other_params(orbax.with_keys(tree, about)), folder)
-    saved, rounded = _saved_of(parts, params, order, tx, change)
+        values = orbax.read(reader, folder, found, values, params, wanted, checksums, change)
+    parts = parts_of(values)
+    saved, rounded = _saved_of(parts, params, order, like_state, change)
     if rounded:
         warn(
             "moments-rounded-again",
@@ -352,13 +380,13 @@ def restore(
     saved, report = _completed(saved, tx, params, patterns)
     opt_state = None
     if tx is None:
-        params = placement.Shardings(params).place(convert_lib.assemble_params(saved, params)[1])
+        params = placement.Shardings(params).place_params(convert_lib.assemble_params(saved, params)[1])
     else:
         params, opt_state = convert_lib.assemble(saved, tx, params)
-    found = {name: _fill(like, leaf_paths.plain_leaves(parts.get(name, {}))) for name, like in wanted.items()}
+    others = {name: _fill(like, _by_names(parts, name)) for name, like in wanted.items()}
     fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
     left = [path for name, like in wanted.items() for path in _left_over(name, like, parts)]
-    restored = Restored(step, params, opt_state, found)
+    restored = Restored(step, params, opt_state, others)
     restored.report = report._replace(fresh=(*report.fresh, *fresh), left_over=(*report.left_over, *left))
     return restored
 
@@ -383,35 +411,38 @@ def _completed(
     saved, fresh, left = partial_lib.complete_params(saved, like, patterns)
     if tx is None:
         return saved, partial_lib.Report(tuple(fresh), tuple(left))
-    structure = convert_lib.structure_of(tx, like)
+    leaves = convert_lib.leaves_of(tx, like)
 
-    def fresh_state(paths: set[str]) -> Mapping[str, Any]:
+    def fresh_state(paths: set[StatePath]) -> Mapping[StatePath, Any]:
         if are_shapes:
-            return {path: x for path, x in leaf_paths.essential_leaves(structure).items() if path in paths}
+            return {path: x for path, x in leaves.items() if path in paths}
         return convert_lib.fresh_leaves(tx, convert_lib.assemble_params(saved, like)[0], paths)
 
-    saved, of_state = partial_lib.complete_state(saved, structure, patterns, fresh_state)
+    saved, of_state = partial_lib.complete_state(saved, leaves, patterns, fresh_state)
     return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
 def _saved_of(
-    parts: Mapping[str, Any], like: PyTree, order: Sequence[str] | None, tx: Any, change: padding.Change
+    parts: Mapping[str, Mapping[StatePath, Any]],
+    like: PyTree,
+    order: Sequence[str] | None,
+    like_state: Mapping[StatePath, Any],
+    change: padding.Change,
 ) -> tuple[job_leaves.Saved, list[str]]:
     """The saved leaves in the form of this job, and the moments that were rounded for it.
 
     The fp8 scales are in the order of their histories: as recorded, else as in `like`.
     """
-    leaves = leaf_paths.plain_leaves(parts["params"])
+    leaves = {str(path): x for path, x in parts["params"].items()}
     scales = [
-        path for path in (order or leaf_paths.plain_leaves(like)) if path in leaves and scale_leaves.is_scale(path)
+        path for path in (order or tree_paths.leaves_by_path(like)) if path in leaves and scale_leaves.is_scale(path)
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
-    saved = job_leaves.Saved(leaves, leaf_paths.essential_leaves(parts.get("opt_state", ())), "the checkpoint")
-    if tx is None:
+    saved = job_leaves.Saved(leaves, dict(parts.get("opt_state", {})), "the checkpoint")
+    if not like_state:
         return saved, []
-    structure = convert_lib.structure_of(tx, like)
-    saved = chain_places.aligned(saved, structure)
-    return (saved, []) if change.is_empty else regroup.fitted(saved, structure, change)
+    saved = chain_places.aligned(saved, like_state)
+    return (saved, []) if change.is_empty else regroup.fitted(saved, like_state, change)
 
 
 def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
@@ -425,31 +456,42 @@ def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
 
     _, folder = orbax.find(source, step)
     about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
-    parts = orbax.parts(orbax.with_keys(orbax.described(folder, about), about), folder)
-    return {name: jax.tree.map(like, tree) for name, tree in parts.items() if name != "opt_state"}
+    found = orbax.described(folder, about)
+    orbax.check_is_job(found, folder)
+    values = orbax.with_keys(found.leaves, jax.tree.leaves(found.tree), about)
+    return names.trees(found.tree, found.leaves, list(map(like, values)), about)
 
 
-def _missing(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+_Names = tuple[str, ...]
+
+
+def _by_names(parts: Mapping[str, Mapping[StatePath, Any]], name: str) -> dict[_Names, Any]:
+    return {path.names: x for path, x in parts.get(name, {}).items()}
+
+
+def _missing(name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]]) -> list[str]:
     """The leaves of a tree of `extra` that the checkpoint has not, by path."""
-    there = leaf_paths.plain_leaves(parts.get(name, {}))
-    return [_at(name, path) for path in leaf_paths.plain_leaves(like) if path not in there]
+    there = _by_names(parts, name)
+    return [_at(name, path) for path in names.by_names(like) if path not in there]
 
 
-def _left_over(name: str, like: PyTree, parts: Mapping[str, Any]) -> list[str]:
+def _left_over(name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]]) -> list[str]:
     """The leaves of a tree of `extra` that only the checkpoint has, by path."""
-    here = leaf_paths.plain_leaves(like)
-    return [_at(name, path) for path in leaf_paths.plain_leaves(parts.get(name, {})) if path not in here]
+    here = names.by_names(like)
+    return [_at(name, path) for path in _by_names(parts, name) if path not in here]
 
 
-def _at(name: str, path: str) -> str:
-    return name if path == "<root>" else f"{name}/{path}"
+def _at(name: str, path: _Names) -> str:
+    return "/".join((name, *path))
 
 
-def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Sequence[str]) -> None:
+def _check_extra(
+    name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]], patterns: Sequence[str]
+) -> None:
     if name not in parts and not all(tree_paths.matches(at, patterns) for at in _missing(name, like, parts)):
         raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
-    there = leaf_paths.plain_leaves(parts.get(name, {}))
-    for path, x in leaf_paths.plain_leaves(like).items():
+    there = _by_names(parts, name)
+    for path, x in names.by_names(like).items():
         at = _at(name, path)
         if path not in there and tree_paths.matches(at, patterns):
             if isinstance(x, jax.ShapeDtypeStruct):
@@ -460,7 +502,8 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
             continue
         if path not in there:
             raise ValueError(
-                f"the checkpoint must have every leaf of extra=; {at} is missing. {leaf_paths.first_paths(there)}"
+                f"the checkpoint must have every leaf of extra=; {at} is missing. "
+                f"{leaf_paths.first_paths({_at(name, other): x for other, x in there.items()})}"
             )
         shape, dtype = tuple(there[path].shape), there[path].dtype
         if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
@@ -485,11 +528,11 @@ def _check_extra(name: str, like: PyTree, parts: Mapping[str, Any], patterns: Se
             )
 
 
-def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+def _fill(like: PyTree, leaves: Mapping[_Names, Any]) -> PyTree:
     """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
 
-    def take(path: str, x: Any) -> Any:
-        found = leaves.get(leaf_paths.plain(path))
+    def take(path: _Names, x: Any) -> Any:
+        found = leaves.get(path)
         if found is None:  # it may be missing
             return x
         if isinstance(x, np.ndarray | np.generic):
@@ -500,4 +543,5 @@ def _fill(like: PyTree, leaves: Mapping[str, Any]) -> PyTree:
             return found
         return orbax.as_key(found, x) if orbax.is_key(x) else found
 
-    return tree_paths.map_with_path(take, like)
+    found, treedef = jax.tree.flatten(like)
+    return treedef.unflatten([take(path.names, x) for path, x in zip(names.of_tree(like), found, strict=True)])

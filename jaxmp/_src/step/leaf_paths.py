@@ -1,56 +1,26 @@
-"""Paths of the leaves of params and of an optimizer's state, without the levels that wrappers add.
+"""Paths of the leaves of params, as names that a user would write, and of what an optimizer put in their place."""
 
-The same leaf has different paths in different trees: transforms wrap an optimizer, boxes wrap arrays, and Orbax turns
-all of it into nested dicts. The paths differ only in a few known levels, and this file removes these levels. So Adam's
-`0/mu/w` is the same leaf in a plain optax state, under `mixed_precision(..., "fp16")` and with fp8.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-from flax import nnx
 
 from jaxmp._src.base import tree_paths
 
 REMAINDERS = ("remainder16", "remainder8")
-_WRAPPERS = frozenset({"optimizer_state", "fp8_scales", "guarded", "fp8_rest", "master_inner"})  # the last three: old
 
 
-def plain_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, boxes removed (also a box that Orbax turned into a dict)."""
-    return _shortened(tree, plain)
+def param_of(key_path: Iterable[Any]) -> str:
+    """The path of the param that a master belongs to, from the key path of the master in its tree."""
+    keys = tree_paths.keys_of(key_path)
+    if keys and keys[-1] in _FIELDS_OF_REMAINDERS:
+        keys = keys[:-1]
+    return "/".join(key.name for key in keys) or "<root>"
 
 
-def essential_leaves(opt_state: Any) -> dict[str, Any]:
-    """The leaves of an optimizer's state by path, wrappers of transforms removed."""
-    return _shortened(nnx.as_pure(opt_state), essential)
+_FIELDS_OF_REMAINDERS = [tree_paths.Key(name, is_field=True) for name in REMAINDERS]
 
 
-def _shortened(tree: Any, shorten: Callable[[str], str]) -> dict[str, Any]:
-    leaves = tree_paths.leaves_by_path(tree)
-    short = {shorten(path): x for path, x in leaves.items()}
-    return short if len(short) == len(leaves) else leaves
-
-
-def essential(path: str) -> str:
-    """A path without the levels of wrappers and boxes."""
-    return plain("/".join(part for part in path.split("/") if part not in _WRAPPERS))
-
-
-def plain(path: str) -> str:
-    """A path without the levels of boxes."""
-    return "/".join(tree_paths.without_boxes(path.split("/")))
-
-
-def param_of(path: str) -> tuple[str, str | None]:
-    """(path of the param, kind of remainder or None), from the path of a master in its tree."""
-    path = plain(path)
-    head, _, last = path.rpartition("/")
-    return (head, last) if last in REMAINDERS else (path, None)
-
-
-def first_paths(leaves: Mapping[str, Any]) -> str:
+def first_paths(leaves: Mapping[Any, Any]) -> str:
     """The first paths of `leaves` as a sentence, for the end of an error."""
     if not leaves:
         return "There are no leaves."
-    return f"There are {', '.join(list(leaves)[:4])}{', ...' if len(leaves) > 4 else ''}."
+    return f"There are {', '.join(map(str, list(leaves)[:4]))}{', ...' if len(leaves) > 4 else ''}."

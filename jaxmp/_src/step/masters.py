@@ -281,7 +281,7 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
         is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         known, given = (
             {
-                leaf_paths.param_of(tree_paths.path_str(path))[0]: None
+                leaf_paths.param_of(path): None
                 for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
             }
             for tree in (masters, params)
@@ -312,8 +312,8 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
 def _masters_by_path(masters: PyTree, params: PyTree) -> list[Any]:
     """The masters of the leaves or boxes of `params`, found by path; those without one are frozen."""
     units = jax.tree_util.tree_leaves_with_path(masters, is_leaf=lambda x: hasattr(x, "_fields"))
-    by_path = {leaf_paths.plain(tree_paths.path_str(path)): x for path, x in units}
-    return [by_path.get(leaf_paths.plain(path), optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
+    by_path = {tree_paths.path_str(path): x for path, x in units}
+    return [by_path.get(path, optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
 
 
 def _with_masks_at_leaves(masters: PyTree, params: PyTree) -> PyTree:

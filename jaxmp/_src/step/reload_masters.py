@@ -61,7 +61,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
             "opt_state must keep masters; got a state without masters. Make it with jaxmp.mixed_precision or "
             "jaxmp.keep_master_params, and pass (opt_state, params) in this order."
         )
-    leaves = leaf_paths.plain_leaves(params)
+    leaves = tree_paths.leaves_by_path(params)
     _check_fits(leaves, _expected_by(opt_state), "reload_master_params")
     full = in_float32(leaves)
     return _with_masters(opt_state, lambda path, master: _as_master(full(path), master), foreign=(opt_state, params))
@@ -85,7 +85,7 @@ def follow(
       ValueError: params that do not fit those before, named by path.
     """
     masters = [x.master_params for x in states.with_masters(opt_state)]
-    new, old = leaf_paths.plain_leaves(params), leaf_paths.plain_leaves(before)
+    new, old = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(before)
     if not masters or not all(map(_is_array, old.values())) or (new and not any(map(_is_number, new.values()))):
         return params, opt_state
     _check_fits(new, old, "replace(params=)")
@@ -136,7 +136,7 @@ def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
     """`params` in the dtypes that those before have, by path."""
 
     def cast(path: str, x: Any) -> Any:
-        like = old[leaf_paths.plain(path)]
+        like = old[path]
         if stored_kernels.is_stored(x) != stored_kernels.is_stored(like):
             raise ValueError(
                 f"replace(params=): a kernel that is stored in fp8 stays so, and no other becomes one; got {x.dtype} "
@@ -153,7 +153,7 @@ def _expected_by(opt_state: Any) -> dict[str, Any]:
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     for state in states.with_masters(opt_state):
         for key, x in jax.tree_util.tree_leaves_with_path(state.master_params, is_leaf=is_masked):
-            path = leaf_paths.param_of(tree_paths.path_str(key))[0]
+            path = leaf_paths.param_of(key)
             found[path] = found.get(path) if is_masked(x) else jax.ShapeDtypeStruct(x.shape, jnp.float32)
     return found
 
@@ -224,8 +224,8 @@ def _with_masters(opt_state: Any, new_master: Callable[[str, Array], Array], for
     def remade(state: states.StepState) -> states.StepState:
         if state.master_params is None:
             return state
-        made = tree_paths.map_with_path(
-            lambda path, x: new_master(leaf_paths.param_of(path)[0], x), state.master_params
+        made = jax.tree_util.tree_map_with_path(
+            lambda path, x: new_master(leaf_paths.param_of(path), x), state.master_params
         )
         return state._replace(master_params=made)
 
