@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -345,11 +346,87 @@ def test_one_process_at_a_time_saves_into_a_directory(tmp_path):
         assert holds(tmp_path) == "refused"
         with checkpoint.manager(tmp_path, read_only=True) as reader:
             assert checkpoint.restore(reader, None, params=params).step == 1
-        with pytest.MonkeyPatch.context() as patch:  # another process has the lock of this one's next manager
-            patch.setattr(writer.fcntl, "lockf", refuse)
-            with checkpoint.manager(tmp_path) as other, pytest.raises(ValueError, match="has another writer .process"):
-                checkpoint.save(other, 2, params=params, opt_state=())
+        with checkpoint.manager(tmp_path) as other:  # one more of this process, which closes before the first
+            checkpoint.save(other, 2, params=params, opt_state=())
+        shutil.copytree(tmp_path, tmp_path.parent / "copy")  # opens and closes the file of the lock
+        assert holds(tmp_path) == "refused"
     assert holds(tmp_path) == "free"
+    with pytest.MonkeyPatch.context() as patch:  # another process has the lock of this one's next manager
+        patch.setattr(writer.fcntl, "flock", refuse)
+        with checkpoint.manager(tmp_path) as other, pytest.raises(ValueError, match="has another writer .process"):
+            checkpoint.save(other, 3, params=params, opt_state=())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path):
+    """As a worker that loads data, and outlives the job."""
+    code = (
+        "import os, sys, time, warnings, jax.numpy as jnp\n"
+        "from jaxmp import checkpoint\n"
+        "warnings.simplefilter('ignore')\n"
+        "steps = checkpoint.manager(sys.argv[1])\n"
+        "checkpoint.save(steps, 1, params={'w': jnp.ones(2)}, opt_state=())\n"
+        "steps.wait_until_finished()\n"
+        "if not os.fork(): time.sleep(20); os._exit(0)\n"
+        "time.sleep(0.2); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(command, env=compiled_quickly(os.environ), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert holds(tmp_path) == "free"
+
+
+def test_what_killed_saves_left_is_gone_with_the_next_save(tmp_path):
+    """Steps that no later run saves again stayed for good."""
+    for name in ("3.orbax-checkpoint-tmp", "7.orbax-checkpoint-tmp"):
+        (tmp_path / name / "state").mkdir(parents=True)
+        (tmp_path / name / "state" / "half").write_text("x")
+    with checkpoint.manager(tmp_path) as manager:
+        assert len(list(tmp_path.glob("*-tmp"))) == 2  # one that only reads removes nothing
+        checkpoint.save(manager, 8, params={"w": jnp.ones(3)}, opt_state=())
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".writer", "8"]
+
+
+KILLED_WHILE_IT_SAVES = """
+import os, pathlib, sys, threading, time
+import jax.numpy as jnp
+from jaxmp import checkpoint
+
+def kill():
+    while not any((directory / "7.orbax-checkpoint-tmp").glob("state/*")):
+        time.sleep(0.001)
+    os.kill(os.getpid(), 9)
+
+directory, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+params = {f"w{i}": jnp.full((256, 256), step) for i in range(30)}
+manager = checkpoint.manager(directory)
+if manager.latest_step() is not None:
+    checkpoint.restore(manager, None, params=params)
+if step == 7:
+    threading.Thread(target=kill, daemon=True).start()
+checkpoint.save(manager, step, params=params, opt_state=())
+manager.wait_until_finished()
+"""
+
+
+def test_after_a_kill_in_a_save_the_next_run_is_quiet_and_leaves_nothing(tmp_path):
+    """Also where it saves other steps than the one that was killed."""
+    for step, code in ((3, 0), (7, -9), (9, 0)):
+        command = [sys.executable, "-c", KILLED_WHILE_IT_SAVES, str(tmp_path), str(step)]
+        ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, ended.stderr) == (code, "")
+        assert (tmp_path / "7.orbax-checkpoint-tmp").exists() == (step == 7)
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".writer", "3", "9"]
+
+
+def test_an_array_that_was_donated_is_named(tmp_path):
+    params, state = {"a": {"w": jnp.ones(3)}}, {"count": jnp.zeros(3)}
+    jax.jit(lambda x: x + 1, donate_argnums=0)(params["a"]["w"])
+    with checkpoint.manager(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"params/a/w was deleted: it was donated to a step .*Save what the step"):
+            checkpoint.save(manager, 8, params=params, opt_state=state)
+        with pytest.raises(ValueError, match="data/w was deleted"):
+            checkpoint.save(manager, 8, params={}, opt_state=(), extra={"data": params["a"]})
+        assert manager.all_steps() == []
 
 
 def refuse(*_):
@@ -360,7 +437,7 @@ def holds(directory):
     """Asks, from a process of its own, whether the lock of a directory can be had."""
     code = (
         "import fcntl, sys\n"
-        "try: fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "try: fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
         "except BlockingIOError: print('refused')\n"
         "else: print('free')"
     )

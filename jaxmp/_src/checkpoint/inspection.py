@@ -1,11 +1,10 @@
 """Lists what a directory of steps holds, and what is damaged: `python -m jaxmp checkpoint`."""
 
-import pathlib
 from typing import Any
 
 from jaxmp._src.base import tables
 from jaxmp._src.base.progress import Progress
-from jaxmp._src.checkpoint import orbax
+from jaxmp._src.checkpoint import orbax, places, writer
 
 
 def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
@@ -20,8 +19,8 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
     """
     if not str(directory):
         raise ValueError("a checkpoint must be named by its folder; got an empty path.")
-    folder = pathlib.Path(directory).absolute()
-    steps = orbax.steps_in(folder) if step is None else []
+    folder = places.folder(directory)
+    steps = places.steps_in(folder) if step is None else []
     if not steps:
         _, folder = orbax.find(directory, step)
         steps = [folder]
@@ -47,7 +46,7 @@ def report(directory: Any, step: int | None = None) -> tuple[str, bool]:
     names = {None: "no checksum", True: "whole", False: "DAMAGED"}
     leaves = [("leaf", "dtype", "shape", "bytes", "state")]
     leaves += [(x.path, x.dtype, str(list(x.shape)), str(x.nbytes), names[x.whole]) for x in newest]
-    unfinished = sorted(x.name for x in folder.glob("*.orbax-checkpoint-tmp"))
+    unfinished = sorted(x.name for x in folder.glob(f"*{writer.UNFINISHED}"))
     parts = [tables.columns(rows)]
     if unfinished:
         parts.append(f"unfinished, or being written: {', '.join(unfinished)}")

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 _BLOCK = 2**16  # elements that are summed at a time
@@ -105,7 +106,12 @@ def _kind(dtype: Any, shape: tuple[int, ...]) -> int:
 
 
 def check_leaf(path: str, x: Any) -> None:
-    """Raises a ValueError for what is neither an array of numbers, flags or keys, nor a number of at most 64 bits."""
+    """Raises a ValueError for a deleted array, and for what is no array of numbers, flags or keys, nor a number."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        raise ValueError(
+            f"a checkpoint holds arrays that are there; {path} was deleted: it was donated to a step "
+            f"(donate_argnums=), or delete() was called. Save what the step returned, or save before the step."
+        )
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         is_saved = isinstance(x, float) or (isinstance(x, int) and -(2**63) <= x < 2**63)

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxmp._src.base import optional
-from jaxmp._src.checkpoint import leaf_sums, names, padding, placement
+from jaxmp._src.checkpoint import leaf_sums, names, padding, placement, places, writer
 from jaxmp._src.checkpoint.names import Leaf
 from jaxmp._src.step.state_paths import StatePath
 
@@ -72,10 +72,10 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
                 f"the first argument must be a manager of checkpoints, or a path; got {type(source).__name__}. The "
                 f"order is restore(manager, tx, params=)."
             )
-        folder = pathlib.Path(source).absolute()
+        folder = places.folder(source)
         if step is None and not (folder / "_METADATA").exists() and tree_in(folder) == folder:
             # Orbax renames a step when it is complete: before, its name is no number.
-            step = max((int(x.name) for x in steps_in(folder)), default=None)
+            step = max((int(x.name) for x in places.steps_in(folder)), default=None)
             if step is None and folder.is_dir() and all(map(_is_no_step, folder.iterdir())):
                 raise ValueError(
                     f"there is no complete checkpoint in {folder}: nothing was saved there, or no save has ended. Pass "
@@ -94,7 +94,7 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
             f"there is no complete checkpoint{'' if step is None else f' of step {step}'} in {source.directory}; "
             f"complete steps: {there}."
         )
-    folder = pathlib.Path(source.directory) / str(found)
+    folder = places.folder(source.directory) / str(found)
     if not folder.is_dir():
         raise ValueError(
             f"the folder of a step must be called by its number; there is no {folder}. With a step format of your own, "
@@ -105,13 +105,7 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
 
 def _is_no_step(path: pathlib.Path) -> bool:
     """Whether this lies beside steps: a lock, or a step that is being written, or was when its process was killed."""
-    return path.name.startswith(".") or path.name.endswith(".orbax-checkpoint-tmp")
-
-
-def steps_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folders of the complete steps in a directory, in their order."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((x for x in found if x.name.isdigit() and x.is_dir()), key=lambda x: int(x.name))
+    return path.name.startswith(".") or path.name.endswith(writer.UNFINISHED)
 
 
 def is_by_orbax(folder: pathlib.Path) -> bool:
@@ -359,7 +353,7 @@ def _others(folder: pathlib.Path) -> str:
     """Which other steps there are beside the item of a damaged step, and the newest of them that is whole."""
     if folder.name not in (STATE, ABOUT):
         return ""
-    beside = [x for x in steps_in(folder.parent.parent) if x != folder.parent]
+    beside = [x for x in places.steps_in(folder.parent.parent) if x != folder.parent]
     if not beside:
         return " There are no other steps."
     named = f" Other steps there: {', '.join(x.name for x in beside)} (step=)"

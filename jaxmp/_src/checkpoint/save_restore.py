@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata as _metadata
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from jaxmp._src.checkpoint import (
     padding,
     partial as partial_lib,
     placement,
+    places,
     regroup,
     writer,
 )
@@ -76,7 +76,8 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
     """Makes an `orbax.checkpoint.CheckpointManager` for a directory of steps, for `save`, `restore` and Orbax itself.
 
     Args:
-      directory: the directory of the steps; created if missing. Relative paths start at the working directory.
+      directory: the directory of the steps; created if missing. Relative paths start at the working directory. Or a
+        URL, `file:///...` or `gs://...`: this needs what Orbax needs there, and has no lock.
       max_to_keep: how many of the newest steps to keep; None: all.
       save_interval_steps: `save` saves steps that are multiples of it, and skips the others.
       **options: options of `orbax.checkpoint.CheckpointManagerOptions`, such as `keep_period=`, `read_only=`, or
@@ -88,6 +89,7 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
 
     Raises:
       ImportError: Orbax is not installed; names the extra.
+      ValueError: a URL that cannot be reached; names its scheme.
 
     Example:
       >>> import tempfile
@@ -97,11 +99,14 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
     """
     ocp = orbax.package()
     chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
-    chosen |= {"temporary_path_class": writer.durable_path()} | options
+    place = places.folder(directory)
+    if places.is_local(place):
+        chosen |= {"temporary_path_class": writer.durable_path()}
+    chosen |= options
     handlers = {orbax.STATE: ocp.StandardCheckpointHandler(), orbax.ABOUT: ocp.JsonCheckpointHandler()}
-    return writer.manager_class()(
-        pathlib.Path(directory).absolute(), options=ocp.CheckpointManagerOptions(**chosen), item_handlers=handlers
-    )
+    with places.explained(place):
+        place.exists()
+        return writer.manager_class()(place, options=ocp.CheckpointManagerOptions(**chosen), item_handlers=handlers)
 
 
 def save(
@@ -136,10 +141,11 @@ def save(
       True if the step is saved; False if the manager's interval skips it.
 
     Raises:
-      ValueError: a name in `extra` that is already used; a leaf that is no array and no number, or metadata that JSON
-        cannot hold, by path; a manager that is closed; another process that saves into this directory; a step that is
-        not newer than all saved steps. To continue from an earlier step, delete the later ones first, with
-        `manager.delete(step)`. All of these are raised before anything is written.
+      ValueError: a name in `extra` that is already used; names that nothing can tell apart; a leaf that is no array and
+        no number, or was deleted (donated), or metadata that JSON cannot hold, by path; a manager that is closed;
+        another process that saves into this directory; a step that is not newer than all saved steps. To continue from
+        an earlier step, delete the later ones first, with `manager.delete(step)`. All of these are raised before
+        anything is written.
 
     Example:
       >>> import jaxmp, tempfile
@@ -165,6 +171,8 @@ def save(
         manager.hold()
     job = {"params": params, "opt_state": opt_state, **(extra or {})}
     leaves, values = names.of_job(job), jax.tree.leaves(job)
+    for leaf, x in zip(leaves, values, strict=True):
+        leaf_sums.check_leaf(str(leaf), x)
     about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
     about["fp8_scales"] = [path for path in tree_paths.leaves_by_path(params) if scale_leaves.is_scale(path)]

@@ -1,9 +1,10 @@
 """One writer for a directory of steps, steps that are on the disk before they get their name, and a save that ends.
 
-Orbax writes a step into a folder with a temporary name, renames it at the end, and removes the temporary folders of
-killed processes. Two processes that save into one directory would remove the folders of each other. Also, a rename may
-reach the disk before the files do: after a power failure, the step would exist with empty files. A save runs in the
-background: a program that ends while it runs, and has not closed its manager, would lose the step.
+Orbax writes a step into a folder with a temporary name, and renames it at the end. The writer of a directory removes
+what killed processes left there under such names, so two processes that save into one directory would remove the
+folders of each other. Also, a rename may reach the disk before the files do: after a power failure, the step would
+exist with empty files. A save runs in the background: a program that ends while it runs, and has not closed its
+manager, would lose the step.
 """
 
 import atexit
@@ -11,13 +12,15 @@ import contextlib
 import functools
 import os
 import pathlib
+import shutil
 import sys
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from jaxmp._src.base import optional
+from jaxmp._src.checkpoint import places
 
 try:
     import fcntl
@@ -25,6 +28,7 @@ except ImportError:  # no such locks on this system: writers are not kept apart
     fcntl = None
 
 _LOCK = ".writer"
+UNFINISHED = ".orbax-checkpoint-tmp"  # how Orbax names the folder of a step until it is complete
 # Python 3.12.0 to 3.12.2 starts no thread from the end of the main thread on (gh-113964), so no save can end there.
 _SAVES_END_LATE = not (3, 12) <= sys.version_info < (3, 12, 3)
 
@@ -40,7 +44,7 @@ def manager_class() -> Any:
     class Manager(ocp.CheckpointManager):
         """Orbax's manager, as the only process that writes into its directory."""
 
-        _lock: int | None = None
+        _lock: "_Lock | None" = None
         _is_closed = False
         _is_in_with = False
         _until_closed: list[Any] | None = None  # the manager itself, for the end of the program
@@ -62,8 +66,9 @@ def manager_class() -> Any:
                 self._until_closed = [self]
                 if _SAVES_END_LATE:
                     _at_exit(functools.partial(_finish, self._until_closed, os.getpid()))
-            if self._lock is None and jax.process_index() == 0 and fcntl is not None:
-                self._lock = _lock(pathlib.Path(self.directory))
+            folder = places.folder(self.directory)
+            if self._lock is None and jax.process_index() == 0 and places.is_local(folder):
+                self._lock = _Lock.of(folder)
 
         def save(self, *args: Any, **kwargs: Any) -> bool:
             is_saved: bool = super().save(*args, **kwargs)
@@ -84,7 +89,7 @@ def manager_class() -> Any:
             finally:
                 lock, self._lock = self._lock, None
                 if lock is not None:
-                    os.close(lock)
+                    lock.release()
 
     return Manager
 
@@ -112,22 +117,76 @@ def _finish(managers: list[Any], process: int) -> None:
             sys.excepthook(ValueError, error, error.__traceback__)
 
 
-def _lock(directory: pathlib.Path) -> int:
-    """The open file of a lock that lasts until the file is closed, or the process ends in whatever way."""
-    assert fcntl is not None
-    file = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+class _Lock:
+    """The lock of a directory, which all managers of this process share; it ends with the last, or with the process.
+
+    It is a lock of the open file (`flock`), not of the process: a lock of the process would end when anything in the
+    process closes the file, such as a copy of the directory.
+    """
+
+    # By the file of the lock. The managers of a process find each other here, as the lock is one for all of them.
+    _held: ClassVar[dict[tuple[int, int], "_Lock"]] = {}
+
+    def __init__(self, file: int | None) -> None:
+        self._file, self._holders = file, 0
+
+    @classmethod
+    def of(cls, folder: pathlib.Path) -> "_Lock":
+        """The lock of a folder, for one more manager; a ValueError if another process has it."""
+        lock = None
+        with contextlib.suppress(FileNotFoundError):
+            lock = cls._held.get(_identity(os.stat(folder / _LOCK)))
+        if lock is None:
+            lock = cls(_locked(folder))
+            if lock._file is not None:
+                cls._held[_identity(os.fstat(lock._file))] = lock
+                for left in folder.glob(f"*{UNFINISHED}"):
+                    shutil.rmtree(left, ignore_errors=True)
+        lock._holders += 1
+        return lock
+
+    def release(self) -> None:
+        """Gives the lock back for one manager."""
+        self._holders -= 1
+        if not self._holders and self._file is not None:
+            del self._held[_identity(os.fstat(self._file))]
+            os.close(self._file)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Leaves all locks to the parent of this process, which has just been forked: else they would outlive it."""
+        for lock in cls._held.values():
+            assert lock._file is not None
+            os.close(lock._file)
+            lock._file = None
+        cls._held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Lock.forget)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _locked(folder: pathlib.Path) -> int | None:
+    """The open file of the lock; None where there are no such locks. A ValueError if another process has it."""
+    if fcntl is None:
+        return None
+    file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        # A lock of the process: a second manager of this one gets it too.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as e:
         other = os.read(file, 100).decode(errors="replace").strip()
         os.close(file)
         raise ValueError(
-            f"one process at a time may save into a directory; {directory} has another writer ({other}). End it, or "
+            f"one process at a time may save into a directory; {folder} has another writer ({other}). End it, or "
             f"save into a directory of this run's own."
         ) from e
     except OSError:  # a file system without locks
-        return file
+        os.close(file)
+        return None
     os.ftruncate(file, 0)
     os.write(file, f"process {os.getpid()} on {os.uname().nodename}".encode())
     return file
