@@ -297,3 +297,80 @@ def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path
         checkpoint.save(steps, 0, params=fsdp.pad(tree, layout), opt_state=(), layout=layout)
         steps.wait_until_finished()
         assert_moved(checkpoint.restore(steps, None, params=tree).params, tree)
+
+
+# Without layout=: the record knows what is padding, and the shardings of params= for how many devices it is now.
+
+ORDERS = [(8, 3, 1, 6, 2, 4, 8), (1, 8, 2, 3, 4, 6, 1), (3, 8, 6, 4)]
+
+
+def on(devices, tree, layout):
+    """Padded params or shapes as the job on so many devices has them; on one device, as they are."""
+    return jax.device_put(fsdp.pad(tree, layout), layout.shardings)
+
+
+@pytest.mark.parametrize("order", [ORDERS[0], *(pytest.param(x, marks=pytest.mark.thorough(0)) for x in ORDERS[1:])])
+@pytest.mark.parametrize("shapes_alone", [True, False], ids=["shapes", "arrays"])
+def test_a_job_moves_between_numbers_of_devices_without_a_layout(order, shapes_alone, tmp_path):
+    """Odd shapes, a leaf with fewer rows than devices, split masters, an average; the last state is the first."""
+    more = PARAMS | {"few": jnp.arange(1.0, 34.0).reshape(3, 11), "one": jnp.arange(1.0, 18.0).reshape(1, 17)}
+    params, opt_state = POLICY.cast_to_param(more), TX.init(more)
+    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    params, opt_state = jax.jit(lambda p, s: jaxmp.apply_gradients(TX, p, s, p))(params, opt_state)
+    expected = jax.tree.map(np.asarray, (params, opt_state))
+    layout = layout_of(order[0], more)
+    held = on(order[0], params, layout), fsdp.pad(opt_state, layout)
+    for i, devices in enumerate(order[1:]):
+        with checkpoint.manager(tmp_path / str(i)) as steps:
+            checkpoint.save(steps, 0, params=held[0], opt_state=held[1], layout=layout)
+            layout = layout_of(devices, more)
+            like = on(devices, POLICY.cast_to_param(more), layout)
+            like = shapes(POLICY.cast_to_param(more), layout) if shapes_alone else like
+            found = checkpoint.restore(steps, TX, params=like)
+        held = found.params, found.opt_state
+        assert jax.tree.map(jnp.shape, held[0]) == jax.tree.map(jnp.shape, like)
+        assert_moved(jax.tree.map(np.asarray, fsdp.trim(held, layout)), expected)
+        assert held[0]["embed"].sharding.is_equivalent_to(layout.shardings["embed"], 2)
+
+
+def test_from_one_device_that_knew_no_layout(tmp_path):
+    """The zeros of padded arrays say what is padding; shapes alone do not, nor does a model of so many rows."""
+    layout = layout_of(8)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=trained()[0], opt_state=trained()[1])
+        found = checkpoint.restore(steps, TX, params=on(8, trained()[0], layout))
+        for like in (shapes(trained()[0], layout), jax.tree.map(lambda x: x + 1, on(8, trained()[0], layout))):
+            with pytest.raises(
+                ValueError, match=r"has shape .* in the checkpoint and .* in the model.*pass its layout="
+            ):
+                checkpoint.restore(steps, TX, params=like)
+    back = fsdp.trim((found.params, found.opt_state), layout)
+    assert_moved(jax.tree.map(np.asarray, back), jax.tree.map(np.asarray, trained()))
+
+
+@pytest.mark.parametrize("rows", [56, 57], ids=["as padding", "too many"])
+def test_a_larger_model_is_no_padding(saved_on_8, rows):
+    """Arrays with numbers where the padding would be, and lengths that no number of devices gives."""
+    layout = layout_of(8 if rows == 56 else 1)
+    like = shapes(trained()[0], layout) | {"embed": jnp.ones((rows, 6), jnp.bfloat16)}
+    if rows == 56:
+        like["embed"] = jax.device_put(like["embed"], layout.shardings["embed"])
+    with pytest.raises(ValueError, match=rf"embed has shape .* in the checkpoint and \({rows}, 6\) in the model"):
+        checkpoint.restore(saved_on_8, TX, params=like)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("devices", [1, 3, 8])
+def test_moments_in_8_bits_move_without_a_layout(devices, tmp_path):
+    params = {"w": jnp.asarray(RNG.normal(size=(200, 128)), jnp.float32)}
+    old, new = layout_of(6, params), layout_of(devices, params)
+    assert fsdp.pad(params, old)["w"].shape == (204, 128)
+    tx, held, opt_state = in_8_bits(params, old)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=held, opt_state=opt_state, layout=old)
+        found = checkpoint.restore(steps, tx, params=on(devices, params, new))
+    for name in ("mu", "nu"):
+        before, after = (optax.tree.get(x, name)["w"] for x in (opt_state, found.opt_state))
+        assert after.codes.shape == fsdp.pad(params, new)["w"].shape
+        assert_moved(np.asarray(after.codes)[:200], np.asarray(before.codes)[:200])
+        assert_moved(np.asarray(after.scales)[:200], np.asarray(before.scales)[:200])

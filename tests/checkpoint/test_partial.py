@@ -223,3 +223,65 @@ def test_an_fp8_layer_that_is_gone_leaves_the_histories_of_others(tmp_path):
     before, after = (optax.tree.get(s, "amax_states") for s in (state, restored.opt_state))
     for old, new, size in zip(before, after, (1, 2), strict=True):  # of gradients; of inputs and weights
         assert_moved(new.amax_history[1:], old.amax_history[1:, -size:])
+
+
+# moments=: another optimizer or schedule on purpose
+
+
+def restored_with(steps, inner, moments, **kwargs):
+    found = checkpoint.restore(steps, mixed(inner), params=trained()[0], moments=moments, **kwargs)
+    assert_moved(found.params, trained()[0])
+    assert_moved(jaxmp.get_master_params(*found[2:0:-1]), jaxmp.get_master_params(*trained()[::-1]))
+    assert jax.tree.structure(found.opt_state) == jax.tree.structure(mixed(inner).init(PARAMS))
+    assert_moved(found.opt_state.skipped_steps, trained()[1].skipped_steps)
+    return found
+
+
+ADAM_LEAVES = ("0/count", "0/mu/body/kernel", "0/mu/head", "0/nu/body/kernel", "0/nu/head")
+
+
+def test_a_schedule_comes_to_a_constant_learning_rate(steps):
+    """It was refused for its count."""
+    found = restored_with(steps, SCHEDULED, "fit")
+    assert found.report == (("1/count",), (), ())
+    assert_moved(moments(found.opt_state, "mu", "nu"), moments(trained()[1], "mu", "nu"))
+    assert [int(x) for _, x in optax.tree.get_all_with_path(found.opt_state, "count")] == [1, 0]
+
+
+def test_what_fits_is_found_where_it_stands_now(steps):
+    found = restored_with(steps, optax.chain(jaxmp.clip_by_global_norm(1.0), SCHEDULED), "fit")
+    assert found.report == (("0/grad_norm", "1/1/count"), (), MOVED)
+    assert_moved(moments(found.opt_state, "mu", "nu"), moments(trained()[1], "mu", "nu"))
+
+
+def test_nothing_of_the_moments_is_kept_on_request(steps):
+    found = restored_with(steps, ADAM, "reset")
+    assert found.report == (ADAM_LEAVES, (), ())
+    fresh = mixed(ADAM).init(PARAMS)
+    assert_moved(found.opt_state.optimizer_state, fresh.optimizer_state)
+    found = restored_with(steps, optax.sgd(0.1, momentum=0.9), "reset")
+    assert found.report == (("0/trace/body/kernel", "0/trace/head"), ADAM_LEAVES, ())
+
+
+def test_a_count_is_not_kept_without_its_moments(steps):
+    """Moments in 16 bits become float32; those in 8 bits, and of another optimizer, start fresh with their count."""
+    wide = restored_with(steps, optax.adam(1e-2, mu_dtype=jnp.bfloat16), "fit")
+    assert wide.report == ((), (), ())
+    found = restored_with(steps, optax.amsgrad(1e-2), "fit")
+    assert set(ADAM_LEAVES) < set(found.report.fresh) and found.report.left_over == ()
+    assert int(optax.tree.get(found.opt_state, "count")) == 0 and not np.any(
+        optax.tree.get(found.opt_state, "mu")["head"]
+    )
+
+
+def test_a_new_head_and_what_fits(steps):
+    params = trained()[0] | {"head": jnp.ones((6, 10), jnp.bfloat16)}
+    found = checkpoint.restore(steps, mixed(SCHEDULED), params=params, partial="head", moments="fit")
+    assert found.report == (("head", "0/mu/head", "0/nu/head", "1/count"), (), ())
+    assert_moved(optax.tree.get(found.opt_state, "mu")["body"], optax.tree.get(trained()[1], "mu")["body"])
+    assert int(optax.tree.get_all_with_path(found.opt_state, "count")[0][1]) == 1
+
+
+def test_another_word_for_moments_is_named(steps):
+    with pytest.raises(ValueError, match="moments= is 'same', 'fit', 'reset'; got 'keep'"):
+        checkpoint.restore(steps, mixed(ADAM), params=trained()[0], moments="keep")

@@ -101,6 +101,16 @@ def inner_leaves(leaves: Mapping[StatePath, Any]) -> dict[StatePath, Any]:
     return {path: x for path, x in leaves.items() if path.role == state_paths.INNER}
 
 
+def fits(x: Any, like: Any) -> bool:
+    """Whether a saved leaf of a state can be continued as `like`."""
+    return tuple(x.shape) == tuple(like.shape) and _may_become(x, like)
+
+
+def _may_become(x: Any, like: Any) -> bool:
+    floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (x, like)]
+    return x.dtype == like.dtype or all(floats)
+
+
 def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
     """Raises a ValueError for the first leaf of the inner optimizer's state that does not fit `wanted`."""
     given, wanted = inner_leaves(saved.state), inner_leaves(wanted)
@@ -116,8 +126,7 @@ def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
                 f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
                 f"{_OF_EACH_DEVICE if 'by_axis' in path.words else _pmap_hint(got.shape, x.shape)}"
             )
-        floats = [jnp.issubdtype(y.dtype, jnp.floating) and jnp.dtype(y.dtype).itemsize > 1 for y in (got, x)]
-        if got.dtype != x.dtype and not all(floats):
+        if not _may_become(got, x):
             raise ValueError(
                 f"{rule}; {path} has dtype {got.dtype} there, expected {x.dtype}. Make the optimizer with the "
                 f"state_dtype of the saved moments."

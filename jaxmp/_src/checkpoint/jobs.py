@@ -115,6 +115,7 @@ def restore_job(
     step: int | None = None,
     layout: param_layout.Layout | None = None,
     partial: str | Sequence[str] = (),
+    moments: str = partial_lib.SAME,
 ) -> RestoredJob:
     """Restores what `save_job` saved into a new job. If nothing was saved yet, the job stays as given.
 
@@ -133,8 +134,8 @@ def restore_job(
       extra: the trees and numbers to restore, by name, like the saved ones; {} for none. None: all that were saved, as
         dicts and lists of arrays and numbers.
       step: which step, which must be there; default: the newest, if there is one.
-      layout, partial: as for `restore`. Leaves of the job beside params and state are called `job/batch_stats/...`,
-        `job/model/...`.
+      layout, partial, moments: as for `restore`. Leaves of the job beside params and state are called
+        `job/batch_stats/...`, `job/model/...`.
 
     Returns:
       A `RestoredJob`.
@@ -176,6 +177,7 @@ def restore_job(
         step=step,
         layout=layout,
         partial=partial,
+        moments=moments,
     )
     found = dict(restored.extra)
     new = parts.put(restored, found.pop(_REST, {}))

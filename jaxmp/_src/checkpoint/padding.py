@@ -7,14 +7,20 @@ is the same in all layouts.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.checkpoint import placement
 from jaxmp._src.checkpoint.names import Leaf
+from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
@@ -150,6 +156,47 @@ def of_layout(layout: param_layout.Layout | None, params: PyTree, argument: str)
 
     param_layout.map_leaves(note, params, layout)
     return Padding(found)
+
+
+def inferred(params: PyTree, recorded: Padding, saved: Mapping[str, Any]) -> Padding:
+    """The shapes of params of the job that restores, from the shardings that they have; `saved`: the saved params.
+
+    A dimension that n devices cut is padded as `jaxmp.fsdp.layout_of` pads it, to the next multiple of n. Arrays must
+    have zeros there; else they are those of a larger model. If no layout was recorded, the saved shapes are taken as
+    those without padding, and only such zeros say that there is any.
+    """
+    found = {}
+    for path, x in tree_paths.leaves_by_path(params).items():
+        is_known, shape = path in recorded.shapes, tuple(x.shape)
+        whole = recorded.shapes[path][0] if is_known else tuple(saved[path].shape) if path in saved else None
+        if whole is None or len(whole) != len(shape) or (not is_known and shape == whole):
+            continue
+        wanted = tuple(-(-size // n) * n for size, n in zip(whole, _cuts(x), strict=True))
+        is_padded = all(here in (size, there) for here, size, there in zip(shape, whole, wanted, strict=True))
+        if is_padded and (shape == whole or (_is_zero_outside(x, whole) if _has_values(x) else is_known)):
+            found[path] = (whole, shape)
+    return Padding(found)
+
+
+def _has_values(x: Any) -> bool:
+    return not isinstance(x, jax.ShapeDtypeStruct) and not (isinstance(x, jax.Array) and x.is_deleted())
+
+
+def _cuts(x: Any) -> list[int]:
+    """Into how many parts each dimension is cut by the chosen sharding."""
+    sharding = placement.chosen_sharding(x)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return [1] * len(x.shape)
+    parts = [*sharding.spec, *[None] * (len(x.shape) - len(sharding.spec))]
+    return [math.prod(sharding.mesh.shape[axis] for axis in shardings.axes_of([part])) for part in parts]
+
+
+def _is_zero_outside(x: Any, whole: Shape) -> bool:
+    def outside(x: Any) -> Any:
+        is_outside = [lax.broadcasted_iota(jnp.int32, x.shape, d) >= size for d, size in enumerate(whole)]
+        return jnp.any(functools.reduce(jnp.logical_or, is_outside) & (x != 0))
+
+    return not bool(jax.jit(outside)(x))
 
 
 def recorded(about: Mapping[str, Any]) -> Padding:

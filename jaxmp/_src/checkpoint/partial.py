@@ -3,9 +3,10 @@
 A leaf that fits the user's patterns may be missing, left over, or of another shape. All other leaves must be in the
 checkpoint. The position of a state in a chain changes with the transforms before it (`0/mu/w` becomes `1/0/mu/w` after
 a clip). So states are found by what they hold: a *node* is a state of the chain, identified by the names of its leaves.
+With `moments=`, all of the inner optimizer's state may differ: a node is continued as a whole, or it starts fresh.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,11 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import state_paths
 from jaxmp._src.step.state_paths import StatePath
 
+MOMENTS = SAME, FIT, RESET = "same", "fit", "reset"  # what of the inner optimizer's state is continued
+
 
 class Report(NamedTuple):
-    """What `restore(partial=)` did, by path: leaves of the params, of the optimizer's state, and of `extra`."""
+    """What `restore(partial=, moments=)` did, by path: leaves of params, of the optimizer's state, and of `extra`."""
 
     fresh: tuple[str, ...] = ()  # not in the checkpoint: as in `params=`, `tx.init` or `extra=`
     left_over: tuple[str, ...] = ()  # in the checkpoint, and not in the job
@@ -54,24 +57,36 @@ def complete_state(
     saved: job_leaves.Saved,
     wanted: Mapping[StatePath, Any],
     patterns: Sequence[str],
+    moments: str,
+    fresh_params: Collection[str],
     fresh_leaves: Callable[[set[StatePath]], Mapping[StatePath, Any]],
 ) -> tuple[job_leaves.Saved, Report]:
     """`saved` with the leaves of the inner optimizer's state that `wanted` has, and what was done for that."""
     wanted, given = job_leaves.inner_leaves(wanted), job_leaves.inner_leaves(saved.state)
-    here, there = _Nodes(wanted, patterns), _Nodes(given, patterns)
-    pairs = _paired(here, there, saved.what)
+    patterns = patterns if moments == SAME else ("*",)
+    here, there = _Nodes(wanted, patterns), _Nodes({} if moments == RESET else given, patterns)
+    pairs = _paired(here, there, saved.what) if moments == SAME else _paired_by_fields(here, there)
     state = {path: x for path, x in saved.state.items() if path not in given}
     fresh: set[StatePath] = set()
     used: set[StatePath] = set()
     for node, leaves in here.leaves.items():
         source = there.leaves.get(pairs.get(node, ()), {})
-        for name, path in leaves.items():
-            from_path = source.get(name)
-            fits = from_path is not None and tuple(given[from_path].shape) == tuple(wanted[path].shape)
-            if from_path is not None and (fits or not _fits(path, patterns)):
-                state[path] = given[from_path]
-                used.add(from_path)
-            elif _fits(path, patterns):
+        found = {path: source[name] for name, path in leaves.items() if name in source}
+        fitting = {path for path, at in found.items() if job_leaves.fits(given[at], wanted[path])}
+        # A count belongs to the moments beside it: an average of 1,000 steps is not one of none.
+        is_whole = all(path in fitting or path.param in fresh_params for path in leaves.values())
+        for path in leaves.values():
+            may_be_fresh = _fits(path, patterns)
+            keep = (
+                is_whole and path in fitting
+                if moments != SAME
+                else path in found
+                and (tuple(given[found[path]].shape) == tuple(wanted[path].shape) or not may_be_fresh)
+            )
+            if keep:
+                state[path] = given[found[path]]
+                used.add(found[path])
+            elif may_be_fresh:
                 fresh.add(path)
     left = [path for path in given if path not in used]
     for path in left:
@@ -79,10 +94,22 @@ def complete_state(
             state[path] = given[path]  # named by the check of all leaves
     state |= fresh_leaves(fresh)
     moved = tuple(("/".join(old), "/".join(new)) for new, old in pairs.items() if old != new)
-    replaced = {path for path in fresh & given.keys() if tuple(given[path].shape) != tuple(wanted[path].shape)}
+    replaced = {path for path in fresh & given.keys() if moments != SAME or given[path].shape != wanted[path].shape}
     left = [path for path in left if path not in replaced and _fits(path, patterns)]
     fresh_here = tuple(str(path) for path in wanted if path in fresh)
     return saved._replace(state=state), Report(fresh_here, tuple(map(str, left)), moved)
+
+
+def _paired_by_fields(here: "_Nodes", there: "_Nodes") -> dict[tuple[str, ...], tuple[str, ...]]:
+    """{a node of the new chain: the node of the saved chain with its fields}: at its place, else the only one left."""
+    pairs = {node: node for node in here.leaves if node in there.leaves and here.fields(node) <= there.fields(node)}
+    rest, others = ([node for node in x.leaves if node not in pairs] for x in (here, there))
+    for node in rest:
+        found = [other for other in others if there.fields(other) == here.fields(node)]
+        alike = [other for other in rest if here.fields(other) == here.fields(node)]
+        if len(found) == len(alike) == 1:
+            pairs[node] = found[0]
+    return pairs
 
 
 def _fits(path: StatePath, patterns: Sequence[str]) -> bool:
@@ -102,6 +129,10 @@ class _Nodes:
         for node, found in self.leaves.items():
             required = frozenset(name for name, path in found.items() if not _fits(path, patterns))
             self.required[node] = required
+
+    def fields(self, node: tuple[str, ...]) -> set[tuple[str, ...]]:
+        """The names of the fields of a node, which hold trees like the params, or arrays."""
+        return {path.words[len(node) :] for path in self.leaves[node].values()}
 
     def kinds(self) -> dict[frozenset[str], list[tuple[str, ...]]]:
         """{the names that a node must have: the nodes}, in the order of the chain."""

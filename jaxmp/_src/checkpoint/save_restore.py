@@ -55,8 +55,8 @@ class Restored(_Restored):
       params: the model's params.
       opt_state: the optimizer's state; None if no `tx` was given.
       extra: the other requested trees, by name.
-      report: with `partial=`, the paths of leaves that are `fresh` and `left_over`, and the states that have `moved` in
-        the chain.
+      report: with `partial=` or `moments=`, the paths of leaves that are `fresh` and `left_over`, and the states that
+        have `moved` in the chain.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, jaxmp, optax
@@ -275,6 +275,7 @@ def restore(
     step: int | None = None,
     layout: param_layout.Layout | None = None,
     partial: str | Sequence[str] = (),
+    moments: str = partial_lib.SAME,
 ) -> Restored:
     """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
 
@@ -292,13 +293,18 @@ def restore(
       extra: other trees to restore, by name: trees like the saved ones, with all of their leaves. Numbers of Python and
         arrays of NumPy come back as such, with all of their bits.
       step: which step; default: the newest complete one.
-      layout: the layout that `params` are padded with, if they are. The checkpoint may have been saved with another
-        layout, for another number of devices, or with none.
+      layout: the layout that `params` are padded with. It is needed only where their shardings do not say it: if they
+        have none, or if the checkpoint was saved without a layout and `params` are no arrays, in which zeros show what
+        is padding.
       partial: path patterns of leaves that may be missing from the checkpoint, left over in it, or of another shape:
         `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given, so `params` must
         have an array there, not its shape; a missing leaf of the state is as from `tx.init`. All others must be there.
         With patterns, states that stand elsewhere in the chain of the optimizer are found by the names of their leaves.
         `Restored.report` lists all of it.
+      moments: what of the wrapped optimizer's state is continued, for another optimizer or schedule on purpose.
+        `"same"`: all of it, and the optimizer must be the same one, apart from `partial`. `"fit"`: each state of the
+        chain all of whose leaves are in the checkpoint; other states start as in `tx.init`. `"reset"`: nothing.
+        Masters, loss scale and fp8 histories are always continued. `Restored.report` lists what is fresh.
 
     Returns:
       A `Restored`.
@@ -328,6 +334,8 @@ def restore(
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
     check_extra(extra)
     wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
+    if moments not in partial_lib.MOMENTS:
+        raise ValueError(f"moments= is {', '.join(map(repr, partial_lib.MOMENTS))}; got {moments!r}.")
     new = padding.of_layout(layout, params, "layout=")
     step, folder = orbax.find(source, step)
     about = orbax.record(folder / orbax.ABOUT)
@@ -338,7 +346,10 @@ def restore(
     orbax.check_is_job(found, folder)
     values = jax.tree.leaves(found.tree)
     there, here = found.by_tree(values)["params"], tree_paths.leaves_by_path(params)
-    change = padding.Change(padding.recorded(about), new, {str(path): x for path, x in there.items()}, here)
+    old = padding.recorded(about)
+    there = {str(path): x for path, x in there.items()}
+    new = padding.inferred(params, old, there) if layout is None else new
+    change = padding.Change(old, new, there, here)
     change.check(patterns)
     like_state = {} if tx is None else convert_lib.leaves_of(tx, params)
 
@@ -367,7 +378,7 @@ def restore(
             ]
             paths = dict.fromkeys(map(str, [*saved.params, *saved.state, *here, *like_state, *of_extra]))
             tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
-        completed, _ = _completed(saved, tx, params, patterns, are_shapes=True)
+        completed, _ = _completed(saved, tx, params, patterns, moments, are_shapes=True)
         if tx is None:
             job_leaves.check_params(completed, params)
         else:
@@ -385,7 +396,7 @@ def restore(
             f"({', '.join(rounded[:3])}{', ...' if len(rounded) > 3 else ''}). A layout that pads another axis avoids "
             f"it.",
         )
-    saved, report = _completed(saved, tx, params, patterns)
+    saved, report = _completed(saved, tx, params, patterns, moments)
     opt_state = None
     if tx is None:
         params = placement.Shardings(params).place_params(convert_lib.assemble_params(saved, params)[1])
@@ -411,10 +422,10 @@ def check_extra(extra: Any) -> None:
 
 
 def _completed(
-    saved: job_leaves.Saved, tx: Any, like: PyTree, patterns: Sequence[str], *, are_shapes: bool = False
+    saved: job_leaves.Saved, tx: Any, like: PyTree, patterns: Sequence[str], moments: str, *, are_shapes: bool = False
 ) -> tuple[job_leaves.Saved, partial_lib.Report]:
     """`saved` with the leaves that may be missing, and without those that may be left over."""
-    if not patterns:
+    if not patterns and moments == partial_lib.SAME:
         return saved, partial_lib.Report()
     saved, fresh, left = partial_lib.complete_params(saved, like, patterns)
     if tx is None:
@@ -426,7 +437,7 @@ def _completed(
             return {path: x for path, x in leaves.items() if path in paths}
         return convert_lib.fresh_leaves(tx, convert_lib.assemble_params(saved, like)[0], paths)
 
-    saved, of_state = partial_lib.complete_state(saved, leaves, patterns, fresh_state)
+    saved, of_state = partial_lib.complete_state(saved, leaves, patterns, moments, fresh, fresh_state)
     return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
 
 
