@@ -19,7 +19,7 @@ import jobs
 pytestmark = pytest.mark.xdist_group("checkpoint")
 
 KEPT = pathlib.Path(jobs.__file__).parent
-FORMATS = ["before_formats"]
+FORMATS = ["before_formats", "format_1"]
 
 
 def unpacked(form, name, tmp_path):

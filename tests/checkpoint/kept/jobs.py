@@ -1,8 +1,8 @@
 """The three small jobs whose checkpoints are kept beside this file, and the script that wrote them.
 
-    python tests/checkpoint/kept/jobs.py FOLDER
+    PYTHONPATH=$PWD python tests/checkpoint/kept/jobs.py FOLDER
 
-The checkpoints in `before_formats/` were written before the record had a format. They are never written again: a later
+The checkpoints in `before_formats/` were written before the record had a format. No folder is ever written again: a later
 format gets a folder of its own, written by the code that has it.
 """
 
