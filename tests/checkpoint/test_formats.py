@@ -8,8 +8,11 @@ from importlib import metadata
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+import jaxmp
+from helpers import assert_moved
 from jaxmp import checkpoint
 from jaxmp._src.checkpoint import orbax
 
@@ -50,6 +53,24 @@ def test_kept_modules_come_back_bit_for_bit(form, tmp_path):
     found = checkpoint.restore_job(folder, job, extra={"position": 0})
     assert found.step == 2 and found.extra == {"position": 7}
     assert jobs.bits(jobs.values_of_modules(job)) == bits
+
+
+@pytest.mark.parametrize("word", ["master_params", "amax_states", "guarded", "optimizer_state", "mu", "scaling"])
+def test_a_record_without_a_format_is_read_by_names(word, tmp_path):
+    """What an older jaxmp saved of a layer that is called as a field, and could not restore."""
+    tx, policy = jaxmp.mixed_precision(optax.adam(1e-2), "bf16"), jaxmp.get_policy("bf16")
+    params = policy.cast_to_param({word: {"w": jnp.ones(3)}, "z": jnp.zeros(2)})
+    state = jax.tree.map(lambda x: x + 3 if x.ndim else x, tx.init(params))
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=params, opt_state=state)
+    file = tmp_path / "0" / "jaxmp" / "metadata"
+    about = json.loads(file.read_text())
+    older = {name: x for name, x in about.items() if name not in ("format", "leaves", "names_are_escaped")}
+    del older["record_checksum"]
+    file.write_text(json.dumps(orbax.write_record(older)))
+    found = checkpoint.restore(tmp_path, tx, params=params)
+    assert_moved((found.params, found.opt_state), (params, state))
+    assert "format" not in checkpoint.read_metadata(tmp_path)
 
 
 def test_the_record_has_a_format_and_the_version_and_a_newer_one_is_refused(tmp_path):

@@ -254,6 +254,22 @@ def test_what_fits_is_found_where_it_stands_now(steps):
     assert_moved(moments(found.opt_state, "mu", "nu"), moments(trained()[1], "mu", "nu"))
 
 
+def test_a_schedule_at_the_place_of_adam_does_not_take_its_count(tmp_path):
+    """Also where the chain before had another transform first."""
+    before, after = optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1)
+    tx = mixed(optax.chain(optax.clip(1.0), before))
+    params, opt_state = trained()[0], tx.init(PARAMS)
+    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    params, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), opt_state, params)
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 0, params=params, opt_state=opt_state)
+        with pytest.raises(ValueError, match="on purpose, pass moments= to restore"):
+            checkpoint.restore(manager, mixed(optax.chain(before, after)), params=params)
+        found = checkpoint.restore(manager, mixed(optax.chain(before, after)), params=params, moments="fit")
+    assert found.report == (("1/count",), (), (("1", "0"),))
+    assert_moved(moments(found.opt_state, "mu", "nu"), moments(opt_state, "mu", "nu"))
+
+
 def test_nothing_of_the_moments_is_kept_on_request(steps):
     found = restored_with(steps, ADAM, "reset")
     assert found.report == (ADAM_LEAVES, (), ())

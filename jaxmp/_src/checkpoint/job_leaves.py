@@ -20,12 +20,15 @@ _OF_EACH_DEVICE = (
 _join = jax.jit(moments.join)  # one pass, not one for each operation
 
 
+CHECKPOINT = "the checkpoint"  # the name of a saved job in errors
+
+
 class Saved(NamedTuple):
     """The leaves of a saved job (or of the job to convert)."""
 
     params: dict[str, Any]  # leaves of the model's params by path
     state: dict[StatePath, Any]  # leaves of the optimizer's state by path, wrappers removed
-    what: str  # the name of the job in errors ("the checkpoint")
+    what: str  # the name of the job in errors
 
 
 def of_trees(params: PyTree, opt_state: Any, what: str) -> Saved:
@@ -117,9 +120,13 @@ def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
     rule = (
         f"{saved.what} must have the same inner optimizer, with the same states in the same order, and the same params"
     )
+    hint = " For another optimizer or schedule on purpose, pass moments= to restore."
+    hint = hint if saved.what == CHECKPOINT else ""
     for path, x in wanted.items():
         if path not in given:
-            raise ValueError(f"{rule}; {path} is missing from its optimizer state. {leaf_paths.first_paths(given)}")
+            raise ValueError(
+                f"{rule}; {path} is missing from its optimizer state. {leaf_paths.first_paths(given)}{hint}"
+            )
         got = given[path]
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(
@@ -134,4 +141,4 @@ def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
     for path in given:
         if path not in wanted:
             first = leaf_paths.first_paths(wanted) if wanted else "The new one has no leaves."
-            raise ValueError(f"{rule}; {path} is in its optimizer state and not in the new one. {first}")
+            raise ValueError(f"{rule}; {path} is in its optimizer state and not in the new one. {first}{hint}")

@@ -77,12 +77,11 @@ def complete_state(
         is_whole = all(path in fitting or path.param in fresh_params for path in leaves.values())
         for path in leaves.values():
             may_be_fresh = _fits(path, patterns)
-            keep = (
-                is_whole and path in fitting
-                if moments != SAME
-                else path in found
-                and (tuple(given[found[path]].shape) == tuple(wanted[path].shape) or not may_be_fresh)
-            )
+            if moments == SAME:
+                is_alike = path in found and tuple(given[found[path]].shape) == tuple(wanted[path].shape)
+                keep = is_alike or (path in found and not may_be_fresh)
+            else:
+                keep = is_whole and path in fitting
             if keep:
                 state[path] = given[found[path]]
                 used.add(found[path])
@@ -94,21 +93,35 @@ def complete_state(
             state[path] = given[path]  # named by the check of all leaves
     state |= fresh_leaves(fresh)
     moved = tuple(("/".join(old), "/".join(new)) for new, old in pairs.items() if old != new)
-    replaced = {path for path in fresh & given.keys() if moments != SAME or given[path].shape != wanted[path].shape}
+    replaced = {
+        path
+        for path in fresh & given.keys()
+        if moments != SAME or tuple(given[path].shape) != tuple(wanted[path].shape)
+    }
     left = [path for path in left if path not in replaced and _fits(path, patterns)]
     fresh_here = tuple(str(path) for path in wanted if path in fresh)
     return saved._replace(state=state), Report(fresh_here, tuple(map(str, left)), moved)
 
 
 def _paired_by_fields(here: "_Nodes", there: "_Nodes") -> dict[tuple[str, ...], tuple[str, ...]]:
-    """{a node of the new chain: the node of the saved chain with its fields}: at its place, else the only one left."""
-    pairs = {node: node for node in here.leaves if node in there.leaves and here.fields(node) <= there.fields(node)}
+    """{a node of the new chain: the node of the saved chain that holds its state}.
+
+    It has the same fields: at the same place, or it is the only one left. Else it stands at the same place and has more
+    fields, of which the new node has moments, too.
+    """
+    alike = [node for node in here.leaves if node in there.leaves and here.fields(node) == there.fields(node)]
+    pairs = dict(zip(alike, alike, strict=True))
     rest, others = ([node for node in x.leaves if node not in pairs] for x in (here, there))
     for node in rest:
-        found = [other for other in others if there.fields(other) == here.fields(node)]
-        alike = [other for other in rest if here.fields(other) == here.fields(node)]
-        if len(found) == len(alike) == 1:
-            pairs[node] = found[0]
+        news, olds = ([n for n in x if y.fields(n) == here.fields(node)] for x, y in ((rest, here), (others, there)))
+        if len(news) == len(olds) == 1:
+            pairs[node] = olds[0]
+    taken = set(pairs.values())
+    for node in rest:
+        has_moments = any(path.param is not None for path in here.leaves[node].values())
+        if node not in pairs and node in there.leaves and node not in taken and has_moments:
+            if here.fields(node) <= there.fields(node):
+                pairs[node] = node
     return pairs
 
 

@@ -457,7 +457,7 @@ def _saved_of(
         path for path in (order or tree_paths.leaves_by_path(like)) if path in leaves and scale_leaves.is_scale(path)
     ]
     leaves = {path: leaves[path] for path in scales} | leaves
-    saved = job_leaves.Saved(leaves, dict(parts.get("opt_state", {})), "the checkpoint")
+    saved = job_leaves.Saved(leaves, dict(parts.get("opt_state", {})), job_leaves.CHECKPOINT)
     if not like_state:
         return saved, []
     saved = chain_places.aligned(saved, like_state)

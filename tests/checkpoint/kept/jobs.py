@@ -2,8 +2,8 @@
 
     PYTHONPATH=$PWD python tests/checkpoint/kept/jobs.py FOLDER
 
-The checkpoints in `before_formats/` were written before the record had a format. No folder is ever written again: a later
-format gets a folder of its own, written by the code that has it.
+The checkpoints in `before_formats/` were written before the record had a format. No folder is ever written again: a
+later format gets a folder of its own, written by the code that has it.
 """
 
 import hashlib
