@@ -408,6 +408,7 @@ manager.wait_until_finished()
 """
 
 
+@pytest.mark.thorough(0)
 def test_after_a_kill_in_a_save_the_next_run_is_quiet_and_leaves_nothing(tmp_path):
     """Also where it saves other steps than the one that was killed."""
     for step, code in ((3, 0), (7, -9), (9, 0)):
