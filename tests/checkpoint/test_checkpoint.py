@@ -72,18 +72,6 @@ def test_a_job_comes_back_bit_for_bit(steps):
     jax.tree.map(lambda x: x.delete(), restored[1:])  # and no buffer is shared
 
 
-def test_a_checkpoint_from_before_a_count_existed(tmp_path):
-    """The count starts as in a new run; all else comes back."""
-    params, opt_state = trained()
-    older = {name: x for name, x in opt_state._asdict().items() if name != "largest_gradient"}
-    with jaxmp.checkpoint.manager(tmp_path) as manager:
-        jaxmp.checkpoint.save(manager, 1, params=params, opt_state=older)
-        manager.wait_until_finished()
-        found = jaxmp.checkpoint.restore(manager, TX, params=params)
-    assert_moved(found.params, params)
-    assert_moved(found.opt_state, opt_state._replace(largest_gradient=jnp.float32(-1)))
-
-
 def test_onto_another_mesh_and_back(steps, tmp_path):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     split, everywhere = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())

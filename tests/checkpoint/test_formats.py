@@ -41,6 +41,7 @@ def test_a_kept_checkpoint_comes_back_bit_for_bit(form, name, tmp_path):
     found = checkpoint.restore(folder, tx, params=policy.cast_to_param(params), extra=extra)
     assert found.step == 2 and jobs.bits((found.params, found.opt_state)) == bits
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(tx.init(params))
+    assert all(getattr(found.opt_state, count) == -1 for count in jobs.LATER)  # they start as in a new run
     assert found.extra["position"] == 7 and found.extra["mean"].tolist() == [0.0, 1.0, 2.0]
     assert (jax.random.key_data(found.extra["key"]) == jax.random.key_data(jax.random.key(3))).all()
 

@@ -91,8 +91,14 @@ def values_of_modules(job):
     return [nnx.as_pure(x) for x in (nnx.state(model), optimizer.opt_state, nnx.state(rngs))]
 
 
+LATER = ("largest_gradient",)  # counts of a step that the kept checkpoints do not have
+
+
 def bits(tree):
-    """A digest of the bytes of each leaf of a tree, in its order, as text."""
+    """A digest of the bytes of each leaf of a tree, in its order, as text; without the counts that came later."""
+    is_step = lambda x: isinstance(x, jaxmp.StepState)  # noqa: E731
+    without = lambda x: x._replace(**dict.fromkeys(set(LATER) & {*x._fields})) if is_step(x) else x  # noqa: E731
+    tree = jax.tree.map(without, tree, is_leaf=is_step)
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
     return "\n".join(hashlib.sha256(x.tobytes()).hexdigest() for x in leaves)
