@@ -17,7 +17,7 @@
 #   make pairs      115 small jobs in which every pair of features meets, interrupted, restored, beside one device
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
-#   make gpu        tests and times on the GPU of this machine, under 8 minutes: PYTHON has to have jax for CUDA
+#   make gpu        tests and times on this GPU, under 8 minutes; a second call goes on: PYTHON has to have jax for CUDA
 #   make clean      remove environments and everything else that make made
 #
 # Variables, as in `make test PYTHON=python3.11 VENV=.venv-other`:

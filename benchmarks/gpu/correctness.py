@@ -17,6 +17,11 @@ KERNELS = ROOT / "tests" / "kernels"
 
 def correctness(bench: Bench) -> None:
     """Runs the tests that launch kernels; in tiny sizes one of each file, interpreted."""
+    run(bench, one_of_each_file=bench.tiny)
+
+
+def run(bench: Bench, *, one_of_each_file: bool) -> None:
+    """Runs all of the tests, or the first of each file."""
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -24,7 +29,7 @@ def correctness(bench: Bench) -> None:
     files = sorted(map(str, KERNELS.glob("test_kernels_*.py")))
     options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
     options += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "--continue-on-collection-errors", "--tb=short"]
-    plugin = Items(bench)
+    plugin = Items(bench, one_of_each_file=one_of_each_file)
     status = pytest.main([*options, *files], plugins=[plugin])
     if plugin.lost:
         raise DeviceLost
@@ -35,8 +40,8 @@ def correctness(bench: Bench) -> None:
 class Items:
     """A pytest plugin: every test is an item of the record, and those that are in it are not run again."""
 
-    def __init__(self, bench: Bench):
-        self.bench = bench
+    def __init__(self, bench: Bench, *, one_of_each_file: bool):
+        self.bench, self.one_of_each_file = bench, one_of_each_file
         self.texts: list[str] = []
         self.outcome = PASSED
         self.error: Exception | None = None
@@ -61,7 +66,7 @@ class Items:
             function = item.nodeid.partition("[")[0]
             places[item.nodeid] = seen[function] = seen.get(function, -1) + 1
         items.sort(key=lambda item: places[item.nodeid])
-        if self.bench.tiny:
+        if self.one_of_each_file:
             first = {str(item.path): item for item in reversed(items)}
             items[:] = [item for item in items if first[str(item.path)] is item]
         items[:] = [item for item in items if item.nodeid not in self.bench.record.items]

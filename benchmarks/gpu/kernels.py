@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from benchmarks.gpu import sections
 from benchmarks.lib import trees
 from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, copies_for
 from pallas_kernels import moments, update
@@ -40,7 +41,7 @@ def casts(bench: Bench) -> None:
                 call = functools.partial(jax.jit(run), xs, jnp.float32(4.0))
                 return Variant(call, copies=copies, work={"bytes": side * side * (jnp.dtype(dtype).itemsize + 2.0)})
 
-            _both(bench, f"cast_transpose_amax, {side}x{side} {jnp.dtype(dtype).name}", variant)
+            _both(bench, sections.CASTS.format(side, jnp.dtype(dtype).name), variant)
 
 
 def tree(bench: Bench) -> None:

@@ -15,7 +15,7 @@ USED = ("torch", "tyro", "rich", "matplotlib")  # without them some rows are lef
 def machine(bench: Bench) -> None:
     """The device, the versions, and the packages that are missing."""
     missing = [name for name in (*NEEDED, *USED) if importlib.util.find_spec(name) is None]
-    row: dict[str, Any] = {"what": "machine", "device": "", "platform": "", "versions": versions((), optional=GPU)}
+    row: dict[str, Any] = {"what": "machine", "versions": versions((), optional=GPU)}
     row |= {"missing": missing, "driver": _driver(), "compute_sanitizer": shutil.which("compute-sanitizer") is not None}
 
     def found() -> dict[str, Any]:
@@ -24,13 +24,11 @@ def machine(bench: Bench) -> None:
         device = jax.devices()[0]
         about = {"device": device.device_kind, "platform": device.platform, "devices": jax.device_count()}
         capability = getattr(device, "compute_capability", None)
-        return about if capability is None else about | {"compute_capability": capability}
+        return row | about | ({} if capability is None else {"compute_capability": capability})
 
     if "jax" in missing:
         raise ModuleNotFoundError("No module named 'jax'", name="jax")
     bench.check("device", found)
-    for seen in bench.record.rows:
-        seen |= row | seen
 
 
 def _driver() -> str:

@@ -1,12 +1,12 @@
-"""Sections of the GPU run: fp8 beside 16 and 32 bits in a Dense, in a transformer block, and in whole training steps.
+"""Sections of the GPU run: fp8 beside 16 and 32 bits in the GEMMs of a layer, in a block, and in whole training steps.
 
-Layers are Llama's: RMSNorm, rotary positions, grouped-query attention, gated MLP of 3.5 times the width, no biases.
 Attention is cuDNN's flash attention if the policy computes in 16 bits, otherwise XLA's: cuDNN has none for float32.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -15,55 +15,68 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+from benchmarks.gpu import sections
 from benchmarks.lib import trees
-from benchmarks.lib.timing import Bench, LeftOut, Variant, carried
+from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, planned
 
 HEAD = 128  # of attention
-POLICIES = ("bf16", "fp8", "fp16", "tf32", "fp32", "bf16+fp8")  # the last: bfloat16 params with masters, fp8 matmuls
+RECIPES = {
+    "fp8 delayed": jaxmp.fp8.DelayedScaling(),
+    "fp8 current": jaxmp.fp8.CurrentScaling(),
+    "fp8 block": jaxmp.fp8.BlockScaling(),
+}
 MATMUL = (((1,), (0,)), ((), ()))
 
 
-# --- one matmul -------------------------------------------------------------------------------------------------------
+# --- matmuls ----------------------------------------------------------------------------------------------------------
 
 
 def dense(bench: Bench) -> None:
-    """y = x w and both gradients, on [8192, side] by [side, side], in bfloat16 outside the GEMMs."""
-    for side in (64,) if bench.tiny else (4096, 8192):
-        rows = 64 if bench.tiny else 8192
-        build = functools.partial(_dense, rows, side)
-        bench.compare(
-            f"Dense {rows}x{side}x{side}, forward and backward",
-            {"bf16": lambda build=build: build(_bf16_dot), "fp8": lambda build=build: build(_fp8_dot)},
-        )
+    """y = x w and both gradients, in bfloat16 outside the GEMMs: one Dense, then the other GEMMs of a layer."""
+    rows, sides = (64, ((64, 64),)) if bench.tiny else (sections.ROWS, sections.SIDES)
+    for n_in, n_out in sides:
+        build = {name: functools.partial(_dense, rows, n_in, n_out, name) for name in ("bf16", *RECIPES)}
+        bench.compare(sections.DENSE.format(rows, n_in, n_out), build)
 
 
-def _dense(rows: int, side: int, dot: Callable[..., jax.Array]) -> Variant:
-    x, g = jax.random.normal(jax.random.key(0), (2, rows, side), jnp.bfloat16)
-    w = jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16) * side**-0.5
-    scales = jaxmp.fp8.Scales(*(jnp.float32(e) for e in (6.0, 13.0, 10.0)))  # log2; they fill e4m3, e4m3 and e5m2
-
-    @jax.jit
-    def run(w: jax.Array, scales: Any, x: jax.Array, g: jax.Array) -> Any:
-        y, backward = jax.vjp(dot, w, scales, x)
-        return y, backward(g)
-
-    return Variant(functools.partial(run, w, scales, x, g), work={"flops": 6.0 * rows * side * side})
+def _dense(rows: int, n_in: int, n_out: int, precision: str) -> Variant:
+    call = functools.partial(jax.jit(functools.partial(both_passes, precision)), *operands(rows, n_in, n_out))
+    notes = {"gemms_in": precision.split()[0]}
+    return Variant(call, work={"flops": 6.0 * rows * n_in * n_out}, notes=lambda: notes)
 
 
-def _bf16_dot(w: jax.Array, scales: Any, x: jax.Array) -> jax.Array:
-    del scales
-    return x @ w
+def operands(rows: int, n_in: int, n_out: int) -> tuple[Any, ...]:
+    """w, x and the gradient of y in bfloat16, and scales that fill fp8's range: log2, exact powers of two."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (n_in, n_out), jnp.bfloat16) * jnp.bfloat16(n_in**-0.5)
+    x, g = (jax.random.normal(k, (rows, n), jnp.bfloat16) for k, n in zip(keys[1:], (n_in, n_out), strict=True))
+    largest = ((x, 448.0), (w, 448.0), (g, 57344.0))  # e4m3, e4m3, e5m2
+    scales = [jnp.floor(jnp.log2(most / jnp.max(jnp.abs(t)).astype(jnp.float32))) for t, most in largest]
+    return w, x, g, jaxmp.fp8.Scales(*scales)
 
 
-def _fp8_dot(w: jax.Array, scales: Any, x: jax.Array) -> jax.Array:
-    return jaxmp.fp8.dot_general(x, w, MATMUL, recipe=jaxmp.fp8.DelayedScaling(), scales=scales)
+def both_passes(precision: str, w: jax.Array, x: jax.Array, g: jax.Array, scales: Any) -> Any:
+    """y [M, N] and the gradients of its operands: of w [K, N] and x [M, K], and, with scales, the amaxes."""
+    recipe = RECIPES.get(precision)
+
+    def dot(w: jax.Array, x: jax.Array, scales: Any) -> jax.Array:
+        if recipe is None:
+            return x @ w
+        given = scales if isinstance(recipe, jaxmp.fp8.DelayedScaling) else None
+        return jaxmp.fp8.dot_general(x, w, MATMUL, recipe=recipe, scales=given)
+
+    y, backward = jax.vjp(dot, w, x, scales)
+    return y, backward(g)
 
 
-# --- layers of a Llama ------------------------------------------------------------------------------------------------
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """One layer, [B, T, D] -> [B, T, D]: matmuls and attention in `dtype`, norms in float32."""
+    """A layer as in Llama: RMSNorm, rotary positions, grouped-query attention, gated MLP of 3.5 times the width.
+
+    [B, T, D] -> [B, T, D]: matmuls and attention in `dtype`, norms in float32, no biases.
+    """
 
     kv_heads: int
     dtype: Any
@@ -93,6 +106,54 @@ def rotated(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+class GptLayer(nn.Module):
+    """A layer as in GPT: LayerNorm, all heads with keys and values of their own, MLP of 4 times the width, biases.
+
+    [B, T, D] -> [B, T, D]: matmuls and attention in `dtype`, norms in float32.
+    """
+
+    dtype: Any
+    flash: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        width = x.shape[-1]
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, dtype=jnp.float32)
+        qkv = dense(3 * width, name="qkv")(norm()(x).astype(self.dtype)).reshape(*x.shape[:2], 3, width // HEAD, HEAD)
+        attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if self.flash else "xla")
+        y = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        x = x + dense(width, name="o")(y.reshape(x.shape))
+        return x + dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(norm()(x).astype(self.dtype))))
+
+
+class Transformer(nn.Module):
+    """Tokens int32 [B, T] to logits [B, T, V] in `dtype`: embedding, layers, a norm, the embedding as the head."""
+
+    kind: str  # "GPT" or "Llama"
+    width: int
+    layers: int
+    vocabulary: int
+    dtype: Any
+    flash: bool
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype, name="embedding")
+        x = embed(tokens)
+        if self.kind == "GPT":
+            positions = nn.Embed(tokens.shape[1], self.width, dtype=self.dtype, name="positions")
+            x = x + positions(jnp.arange(tokens.shape[1]))[None]
+        for _ in range(self.layers):
+            x = (
+                GptLayer(self.dtype, self.flash)(x)
+                if self.kind == "GPT"
+                else Layer(max(self.width // HEAD // 4, 1), self.dtype, self.flash)(x)
+            )
+        norm = nn.LayerNorm if self.kind == "GPT" else nn.RMSNorm
+        return embed.attend(norm(dtype=jnp.float32)(x).astype(self.dtype))
+
+
 def llama_of(width: int, policy: jaxmp.Policy, *, flash: bool) -> Layer:
     """A layer of this width. At 4096 it is that of Llama 8B: 32 heads, 8 for keys and values, 14336 hidden."""
     return Layer(max(width // HEAD // 4, 1), policy.compute_dtype, flash)
@@ -103,29 +164,63 @@ def block(bench: Bench) -> None:
     for width in (128,) if bench.tiny else (4096, 8192):
         tokens = (1, 32) if bench.tiny else (1, 4096)
         build = functools.partial(_layer_step, bench, width, tokens, trains=False)
-        names = ("bf16", "bf16+fp8")
         what = f"transformer block, width {width}, forward and backward"
-        bench.compare(what, {name: functools.partial(build, policy_name=name) for name in names})
-
-
-def llama(bench: Bench) -> None:
-    """A whole training step of a layer as in Llama 8B, on two sequences of 4096."""
-    width, tokens = (128, (1, 32)) if bench.tiny else (4096, (2, 4096))
-    names = ("bf16", "fp8") if bench.tiny else POLICIES
-    build = functools.partial(_layer_step, bench, width, tokens)
-    bench.compare(LLAMA.format(width), {name: functools.partial(build, policy_name=name) for name in names})
-
-
-LLAMA = "training step of a Llama layer, width {}"
+        bench.compare(what, {name: functools.partial(build, policy_name=name) for name in ("bf16", "bf16+fp8")})
 
 
 def crossover(bench: Bench) -> None:
-    """The same at smaller widths, to find the width from which fp8 is faster."""
-    for width in (128,) if bench.tiny else (512, 1024, 2048):
+    """A training step of one Llama layer at several widths, to find the width from which fp8 is faster."""
+    for width in (128,) if bench.tiny else (4096, 512, 1024, 2048):
         tokens = (1, 32) if bench.tiny else (2, 4096)
         build = functools.partial(_layer_step, bench, width, tokens)
-        what = LLAMA.format(width) + (", smaller" if bench.tiny else "")
-        bench.compare(what, {name: functools.partial(build, policy_name=name) for name in ("bf16", "fp8")})
+        variants = {name: functools.partial(build, policy_name=name) for name in ("bf16", "fp8")}
+        bench.compare(sections.LAYER.format(width), variants)
+
+
+def gpt(bench: Bench) -> None:
+    """A whole training step of a GPT."""
+    whole_step(bench, "GPT", ("bf16", "fp8"))
+
+
+def llama(bench: Bench) -> None:
+    """A whole training step of a Llama."""
+    whole_step(bench, "Llama", ("bf16", "fp8"))
+
+
+def policies(bench: Bench) -> None:
+    """The same steps in the other recipes and policies; the last has bfloat16 params with masters, and fp8 matmuls."""
+    others = ("fp8 current", "fp8 block", "fp16", "tf32", "fp32", "bf16+fp8")
+    for kind in sections.STEPS:
+        whole_step(bench, kind, others[:1] if bench.tiny else others)
+
+
+def whole_step(bench: Bench, kind: str, policy_names: Sequence[str]) -> None:
+    """Loss, gradients and optimizer of a whole model; its layers are as wide as in models of 8 billion params."""
+    width, layers, vocabulary = (128, 1, 256) if bench.tiny else (4096, 2, 32768)
+    tokens = jax.random.randint(jax.random.key(0), (1, 33) if bench.tiny else (4, 2049), 0, vocabulary)
+
+    def build(policy_name: str) -> Variant:
+        policy, recipe = precision_of(policy_name)
+
+        def with_attention(flash: bool) -> Variant:
+            model = Transformer(kind, width, layers, vocabulary, policy.compute_dtype, flash)
+
+            def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+                logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+                return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+            rows, length = tokens.shape[0], tokens.shape[1] - 1
+            step = train_step(policy, recipe, model, loss_fn, tokens[:, :-1], tokens, tokens=rows * length)
+            # 6 for each weight of a matmul and token, and as many for each past position: causal, forward and backward.
+            weights = step.notes()["matmul_params"]
+            flops = 6.0 * rows * length * (weights + layers * length * width)
+            return step._replace(work={**step.work, "flops": flops})
+
+        return _with_flash(bench, policy, f"{kind}, {policy_name}", with_attention)
+
+    bench.compare(
+        sections.STEP.format(kind, layers, width), {name: functools.partial(build, name) for name in policy_names}
+    )
 
 
 def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_name: str, trains: bool = True) -> Variant:
@@ -138,15 +233,24 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
         def loss_fn(params: Any, x: jax.Array) -> jax.Array:
             return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
 
-        step = train_step(policy, recipe, model, loss_fn, x, x, trains=trains, tokens=tokens[0] * tokens[1])
+        return train_step(policy, recipe, model, loss_fn, x, x, trains=trains, tokens=tokens[0] * tokens[1])
+
+    return _with_flash(bench, policy, f"width {width}, {policy_name}", build)
+
+
+def _with_flash(bench: Bench, policy: jaxmp.Policy, which: str, build: Callable[[bool], Variant]) -> Variant:
+    """The step with flash attention where it computes in 16 bits and cuDNN has it; its row says which it is."""
+
+    def named(flash: bool) -> Variant:
+        step = build(flash)
         return step._replace(notes=lambda: step.notes() | {"attention": "cudnn" if flash else "xla"})
 
-    if jnp.dtype(policy.compute_dtype).itemsize == 2 and not bench.tiny:
+    if policy.computes_in_16_bits and not bench.tiny:
         try:
-            return build(flash=True)
+            return named(flash=True)
         except Exception as e:
-            bench.left_out(f"flash attention, width {width}, {policy_name}", f"{type(e).__name__}: {e}")
-    return build(flash=False)
+            bench.left_out(f"flash attention, {which}", f"{type(e).__name__}: {e}")
+    return named(flash=False)
 
 
 # --- a training step of any model -------------------------------------------------------------------------------------
@@ -154,7 +258,9 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
 
 def precision_of(name: str) -> tuple[jaxmp.Policy, Any]:
     """The policy with this name, and its recipe if matmuls run in fp8."""
-    policy = jaxmp.get_policy(name.removesuffix("+fp8"), keep_fp32=("*Norm*",))
+    policy = jaxmp.get_policy(name.split()[0].removesuffix("+fp8"), keep_fp32=("*Norm*",))
+    if name in RECIPES:
+        policy = dataclasses.replace(policy, recipe=RECIPES[name])
     return policy, jaxmp.fp8.DelayedScaling() if name.endswith("+fp8") else policy.recipe
 
 
@@ -197,11 +303,12 @@ def train_step(
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     state = init(jax.random.key(1))
-    size = trees.size(state[0])
+    leaves = jax.tree_util.tree_leaves_with_path(state[0])
+    multiplied = [x.size for path, x in leaves if x.ndim > 1 and "positions" not in jax.tree_util.keystr(path)]
     compiled = jax.jit(step, donate_argnums=0 if trains else ()).lower(state, batch).compile()
-    memory: Any = compiled.memory_analysis()
-    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    fixed = {"params": size, "peak_mib": (peak + memory.temp_size_in_bytes) / 2**20}
+    fixed = {"params": trees.size(state[0]), "matmul_params": sum(multiplied), **planned(compiled)}
+    if recipe or policy.computes_in_16_bits:
+        fixed["gemms_in"] = "fp8" if recipe else "bf16"
     if not trains:
         return Variant(lambda: compiled(state, batch), work={"tokens": float(tokens)}, notes=lambda: fixed)
     call = carried(compiled, state, batch)

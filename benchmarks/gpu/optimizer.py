@@ -16,13 +16,14 @@ from benchmarks.lib.timing import Bench, LeftOut, Variant
 from benchmarks.programs import h100 as programs
 
 STEP = "optimizer step, {}"
+FIRST = ("jaxmp.fused_adamw, fp16", "jaxmp.apply_gradients", "by hand, select", "optax.clip + adamw")
 
 
 def optimizer(bench: Bench) -> None:
     """All programs that `python -m benchmarks h100 optimizer` counts on one device, on GPT-2 small, timed."""
     chosen = on_one_device()
     if bench.tiny:
-        chosen = chosen[:1] + [p for p in chosen if p.name.startswith("by hand, select")]
+        chosen = [p for p in chosen if p.name.startswith(("jaxmp.apply_gradients", "by hand, select"))]
     tree = tiny_tree() if bench.tiny else programs.GPT2
     bench.compare(STEP.format(tree.name), {p.name: functools.partial(variant, bench, p, tree) for p in chosen})
 
@@ -33,15 +34,16 @@ def launches(bench: Bench) -> None:
     names = ("jaxmp.apply_gradients", "jaxmp.fused_adamw, fp16", "by hand, select")
     chosen = [p for p in on_one_device() if p.name.startswith(names)]
     if bench.tiny:
-        chosen = chosen[:1]
+        chosen = [p for p in chosen if p.name.startswith("jaxmp.apply_gradients")]
     what = f"{STEP.format(tree.name)}, launches"
     bench.compare(what, {p.name: functools.partial(variant, bench, p, tree) for p in chosen})
 
 
 def on_one_device() -> list[Any]:
-    """The programs for the params of GPT-2 small on one device: jaxmp's, then the others."""
-    found = [*programs.jaxmp_programs(), *programs.fused_programs(), *programs.baseline_programs()]
-    return [p for p in found if p.mode == "1 device" and p.tree is programs.GPT2]
+    """The programs for the params of GPT-2 small on one device: first those that are compared with each other."""
+    found = [*programs.fused_programs(), *programs.jaxmp_programs(), *programs.baseline_programs()]
+    found = [p for p in found if p.mode == "1 device" and p.tree is programs.GPT2]
+    return sorted(found, key=lambda p: not p.name.startswith(FIRST))
 
 
 def tiny_tree() -> Any:

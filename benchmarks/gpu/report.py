@@ -1,19 +1,29 @@
 """What the GPU run found: a summary, the targets, junit, and the tables of README.md and benchmarks/README.md.
 
-It reads the JSON files of sections only, and needs Python alone. Where nothing was measured it writes nothing.
+It reads the rows of a run only, and needs Python alone. Where nothing was measured it writes nothing.
 """
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
-from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record
+from benchmarks.gpu.sections import CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
+from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of
 from benchmarks.lib.tables import README, ROOT, markdown, markers, with_versions, write_between
 
 FRONT = ROOT / "README.md"  # its table is the short one
 NOT_YET = "No run on a GPU yet, so no times."
+FILE, PICTURE = "rows.jsonl", "speedups.svg"
+# Operations a second of dense matrices, from the vendor's data sheets
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": {"bf16": 989e12, "fp8": 1979e12},
+    "NVIDIA H100 PCIe": {"bf16": 756e12, "fp8": 1513e12},
+    "NVIDIA H200": {"bf16": 989e12, "fp8": 1979e12},
+}
 
 
 class Target(NamedTuple):
@@ -26,7 +36,6 @@ class Target(NamedTuple):
       by: (variant, field) to divide the value by, or None.
       least: the lower bound.
       meaning: the unit of the bound, in words.
-      front: whether README.md has it too.
     """
 
     section: str
@@ -35,7 +44,6 @@ class Target(NamedTuple):
     by: tuple[str, str] | None
     least: float
     meaning: str
-    front: bool = False
 
 
 def all_targets() -> list[Target]:
@@ -43,31 +51,32 @@ def all_targets() -> list[Target]:
     of_copy, us = ("mosaic", "of_copy"), ("mosaic", "us")
     found = []
     for dtype in ("float32", "bfloat16"):
-        what = f"cast_transpose_amax, 8192x8192 {dtype}"
-        found.append(Target("casts", what, of_copy, None, 0.85, "of the copy bandwidth", dtype == "bfloat16"))
+        what = CASTS.format(8192, dtype)
+        found.append(Target("casts", what, of_copy, None, 0.85, "of the copy bandwidth"))
         found.append(Target("casts", what, ("xla", "us"), us, 1.3, "times as fast as XLA"))
     adamw = "multi_tensor_update AdamW, {}".format
     kinds = ("float32", "float16 with float32 master", "bfloat16 with 16 bits of remainder")
     kinds = (*kinds, "bfloat16 with 8 bits of remainder, int8 moments")
     for what in ("unscale_and_check, float16", "unscale_and_check, float32", *map(adamw, kinds)):
-        front = what in ("unscale_and_check, float16", adamw(kinds[1]))
-        found.append(Target("tree", what, of_copy, None, 0.85, "of the copy bandwidth", front))
+        found.append(Target("tree", what, of_copy, None, 0.85, "of the copy bandwidth"))
     for what in ("unscale_and_check, float32", "gradient_norm, float16", adamw(kinds[0])):
         found.append(Target("tree", what, ("torch", "us"), us, 1.0, "times as fast as torch"))
-    step, fused = "optimizer step, GPT-2 small", ("jaxmp.fused_adamw, fp16", "us")
+    step, fused = OPTIMIZER, ("jaxmp.fused_adamw, fp16", "us")
     by_hand = ("by hand, select: fp16 params, fp32 masters, clip, adamw", "us")
-    found.append(Target("optimizer", step, by_hand, fused, 1.0, "times as fast as by hand", True))
+    found.append(Target("optimizer", step, by_hand, fused, 1.0, "times as fast as by hand"))
     found.append(Target("optimizer", step, (fused[0], "of_copy"), None, 0.85, "of the copy bandwidth"))
-    what = "Dense 8192x4096x4096, forward and backward"
-    found.append(Target("dense", what, ("bf16", "us"), ("fp8", "us"), 1.5, "times as fast as bf16", True))
-    what = "training step of a Llama layer, width 4096"
-    found.append(Target("llama", what, ("bf16", "us"), ("fp8", "us"), 1.35, "times as fast as bf16", True))
-    found.append(Target("llama", what, ("bf16", "peak_mib"), ("fp8", "peak_mib"), 1.0, "no more memory than bf16"))
+    what = DENSE.format(ROWS, *SIDES[0])
+    found.append(Target("dense", what, ("bf16", "us"), ("fp8 delayed", "us"), 1.5, "times as fast as bf16"))
+    what = LAYER.format(4096)
+    found.append(Target("crossover", what, ("bf16", "us"), ("fp8", "us"), 1.35, "times as fast as bf16"))
+    for kind, what in STEPS.items():
+        memory = ("bf16", "peak_mib"), ("fp8", "peak_mib")
+        found.append(Target(kind.lower(), what, *memory, 1.0, "no more memory than bf16"))
     what = "apply_gradients, AdamW with masters"
     found.append(Target("offload", what, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
     found.append(Target("offload", what, ("host", "us"), ("host, skipped", "us"), 5.0, "times faster when skipped"))
     what = "training step of stacked layers"
-    found.append(Target("offload", what, ("host", "hidden"), None, 0.5, "of the copies hidden", True))
+    found.append(Target("offload", what, ("host", "hidden"), None, 0.5, "of the copies hidden"))
     for name in ("AdamW, float16 with masters", "AdamW, bfloat16 split, int8 moments"):
         what = f"multi_tensor_update {name}, 16 leaves"
         by = ("not taken", "us")
@@ -83,7 +92,7 @@ def all_targets() -> list[Target]:
 
 def rows_of(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
     """The rows by section, with what only several rows together tell: `of_copy`, and `hidden` of offload."""
-    found = {record.data["section"]: [dict(row) for row in record.rows] for record in records}
+    found = {record.section: [dict(row) for row in record.rows] for record in records}
     fastest = max((row["bytes_per_s"] for row in found.get("copy", []) if "bytes_per_s" in row), default=None)
     for row in (row for rows in found.values() for row in rows):
         if fastest and "bytes_per_s" in row:
@@ -109,7 +118,7 @@ def hidden_share(rows: list[dict[str, Any]]) -> None:
 def targets(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The targets of these sections with the measured values; `holds` is None if the comparison could not run here."""
     rows = rows_of(records)
-    items = {record.data["section"]: record.items for record in records}
+    items = {record.section: record.items for record in records}
     found = []
     for target in all_targets():
         if target.section not in rows:
@@ -123,7 +132,7 @@ def targets(records: Sequence[Record]) -> list[dict[str, Any]]:
         got = None if None in values else values[0] / values[1] if target.by else values[0]
         holds = None if got is None and LEFT_OUT in states else got is not None and got >= target.least
         wanted = f"{target.least:g} {target.meaning}"
-        found.append({"what": target.what, "wanted": wanted, "got": got, "holds": holds, "front": target.front})
+        found.append({"what": target.what, "wanted": wanted, "got": got, "holds": holds})
     return found
 
 
@@ -131,7 +140,7 @@ def pays_from(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The least width above which fp8 is always faster than bf16, and the size of a Llama with that width."""
     widths: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if found := re.fullmatch(r"training step of a Llama layer, width (\d+)", row["what"]):
+        if found := re.fullmatch(LAYER.format(r"(\d+)"), row["what"]):
             widths.setdefault(int(found.group(1)), {})[row["variant"]] = row
     measured = {w: by for w, by in widths.items() if {"bf16", "fp8"} <= by.keys()}
     ratios = {w: by["bf16"]["us"] / by["fp8"]["us"] for w, by in sorted(measured.items())}
@@ -153,10 +162,10 @@ def pays_from(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 def wrong(record: Record) -> list[tuple[str, str]]:
     """(item, what happened) of whatever did not pass, in one line each."""
     found = []
-    if record.data["missing"]:
-        found.append(("all of it", f"the package {record.data['missing']} is missing: --wheels FOLDER brings it"))
-    elif record.data["error"]:
-        found.append(("all of it", _line(record.data["error"])))
+    if record.about["missing"]:
+        found.append(("all of it", f"the package {record.about['missing']} is missing: --wheels FOLDER brings it"))
+    elif record.about["error"]:
+        found.append(("all of it", _line(record.about["error"])))
     for name, item in record.items.items():
         if item["state"] != PASSED:
             found.append((name, f"{item['state']}: {_line(item['text'])}"))
@@ -178,10 +187,10 @@ def summary(records: Sequence[Record], machine: Mapping[str, Any]) -> str:
     for record in records:
         counts = ", ".join(f"{n} {state}" for state, n in record.counts().items())
         state = record.state() or "not run"
-        cells.append([record.data["section"], state, f"{record.data['seconds']:.0f}", counts])
+        cells.append([record.section, state, f"{record.about['seconds']:.0f}", counts])
     parts = [f"{machine['device']}; missing packages: {', '.join(machine.get('missing', [])) or 'none'}"]
     parts.append(markdown(cells))
-    bad = [f"* {r.data['section']}, {item}: {what}" for r in records for item, what in wrong(r)]
+    bad = [f"* {r.section}, {item}: {what}" for r in records for item, what in wrong(r)]
     if bad:
         parts.append("\n".join(["Left out or not passed:", "", *bad]))
     return "\n\n".join(parts)
@@ -194,18 +203,18 @@ def write_junit(path: Path, records: Sequence[Record]) -> None:
         states = [item["state"] for item in record.items.values()]
         counts = {"tests": len(states), "failures": sum(s in BAD for s in states)}
         counts["skipped"] = sum(s in (LEFT_OUT, NO_TIME) for s in states)
-        suite = ElementTree.SubElement(root, "testsuite", name=record.data["section"])
+        suite = ElementTree.SubElement(root, "testsuite", name=record.section)
         suite.attrib |= {key: str(n) for key, n in counts.items()}
         for name, item in record.items.items():
-            about = {"classname": record.data["section"], "name": name, "time": str(item["seconds"])}
+            about = {"classname": record.section, "name": name, "time": str(item["seconds"])}
             case = ElementTree.SubElement(suite, "testcase", about)
             if item["state"] != PASSED:
                 kind = "failure" if item["state"] in BAD else "skipped"
                 within = ElementTree.SubElement(case, kind, message=f"{item['state']}: {_line(item['text'])}")
                 within.text = "".join(c for c in item["text"] if c >= " " or c in "\n\t")
-        if record.data["error"]:
-            case = ElementTree.SubElement(suite, "testcase", classname=record.data["section"], name="all of it")
-            ElementTree.SubElement(case, "error", message=_line(record.data["error"])).text = record.data["error"]
+        if record.about["error"]:
+            case = ElementTree.SubElement(suite, "testcase", classname=record.section, name="all of it")
+            ElementTree.SubElement(case, "error", message=_line(record.about["error"])).text = record.about["error"]
     ElementTree.ElementTree(root).write(path, encoding="unicode", xml_declaration=True)
 
 
@@ -225,15 +234,11 @@ COLUMNS = (
 
 
 def stored(folder: Path) -> list[Record]:
-    """The records in the folder of one device, in the order of the sections."""
-    from benchmarks.gpu.sections import SECTIONS
-
-    found = [Record(path) for path in sorted(folder.glob("*.json"))]
-    order = list(SECTIONS)
-    return sorted(
-        (r for r in found if not r.data.get("tiny") and r.rows + list(r.items)),
-        key=lambda r: order.index(r.data["section"]) if r.data["section"] in order else len(order),
-    )
+    """What the folder of one device has of each section, in the order of the sections; toy sizes count as nothing."""
+    path = folder / FILE
+    if run_of(path).get("tiny", True):
+        return []
+    return [record for record in (Record(path, name) for name in SECTIONS) if record.items]
 
 
 def tables(folder: Path) -> str:
@@ -258,10 +263,10 @@ def tables(folder: Path) -> str:
         width = found["width"]
         says = "at no measured width" if width is None else f"from width {width} ({found['params'] / 1e9:.1f}e9 params)"
         parts.append(f"fp8 is faster than bf16 {says}: bf16's time over fp8's is {ratios}.")
-    ended = [f"{r.data['section']} ({counts})" for r in records if (counts := _passed(r))]
+    ended = [f"{r.section} ({counts})" for r in records if (counts := _passed(r))]
     if parts or ended:
         parts.append("Passed: " + "; ".join(ended) + ".")
-    notes = [f"* {r.data['section']}, {item}: {what}" for r in records for item, what in wrong(r)]
+    notes = [f"* {r.section}, {item}: {what}" for r in records for item, what in wrong(r)]
     if notes:
         parts.append("\n".join(["Left out or not passed:", "", *notes]))
     return "\n\n".join(parts)
@@ -285,21 +290,133 @@ def _number(row: Mapping[str, Any], field: str, unit: float) -> str:
 
 def write(folder: Path, *, page: Path = README, front: Path = FRONT) -> int:
     """Writes the tables of all devices into both pages; returns the exit status."""
-    long, short = [], []
-    for device in sorted(path for path in folder.glob("*") if path.is_dir()):
-        records = stored(device)
-        text = tables(device)
-        if not text:
-            continue
-        long.append(with_versions(text, records[0].data))
-        rows = [_check_row(t)[:3] for t in targets(records) if t["front"] and t["got"] is not None]
-        if rows:
-            table = markdown([[f"on {records[0].data['device']}", "at least", "measured"], *rows])
-            short.append(table)
+    devices = [path for path in sorted(folder.glob("*")) if tables(path)]
     begin, end = markers("gpu")
-    write_between(begin, end, "\n\n".join(long) or NOT_YET, page)
-    if begin in front.read_text():
-        write_between(begin, end, "\n\n".join(short), front)
-    if not long:
+    for target, rest in ((page, tables), (front, None)):
+        texts = []
+        for device in devices:
+            texts.append(with_versions(short(device, target.parent), run_of(device / FILE)))
+            texts += [rest(device)] if rest else []
+        if rest or begin in target.read_text():
+            write_between(begin, end, "\n\n".join(texts) or (NOT_YET if rest else ""), target)
+    if not devices:
         print(f"no results of a GPU under {folder}: nothing to write")
     return 0
+
+
+# --- the short answer: a table and a picture --------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A line of the short table, and a bar of its picture if there is a speedup."""
+
+    what: str
+    measured: str
+    of_peak: float | None  # of what the device can do: operations of its GEMMs' dtype, or bytes of a large copy
+    speedup: float | None = None
+
+
+def answers(records: Sequence[Record], device: str) -> list[Answer]:
+    """What a reader asks first, as far as it was measured; in the order of the sections."""
+    rows = {(row["what"], row["variant"]): row for rows in rows_of(records).values() for row in rows if "us" in row}
+    found = []
+    for record in records:
+        if record.section in ("right", "correctness"):
+            of = f"{record.counts().get(PASSED, 0)} of {len(record.items)} passed"
+            found.append(Answer(f"right: {SECTIONS[record.section].about}", of, None))
+    gemms = [DENSE.format(ROWS, *sides) for sides in SIDES]
+    precisions = list(dict.fromkeys(variant for what, variant in rows if what in gemms))
+    for about, whats in ((f"Dense {SIDES[0][0]}x{SIDES[0][1]}", gemms[:1]), ("12 GEMMs of a layer", gemms)):
+        for precision in precisions:
+            found += _of_many(about, [(rows.get((w, "bf16")), rows.get((w, precision))) for w in whats], device)
+    for kind, what in STEPS.items():
+        for row in (row for (w, _), row in rows.items() if w == what):
+            found += _of_step(kind, row, rows.get((what, "bf16")), device)
+    for (what, variant), row in rows.items():
+        if what == OPTIMIZER and variant.startswith("jaxmp.fused_adamw, fp16"):
+            others = {v: r for (w, v), r in rows.items() if w == what and not v.startswith("jaxmp")}
+            for short_name, start in (("by hand", "by hand"), ("optax, float32 params", "optax.clip")):
+                times = [r["us"] for v, r in others.items() if v.startswith(start)]
+                if times:
+                    found.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row))
+        if what in (CASTS.format(8192, "float32"), CASTS.format(8192, "bfloat16")) and variant == "mosaic":
+            beside = rows.get((what, "xla"))
+            if beside:
+                about = f"`{what.split(',')[0]}`, {what.split()[-1]}, beside cast and XLA's transpose"
+                found.append(_beside(about, beside["us"], row))
+    return found
+
+
+def _of_many(
+    about: str, pairs: Sequence[tuple[dict[str, Any] | None, dict[str, Any] | None]], device: str
+) -> list[Answer]:
+    """The rows of a precision together beside those of bf16; none if one is missing."""
+    both = [(a, b) for a, b in pairs if a and b]
+    if len(both) < len(pairs):
+        return []
+    before, after = (sum(row["us"] for row in column) for column in zip(*both, strict=True))
+    flops = sum(b["flops_per_s"] * b["us"] for _, b in both) / after
+    first = both[0][1]
+    speedup = None if first is both[0][0] else before / after
+    return [Answer(f"{about}, {first['variant']}", f"{after / 1e3:.2f} ms", _of_peak(flops, first, device), speedup)]
+
+
+def _of_step(kind: str, row: dict[str, Any], bf16: dict[str, Any] | None, device: str) -> list[Answer]:
+    parts = [f"{row['us'] / 1e3:.1f} ms, {row['tokens_per_s'] / 1e3:.1f} k tokens/s"]
+    parts += [f"{row['peak_mib'] / 1024:.1f} GiB"] if "peak_mib" in row else []
+    speedup = bf16["us"] / row["us"] if bf16 and bf16 is not row else None
+    flops = row.get("flops_per_s", 0.0)
+    return [Answer(f"{kind} step, {row['variant']}", ", ".join(parts), _of_peak(flops, row, device), speedup)]
+
+
+def _of_peak(flops_per_s: float, row: Mapping[str, Any], device: str) -> float | None:
+    peak = PEAKS.get(device, {}).get(row.get("gemms_in", ""))
+    return flops_per_s / peak if peak and flops_per_s else None
+
+
+def _beside(about: str, other_us: float, row: Mapping[str, Any]) -> Answer:
+    says = "faster" if row["us"] < other_us else "slower"
+    text = f"{says}: {row['us']:.0f} us, the other {other_us:.0f} us"
+    return Answer(about, text, row.get("of_copy"), other_us / row["us"])
+
+
+def short(folder: Path, page_folder: Path) -> str:
+    """The picture and the short table of one device, as markdown for a page in `page_folder`; "" without results.
+
+    It draws the picture, too.
+    """
+    device = run_of(folder / FILE).get("device", "")
+    found = answers(stored(folder), device)
+    if not found:
+        return ""
+    (folder / PICTURE).write_text(picture([a for a in found if a.speedup], f"times as fast, on {device}"))
+    cells = [[f"on {device}", "measured", "times as fast", "of the roofline"]]
+    for a in found:
+        speedup = "" if a.speedup is None else f"{a.speedup:.2f}"
+        cells.append([a.what, a.measured, speedup, "" if a.of_peak is None else f"{a.of_peak:.0%}"])
+    where = Path(os.path.relpath(folder / PICTURE, page_folder)).as_posix()
+    return f"![Speedups on {device}]({where})\n\n{markdown(cells)}"
+
+
+def picture(bars: Sequence[Answer], title: str) -> str:
+    """An SVG with a bar for each speedup, and a line at 1."""
+    left, right, high, top = 460, 330, 22, 40
+    most = max([bar.speedup or 0.0 for bar in bars] + [1.0])
+    unit = right / most
+    text = '<text x="{:.0f}" y="{:.0f}" text-anchor="{}"{}>{}</text>'.format
+    parts = [text(left, 20, "start", ' font-weight="bold"', escape(title))]
+    for i, bar in enumerate(bars):
+        y, wide = top + i * high, (bar.speedup or 0.0) * unit
+        color = "#3f51b5" if wide >= unit else "#b0413e"
+        parts.append(text(left - 8, y + 12, "end", "", escape(bar.what.replace("`", ""))))
+        parts.append(f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{high - 6}" fill="{color}"/>')
+        parts.append(text(left + wide + 6, y + 12, "start", "", f"{bar.speedup:.2f}"))
+    bottom = top + len(bars) * high
+    one = left + unit
+    parts.append(
+        f'<line x1="{one:.1f}" y1="{top - 8}" x2="{one:.1f}" y2="{bottom}" stroke="#555" stroke-dasharray="4"/>'
+    )
+    size = f'width="{left + right + 60}" height="{bottom + 10}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, ground, *parts, "</svg>"]) + "\n"

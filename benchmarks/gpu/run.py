@@ -9,9 +9,9 @@
 It runs in the source tree, without installing anything and without a package registry. `benchmarks/gpu/pack.sh FOLDER`
 makes the folder of wheels where there is a registry.
 
-Each section writes a JSON file under results/gpu/<device>/ after every item: a fault, a deadlock or a missing package
-costs one item or one section, and leaves its error text there. The summary says what passed, what failed and what is
-missing. The same command again goes on: what passed with this code on this device is kept.
+Each row is written into results/gpu/<device>/rows.jsonl when it is measured: a fault, a deadlock, a missing package or
+a kill costs one item, and leaves its error text there. The summary says what passed, what failed and what is missing.
+The same command again goes on: what passed with this code on this device is kept, and compiled programs lie in build/.
 
 The exit status is 0 if every section ended well and, on a GPU, every target was met.
 """
@@ -33,12 +33,13 @@ from typing import Any
 
 from benchmarks.gpu import report
 from benchmarks.gpu.sections import MACHINE, SECTIONS, WHOLE, Section
-from benchmarks.gpu.worker import DEVICE_LOST
-from benchmarks.lib.record import CRASHED, HUNG, KILLED, NO_TIME, PASSED, TEXT, Record
+from benchmarks.gpu.worker import DEVICE_LOST, NEXT_PROCESS
+from benchmarks.lib.record import CRASHED, HUNG, KILLED, NO_TIME, PASSED, TEXT, Record, append, run_of
 from benchmarks.lib.tables import RESULTS, ROOT
 
 FOLDER = RESULTS / "gpu"
 TINY = ROOT / "build" / "gpu"
+COMPILED = ROOT / "build" / "compiled"  # programs, for later processes and runs
 SLOWER = 20.0  # how much longer everything may take in tiny sizes: interpreted kernels, on a machine with other work
 GRACE = 10.0  # seconds after a section's time until its process is killed
 FAULTS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
@@ -75,15 +76,18 @@ def main(arguments: Sequence[str], *, sections: Mapping[str, Section] = SECTIONS
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-    records = [Record(folder / f"{name}.json", name) for name in options.sections]
+    records = [Record(folder / report.FILE, name) for name in options.sections]
     report.write_junit(folder / "junit.xml", records)
     text = report.summary(records, found)
     (folder / "summary.md").write_text(text + "\n")
     missed = [] if options.tiny else [t for t in report.targets(records) if t["holds"] is False]
+    if out == FOLDER:
+        report.write(FOLDER)
     if not options.tiny:
         print(report.tables(folder), end="\n\n")
     print(text)
     print(*(f"target missed: {t['what']}: {t['got']}, at least {t['wanted']}" for t in missed), sep="\n")
+    print(report.short(folder, folder))
     print(f"{time.monotonic() - started:.0f} s; the files are in {folder}")
     well = not stopped and not missed and all(record.state() == PASSED for record in records)
     return 0 if well else 1
@@ -132,19 +136,18 @@ def look(
     runner: "Runner", machine: Section, out: Path, options: argparse.Namespace, ends: float
 ) -> dict[str, Any] | str:
     """What this machine has; or why nothing can be measured."""
-    record = Record(out / "machine.json", "machine")
-    if record.path is not None:
-        record.path.unlink(missing_ok=True)
-    record = runner.run("machine", machine, out, {}, ends)
-    found = next((row for row in record.rows if row.get("device")), None)
-    if record.data["missing"]:
+    path = out / "machine.jsonl"
+    path.unlink(missing_ok=True)
+    record = runner.run("machine", machine, path, ends)
+    found = next(iter(record.rows), None)
+    if record.about["missing"]:
         return (
-            f"{sys.executable} has no {record.data['missing']}. Name the interpreter that has jax for CUDA: "
+            f"{sys.executable} has no {record.about['missing']}. Name the interpreter that has jax for CUDA: "
             "make gpu PYTHON=/path/to/python3; packages that it lacks come from a folder: ARGS='--wheels FOLDER'"
         )
     if found is None:
         texts = [item["text"] for item in record.items.values()]
-        return "\n".join(["jax does not find its device:", record.data["error"], *texts])
+        return "\n".join(["jax does not find its device:", record.about["error"], *texts])
     if not options.tiny and found["platform"] not in ("gpu", "cuda"):
         return f"this needs an NVIDIA GPU; jax found {found['device']}. To run on a CPU, use --tiny."
     found |= {"source": source(), "tiny": options.tiny}
@@ -171,28 +174,23 @@ def run_sections(
     ends: float,
 ) -> None:
     """Runs what is still to run: first what never ran, then what did not end well before."""
+    path = folder / report.FILE
     header = {key: found[key] for key in ("device", "versions", "source", "tiny")}
-    records = {name: Record(folder / f"{name}.json", name) for name in sections}
-    for name, record in records.items():
-        other = any(record.data.get(key) != value for key, value in header.items())
-        if (options.again or other) and record.path is not None and record.path.exists():
-            record.path.unlink()
-            (folder / f"{name}.log").unlink(missing_ok=True)
-            records[name] = Record(folder / f"{name}.json", name)
-    order = sorted(sections, key=lambda name: records[name].state() not in ("", NO_TIME))
-    for name in order:
-        if records[name].state() == PASSED:
+    if run_of(path) != header:
+        path.unlink(missing_ok=True)
+    before = {name: Record(path, name).state() for name in sections}
+    append(path, {"run": header, "again": list(sections) if options.again else []})
+    for name in sorted(sections, key=lambda name: before[name] not in ("", NO_TIME)):
+        if Record(path, name).state() == PASSED:
             print(f"{name:20}kept: it passed before", flush=True)
             continue
         left = ends - time.monotonic()
         if left < min(5.0, sections[name].limit):
             print(f"{name:20}not started: the time for the whole run was over", flush=True)
             continue
-        records[name].forget_what_is_to_run_again()
-        records[name].save()
-        record = runner.run(name, sections[name], folder, header, ends)
+        record = runner.run(name, sections[name], path, ends)
         counts = ", ".join(f"{n} {state}" for state, n in record.counts().items())
-        print(f"{name:20}{record.state() or 'nothing ran':10}{record.data['seconds']:7.1f} s   {counts}", flush=True)
+        print(f"{name:20}{record.state() or 'nothing ran':10}{record.about['seconds']:7.1f} s   {counts}", flush=True)
         for row in record.rows:
             if "us" in row:
                 print(f"    {row['what']}, {row['variant']}: {row['us']:.1f} us", flush=True)
@@ -209,28 +207,31 @@ class Runner:
         self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
         self.environment["PYTHONUNBUFFERED"] = "1"
+        self.environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+        self.environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
         if tiny:
             self.environment["JAX_PLATFORMS"] = "cpu"
 
-    def run(self, name: str, section: Section, folder: Path, header: Mapping[str, Any], ends: float) -> Record:
+    def run(self, name: str, section: Section, path: Path, ends: float) -> Record:
         """Runs a section to its end. If its process dies in an item, a new one goes on behind that item."""
         begun = time.monotonic()
         slower = SLOWER if self.tiny else 1.0
         stops = min(begun + section.limit * slower, ends)
-        path, log = folder / f"{name}.json", folder / f"{name}.log"
-        spent = Record(path, name).data["seconds"]
+        spent = Record(path, name).about["seconds"]
         while True:
             seconds = max(1.0, stops - time.monotonic())
             command = [sys.executable, "-m", "benchmarks.gpu.worker", name, section.runs, "--record", str(path)]
             command += ["--seconds", f"{seconds:.1f}", "--item", str(section.item * slower)]
-            command += ["--packages", str(self.packages)] * (self.packages is not None) + ["--tiny"] * self.tiny
+            command += ["--parent", str(os.getpid())]
+            command += ["--packages", str(self.packages)] * (self.packages is not None)
+            command += ["--alone"] * section.alone + ["--tiny"] * self.tiny
+            log = path.with_name(f"{name}.log")
             status, text = self._process(command, self._environment(section), log, seconds + GRACE)
             record = Record(path, name)
             late = status is None and time.monotonic() > stops
-            goes_on = not record.data["ended"] and _note_death(record, status, text, late=late)
-            record.data |= {**header, "seconds": round(spent + time.monotonic() - begun, 1)}
-            record.save()
+            goes_on = not record.about["ended"] and _note_death(record, status, text, late=late)
             if not goes_on or time.monotonic() > stops:
+                record.note(seconds=round(spent + time.monotonic() - begun, 1))
                 return record
 
     def _environment(self, section: Section) -> dict[str, str]:
@@ -262,7 +263,7 @@ class Runner:
 
 def _note_death(record: Record, status: int | None, text: str, *, late: bool) -> bool:
     """Notes in which item a process died and how; returns whether a new process can go on behind it."""
-    if status == DEVICE_LOST and record.data["current"] is None:
+    if status in (DEVICE_LOST, NEXT_PROCESS) and record.current is None:
         return True  # the item stands in the record
     if late:
         state, how = NO_TIME, "still running when the section's time was over"
@@ -273,9 +274,10 @@ def _note_death(record: Record, status: int | None, text: str, *, late: bool) ->
         state, how = (CRASHED if -status in FAULTS else KILLED), f"ended by {name}"
     else:
         state, how = CRASHED, f"ended with exit status {status} before its end"
-    item, message = record.data["current"], f"{how}\n{text[100 - TEXT :]}"
+    item, message = record.current, f"{how}\n{text[100 - TEXT :]}"
     if item is None:  # before the first item, or between two: nothing to go on behind
-        record.data["error"] = message
+        if not late:
+            record.note(error=message)
         return False
     record.end(item, state, message)
     return True

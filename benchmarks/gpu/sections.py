@@ -1,4 +1,4 @@
-"""The sections of the GPU run, in their order: what must be known first stands first.
+"""The sections of the GPU run, in their order: what a reader asks first stands first.
 
 Only names and limits stand here, nothing is imported: the driver works where jax does not.
 """
@@ -20,6 +20,7 @@ class Section(NamedTuple):
       about: what it measures, for the summary.
       limit: seconds for the section.
       item: seconds for one item of it: a test, or a program that is compiled, warmed up and timed.
+      alone: whether each item gets a process of its own, because what others leave in memory would count.
       environment: variables that its process gets, besides the driver's; XLA_FLAGS are added to those that are set.
     """
 
@@ -28,19 +29,28 @@ class Section(NamedTuple):
     limit: float
     item: float = 60.0
     environment: Mapping[str, str] = MappingProxyType({})
+    alone: bool = False
 
 
 MACHINE = Section("benchmarks.gpu.machine:machine", "what this machine has", 60.0, 60.0)
 SECTIONS = {
-    "correctness": Section("benchmarks.gpu.correctness:correctness", "each kernel against NumPy", 110.0, 25.0),
-    "copy": Section("benchmarks.gpu.kernels:copy", "the bandwidth of a large copy", 25.0, 25.0),
-    "casts": Section("benchmarks.gpu.kernels:casts", "casts with transpose and amax beside XLA", 45.0, 30.0),
-    "tree": Section("benchmarks.gpu.kernels:tree", "kernels over all leaves beside XLA and torch", 110.0),
+    # Is it right?
+    "right": Section("benchmarks.gpu.right:right", "a Dense and a test of each kernel, against NumPy", 20.0, 20.0),
+    # How much faster are the GEMMs of fp8, and a whole step?
+    "dense": Section("benchmarks.gpu.models:dense", "a Dense and the 12 GEMMs of a layer, bf16 and fp8", 100.0, 30.0),
+    "gpt": Section("benchmarks.gpu.models:gpt", "a whole step of a GPT in bf16 and fp8", 80.0, 70.0),
+    "llama": Section("benchmarks.gpu.models:llama", "a whole step of a Llama in bf16 and fp8", 80.0, 70.0),
+    # What do the optimizer, copies and casts cost?
+    "copy": Section("benchmarks.gpu.kernels:copy", "the bandwidth of a large copy", 20.0, 20.0),
     "optimizer": Section("benchmarks.gpu.optimizer:optimizer", "the optimizer's side of a step", 90.0),
-    "dense": Section("benchmarks.gpu.models:dense", "one Dense in fp8 beside bf16", 40.0, 30.0),
+    "casts": Section("benchmarks.gpu.kernels:casts", "casts with transpose and amax beside XLA", 45.0, 30.0),
+    # The rest
+    "correctness": Section("benchmarks.gpu.correctness:correctness", "each kernel against NumPy", 110.0, 25.0),
+    "tree": Section("benchmarks.gpu.kernels:tree", "kernels over all leaves beside XLA and torch", 110.0),
+    "policies": Section("benchmarks.gpu.models:policies", "the whole steps in other recipes and policies", 200.0, 70.0),
+    "crossover": Section("benchmarks.gpu.models:crossover", "the width of a layer from which fp8 is faster", 90.0),
     "block": Section("benchmarks.gpu.models:block", "a transformer block in fp8 beside bf16", 60.0),
-    "offload": Section("benchmarks.gpu.offload:offload", "state in host memory", 70.0),
-    "llama": Section("benchmarks.gpu.models:llama", "a whole step of a Llama layer", 100.0),
+    "offload": Section("benchmarks.gpu.offload:offload", "state in host memory", 140.0, alone=True),
     "repeats": Section("benchmarks.gpu.soundness:repeats", "20 launches of each kernel are bit-equal", 60.0, 30.0),
     "scan": Section("benchmarks.gpu.soundness:scan", "each kernel in a scan of 4, beside 4 calls", 60.0),
     "remat": Section("benchmarks.gpu.soundness:remat", "a step under remat, beside one without", 45.0, 40.0),
@@ -52,8 +62,20 @@ SECTIONS = {
         "benchmarks.gpu.optimizer:launches", "the same without command buffers", 60.0, environment=NO_COMMAND_BUFFERS
     ),
     "sanitizer": Section(
-        "benchmarks.gpu.sanitizer:sanitizer", "compute-sanitizer over each kernel", 90.0, 80.0, ONE_BUFFER_EACH
+        "benchmarks.gpu.sanitizer:sanitizer", "compute-sanitizer over each kernel", 180.0, 85.0, ONE_BUFFER_EACH, True
     ),
-    "crossover": Section("benchmarks.gpu.models:crossover", "the width from which fp8 is faster", 60.0),
     "example": Section("benchmarks.gpu.models:example", "a step of examples/train.py", 60.0),
 }
+
+# --- names of rows that the report looks for --------------------------------------------------------------------------
+
+ROWS = 8192  # of the Dense layers: tokens
+# Inputs and outputs of a layer's four matmuls, at width 4096 with an MLP of 16384, the one Dense first. Forward and
+# backward these are the 12 GEMMs that TransformerEngine times.
+SIDES = ((4096, 4096), (4096, 12288), (4096, 16384), (16384, 4096))
+DENSE = "Dense {}x{}x{}, forward and backward"
+LAYER = "training step of a Llama layer, width {}"
+STEP = "training step of a {}, {} layers of width {}"
+STEPS = {kind: STEP.format(kind, 2, 4096) for kind in ("GPT", "Llama")}
+OPTIMIZER = "optimizer step, GPT-2 small"
+CASTS = "cast_transpose_amax, {0}x{0} {1}"

@@ -3,21 +3,25 @@
     python -m benchmarks.gpu.worker copy benchmarks.gpu.kernels:copy --record FILE --seconds 25 --item 20 [--tiny]
 
 It goes on where the record stops: items in the record are not run again. Its exit status is 0 whenever the section came
-to its end; what failed stands in the record.
+to its end; what failed stands in the record. It ends with its driver, also if that is killed.
 """
 
 import argparse
+import ctypes
 import faulthandler
 import importlib
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 from benchmarks.lib.record import FAILED, TEXT, Record
-from benchmarks.lib.timing import Bench, DeviceLost
+from benchmarks.lib.timing import Bench, DeviceLost, NextProcess
 
 DEVICE_LOST = 86  # exit status: the rest needs a new process
+NEXT_PROCESS = 87  # exit status: the next item wants a process of its own
+DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def main(arguments: list[str]) -> int:
@@ -29,35 +33,46 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--item", type=float, required=True)
     parser.add_argument("--packages", type=Path)
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--parent", type=int)
     options = parser.parse_args(arguments)
     faulthandler.enable()
     if options.packages:
         sys.path.append(str(options.packages))  # at the end: what the interpreter has goes first
+    if options.parent and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DEATH_OF_PARENT, signal.SIGKILL)
+        if os.getppid() != options.parent:
+            return 1  # it died before that
     record = Record(options.record, options.name, limit=options.item)
-    bench = Bench(tiny=options.tiny, record=record, seconds=options.seconds, packages=options.packages)
+    bench = Bench(
+        tiny=options.tiny,
+        record=record,
+        seconds=options.seconds,
+        packages=options.packages,
+        alone=options.alone,
+    )
     module, _, function = options.runs.partition(":")
     try:
         getattr(importlib.import_module(module), function)(bench)
+    except NextProcess:
+        return NEXT_PROCESS
     except DeviceLost:
-        record.save()
         sys.stdout.flush()
         os._exit(DEVICE_LOST)  # without the clean-up of a device that no longer answers
     except ModuleNotFoundError as e:
         if e.name and e.name.split(".")[0] in ("benchmarks", "jaxmp", "pallas_kernels"):
-            record.data["error"] = traceback.format_exc()[-TEXT:]
+            record.note(error=traceback.format_exc()[-TEXT:])
         else:
-            record.data["missing"] = e.name or str(e)
-            record.data["error"] = str(e)
+            record.note(missing=e.name or str(e), error=str(e))
     except Exception:  # of a benchmark, of any kind: it is recorded, and what ran before it stays in the record
-        if record.data["current"] is not None:
-            record.end(record.data["current"], FAILED, traceback.format_exc())
+        if record.current is not None:
+            record.end(record.current, FAILED, traceback.format_exc())
         else:
-            record.data["error"] = traceback.format_exc()[-TEXT:]
-    if not (record.items or record.data["error"]):
-        record.data["error"] = "the section ran nothing"
-    record.data["ended"] = True
-    record.save()
+            record.note(error=traceback.format_exc()[-TEXT:])
+    if not (record.items or record.about["error"]):
+        record.note(error="the section ran nothing")
+    record.note(ended=True)
     return 0
 
 

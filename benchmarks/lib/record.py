@@ -1,12 +1,23 @@
-"""The record of one section: a JSON file that is written after every item, so that a fault costs one item.
+"""The record of a run: one file of JSON lines, each written when it is known, so that a killed run keeps all before it.
+
+A line is one of
+
+    {"run": {...}, "again": [...]}                      a run begins: on what, with which code; sections to forget
+    {"section": ..., "item": ..., "state": "runs"}      an item begins
+    {"section": ..., "item": ..., "state": ..., "seconds": ..., "text": ..., "row": {...} or null}      it ended
+    {"section": ..., "ended": ..., ...}                 fields of the section as a whole
 
 An item is a test, or a program that is timed. Its state is one of
 
+    runs        it has not ended
     passed      it ended well
     left out    it cannot run here, which is no failure; the reason is its text
-    no time     the section's time was over; a second run measures it
+    no time     its time was over; a second run measures it
     failed      an error, with its traceback
     crashed, hung, killed      the process died in it: by a fault, by the time limit, or by a signal from outside
+
+Where a run begins, sections that did not pass keep their items that passed; the others are to run again. A last line
+that is not whole (its writer was killed) counts as not written.
 
 This module needs Python alone: the driver reads records where jax does not work.
 """
@@ -15,73 +26,123 @@ import faulthandler
 import json
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-PASSED, LEFT_OUT, NO_TIME, FAILED = "passed", "left out", "no time", "failed"
+RUNS, PASSED, LEFT_OUT, NO_TIME, FAILED = "runs", "passed", "left out", "no time", "failed"
 CRASHED, HUNG, KILLED, MISSING = "crashed", "hung", "killed", "missing"
 BAD = (FAILED, CRASHED, HUNG, KILLED)
 TEXT = 4000  # characters that are kept of a traceback or of a process's output
 
 
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are whole; none without the file."""
+    if path.exists():
+        for line in path.read_bytes().split(b"\n"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line, in one write; behind a line that is not whole it begins a new one."""
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        start = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(start + json.dumps(line).encode() + b"\n")
+
+
+def run_of(path: Path) -> dict[str, Any]:
+    """On what the last run was, and with which code; empty without one."""
+    found: dict[str, Any] = {}
+    for line in lines(path):
+        found = line.get("run", found)
+    return found
+
+
 class Record:
-    """What is known of one section.
+    """What a file says of one section.
 
     Attributes:
-      data: the content of the file: "section", "ended" (whether the section came to its end), "current" (the item that
-        runs), "error" (of the section as a whole; empty if there is none), "missing" (the package that it needs),
-        "seconds", "items" by name, "rows", and what the driver adds.
+      items: by name: "state", "seconds", "text", "row".
+      about: "ended" (whether the section came to its end), "error" (of the section as a whole; empty if there is none),
+        "missing" (the package that it needs), "seconds".
     """
 
-    def __init__(self, path: Path | None, name: str = "", *, limit: float = 0.0):
+    def __init__(self, path: Path | None, section: str, *, limit: float = 0.0):
         """`path`: the file, or None to keep all in memory; `limit`: seconds for an item, 0 for none."""
-        self.path, self.limit = path, limit
-        self.data: dict[str, Any] = {"section": name, "ended": False, "current": None, "error": "", "missing": ""}
-        self.data |= {"seconds": 0.0, "items": {}, "rows": []}
-        if path is not None and path.exists():
-            self.data |= json.loads(path.read_text())
+        self.path, self.section, self.limit = path, section, limit
         self._begun = time.monotonic()
+        self._forget_all()
+        for line in lines(path) if path else ():
+            self._read(line)
 
-    @property
-    def items(self) -> dict[str, dict[str, Any]]:
-        return self.data["items"]
+    def _forget_all(self) -> None:
+        self.items: dict[str, dict[str, Any]] = {}
+        self.about: dict[str, Any] = {"ended": False, "error": "", "missing": "", "seconds": 0.0}
+
+    def _read(self, line: dict[str, Any]) -> None:
+        if "run" in line:
+            if self.section in line.get("again", ()):
+                self._forget_all()
+            elif self.state() != PASSED:
+                self.items = {name: item for name, item in self.items.items() if item["state"] == PASSED}
+                self.about |= {"ended": False, "error": "", "missing": ""}
+        elif line.get("section") != self.section:
+            pass
+        elif "item" in line:
+            self.items[line["item"]] = {"seconds": 0.0, "text": "", "row": None, **line}
+        else:
+            self.about |= {name: value for name, value in line.items() if name != "section"}
+
+    def _add(self, line: dict[str, Any]) -> None:
+        line = {"section": self.section, **line}
+        self._read(line)
+        if self.path is not None:
+            append(self.path, line)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return self.data["rows"]
+        """The rows of all items that have one."""
+        return [item["row"] for item in self.items.values() if item["row"]]
+
+    @property
+    def current(self) -> str | None:
+        """The item that runs."""
+        return next((name for name, item in self.items.items() if item["state"] == RUNS), None)
 
     def begin(self, item: str) -> None:
         """Notes that `item` runs. A process that is still in it when its time is over ends with a traceback."""
-        self.data["current"] = item
         self._begun = time.monotonic()
         if self.limit:
             faulthandler.dump_traceback_later(self.limit, exit=True)
-        self.save()
+        self._add({"item": item, "state": RUNS})
 
-    def end(self, item: str, state: str = PASSED, text: str = "") -> None:
-        """Notes how `item` ended. While another item runs, that one goes on."""
+    def end(self, item: str, state: str = PASSED, text: str = "", row: Mapping[str, Any] | None = None) -> None:
+        """Notes how `item` ended, and its row. While another item runs, that one goes on."""
         seconds = 0.0
-        if self.data["current"] == item:
+        if self.current == item:
             faulthandler.cancel_dump_traceback_later()
-            seconds, self.data["current"] = round(time.monotonic() - self._begun, 2), None
-        self.items[item] = {"state": state, "seconds": seconds, "text": text[-TEXT:]}
-        self.save()
+            seconds = round(time.monotonic() - self._begun, 2)
+        self._add({"item": item, "state": state, "seconds": seconds, "text": text[-TEXT:], "row": row})
 
-    def save(self) -> None:
-        """Writes the file, in one step: a process that dies here leaves the old one."""
-        if self.path is not None:
-            beside = self.path.with_suffix(".part")
-            beside.write_text(json.dumps(self.data, indent=1) + "\n")
-            os.replace(beside, self.path)
+    def note(self, **about: Any) -> None:
+        """Notes fields of the section as a whole."""
+        self._add(about)
 
     def state(self) -> str:
         """The section in one word: "passed", "failed", "missing", "no time", or "" if it never ran."""
         states = {item["state"] for item in self.items.values()}
-        if self.data["missing"]:
+        if self.about["missing"]:
             return MISSING
-        if self.data["error"] or states & set(BAD):
+        if self.about["error"] or states & set(BAD):
             return FAILED
-        if self.data["ended"]:
+        if self.about["ended"]:
             return NO_TIME if NO_TIME in states else PASSED
         return NO_TIME if states else ""
 
@@ -91,15 +152,3 @@ class Record:
         for item in self.items.values():
             found[item["state"]] = found.get(item["state"], 0) + 1
         return found
-
-    def forget_what_is_to_run_again(self) -> None:
-        """Keeps the items that passed and their rows: what a second run need not repeat.
-
-        A program that did not pass, "what, variant", is timed beside the others of "what" again.
-        """
-        again = [name for name, item in self.items.items() if item["state"] != PASSED]
-        again += [name for name in self.items if any(other.startswith(f"{name}, ") for other in again)]
-        for name in set(again):
-            del self.items[name]
-        self.data["rows"] = [row for row in self.rows if row["what"] not in again]
-        self.data |= {"ended": False, "current": None, "error": "", "missing": ""}

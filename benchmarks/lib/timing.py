@@ -1,16 +1,19 @@
-"""Times of programs on one device, side by side in one process.
+"""Times of programs on one device, each timed as soon as it is built.
 
-A window is many calls in a row, with one wait at the end. The windows of all variants alternate, so a drifting clock
-affects all of them; the median over windows is reported. The input of a call is larger than the GPU's L2 cache (50 MB
-on an H100), or several buffers alternate (`copies`).
+A window is many calls in a row, with one wait at the end; the first window warms the device up, and the median over the
+others is reported, with the fastest and the slowest. The input of a call is larger than the GPU's L2 cache (50 MB on an
+H100), or several buffers alternate (`copies`).
 
 The time that the host needs to queue a call is reported too. If it is close to the total, the program waited for
 Python, and the time is the launch time, not the kernel's.
 
-If a variant fails, its error is recorded and the other variants are measured. This module needs Python alone until
-something is measured.
+A program is timed and its row is written before the next one is built: a build that fails, hangs or is killed costs its
+own row, and no program holds memory while another one is measured. This module needs Python alone until something is
+measured.
 """
 
+import functools
+import gc
 import statistics
 import sys
 import time
@@ -20,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from benchmarks.lib.record import BAD, FAILED, LEFT_OUT, NO_TIME, PASSED, Record
+from benchmarks.lib.record import FAILED, LEFT_OUT, NO_TIME, Record
 
 CACHE = 50 * 2**20  # bytes
 
@@ -54,8 +57,16 @@ class LeftOut(Exception):
     """Raised to leave out a measurement for a reason that is not a failure."""
 
 
+class OutOfTime(Exception):
+    """Raised to leave a measurement that is too slow to a second run, which is not a failure."""
+
+
 class DeviceLost(Exception):
     """The device does not answer after a failure: what is left needs a new process."""
+
+
+class NextProcess(Exception):
+    """The next item has to run in a process of its own."""
 
 
 class Bench:
@@ -67,10 +78,14 @@ class Bench:
       record: the section's rows and items; an item that is in it already is not run again.
       ends: when the section's time is over, by `time.monotonic`.
       packages: a folder with packages that this interpreter lacks, or None.
+      alone: each item gets a process of its own.
     """
 
-    def __init__(self, *, tiny: bool, record: Record, seconds: float, packages: Path | None = None):
-        self.tiny, self.record, self.packages = tiny, record, packages
+    def __init__(
+        self, *, tiny: bool, record: Record, seconds: float, packages: Path | None = None, alone: bool = False
+    ):
+        self.tiny, self.record, self.packages, self.alone = tiny, record, packages, alone
+        self._has_run = False
         self.kernels = "interpret" if tiny else "mosaic"
         self.ends = time.monotonic() + seconds
 
@@ -112,79 +127,56 @@ class Bench:
             raise DeviceLost from e
 
     def check(self, what: str, test: Callable[[], dict[str, Any] | None]) -> None:
-        """Runs a test as an item of its own: it raises, or returns the fields of a row."""
+        """Runs a test as an item of its own: it raises, or returns the fields of a row.
+
+        Raises:
+          NextProcess: an item ran in this process, and each has to be alone.
+        """
         if what in self.record.items or self.out_of_time(what):
             return
+        if self.alone and self._has_run:
+            raise NextProcess
+        self._has_run = True
         self.record.begin(what)
         try:
             fields = test()
         except LeftOut as e:
             self.left_out(what, str(e))
+        except OutOfTime as e:
+            self.record.end(what, NO_TIME, str(e))
+            print(f"no time: {what}: {e}", flush=True)
         except Exception as e:
             self.failed(what, e)
         else:
-            self.record.rows.extend([{"what": what, **fields}] if fields else [])
-            self.record.end(what)
+            self.record.end(what, row={"what": what, **fields} if fields else None)
             print(f"{what}: {fields or 'holds'}", flush=True)
+        gc.collect()  # what it held on the device
 
-    def compare(self, what: str, variants: dict[str, Callable[[], Variant]]) -> None:
-        """Builds, warms up and times the variants, each an item, and adds a row for each.
-
-        Timing them together is one more item. A variant in which an earlier process died is left out.
-        """
-        if what in self.record.items:
-            return
-        built: dict[str, Variant] = {}
+    def compare(self, what: str, variants: Mapping[str, Callable[[], Variant]]) -> None:
+        """Builds, warms up and times each variant as an item of its own, with a row."""
         for name, build in variants.items():
-            item = f"{what}, {name}"
-            seen = self.record.items.get(item)
-            if (seen and seen["state"] in (*BAD, LEFT_OUT)) or self.out_of_time(item):
-                continue
-            self.record.begin(item)
-            try:
-                variant = build()
-                for _ in range(2):
-                    variant.wait(variant.call())
-                built[name] = variant
-                self.record.end(item)
-            except LeftOut as e:
-                self.left_out(item, str(e))
-            except Exception as e:
-                self.failed(item, e)
-        if not built:
-            return
-        self.record.begin(what)
-        settings = {"window": 0.0, "rounds": 1} if self.tiny else {"window": 0.05, "rounds": 7}
-        try:
-            for name, times in side_by_side(built, **settings).items():
-                row = {"what": what, "variant": name, **times, **built[name].notes()}
-                row |= {f"{unit}_per_s": amount / times["us"] * 1e6 for unit, amount in built[name].work.items()}
-                self.record.rows.append(row)
-                rates = (f"{row[f'{unit}_per_s']:.3g} {unit}/s" for unit in built[name].work)
-                print(f"{what}, {name}: {times['us']:.1f} us", *rates, sep="  ", flush=True)
-        except Exception as e:
-            self.failed(what, e)
-        else:
-            self.record.end(what, PASSED)
+            self.check(f"{what}, {name}", functools.partial(self._timed, what, name, build))
+
+    def _timed(self, what: str, name: str, build: Callable[[], Variant]) -> dict[str, Any]:
+        variant = build()
+        for _ in range(2):
+            variant.wait(variant.call())
+        times = timed(variant, **({"window": 0.0, "rounds": 1} if self.tiny else {"window": 0.05, "rounds": 7}))
+        rates = {f"{unit}_per_s": amount / times["us"] * 1e6 for unit, amount in variant.work.items()}
+        return {"what": what, "variant": name, **times, **variant.notes(), **rates}
 
 
-def side_by_side(variants: dict[str, Variant], *, window: float, rounds: int) -> dict[str, dict[str, float]]:
-    """For each variant the median, fastest and slowest time over windows, and the host's time, in us."""
-    counts = {}
-    for name, variant in variants.items():
-        seconds, _ = _window(variant, 1)
-        counts[name] = max(1, min(1000, round(window / seconds)))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, variant in variants.items():
-            found[name].append(_window(variant, counts[name]))
-    out = {}
-    for name, windows in found.items():
-        each = 1e6 / variants[name].copies
-        times, host = [t * each for t, _ in windows], [h * each for _, h in windows]
-        out[name] = {"us": statistics.median(times), "low_us": min(times), "high_us": max(times)}
-        out[name]["host_us"] = statistics.median(host)
-    return out
+def timed(variant: Variant, *, window: float, rounds: int) -> dict[str, float]:
+    """The median, fastest and slowest time over windows of so many seconds, and the host's time, in us."""
+    seconds, _ = _window(variant, 1)
+    count = max(1, min(1000, round(window / seconds)))
+    if window:
+        _window(variant, count)
+    windows = [_window(variant, count) for _ in range(rounds)]
+    each = 1e6 / variant.copies
+    times = [whole * each for whole, _ in windows]
+    host = statistics.median(queued for _, queued in windows) * each
+    return {"us": statistics.median(times), "low_us": min(times), "high_us": max(times), "host_us": host}
 
 
 def _window(variant: Variant, count: int) -> tuple[float, float]:
@@ -212,3 +204,16 @@ def carried(step: Callable[..., Any], state: Any, *others: Any) -> Callable[[], 
 def copies_for(nbytes: int, *, tiny: bool) -> int:
     """The number of buffers of this size that together do not fit into the cache."""
     return 2 if tiny else max(2, -(-4 * CACHE // nbytes))
+
+
+def planned(compiled: Any) -> dict[str, float]:
+    """What XLA's plan of a compiled program takes: "peak_mib" of device memory, "host_mib" of arguments on the host.
+
+    {} if the program has no plan, as one from a cache of another compiler may.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None or not memory.argument_size_in_bytes + memory.host_argument_size_in_bytes:
+        return {}
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    host = memory.host_argument_size_in_bytes
+    return {"peak_mib": (peak + memory.temp_size_in_bytes) / 2**20, "host_mib": host / 2**20}

@@ -4,7 +4,6 @@ The driver's tests run sections that use no jax: what they crash is a process of
 ALL=1.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -12,15 +11,17 @@ import sys
 import threading
 import time
 import zipfile
+from pathlib import Path
+from random import Random
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.gpu import report, run as gpu, sections as gpu_sections_table
 from benchmarks.gpu.sections import Section
-from benchmarks.lib.record import Record
+from benchmarks.lib.record import Record, append, run_of
 from benchmarks.lib.tables import ROOT, markers
-from benchmarks.lib.timing import Bench, LeftOut, Variant
+from benchmarks.lib.timing import Bench, LeftOut, OutOfTime, Variant
 
 pytestmark = pytest.mark.xdist_group("benchmarks_gpu")
 MACHINE = Section("gpu_sections:machine", "", 60.0, 60.0)
@@ -44,7 +45,7 @@ def drive(tmp_path, monkeypatch):
         machine = MACHINE._replace(runs=f"gpu_sections:{machine}")
         status = gpu.main(["--out", str(tmp_path / "out"), *arguments], sections=table, machine=machine)
         folder = tmp_path / "out" / "a_fake_gpu"
-        return status, {name: Record(folder / f"{name}.json", name) for name in names}
+        return status, {name: Record(folder / report.FILE, name) for name in names}
 
     return driven
 
@@ -68,8 +69,8 @@ def test_a_fault_costs_one_item_and_leaves_its_text(drive, tmp_path, capsys):
     assert states(records["fails"]) == ["passed", "failed", "passed"]
     assert "ZeroDivisionError" in records["fails"].items["in it"]["text"]
     assert states(records["loses_its_device"]) == ["passed", "failed", "passed"]
-    assert records["needs_a_package"].data["missing"] == "a_package_that_wheels_bring"
-    assert records["runs_nothing"].data["error"] == "the section ran nothing"
+    assert records["needs_a_package"].about["missing"] == "a_package_that_wheels_bring"
+    assert records["runs_nothing"].about["error"] == "the section ran nothing"
     # The summary says it all, in its file and on the screen; junit has every item.
     summary = (tmp_path / "out" / "a_fake_gpu" / "summary.md").read_text()
     assert summary in capsys.readouterr().out + "\n"
@@ -98,6 +99,26 @@ def test_a_section_that_hangs_for_its_whole_time_is_killed(drive):
     assert states(records["hangs"]) == ["passed", "no time"] and records["hangs"].state() == "no time"
     assert records["hangs"].items["in it"]["text"].startswith("still running when the section's time was over")
     assert records["sound"].state() == "passed"
+
+
+def test_a_build_beyond_the_limit_costs_its_own_row(drive, tmp_path):
+    """What was measured before it is kept, and a second run begins with it."""
+    status, records = drive("builds_for_too_long", limit=4.0)
+    assert status == 1
+    assert states(records["builds_for_too_long"]) == ["passed", "no time"]
+    assert [row["variant"] for row in records["builds_for_too_long"].rows] == ["fast"]
+    (tmp_path / "mended").touch()
+    status, records = drive("builds_for_too_long")
+    assert status == 0
+    assert [row["variant"] for row in records["builds_for_too_long"].rows] == ["fast", "slow", "last"]
+    assert (tmp_path / "built").read_text().split() == ["fast", "slow", "slow", "last"]
+
+
+def test_compiled_programs_are_kept_for_a_second_run(monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    assert gpu.Runner(False, None).environment["JAX_COMPILATION_CACHE_DIR"] == str(ROOT / "build" / "compiled")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/this/machine")
+    assert gpu.Runner(False, None).environment["JAX_COMPILATION_CACHE_DIR"] == "/of/this/machine"
 
 
 def test_a_section_that_is_killed_from_outside_loses_one_item(drive, tmp_path):
@@ -130,6 +151,19 @@ def test_a_second_run_goes_on_where_the_first_stopped(drive, tmp_path, monkeypat
     monkeypatch.setattr(gpu, "source", lambda: "other code")
     assert drive(*names)[0] == 0
     assert (tmp_path / "sound").read_text() == "run\n" * 3
+
+
+def test_a_second_run_begins_with_what_never_ran(drive, tmp_path, capsys):
+    assert drive("fails")[0] == 1
+    capsys.readouterr()
+    drive("fails", "sound")
+    printed = capsys.readouterr().out
+    assert printed.index("sound  ") < printed.index("fails  ")
+
+
+@pytest.mark.thorough(0)
+def test_a_section_that_starts_for_too_long_has_no_time_and_did_not_fail(drive):
+    assert drive("starts_for_too_long", limit=1.0)[1]["starts_for_too_long"].state() == ""
 
 
 def test_a_driver_that_is_stopped_says_what_it_has(drive, tmp_path, capsys):
@@ -188,7 +222,7 @@ def test_a_machine_that_cannot_measure_is_named(drive, machine, message, capsys)
     ("arguments", "message"),
     [
         (["--tiny", "--out", str(gpu.FOLDER)], "--tiny does not measure a GPU: set another folder for its results"),
-        (["--sections", "copies"], "sections are correctness, copy, casts"),
+        (["--sections", "copies"], "sections are right, dense, gpt, llama"),
         (["--wheels", "/nonexistent"], "no wheels in /nonexistent; benchmarks/gpu/pack.sh /nonexistent makes them"),
     ],
 )
@@ -213,8 +247,11 @@ def test_every_section_exists_and_the_limits_leave_time_for_what_comes_first():
         text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         assert f"def {function}(bench: Bench) -> None:" in text
         assert section.item <= section.limit
-    first = list(gpu_sections_table.SECTIONS)[:5]
-    assert sum(gpu_sections_table.SECTIONS[name].limit for name in first) < gpu_sections_table.WHOLE == 480.0
+    first = list(gpu_sections_table.SECTIONS)[:7]
+    assert (
+        first[0] == "right"
+        and sum(gpu_sections_table.SECTIONS[name].limit for name in first) < gpu_sections_table.WHOLE == 480.0
+    )
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
@@ -231,15 +268,24 @@ def test_a_variant_that_fails_leaves_the_others(bench):
     bench.compare("it", {"broken": broken, "missing": missing, "sound": sound})
     assert [row["variant"] for row in bench.record.rows] == ["sound"]
     found = {name: item["state"] for name, item in bench.record.items.items()}
-    assert found == {"it, broken": "failed", "it, missing": "left out", "it, sound": "passed", "it": "passed"}
+    assert found == {"it, broken": "failed", "it, missing": "left out", "it, sound": "passed"}
     assert "in broken" in bench.record.items["it, broken"]["text"]
-    # The same program again, after a fault: what ran is not run again. A second run measures all of it.
+    # The same program again, after a fault: what ran is not run again.
     bench.compare("it", {"broken": broken, "missing": missing, "sound": broken})
     assert len(bench.record.rows) == 1
-    bench.record.forget_what_is_to_run_again()
-    assert bench.record.rows == []
-    bench.compare("it", {"broken": sound, "missing": sound, "sound": sound})
-    assert len(bench.record.rows) == 3 and states(bench.record) == ["passed"] * 4
+
+
+def test_a_row_is_written_before_the_next_variant_is_built(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    bench = Bench(tiny=True, record=Record(path, "here"), seconds=1000.0)
+    seen = []
+
+    def build():
+        seen.append([row["variant"] for row in Record(path, "here").rows])
+        return Variant(lambda: 1.0)
+
+    bench.compare("it", {"a": build, "b": build, "c": build})
+    assert seen == [[], ["a"], ["a", "b"]]
 
 
 def test_what_a_section_has_no_time_for_is_left_to_a_second_run(bench):
@@ -247,21 +293,137 @@ def test_what_a_section_has_no_time_for_is_left_to_a_second_run(bench):
     bench.compare("it", {"late": lambda: 1 / 0})
     bench.check("that", lambda: 1 / 0)
     assert states(bench.record) == ["no time", "no time"]
-    bench.record.data["ended"] = True
+    bench.record.note(ended=True)
     assert bench.record.state() == "no time"
-    bench.record.forget_what_is_to_run_again()
-    assert bench.record.items == {}
+
+
+def test_what_is_too_slow_has_no_time_and_did_not_fail(bench, monkeypatch):
+    def slow():
+        raise OutOfTime("not ready after 5 s")
+
+    bench.check("it", slow)
+    assert bench.record.items["it"]["state"] == "no time" and bench.record.items["it"]["text"] == "not ready after 5 s"
+    # So does the sanitizer end a tool that is too slow.
+    from benchmarks.gpu import sanitizer
+
+    def endless(*args, timeout, **kwargs):
+        raise subprocess.TimeoutExpired(args[0], timeout)
+
+    monkeypatch.setattr(sanitizer.subprocess, "run", endless)
+    monkeypatch.setattr(sanitizer.shutil, "which", lambda name: name)
+    bench.tiny = False
+    sanitizer.sanitizer(bench)
+    assert {bench.record.items[tool]["state"] for tool in sanitizer.TOOLS} == {"no time"}
 
 
 def test_a_record_is_whole_after_every_item(tmp_path):
-    path = tmp_path / "here.json"
+    path = tmp_path / "rows.jsonl"
+    append(path, {"run": {"device": "X"}})
     record = Record(path, "here")
     record.begin("one")
-    assert json.loads(path.read_text())["current"] == "one"
-    record.end("one")
+    assert Record(path, "here").current == "one"
+    record.end("one", row={"us": 1.0})
     record.end("beside", "left out", "why")
-    assert Record(path).items.keys() == {"one", "beside"} and Record(path).data["current"] is None
-    assert [file.name for file in tmp_path.iterdir()] == ["here.json"]
+    Record(path, "there").end("one")
+    found = Record(path, "here")
+    assert found.items.keys() == {"one", "beside"} and found.current is None and found.rows == [{"us": 1.0}]
+    # Cut anywhere, the file has the whole lines before the cut, and goes on behind it.
+    whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        Record(path, "here").end("after")
+        states = {name: item["state"] for name, item in Record(path, "here").items.items()}
+        assert states.pop("after") == "passed"
+        assert list(states) == ["one", "beside"][: len(states)]
+        kept = whole[:cut].count(b"\n") + (whole[cut : cut + 1] == b"\n")
+        assert len(states) == (0 if kept < 2 else 1 if kept < 4 else 2), cut
+
+
+def test_a_new_run_forgets_what_did_not_pass(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for section in ("whole", "partly"):
+        record = Record(path, section)
+        record.end("passed", row={"us": 1.0})
+        record.end("absent", "left out")
+        record.note(ended=True)
+    Record(path, "partly").end("broken", "failed")
+    append(path, {"run": {}, "again": []})
+    assert list(Record(path, "whole").items) == ["passed", "absent"]
+    assert list(Record(path, "partly").items) == ["passed"] and Record(path, "partly").state() == "no time"
+    append(path, {"run": {}, "again": ["whole"]})
+    assert Record(path, "whole").items == {} and Record(path, "whole").state() == ""
+
+
+# --- kills ------------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys
+from benchmarks.gpu import run
+from benchmarks.gpu.sections import Section
+run.source = lambda: "this code"
+table = {name: Section(f"gpu_sections:{name}", name, 60.0, 30.0, alone=name == "alone") for name in ("many", "alone")}
+sys.exit(run.main(sys.argv[1:], sections=table, machine=Section("gpu_sections:machine", "", 60.0, 60.0)))
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Starts the driver in a process of its own, over sections without jax; (start, rows so far, measured so far)."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
+    environment["GPU_SECTIONS_FOLDER"] = str(tmp_path)
+    path = tmp_path / "out" / "a_fake_gpu" / report.FILE
+
+    def start():
+        command = [sys.executable, "-c", DRIVER, "--out", str(tmp_path / "out")]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+    def rows():
+        return [row["what"] for name in ("many", "alone") for row in Record(path, name).rows]
+
+    def measured():
+        file = tmp_path / "measured"
+        return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+
+    return start, rows, measured
+
+
+def ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # dead, not yet reaped
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers end with their driver by Linux's prctl")
+def test_a_run_that_is_killed_at_random_moments_keeps_its_rows_and_goes_on(driver):
+    start, rows, measured = driver
+    random = Random(0)
+    before, kills = [], 0
+    for _ in range(4):
+        process = start()
+        known = len(measured())
+        while len(measured()) == known and process.poll() is None:  # not only in the start of Python
+            time.sleep(0.01)
+        time.sleep(random.uniform(0.0, 0.6))
+        process.kill()
+        process.wait()
+        kills += 1
+        at_the_kill = len(measured())
+        deadline = time.monotonic() + 10
+        while not all(ended(int(pid)) for pid, _ in measured()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert len(measured()) <= at_the_kill + 1, "a worker goes on without its driver"
+        assert rows()[: len(before)] == before
+        before = rows()
+        assert len(measured()) <= len(before) + kills  # a kill costs one measurement at most
+    assert start().wait(60) == 0
+    items = [f"{section}-{i}" for section, count in (("many", 20), ("alone", 4)) for i in range(count)]
+    assert rows() == items
+    assert len(measured()) <= len(items) + kills
+    alone = [pid for pid, what in measured() if what.startswith("alone")]
+    assert len(set(alone)) == len(alone)  # a process for each
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -271,19 +433,22 @@ def row(what, variant, **fields):
     return {"what": what, "variant": variant, "host_us": 1.0, **fields}
 
 
-def stored(folder, **sections):
-    """Files of sections, as a run on a GPU leaves them."""
+def stored(folder, *, tiny=False, device="GPU X", **sections):
+    """The rows of sections, as a run on a GPU leaves them."""
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / report.FILE
+    append(path, {"run": {"tiny": tiny, "device": device, "versions": {"jax": "9"}}})
     for name, rows in sections.items():
-        record = Record(folder / f"{name}.json", name)
-        record.data |= {"rows": rows, "ended": True, "tiny": False, "device": "GPU X", "versions": {"jax": "9"}}
+        record = Record(path, name)
         for one in rows:
-            record.end(f"{one['what']}, {one['variant']}")
+            record.end(f"{one['what']}, {one['variant']}", row=one)
+        record.note(ended=True)
     return report.stored(folder)
 
 
 DENSE = "Dense 8192x4096x4096, forward and backward"
 LAYER = "training step of a Llama layer, width 4096"
+STEPS = gpu_sections_table.STEPS
 STACKED = "training step of stacked layers"
 
 
@@ -294,8 +459,9 @@ def test_targets_are_held_missed_or_not_measured(tmp_path):
         tmp_path,
         copy=[row("copy", "memcpy", us=1.0, bytes_per_s=4e12), row("copy", "kernel", us=1.0, bytes_per_s=3e12)],
         casts=[row("cast_transpose_amax, 8192x8192 bfloat16", "mosaic", us=1.0, bytes_per_s=3.6e12)],
-        dense=[row(DENSE, "bf16", us=160.0), row(DENSE, "fp8", us=100.0)],
-        llama=[row(LAYER, "bf16", us=110.0, peak_mib=10.0), row(LAYER, "fp8", us=100.0, peak_mib=10.0)],
+        dense=[row(DENSE, "bf16", us=160.0), row(DENSE, "fp8 delayed", us=100.0)],
+        crossover=[row(LAYER, "bf16", us=110.0), row(LAYER, "fp8", us=100.0)],
+        gpt=[row(STEPS["GPT"], name, us=100.0, peak_mib=10.0, tokens_per_s=1e4) for name in ("bf16", "fp8")],
         offload=[*bus, *steps],
     )
     found = {(t["what"], t["wanted"]): t for t in report.targets(records)}
@@ -303,7 +469,7 @@ def test_targets_are_held_missed_or_not_measured(tmp_path):
     assert got["got"] == pytest.approx(0.9) and got["holds"] is True
     assert found[DENSE, "1.5 times as fast as bf16"]["got"] == pytest.approx(1.6)
     assert found[LAYER, "1.35 times as fast as bf16"]["holds"] is False
-    assert found[LAYER, "1 no more memory than bf16"]["holds"] is True
+    assert found[STEPS["GPT"], "1 no more memory than bf16"]["holds"] is True
     # 50 GB over the bus take a second alone; the step became half a second longer.
     assert found[STACKED, "0.5 of the copies hidden"]["got"] == pytest.approx(0.5)
     # A kernel that gave no time is a miss; torch that is not there is none.
@@ -324,21 +490,79 @@ def test_tables_are_written_from_files_and_only_where_something_was_measured(tmp
     assert "nothing to write" in capsys.readouterr().out
     assert pages["page"].read_text() == f"before\n{begin}\n{report.NOT_YET}\n{end}\nafter\n"
     assert pages["front"].read_text() == f"before\n{begin}\n\n{end}\nafter\n"
-    rows = [row(DENSE, "bf16", us=160.0, flops_per_s=7e14), row(DENSE, "fp8", us=100.0, flops_per_s=11e14)]
+    rows = [row(DENSE, "bf16", us=160.0, flops_per_s=7e14), row(DENSE, "fp8 delayed", us=100.0, flops_per_s=11e14)]
     stored(tmp_path / "results" / "gpu_x", dense=rows)
     (tmp_path / "results" / "gpu_x" / "summary.md").write_text("")
     assert report.write(tmp_path / "results", **pages) == 0
-    long, short = (pages[name].read_text() for name in ("page", "front"))
+    long, front = (pages[name].read_text() for name in ("page", "front"))
     assert "| dense " in long and "700.0" in long and "| TFLOP/s |" in long and "GPU X; jax 9." in long
     assert "GB/s" not in long and "peak MiB" not in long  # no column without numbers
     assert "| 1.5 times as fast as bf16 | 1.60" in long
-    assert "| on GPU X " in short and "1.60" in short and LAYER not in short + long
+    assert "| on GPU X " in front and "1.60" in front and LAYER not in front + long
+    assert "![Speedups on GPU X](results/gpu_x/speedups.svg)" in front and "GPU X; jax 9." in front
     # Toy sizes measure nothing.
-    (record,) = report.stored(tmp_path / "results" / "gpu_x")
-    record.data["tiny"] = True
-    record.save()
+    stored(tmp_path / "results" / "gpu_x", tiny=True)
     report.write(tmp_path / "results", **pages)
     assert report.NOT_YET in pages["page"].read_text()
+
+
+def test_the_short_table_answers_what_a_reader_asks_first(tmp_path):
+    """In its order: right; GEMMs; steps; the optimizer; casts. Each beside its roofline where the device has one."""
+    device, flops = "NVIDIA H100 80GB HBM3", 6.0 * 8192 * 4096
+    gemms = []
+    for n_in, n_out in gpu_sections_table.SIDES:
+        work = flops * n_in * n_out / 4096
+        for variant, us in (("bf16", 2000.0), ("fp8 current", 1000.0)):
+            kind = variant.split()[0]
+            fields = {"us": us, "flops_per_s": work / us * 1e6, "gemms_in": kind}
+            gemms.append(row(gpu_sections_table.DENSE.format(8192, n_in, n_out), variant, **fields))
+    step = {"tokens_per_s": 4e4, "peak_mib": 2048.0, "gemms_in": "fp8"}
+    fused, hand = "jaxmp.fused_adamw, fp16", "by hand, select: fp16 params, fp32 masters, clip, adamw"
+    cast = gpu_sections_table.CASTS.format(8192, "bfloat16")
+    names = {"copy": [row("copy", "memcpy", us=1.0, bytes_per_s=4e12)]}
+    names["right"] = [row("Dense", "bf16", gap_y=0.0)]
+    names["dense"] = gemms
+    names["llama"] = [
+        row(STEPS["Llama"], name, us=us, flops_per_s=9.895e14, **step) for name, us in (("bf16", 3e5), ("fp8", 2e5))
+    ]
+    names["optimizer"] = [
+        row(gpu_sections_table.OPTIMIZER, fused, us=100.0, bytes_per_s=3.6e12),
+        row(gpu_sections_table.OPTIMIZER, hand, us=150.0),
+        row(gpu_sections_table.OPTIMIZER, "optax.clip + adamw, f32, no scaling", us=140.0),
+    ]
+    names["casts"] = [row(cast, "xla", us=90.0), row(cast, "mosaic", us=100.0, bytes_per_s=2e12)]
+    found = report.answers(stored(tmp_path, device=device, **names), device)
+    assert [(a.speedup and round(a.speedup, 2)) for a in found] == [
+        None,
+        None,
+        2.0,
+        None,
+        2.0,
+        None,
+        1.5,
+        1.5,
+        1.4,
+        0.9,
+    ]
+    right, _, dense, bf16, twelve, _, fp8, by_hand, by_optax, casts = found
+    assert right.measured == "1 of 1 passed"
+    assert dense.of_peak == pytest.approx(flops * 4096 / 1e-3 / 1979e12)
+    whole = sum(flops * n_in * n_out / 4096 for n_in, n_out in gpu_sections_table.SIDES)
+    assert twelve.of_peak == pytest.approx(whole / 4e-3 / 1979e12) and twelve.measured == "4.00 ms"
+    assert bf16.of_peak == pytest.approx(whole / 8e-3 / 989e12) and bf16.measured == "8.00 ms"
+    assert fp8.measured == "200.0 ms, 40.0 k tokens/s, 2.0 GiB" and fp8.of_peak == pytest.approx(0.5)
+    assert by_hand.of_peak == pytest.approx(0.9) and casts.of_peak == pytest.approx(0.5)
+    assert casts.measured.startswith("slower") and by_optax.measured.startswith("faster")
+    # Without one of the 12 there is no sum, here of fp8.
+    fewer = stored(tmp_path / "fewer", dense=gemms[:-1])
+    assert [a.what.split(",")[0] for a in report.answers(fewer, device)] == ["Dense 4096x4096"] * 2 + [
+        "12 GEMMs of a layer"
+    ]
+    # The picture has a bar for each speedup.
+    text = report.short(tmp_path, tmp_path.parent)
+    assert f"]({tmp_path.name}/{report.PICTURE})" in text and "| 0.90 " in text
+    drawn = ElementTree.parse(tmp_path / report.PICTURE).getroot()
+    assert len(drawn.findall("{*}rect")) == 1 + sum(a.speedup is not None for a in found)
 
 
 def test_the_stored_results_are_the_tables_of_the_pages():
@@ -346,7 +570,7 @@ def test_the_stored_results_are_the_tables_of_the_pages():
     begin, end = markers("gpu")
     for page in (report.README, report.FRONT):
         assert page.read_text().count(begin) == page.read_text().count(end) == 1
-    if not list(gpu.FOLDER.glob("*/*.json")):
+    if not list(gpu.FOLDER.glob(f"*/{report.FILE}")):
         assert f"{begin}\n{report.NOT_YET}\n{end}" in report.README.read_text()
 
 
@@ -374,6 +598,7 @@ def test_every_target_is_of_a_row_that_a_section_makes():
     assert {what for what in asked if what.startswith("multi_tensor_update AdamW, float3")} <= updates | skipped
     assert {target.what for target in report.all_targets() if target.section == "skipped"} <= skipped
     assert {offload.UPDATE, offload.STEP} <= asked
+    assert optimizer.STEP.format(optimizer.programs.GPT2.name) == gpu_sections_table.OPTIMIZER
     assert {target.section for target in report.all_targets()} <= set(gpu_sections_table.SECTIONS)
     programs = {p.name for p in optimizer.on_one_device()}
     of = {v for t in report.all_targets() if t.section == "optimizer" for v, _ in filter(None, (t.of, t.by))}
@@ -387,8 +612,9 @@ def test_every_target_is_of_a_row_that_a_section_makes():
 def test_the_copy_is_timed_in_a_process_of_its_own(tmp_path):
     """The real sections with jax: the machine and the copy, in tiny sizes."""
     assert gpu.main(["--tiny", "--out", str(tmp_path), "--sections", "copy"]) == 0
-    record = Record(tmp_path / "cpu" / "copy.json")
-    assert {"python", "jax", "flax", "optax"} <= record.data["versions"].keys() and record.data["tiny"]
+    path = tmp_path / "cpu" / report.FILE
+    assert {"python", "jax", "flax", "optax"} <= run_of(path)["versions"].keys() and run_of(path)["tiny"]
+    record = Record(path, "copy")
     assert [row["variant"] for row in record.rows] == ["memcpy", "kernel"]
     for found in record.rows:
         assert 0 < found["low_us"] <= found["us"] <= found["high_us"] and found["bytes_per_s"] > 0
@@ -410,11 +636,36 @@ def test_the_example_is_built_as_the_example_builds_it(monkeypatch):
 
 
 @pytest.mark.thorough(0)
+def test_a_run_with_jax_that_is_killed_at_random_moments_keeps_its_rows_and_goes_on(tmp_path):
+    """Two sections in tiny sizes; what was measured is not measured again."""
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--tiny", "--out", str(tmp_path), "--sections", "copy,dense"]
+    path, random, before = tmp_path / "cpu" / report.FILE, Random(2), []
+    for _ in range(3):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while rows_in(path) == before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(random.uniform(0.0, 4.0))
+        process.kill()
+        process.wait()
+        found = rows_in(path)
+        assert found[: len(before)] == before  # its times too: the rows are the same
+        before = found
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    found = rows_in(path)
+    assert found[: len(before)] == before and len(found) == 6
+
+
+def rows_in(path):
+    return [row for name in ("copy", "dense") for row in Record(path, name).rows]
+
+
+@pytest.mark.thorough(0)
 def test_all_sections_end_well_in_tiny_sizes(tmp_path):
     """`make gpu ARGS=--tiny`, whole: minutes."""
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"ARGS=--tiny --out {tmp_path}"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     for name in gpu_sections_table.SECTIONS:
-        record = Record(tmp_path / "cpu" / f"{name}.json")
+        record = Record(tmp_path / "cpu" / report.FILE, name)
         assert record.state() == "passed", report.wrong(record)

@@ -34,6 +34,27 @@ def sound(bench):
     bench.check("second", lambda: None)
 
 
+def measured(bench, what, count):
+    """Items; each takes a moment, and leaves a line with its process when it is measured."""
+
+    def measure(i):
+        time.sleep(0.1)
+        with (FOLDER / "measured").open("a") as file:
+            file.write(f"{os.getpid()} {what}-{i}\n")
+        return {"us": 2.0, "variant": "mosaic"}
+
+    for i in range(count):
+        bench.check(f"{what}-{i}", lambda i=i: measure(i))
+
+
+def many(bench):
+    measured(bench, "many", 20)
+
+
+def alone(bench):
+    measured(bench, "alone", 4)
+
+
 def around(bench, what):
     """An item before, one after."""
     bench.check("before", lambda: None)
@@ -52,6 +73,20 @@ def crashes_once(bench):
 
 def hangs(bench):
     around(bench, lambda: time.sleep(1000))
+
+
+def builds_for_too_long(bench):
+    """Three variants; the second is built for ever, until the file "mended" is there."""
+    from benchmarks.lib.timing import Variant
+
+    def build(name):
+        with (FOLDER / "built").open("a") as file:
+            file.write(f"{name}\n")
+        if name == "slow" and not (FOLDER / "mended").exists():
+            time.sleep(1000)
+        return Variant(lambda: 1.0, wait=lambda result: None)
+
+    bench.compare("it", {name: lambda name=name: build(name) for name in ("fast", "slow", "last")})
 
 
 def waits_to_be_killed(bench):
@@ -83,6 +118,11 @@ def needs_a_package(bench):
     import a_package_that_wheels_bring
 
     bench.check("has it", lambda: {"value": a_package_that_wheels_bring.VALUE})
+
+
+def starts_for_too_long(bench):
+    time.sleep(1000)
+    bench.check("never", lambda: None)
 
 
 def runs_nothing(bench):
