@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import array_functions
 
 
@@ -39,10 +40,10 @@ class Saver(pickle.Pickler):
     Args:
       file: for the pickle.
       arrays: for the bytes; several savers may share one.
-      places: by id, the arrays that were written and their places; savers that share `arrays` share it too.
+      places: by array, where it was written; savers that share `arrays` share it too.
     """
 
-    def __init__(self, file: BinaryIO, arrays: BinaryIO, places: dict[int, Any]):
+    def __init__(self, file: BinaryIO, arrays: BinaryIO, places: ByIdentity):
         super().__init__(file, protocol=5)
         self.arrays = arrays
         self.places = places
@@ -64,13 +65,14 @@ class Saver(pickle.Pickler):
         return NotImplemented
 
     def _place(self, obj: Any, x: Any) -> Any:
-        if id(obj) not in self.places:
+        place = self.places.get(obj)
+        if place is None:
             host = np.asarray(x)
-            # The object is kept: without it another object could get its id.
-            self.places[id(obj)] = obj, (self.arrays.tell(), host.shape, host.dtype)
+            place = self.arrays.tell(), host.shape, host.dtype
+            self.places.set(obj, place)
             # As bytes, because numpy cannot write every dtype.
             self.arrays.write(np.ascontiguousarray(host).reshape(-1).view(np.uint8).data)
-        return self.places[id(obj)][1]
+        return place
 
 
 class Loader(pickle.Unpickler):

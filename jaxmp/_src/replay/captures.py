@@ -32,6 +32,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import array_functions
 from jaxmp._src.replay import array_pickle, atomic_folders, nonfinite
@@ -275,7 +276,7 @@ def _check_readable(path: str, x: Any) -> None:
 
 def _write(half: Path, leaves: array_functions.Leaves, args: Any, rest: dict[str, Any]) -> str:
     """Writes the arguments; returns why their structure cannot be stored, or ""."""
-    places: dict[int, Any] = {}
+    places = ByIdentity()
     numbers = (bool, int, float, complex)
     values = [x if array_functions.is_array(x) or isinstance(x, numbers) else None for x in leaves.values]
     with open(half / _ARRAYS, "wb") as arrays:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxmp._src.base.by_identity import ByIdentity
+
 
 def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
     """`state` with each array in its own buffer, which no other array of `state` or `foreign` shares.
@@ -15,14 +17,19 @@ def own_buffers(state: PyTree, foreign: PyTree) -> PyTree:
     that the caller's params share would be deleted under the caller. A NumPy array can change under the state: it is
     copied too.
     """
-    seen = {id(x) for x in jax.tree.leaves(foreign)}
+    seen = ByIdentity()
 
     def own(x: Any) -> Any:
         if isinstance(x, np.ndarray | np.generic):
             return jnp.array(x)
-        if isinstance(x, jax.Array) and id(x) in seen:
+        if not isinstance(x, jax.Array):
+            return x
+        if seen.get(x):
             return jnp.copy(x)
-        seen.add(id(x))
+        seen.set(x, True)
         return x
 
+    for x in jax.tree.leaves(foreign):
+        if isinstance(x, jax.Array):
+            seen.set(x, True)
     return jax.tree.map(own, state)
