@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_exact, assert_moved, assert_same_program, compiled_quickly
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.replay import array_pickle, atomic_folders
 from jaxmp.monitor import capture, load_capture
 
@@ -64,7 +65,7 @@ def loss_fn(params, *args, **kwargs):
 
 
 def test_arrays_that_live_only_while_they_are_written_keep_their_own_bytes():
-    arrays, places = io.BytesIO(), {}
+    arrays, places = io.BytesIO(), ByIdentity()
     files = [io.BytesIO(), io.BytesIO()]
     for i, file in enumerate(files):
         array_pickle.Saver(file, arrays, places).dump([Counter(10 * i + k) for k in range(8)])
