@@ -382,6 +382,7 @@ def test_a_loss_that_is_detached(policy):
     "inner", [optax.adam(3e-3), optax.adamw(3e-3, weight_decay=0.1), optax.sgd(0.1)], ids=["adam", "adamw", "sgd"]
 )
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.filterwarnings("ignore:gradients that are multiplied by a loss scale must not be clipped")
 def test_a_clip_that_makes_all_float16_gradients_zero(late, inner):
     """The norm of scaled gradients overflows float16: named, whether statistics are taken before the clip or after."""
     named = findings_of(wide("fp16"), inner, "fp16", ClippedOutside(late))
