@@ -45,6 +45,7 @@ from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.guard.loss import calibrate as calibrate
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._src.step.scales import (
+    get_amaxes as get_amaxes,
     get_scales as get_scales,
     resize_history as resize_history,
     split_fp8 as split_fp8,

@@ -60,19 +60,16 @@ def mean_square(y):
 
 
 def amaxes_of(apply, params, *args):
-    """Gradients of the scale leaves of a mean-square loss, by the layer that holds them."""
+    """The amaxes in the gradients of a mean-square loss, by the layer that holds them."""
     opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
     f = jax.jit(
         lambda params: jaxmp.value_and_grad(lambda p: mean_square(apply(p, *args)))(params, opt_state=opt_state)
     )
     _, grads = f(params)
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    named = {tree_paths.path_str(path): np.asarray(x) for path, x in leaves}
     found = {}
-    for path, x in named.items():
-        if is_scale(path):
-            layer, _, name = f"/{path}".rsplit("/", 2)
-            found.setdefault(layer.removeprefix("/"), {})[name] = x
+    for path, amax in jaxmp.fp8.get_amaxes(grads).items():
+        layer, _, name = f"/{path}".rsplit("/", 2)
+        found.setdefault(layer.removeprefix("/"), {})[name] = np.asarray(amax)
     return found, grads
 
 
@@ -713,7 +710,7 @@ def test_a_loss_that_was_traced_before_is_not_warned_of(wrap):
         params, state = jaxmp.fp8.calibrate(loss_fn, params, tx=tx, opt_state=state, policy=policy)
         step = jax.jit(lambda p, state: jaxmp.value_and_grad(loss_fn, policy=policy)(p, opt_state=state))
         grads = step(params, state)[1]
-        assert all(amax > 0 for amax in jax.tree.leaves(scale_leaves.partition(grads)[0]))
+        assert all(amax > 0 for amax in jaxmp.fp8.get_amaxes(grads).values())
 
 
 def test_a_jitted_function_is_traced_anew_in_another_region():

@@ -27,6 +27,7 @@ from fp8_model import (
     matmul,
     model_loss,
     model_params,
+    only_amaxes,
     only_scales,
     scale_leaves,
     start,
@@ -64,7 +65,7 @@ def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
         loss, grads = jaxmp.value_and_grad(model_loss)(params, batch, opt_state=opt_state)
         reduced = mean(grads)
         params, opt_state = jaxmp.apply_gradients(tx, reduced, opt_state, params)
-        return (params, opt_state, only_scales(grads["a"]), only_scales(reduced["a"])), loss
+        return (params, opt_state, only_amaxes(grads["a"]), only_amaxes(reduced["a"])), loss
 
     compiled = regime.compile(step)
     state = jax.block_until_ready(regime.place((*start(tx), scale_leaves(), scale_leaves())))
@@ -106,7 +107,7 @@ def test_stages_have_leaves_of_their_own_and_one_decision(bad):
         _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=state)
         updates, state = tx.update(grads, state, params)
         metrics = jaxmp.get_metrics(state)
-        return optax.apply_updates(params, updates), only_scales(grads), metrics["skipped"][None]
+        return optax.apply_updates(params, updates), only_amaxes(grads), metrics["skipped"][None]
 
     spread = jax.shard_map(step, mesh=mesh_of(), in_specs=P(AXIS), out_specs=P(AXIS))
     new, observed, skipped = jax.jit(spread)(params, xs)
@@ -125,7 +126,7 @@ def test_an_axis_left_out_of_the_gradients_is_not_left_out_of_the_amaxes():
 
     def step(state, batch):
         _, (_, grads) = make_step(tx, axis_name=())(state, batch)
-        return {name: amax[None] for name, amax in only_scales(grads["a"]).items()}
+        return {name: amax[None] for name, amax in only_amaxes(grads["a"]).items()}
 
     batch = make_batches()[1]
     spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)

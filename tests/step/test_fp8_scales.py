@@ -29,8 +29,10 @@ from fp8_model import (
     to_host,
 )
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from jaxmp._src.fp8 import amax_records
 from jaxmp._src.step.state import Fp8State
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history, update_amax
+from oracle_data import load, name_of
 from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
 
 F32 = np.float32
@@ -170,6 +172,42 @@ def test_split_sends_extra_arguments_to_the_rest():
     assert seen["value"] == 3
     for name in ("init", "updates", "params"):
         assert [key for key, x in seen[name].items() if isinstance(x, optax.MaskedNode)] == sorted((LHS, RHS, GRAD))
+
+
+# TransformerEngine, through params, optimizer and records
+
+
+def _te_cases():
+    finite = lambda case: all(a is None or 2.0**-86 < a < np.inf or a == 0 for row in case["amaxes"] for a in row)  # noqa: E731
+    return [case for case in load("te_delayed_scaling")["cases"] if finite(case)]
+
+
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize("case", _te_cases(), ids=name_of)
+def test_a_layer_casts_with_the_scale_of_transformer_engine(case):
+    """Bit for bit, for any jump: `apply_gradients` writes the leaf, and adds nothing to it."""
+    recipe = DelayedScaling(
+        margin=case["margin"],
+        amax_history_len=case["history_len"],
+        amax_compute=case["algo"],
+        fp8_format="HYBRID",
+        power_of_two=False,
+        semantics="te",
+    )
+    name = ANY_NAMES[2 if case["fmt"] == "E5M2" else 0]
+    params = {"w": jnp.ones(1), name: jnp.ones(len(case["amaxes"][0]))}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipe)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, amax):
+        grads = {"w": jnp.ones(1), name: amax_records.record(amax, amax > 0)}
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    for row, expected in zip(case["amaxes"], case["trace"], strict=True):
+        amax = np.array([0.0 if a is None else a for a in row], F32)
+        params, opt_state = step(params, opt_state, amax)
+        assert_exact(get_scales(params)[name], np.array(expected[1], F32))
 
 
 # Histories of another length

@@ -410,7 +410,7 @@ def test_a_scaler_of_the_user():
 METRICS = set(
     "loss_scale skipped skipped_steps consecutive_skips growth_count hysteresis_left pinned_overflows unscaled_fp16 "
     "saturated_params stale_masters largest_gradient grad_norm zero_grads "
-    "fp8/min_scale fp8/max_scale fp8/max_amax fp8/saturated fp8/unused fp8/lost_gradients".split()
+    "fp8/min_scale fp8/max_scale fp8/max_amax fp8/saturated fp8/unused fp8/lost_gradients fp8/spoiled".split()
 )
 
 

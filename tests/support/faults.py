@@ -275,7 +275,14 @@ def _check_moves(new: Any, old: Any) -> None:
             assert np.all(moved <= FARTHEST + 1e-6 * np.abs(was)), f"4: {path} moved by {moved.max()}"
 
 
-_OF_A_SCALE = (".amax_history", ".scale", ".saturated_tensors", ".unused_tensors", ".lost_gradients")
+_OF_A_SCALE = (
+    ".amax_history",
+    ".scale",
+    ".saturated_tensors",
+    ".unused_tensors",
+    ".lost_gradients",
+    ".spoiled_tensors",
+)
 
 
 def _differing(a: Any, b: Any) -> dict[str, int]:

@@ -27,6 +27,11 @@ def only_scales(layer: dict[str, Any]) -> dict[str, Any]:
     return {name: layer[name] for name in (LHS, RHS, GRAD)}
 
 
+def only_amaxes(layer: dict[str, Any]) -> dict[str, Any]:
+    """The amaxes in the gradients of a layer."""
+    return jaxmp.fp8.get_amaxes({name: layer[name] for name in (LHS, RHS, GRAD)})
+
+
 def weights(seed: int, *shape: int) -> Any:
     return np.asarray(np.random.default_rng(seed).normal(size=shape or (SIDE, SIDE)) / 4, np.float32)
 
@@ -104,5 +109,4 @@ def to_host(tree: Any) -> Any:
 
 def amaxes(grads: Any) -> dict[str, np.ndarray]:
     """The amaxes in a tree of gradients, by path."""
-    found = jaxmp._src.base.tree_paths.leaves_by_path(grads)
-    return {path: np.asarray(x) for path, x in found.items() if jaxmp.fp8.is_scale(path)}
+    return to_host(jaxmp.fp8.get_amaxes(grads))

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, compat
@@ -43,7 +44,7 @@ class Fp8Gradients:
         self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
 
     def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
-        """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients.
+        """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients, or -inf.
 
         `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, value, params)`
         before the backward pass.
@@ -71,13 +72,17 @@ class Fp8Gradients:
 
         return differentiate
 
+    def nothing(self, zeros: PyTree) -> PyTree:
+        """What `add` begins with: `zeros` for gradients, -inf for amaxes."""
+        return scale_leaves.map_scales(lambda _, x: x - np.float32(np.inf), zeros)
+
     def add(self, sums: PyTree, grads: PyTree) -> PyTree:
         """float32 sums of gradients so far, with those of one more microbatch; of amaxes the larger."""
         totals = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), sums, grads)
         return scale_leaves.map_scales(lambda _, total, so_far, g: jnp.maximum(so_far, g), totals, sums, grads)
 
     def over_devices(self, grads: PyTree, params: PyTree) -> PyTree:
-        """`grads` with amaxes at their MAX over all bound axes; gradients stay this device's own."""
+        """`grads` with records of the MAX of amaxes over all bound axes; gradients stay this device's own."""
         return scale_leaves.max_of_scales(grads, params, compat.manual_axes())
 
 

@@ -5,10 +5,10 @@ A layer that multiplies in fp8 holds three small leaves beside its weights, one 
     fp8_lhs_e4m3_log2_scale   fp8_rhs_e4m3_log2_scale   fp8_grad_e5m2_log2_scale
 
 They are params, so they are saved, replicated and restored like params, but the inner optimizer never sees them. The
-"gradient" of such a leaf is the largest magnitude (*amax*) of its tensor in this step, and `jaxmp.fp8.update_amax`
-computes the next scale from it. The leaf holds log2 of a power of two, an integer, in float32: then `p + (new - p)` is
-always exact, so every optax loop updates the leaf exactly. (`..._scale`, without log2, holds a scale that need not be a
-power of two.)
+"gradient" of such a leaf is the largest magnitude (*amax*) of its tensor in this step, in the form of `amax_records`,
+and `jaxmp.fp8.update_amax` computes the next scale from it. The leaf holds log2 of a power of two, an integer, in
+float32: then `p + (new - p)` is always exact, so every optax loop updates the leaf exactly. (`..._scale`, without log2,
+holds a scale that need not be a power of two.)
 
 Two rules apply when the loss is differentiated:
 
@@ -21,6 +21,7 @@ Two rules apply when the loss is differentiated:
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices.collectives import max_over
+from jaxmp._src.fp8 import amax_records
 from jaxmp._src.numerics import float_bits, formats
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
@@ -197,10 +199,10 @@ def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
 
 
 def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
-    """`grads` of the params from `enter`, with amaxes of unscaled gradients: float32, 0.0 for leaves not used."""
+    """`grads` of the params from `enter`, with amaxes of unscaled gradients: float32, -inf for leaves not used."""
 
     def observed(path: str, gradient: Array) -> Array:
-        largest = jnp.maximum(compat.max_dtype_to_float32(gradient), 0.0)  # not used: -inf
+        largest = compat.max_dtype_to_float32(gradient)
         return largest / gradient_scale if format_of(path)[0] else largest
 
     return map_scales(observed, grads)
@@ -235,32 +237,32 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
 
 
 def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """`grads` with the amaxes of fp8 scale leaves at their MAX over the bound `axes`, by one collective.
+    """`grads` with records of the amaxes of fp8 scale leaves at their MAX over the bound `axes`, by one collective.
 
     A leaf of `params` that varies over one of `axes` differs between devices (pipeline stages), so its amax is not
-    reduced over that axis.
+    reduced over that axis. An amax of -inf says that the tensor was not used.
+
+    All amaxes that are reduced alike lie in one array, those of gradients behind the others, as in an `Fp8State`: then
+    XLA makes their records at once, and takes them apart and together at no cost.
     """
-    if not axes:
-        return grads
-    groups: dict[tuple[str, ...], list[Array]] = {}
+    flat: dict[tuple[str, ...], list[Array]] = {}
+    slots: dict[str, tuple[tuple[str, ...], int]] = {}
 
-    def shared_axes(param: Array) -> tuple[str, ...]:
-        return tuple(a for a in axes if a not in compat.varying_axes(param))
-
-    def gather(path: str, amax: Array, param: Array) -> Array:
-        del path
-        groups.setdefault(shared_axes(param), []).append(jnp.ravel(amax))
+    def gather(path: str, amax: Array, param: Array, *, is_gradient: bool) -> Array:
+        if format_of(path)[0] == is_gradient:
+            shared = tuple(a for a in axes if a not in compat.varying_axes(param))
+            found = flat.setdefault(shared, [])
+            slots[path] = shared, sum(x.size for x in found)
+            found.append(jnp.ravel(amax))
         return amax
 
-    map_scales(gather, grads, params)
-    found = {shared: max_over(jnp.concatenate(flat), shared) for shared, flat in groups.items()}
-    taken = dict.fromkeys(groups, 0)
+    for is_gradient in (False, True):
+        map_scales(functools.partial(gather, is_gradient=is_gradient), grads, params)
+    largest = {shared: max_over(jnp.concatenate(amaxes), shared) for shared, amaxes in flat.items()}
+    records = {shared: amax_records.record(amax, amax != -np.inf) for shared, amax in largest.items()}  # [n, 3]
 
-    def scatter(path: str, amax: Array, param: Array) -> Array:
-        del path
-        shared = shared_axes(param)
-        start = taken[shared]
-        taken[shared] += amax.size
-        return found[shared][start : taken[shared]].reshape(amax.shape)
+    def scatter(path: str, amax: Array) -> Array:
+        shared, start = slots[path]
+        return records[shared][start : start + amax.size].reshape(*amax.shape, 3)
 
-    return map_scales(scatter, grads, params)
+    return map_scales(scatter, grads)

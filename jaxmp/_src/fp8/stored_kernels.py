@@ -235,8 +235,8 @@ def enter(params: PyTree, kept: dict[str, Array]) -> PyTree:
 
 
 def leave(grads: PyTree, amaxes: dict[str, Array]) -> PyTree:
-    """`grads` with the amaxes of kept kernels whose layers were used. For stored kernels: 1.0 if used, else 0.0."""
-    return tree_paths.map_with_path(lambda path, g: jnp.where(g > 0, amaxes[path], 0.0) if path in amaxes else g, grads)
+    """`grads` with the amaxes of kept kernels whose layers were used. For stored kernels: 1.0 if used, else -inf."""
+    return tree_paths.map_with_path(lambda path, g: jnp.where(g > 0, amaxes[path], g) if path in amaxes else g, grads)
 
 
 def mark(leaf: Array) -> Array:

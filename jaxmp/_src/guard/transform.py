@@ -145,13 +145,7 @@ def _look_at_params(rule: Rule, params: PyTree) -> None:
     if rule.policy is not None and not is_part:
         tree_paths.warn_of_idle("keep_fp32", rule.policy.keep_fp32, paths, of="param")
     if rule.moves_scales is not None:
-        if is_part:
-            raise ValueError(
-                "the scales of all fp8 layers must move, also beside frozen weights: gradients go through these "
-                "layers, and become zero by a scale that stays. Got a part of the params (optax.MaskedNode() in place "
-                "of others). Put mixed_precision around optax.multi_transform, masked or partition, not inside: it "
-                "keeps scales away from labels and masks."
-            )
+        _refuse_part(parts)
         return
     of_scales = [scale_leaves.is_scale(path) for path in paths]
     if any(of_scales):
@@ -162,6 +156,17 @@ def _look_at_params(rule: Rule, params: PyTree) -> None:
         elif rule.policy is None:
             return
         scale_leaves.refuse(path for path, is_scale in zip(paths, of_scales, strict=True) if is_scale)
+
+
+def _refuse_part(leaves: list[Any]) -> None:
+    """Raises for fp8 scales of a part of the params."""
+    if any(map(_is_masked, leaves)):
+        raise ValueError(
+            "the scales of all fp8 layers must move, also beside frozen weights: gradients go through these layers, "
+            "and become zero by a scale that stays. Got a part of the params (optax.MaskedNode() in place of others). "
+            "Put mixed_precision around optax.multi_transform, masked or partition, not inside: it keeps scales away "
+            "from labels and masks."
+        )
 
 
 def _look_at_state(rule: Rule, state: StepState, params: PyTree) -> None:
@@ -188,6 +193,8 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
             _refuse_gradient(path, g)
     if params is None and (rule.policy is not None or rule.moves_scales is not None):
         raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
+    if rule.moves_scales is not None:
+        _refuse_part(jax.tree.leaves(params, is_leaf=_is_masked))
     if rule.policy is not None:
         own = params.fast if isinstance(params, optax.LookaheadParams) else params
         tree_paths.check_same_structure(grads, own, "grads", "params")

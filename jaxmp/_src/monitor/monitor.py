@@ -181,7 +181,7 @@ class Monitor:
         skipped, loss = row.get("skipped", 0.0) == 1, row.get("loss")
         self._skipped.append(skipped)
         found = [*rules.stuck_scale(step, row, self._patience)]
-        found += [*rules.infinite_norm(step, row), *rules.lost_gradients(step, row)]
+        found += [*rules.infinite_norm(step, row), *rules.lost_gradients(step, row), *rules.spoiled_amaxes(step, row)]
         if len(self._skipped) == self._skipped.maxlen or rules.are_many(self._skipped):
             found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
         jump = None

@@ -8,6 +8,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
                    a step that was not skipped
     infinite_norm  the norm of finite gradients is inf, so that clipping makes all of them zero
     lost_gradients gradients came to fp8 layers as zeros although the layers ran
+    spoiled_amaxes the gradients of fp8 scales were averaged by hand, or changed by more than a factor
     unscaled       the norm of the gradients is as if they had not been scaled, and were divided by the scale
     clipped        the norm of the gradients times the loss scale is always the same: they were clipped while scaled
     overflow       an activation is not finite; or a gradient is not finite in several samples
@@ -20,7 +21,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first seven check every step, and so does the last, as far as the metrics know. The others check sampled steps
+The first eight check every step, and so does the last, as far as the metrics know. The others check sampled steps
 (`StepStats`), and `Monitor` reports what they find only if it appears in several samples: in a row, or in a share of
 the last ones (`RATES`), for a fault that comes and goes. A loss scale that falls to the right level causes several
 overflows in a row: they count as one overflow.
@@ -51,8 +52,8 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, unscaled, clipped, overflow,
-        near_overflow, underflow, no_gradient, nonfinite_state, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, spoiled_amaxes, unscaled, clipped,
+        overflow, near_overflow, underflow, no_gradient, nonfinite_state, saturation, dead_update or stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -251,6 +252,21 @@ def lost_gradients(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
             f"{lost:.0f} gradients came to their fp8 layer as zeros. In the first steps of delayed scaling the scales "
             f"are not known yet, and gradients become zero on their way back: call jaxmp.fp8.calibrate before the "
             f"first step. Later it is a layer whose output does not change the loss.",
+        )
+
+
+def spoiled_amaxes(step: int, metrics: dict[str, float]) -> Iterator[Finding]:
+    """The gradients of fp8 scales were changed by more than a factor on their way to the optimizer."""
+    spoiled = metrics.get("fp8/spoiled", math.nan)
+    if spoiled > 0:
+        yield Finding(
+            "spoiled_amaxes",
+            step,
+            "",
+            f"the amaxes of {spoiled:.0f} fp8 tensors were changed between value_and_grad and the optimizer, by more "
+            f"than a common factor. Of a mean over microbatches the step took an upper bound, which costs range: use "
+            f"jaxmp.value_and_grad(accumulate=). After other arithmetic (noise, weight decay) the scales stay: put "
+            f"such transforms inside, jaxmp.mixed_precision(optax.chain(...), policy).",
         )
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting, float_bits
@@ -235,6 +235,7 @@ def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
 
 def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
+    grads = scale_leaves.map_scales(lambda path, g: _amax_of(g, leaves[path]), grads)
     # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
     if stored_kernels.stored_pairs(params):
         masters = states.masters_of(opt_state, params, may_be_frozen=True)
@@ -248,6 +249,10 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
         found.amax[path], found.scale[path] = amax, scale
         found.saturated[path] = amax * scale > np.float32(jnp.finfo(dtype).max)
     return found
+
+
+def _amax_of(gradient: Array, leaf: Array) -> Array:
+    return amax_records.observe([(gradient, leaf)]).amax.reshape(leaf.shape)
 
 
 def _probe(x: Array) -> Array:

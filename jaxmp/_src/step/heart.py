@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting, float_bits, reductions
 from jaxmp._src.step import masters, optimizers, scales, state as states
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
     optimizer: optimizers.Optimizer
     policy: Policy | None = None
     scaler: Any = None
-    moves_scales: optax.GradientTransformation | None = None
+    moves_scales: scales.MovesScales | None = None
     before: optax.GradientTransformationExtraArgs | None = None
     axis_name: collectives.AxisName = "auto"
     skip_nonfinite: bool = True
@@ -118,7 +118,8 @@ def step(
     with jax.named_scope("jaxmp.unscale"):
         gradients, clamped = _gradients(rule, grads, scaler, used_scale)
     with jax.named_scope("jaxmp.check_finite"):
-        decision, measured = decide(rule, gradients, amaxes, state, clamped, grads_finite, extra.get("value"))
+        loss = extra.get("value")
+        decision, measured = decide(rule, gradients, amaxes, scale_params, state, clamped, grads_finite, loss)
 
     next_scaling = states.scaling_state(scaler.adjust(decision.finite)) if own_scale_moves else state.scaling
     if rule.scaler is not None:
@@ -165,6 +166,7 @@ def decide(
     rule: Rule,
     gradients: optimizers.Gradients,
     amaxes: PyTree,
+    scale_params: PyTree,
     state: StepState,
     clamped: Bool[Array, ""] | None,
     known_finite: Bool[Array, ""] | None,
@@ -176,6 +178,7 @@ def decide(
       rule: what the transform was made with.
       gradients: those of this device.
       amaxes: the "gradients" of fp8 scales.
+      scale_params: these scales.
       state: the state before the step.
       clamped: whether an infinite gradient was clamped; this changes the scale and skips nothing. None: not asked.
       known_finite: the caller's answer, in place of a check; or None.
@@ -183,7 +186,7 @@ def decide(
     """
     looks = known_finite is None and rule.scaler is not None and (rule.skip_nonfinite or rule.scales)
     always = np.bool_(True)  # known while a step is traced
-    of_scales = jax.tree.leaves(amaxes)
+    of_scales = amax_records.not_finite_alike(amaxes, scale_params)
     measured = optimizers.Measured(jnp.zeros((), bool))
     if looks or _needs_norm(rule):
         measured = rule.optimizer.measure(gradients)
@@ -301,15 +304,15 @@ def _beside(
     """
     if rule.moves_scales is not None and rule.policy is not None and rule.policy.fp8_weights:
         amaxes = scales.observed(amaxes, scale_params, weights.by_param(None), params)
+    with jax.named_scope("jaxmp.update_amax"):
+        observed = None if rule.moves_scales is None else rule.moves_scales.observe(amaxes, scale_params)
     counts_stale = adds and state.skipped is not None and state.master_params is not None
 
     def move(old: PyTree) -> PyTree:
         leaves, histories, count, _, stale = old
         if rule.moves_scales is not None:
             with jax.named_scope("jaxmp.update_amax"):
-                amax = jax.tree.map(lambda x: x.astype(jnp.float32), amaxes)
-                moves, histories = rule.moves_scales.update(amax, state.fp8_scales, scale_params)
-                leaves = moves if adds else optax.apply_updates(scale_params, moves)
+                leaves, histories = rule.moves_scales.move(observed, state.fp8_scales, scale_params, adds=adds)
         if counts_stale:
             stale = masters.stale_elements(pairs)
         return leaves, histories, None if count is None else number, before_state, stale

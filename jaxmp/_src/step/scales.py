@@ -1,4 +1,4 @@
-"""Delayed scaling in the optimizer: the gradients of scale leaves are amaxes, their updates give the next scales.
+"""Delayed scaling in the optimizer: the gradients of scale leaves hold amaxes, their updates give the next scales.
 
     h, scale = recipe.update(h, amax)          update = leaf(scale) - leaf          (the leaf holds log2 of the scale)
 
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.numerics import casting
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
@@ -51,6 +51,19 @@ class SplitFp8State(NamedTuple):
     fp8_rest: Any
 
 
+class MovesScales(optax.GradientTransformation):
+    """The transform of scale leaves, whose `update` has two parts.
+
+    Attributes:
+      observe: `(updates, params) -> [Observed of n leaves for each group]`.
+      move: `(observed, state, params, adds=) -> (leaves, state)`, or with `adds` what a caller adds to the leaves. In
+        a step it stands in a branch: it gets a few arrays, not one for each leaf.
+    """
+
+    observe: Any
+    move: Any
+
+
 class _Group(NamedTuple):
     """Leaves that are updated together: of one recipe, and either of gradients or of the other tensors."""
 
@@ -59,8 +72,11 @@ class _Group(NamedTuple):
     indices: tuple[int, ...]  # among the leaves of the tree
 
 
-def update_amax(recipe: Recipe) -> optax.GradientTransformation:
-    """An optax transform for scale leaves only: their gradients are amaxes, their updates give the next scales.
+def update_amax(recipe: Recipe) -> MovesScales:
+    """An optax transform for scale leaves only: their gradients hold amaxes, their updates give the next scales.
+
+    A gradient is what `value_and_grad` returns in the place of the leaf (`jaxmp.fp8.get_amaxes` reads it), or the amax
+    itself, of the leaf's shape; 0.0 says that the tensor was not used.
 
     Args:
       recipe: a `DelayedScaling`, or a dict from patterns to several; the first that fits the path
@@ -91,44 +107,60 @@ def update_amax(recipe: Recipe) -> optax.GradientTransformation:
         delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale")
-        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(3)))
+        return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(4)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
         if params is None:
             raise ValueError("fp8 scales need the params; got params=None. Call tx.update(grads, opt_state, params)")
+        return move(observe(updates, params), state, params, adds=True)
+
+    def observe(updates: PyTree, params: PyTree) -> list[amax_records.Observed]:
+        pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True))
+        return [amax_records.observe([pairs[i] for i in group.indices]) for group in _groups(recipe, params)]
+
+    def move(
+        observed: list[amax_records.Observed], state: Any, params: PyTree, *, adds: bool
+    ) -> tuple[PyTree, Fp8State]:
         groups = _groups(recipe, params)
         _check_state(groups, state, params)
-        treedef = jax.tree.structure(updates)
-        amaxes, leaves = jax.tree.leaves(updates), jax.tree.leaves(params)
+        leaves, treedef = jax.tree.flatten(params)
         moves: list[Any] = [None] * len(leaves)
-        shown_by = _shown_by(params)
-        states, saturated, unused = [], jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
-        for group, old in zip(groups, state.amax_states, strict=True):
-            amax = _flat([amaxes[i] for i in group.indices])  # [n]
+        amaxes: list[Any] = [None] * len(leaves)
+        states, saturated, unused, spoiled = [], *(jnp.zeros((), jnp.float32) for _ in range(3))
+        for group, seen, old in zip(groups, observed, state.amax_states, strict=True):
+            amax = seen.amax  # [n]
             before = _flat([leaves[i] for i in group.indices])
             # Trust the leaf, not the state: the leaf may come from a checkpoint, or from stored weights.
             old = old._replace(scale=power_of_two(before) if group.recipe.power_of_two else before)
             new = group.recipe.update(old, amax, backward=group.backward)
             limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
             saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
-            of_layer = _flat([amaxes[shown_by[i]] for i in group.indices])
-            unused += jnp.sum(jnp.maximum(amax, of_layer) <= 0).astype(jnp.float32)
+            unused += jnp.sum(~seen.is_used).astype(jnp.float32)
+            spoiled += jnp.sum(seen.is_spoiled).astype(jnp.float32)
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
+            elif not adds:
+                move = new.scale
             else:
                 highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
                 move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
-            # Once for all, and not again in the code of each leaf.
-            move = casting.computed_once(jnp.where(move == 0, -0.0, move))
+            if adds:
+                move = jnp.where(move == 0, -0.0, move)
+            elif group.recipe.power_of_two:
+                move = before + move  # exact, of integers
+            move = casting.computed_once(move)  # once for all, and not again in the code of each leaf
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
-            for i, part in zip(group.indices, jnp.split(move, ends[:-1]), strict=True):
-                moves[i] = part.reshape(leaves[i].shape)
+            parts = zip(group.indices, jnp.split(move, ends[:-1]), jnp.split(amax, ends[:-1]), strict=True)
+            for i, part, its_amax in parts:
+                moves[i], amaxes[i] = part.reshape(leaves[i].shape), its_amax
         lost = _lost_gradients(params, amaxes)
-        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost)
+        return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost, spoiled)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    made = MovesScales(init_fn, update_fn)
+    made.observe, made.move = observe, move
+    return made
 
 
 def split_fp8(
@@ -179,7 +211,7 @@ def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTr
     """`amaxes`, with those of kernels that are stored in fp8, which are found in their masters.
 
     Args:
-      amaxes: the "gradients" of scale leaves.
+      amaxes: the "gradients" of scale leaves, records or amaxes.
       scale_params: the leaves themselves.
       masters: of all params, from `masters.by_param`.
       params: all params.
@@ -187,8 +219,17 @@ def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTr
     found = stored_kernels.amaxes_of(masters, params)
     if not found:
         return amaxes
-    amaxes = stored_kernels.leave(amaxes, found)
-    return scale_leaves.max_of_scales(amaxes, scale_params, collectives.bound_axes("auto"))
+    leaves = {path: x for path, x in tree_paths.leaves_by_path(scale_params).items() if path in found}
+
+    def from_master(path: str, leaf: Array) -> Array:
+        ran = amax_records.observe([(given[path], leaf)])
+        amax, is_used = ran.amax.reshape(leaf.shape), ran.is_used.reshape(leaf.shape)
+        return jnp.where(is_used, jnp.where(amax > 0, found[path], 0.0), -jnp.inf)
+
+    given = tree_paths.leaves_by_path(amaxes)
+    new = {path: from_master(path, leaf) for path, leaf in leaves.items()}
+    new = scale_leaves.max_of_scales(new, leaves, collectives.bound_axes("auto"))
+    return scale_leaves.map_scales(lambda path, g: new.get(path, g), amaxes)
 
 
 def is_delayed(recipe: Recipe) -> bool:
@@ -258,6 +299,38 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
     }
 
 
+def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
+    """The largest magnitude of each fp8 tensor in a step by the path of its scale leaf, float32; 0.0 if it had none.
+
+    The gradient of a scale leaf of shape [...] is float32[..., 3]: the amax, its square root and a constant, in units
+    so small that no norm notices them. So the step divides a common factor out, if gradients were clipped, summed or
+    scaled on their way.
+
+    Args:
+      grads: gradients of `value_and_grad`.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
+      >>> leaves = {f"fp8_{name}_log2_scale": jnp.float32(0.0) for name in ("lhs_e4m3", "rhs_e4m3", "grad_e5m2")}
+      >>> params = {"w": jnp.full((16, 16), 3.0)} | leaves
+      >>> def loss_fn(params, x):
+      ...     w, *scales = (params[name] for name in ("w", *leaves))
+      ...     scales, matmul = jaxmp.fp8.Scales(*scales), (((1,), (0,)), ((), ()))
+      ...     recipe = jaxmp.fp8.DelayedScaling()
+      ...     return jnp.mean(jaxmp.fp8.dot_general(x, w, matmul, recipe=recipe, scales=scales))
+      >>> _, grads = jaxmp.value_and_grad(loss_fn)(params, jnp.ones((16, 16)), opt_state=tx.init(params))
+      >>> halves = jax.tree.map(lambda g: g / 2, grads)
+      >>> float(get_amaxes(halves)["fp8_rhs_e4m3_log2_scale"])
+      3.0
+    """
+    return {
+        path: amax_records.read(g).amax
+        for path, g in tree_paths.leaves_by_path(grads).items()
+        if scale_leaves.is_scale(path)
+    }
+
+
 def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
     """How many gradients came to a layer as zeros, of layers that ran."""
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
@@ -268,18 +341,6 @@ def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
         if scale_leaves.format_of(path)[0] and layer in inputs:
             lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
     return lost
-
-
-def _shown_by(params: PyTree) -> list[int]:
-    """For each leaf the index of the one whose amax shows, beside its own, that its tensor was used.
-
-    For a kernel it is the layer's input: a frozen kernel that is stored in fp8 is used without a cast, so it has no
-    amax.
-    """
-    leaves = jax.tree.leaves(params)
-    index = {path: i for i, (path, _) in enumerate(tree_paths.boxed_leaves(params)[0])}
-    inputs = [index.get(path.replace("fp8_rhs_", "fp8_lhs_"), i) for path, i in index.items()]
-    return [j if jnp.shape(leaves[j]) == jnp.shape(leaves[i]) else i for i, j in enumerate(inputs)]
 
 
 def _flat(leaves: list[Array]) -> Float[Array, "n"]:

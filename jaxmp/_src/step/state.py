@@ -186,8 +186,9 @@ class Fp8State(NamedTuple):
       amax_states: one `AmaxState` for each recipe and direction (forward, backward), of n scales: scale float32[n],
         amax_history float32[len, n].
       saturated_tensors: float32[], tensors that had values beyond their fp8 range in the last step taken.
-      unused_tensors: float32[], tensors that were not used in the last step taken, or all zero.
+      unused_tensors: float32[], tensors that were not used in the last step taken.
       lost_gradients: float32[], gradients that were all zero in the last step taken, of layers that ran.
+      spoiled_tensors: float32[], tensors whose amax was averaged with others or lost before the last step taken.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -201,6 +202,7 @@ class Fp8State(NamedTuple):
     saturated_tensors: Float[Array, ""]
     unused_tensors: Float[Array, ""]
     lost_gradients: Float[Array, ""]
+    spoiled_tensors: Float[Array, ""]
 
 
 class GlobalNormState(NamedTuple):
@@ -477,9 +479,11 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       fp8/min_scale, fp8/max_scale: of all fp8 tensors with delayed scaling, for the next step.
       fp8/max_amax: the largest of the newest amaxes.
       fp8/saturated: fp8 tensors that had values beyond their range in the last step taken.
-      fp8/unused: fp8 tensors that were not used in the last step taken, or all zero; a kernel counts only if the
-        input of its layer does.
+      fp8/unused: fp8 tensors that were not used in the last step taken; a tensor of zeros is used.
       fp8/lost_gradients: gradients that came to an fp8 layer as zeros in the last step taken, although it ran.
+      fp8/spoiled: fp8 tensors whose amax was changed by more than a common factor between `value_and_grad` and the
+        last step taken: a mean of different amaxes (microbatches by hand), of which the step took an upper bound, or
+        other arithmetic, after which scale and history stayed.
 
     Raises:
       TypeError: `opt_state` is no state of an optimizer (params, a `tx`, a GradScaler).
@@ -516,7 +520,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
 
 def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
     found = find(opt_state, Fp8State)
-    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients")
+    names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients", "spoiled")
     if not found:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
     # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
@@ -529,6 +533,7 @@ def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
         found[0].saturated_tensors,
         found[0].unused_tensors,
         found[0].lost_gradients,
+        found[0].spoiled_tensors,
     )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 

@@ -138,7 +138,7 @@ def _roles(tree: Any, head: tuple[Key, ...]) -> Iterator[tuple[str, tuple[Key, .
 
 _ROLES_OF_FIELDS = {
     **dict.fromkeys((*states.COUNTED, "rounding_count"), COUNTER),
-    **dict.fromkeys(("saturated_tensors", "unused_tensors", "lost_gradients"), FP8_COUNTER),
+    **dict.fromkeys(("saturated_tensors", "unused_tensors", "lost_gradients", "spoiled_tensors"), FP8_COUNTER),
     "scaling": SCALE,
     "master_params": MASTER,
     "amax_states": FP8,
@@ -200,7 +200,7 @@ def of_names(paths: Sequence[tuple[str, ...]], params: Collection[tuple[str, ...
     counters = [
         (SCALE, _OLD_COUNTERS, COUNTER),
         (MASTER, ("rounding_count",), COUNTER),
-        (FP8, ("saturated_tensors", "unused_tensors", "lost_gradients"), FP8_COUNTER),
+        (FP8, ("saturated_tensors", "unused_tensors", "lost_gradients", "spoiled_tensors"), FP8_COUNTER),
     ]
     roles: dict[tuple[str, ...], str] = {
         (*head, name): role for mark, names, role in counters for head in heads[mark] for name in names

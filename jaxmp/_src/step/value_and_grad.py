@@ -297,7 +297,7 @@ def _microbatches(
 
     carry = carried_arguments.as_it_stays(after_one, carry)
     zeros = jax.tree.map(_zeros_like_float32, params)
-    (grads, carry), (losses, aux) = lax.scan(add_one, (zeros, carry), batches)
+    (grads, carry), (losses, aux) = lax.scan(add_one, (fp8.nothing(zeros), carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
 
 

@@ -1,0 +1,248 @@
+"""Gradients of scale leaves show what arithmetic was done to them: what is divided out, bounded, refused or counted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from fp8_model import LHS, amaxes, make_batch, make_tx, model_loss, scale_leaves, start, to_host
+from helpers import assert_exact
+from jaxmp._src.fp8 import amax_records
+from jaxmp._src.step import transform
+from regimes import AXIS, DEVICES, mesh_of
+
+F32 = np.float32
+
+
+def recorded(amaxes):
+    amaxes = jnp.asarray(amaxes, F32)
+    return amax_records.record(amaxes, jnp.ones(amaxes.shape, bool))
+
+
+# Records
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_untouched_record_is_read_bit_for_bit(seed):
+    rng = np.random.default_rng(seed)
+    amaxes = np.concatenate([F32(2.0) ** rng.uniform(-85, 120, 500).astype(F32), F32([0, 448, 2.0**-86, 3e38, np.inf])])
+    found = jax.jit(lambda x: amax_records.read(recorded(x)))(amaxes)
+    assert_exact(found.amax, amaxes)
+    assert np.all(found.is_used) and not np.any(found.is_spoiled)
+
+
+def test_an_unused_tensor_is_no_tensor_of_zeros():
+    found = amax_records.read(amax_records.record(jnp.zeros(2), jnp.array([True, False])))
+    assert found.is_used.tolist() == [True, False] and found.amax.tolist() == [0, 0]
+    assert not np.any(found.is_spoiled)
+
+
+@pytest.mark.parametrize("factor", [0.37, 1 / 3, 1e-4, 2.0**-32, 7.0, 4096.0, -1.0])
+def test_a_common_factor_is_divided_out(factor):
+    """Exactly for tensors of 16 bits; for others to 21 bits."""
+    rng = np.random.default_rng(0)
+    exact = F32(2.0) ** rng.uniform(-30, 30, 1000).astype(F32)
+    short = np.asarray(jnp.asarray(exact, jnp.bfloat16), F32)
+    read = jax.jit(lambda x: amax_records.read(recorded(x) * F32(factor)))
+    found = read(short)
+    assert_exact(found.amax, short)
+    assert not np.any(found.is_spoiled)
+    assert not np.any(read(exact).is_spoiled)
+    np.testing.assert_allclose(read(exact).amax, exact, rtol=2.0**-21)
+
+
+@pytest.mark.parametrize("k", [2, 3, 8, 65])
+@pytest.mark.parametrize("spread", [0.01, 0.2, 3.0])
+@pytest.mark.parametrize("divides", [True, False], ids=["mean", "sum"])
+def test_a_mean_is_never_below_the_largest(k, spread, divides):
+    """And never above what k = 65 allows; NumPy in float64 is the oracle."""
+    rng = np.random.default_rng(k)
+    amaxes = np.exp(rng.normal(size=(k, 200)) * spread).astype(F32)
+    total = functools.reduce(jnp.add, [recorded(x) for x in amaxes])
+    found = jax.jit(amax_records.read)(total / k if divides else total)
+    largest, roots = amaxes.max(0), np.sqrt(amaxes.astype(np.float64))
+    assert np.all(np.asarray(found.amax) >= largest * (1 - 2.0**-5 * ~np.asarray(found.is_spoiled) - 2.0**-20))
+    bound = (roots.mean(0) + 8 * roots.std(0)) ** 2
+    assert np.all(np.asarray(found.amax) <= bound * (1 + 2.0**-5))
+    assert np.mean(found.is_spoiled) > (0.7 if spread == 0.01 else 0.95)  # a variance below rounding is none
+
+
+def test_one_large_amax_among_many_is_covered():
+    amaxes = F32([1e6, *[1.0] * 64])
+    found = amax_records.read(recorded(amaxes).mean(0))
+    assert 1e6 * (1 - 1e-5) <= float(found.amax) < 2e6 and bool(found.is_spoiled)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_rounding_to_bfloat16_costs_two_binades_at_most(factor):
+    """Gradients that are reduced over devices in 16 bits by hand."""
+    amaxes = F32(2.0) ** np.random.default_rng(0).uniform(-30, 30, 1000).astype(F32)
+    found = amax_records.read((recorded(amaxes) * F32(factor)).astype(jnp.bfloat16).astype(F32))
+    ratios = np.asarray(found.amax) / amaxes
+    assert 1 - 2.0**-7 < ratios.min() and ratios.max() < 4
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda r: r + 1e-3,
+        lambda r: r + 1e-3 * np.random.default_rng(0).normal(size=r.shape).astype(F32),
+        lambda r: r * F32([[1, 1, 0.5]]),
+        lambda r: jnp.sign(r),
+        lambda r: r * F32(2.0**40),
+    ],
+    ids=["decay", "noise", "one of three", "sign", "too large"],
+)
+def test_other_arithmetic_loses_the_amax(spoil):
+    found = jax.jit(lambda x: amax_records.read(spoil(recorded(x))))(F32([3.0, 0.7, 40.0]))
+    assert np.all(found.is_spoiled) and found.amax.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_stays_so(value):
+    found = amax_records.read(recorded([value, 1.0]) * 0.5)
+    assert not np.isfinite(found.amax[0]) and float(found.amax[1]) == 1
+    assert not np.any(found.is_spoiled)
+
+
+# Loops
+
+
+@functools.cache
+def gradients():
+    """A step's params and state, and the gradients of three batches, of which the second is larger."""
+    tx = make_tx("bf16", optax.sgd(0.1))
+    state = start(tx, "bf16")
+    batches = [make_batch(i) for i in range(3)]
+    batches[1]["x"] *= 1.5
+    compute = jax.jit(lambda state, batch: jaxmp.value_and_grad(model_loss)(state[0], batch, opt_state=state[1])[1])
+    return tx, state, [compute(state, batch) for batch in batches]
+
+
+@functools.cache
+def update_of(tx):
+    return jax.jit(tx.update)
+
+
+def scales_after(grads, tx=None, opt_state=None):
+    own, (params, own_state), _ = gradients()
+    tx, opt_state = tx or own, own_state if opt_state is None else opt_state
+    updates, opt_state = update_of(tx)(grads, opt_state, params)
+    metrics = to_host(jaxmp.get_metrics(opt_state))
+    return to_host(jaxmp.fp8.get_scales(optax.apply_updates(params, updates))), metrics
+
+
+def scaled(grads, factor):
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+
+
+@pytest.mark.parametrize("loop", ["clipped", "unscaled by hand", "summed over devices", "two equal losses"])
+def test_loops_that_scale_the_tree_leave_the_scales_right(loop):
+    _, _, (grads, *_) = gradients()
+    factor = {"clipped": F32(0.1) / optax.tree.norm(grads), "unscaled by hand": 2.0**-16}.get(loop, 4.0)
+    changed = jax.tree.map(jnp.add, grads, grads) if loop == "two equal losses" else scaled(grads, factor)
+    expected, _ = scales_after(grads)
+    found, metrics = scales_after(changed)
+    assert found == expected
+    assert metrics["fp8/spoiled"] == metrics["fp8/saturated"] == metrics["fp8/unused"] == 0
+    assert amaxes(changed) == amaxes(grads)
+
+
+def test_a_norm_of_the_whole_tree_is_that_of_the_weights():
+    _, _, (grads, *_) = gradients()
+    grads = jax.tree.map(lambda g: g.astype(F32), grads)
+    assert_exact(optax.tree.norm(grads), jnp.asarray(jaxmp.global_norm(grads)))
+
+
+@pytest.mark.parametrize("divides", [True, False], ids=["mean", "sum"])
+def test_microbatches_by_hand_never_saturate(divides):
+    """No scale is above that of the largest amax, and no more than three binades below; the metric counts."""
+    _, _, trees = gradients()
+    total = jax.tree.map(lambda *gs: sum(gs) / (3 if divides else 1), *trees)
+    highest = [scales_after(grads)[0] for grads in trees]
+    found, metrics = scales_after(total)
+    for path, scale in found.items():
+        right = min(scales[path] for scales in highest)
+        assert right / 8 <= scale <= right, path
+    assert 0 < metrics["fp8/spoiled"] <= 6
+
+
+def test_noise_keeps_scales_and_histories():
+    _, (params, _), (grads, *_) = gradients()
+    found, metrics = scales_after(jax.tree.map(lambda g: g + jnp.asarray(1e-3, g.dtype), grads))
+    assert found == to_host(jaxmp.fp8.get_scales(params))
+    assert metrics["fp8/spoiled"] == 6 and metrics["fp8/max_amax"] == 0
+
+
+def test_a_chain_that_clips_in_front_leaves_the_scales_right():
+    tx, (params, _), (grads, *_) = gradients()
+    chain = optax.chain(optax.clip_by_global_norm(0.01), tx)
+    found, metrics = scales_after(grads, chain, chain.init(params))
+    assert found == scales_after(grads)[0] and metrics["fp8/spoiled"] == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_sum_over_devices_is_a_factor(check_vma):
+    tx, state, _ = gradients()
+
+    def step(reduce, state, batch):
+        params, opt_state = state
+        _, grads = jaxmp.value_and_grad(model_loss)(params, batch, opt_state=opt_state)
+        updates, opt_state = tx.update(reduce(grads, AXIS), opt_state, params)
+        return optax.apply_updates(params, updates), jaxmp.get_metrics(opt_state)["fp8/spoiled"]
+
+    def run(reduce):
+        spread = functools.partial(
+            jax.shard_map, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=check_vma
+        )
+        return jax.jit(spread(functools.partial(step, reduce)))(state, make_batch(0, rows=16 * DEVICES))
+
+    summed, spoiled = run(jax.lax.psum)
+    averaged, _ = run(jax.lax.pmean)
+    assert to_host(jaxmp.fp8.get_scales(summed)) == to_host(jaxmp.fp8.get_scales(averaged))
+    assert spoiled == 0
+
+
+def test_multi_steps_outside_are_an_error():
+    tx, (params, _), (grads, *_) = gradients()
+    steps = optax.MultiSteps(tx, 2)
+    with pytest.raises(TypeError, match=LHS):
+        jax.eval_shape(steps.update, grads, steps.init(params), params)
+
+
+def test_a_restored_state_inside_of_multi_transform_is_refused_by_an_update():
+    """Its init, which refuses too, does not run."""
+    tx, (params, _), (grads, *_) = gradients()
+    labels = {name: jax.tree.map(lambda _, name=name: "f" if name == "a" else "t", params[name]) for name in params}
+    partly = optax.multi_transform({"t": tx, "f": optax.set_to_zero()}, labels)
+    masked = jax.tree.map(lambda label, x: x if label == "t" else optax.MaskedNode(), labels, params)
+    states = {"t": transform.init(tx.rule, None, masked), "f": optax.EmptyState()}
+    state = optax.PartitionState({label: optax.MaskedState(state) for label, state in states.items()})
+    with pytest.raises(ValueError, match=r"scales of all fp8 layers must move.* Put mixed_precision around optax"):
+        partly.update(grads, state, params)
+
+
+def test_a_layer_that_was_fed_zeros_is_used():
+    tx, state, _ = gradients()
+
+    def step(state, batch):
+        _, grads = jaxmp.value_and_grad(model_loss)(state[0], batch, opt_state=state[1])
+        return tx.update(grads, state[1], state[0])[1]
+
+    batch = make_batch(0)
+    batch["x"] *= 0
+    metrics = jaxmp.get_metrics(jax.jit(step)(state, batch))
+    assert metrics["fp8/unused"] == 0
+
+
+def test_plain_amaxes_are_taken_as_they_are():
+    """As `jax.grad` and programs of one's own give them."""
+    tx = jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=2))
+    params = jax.tree.map(jnp.asarray, scale_leaves())
+    _, state = tx.update(scale_leaves(value=1e-30), tx.init(params), params)
+    assert [group.amax_history[-1].tolist() for group in state.amax_states] == [[F32(1e-30)], [F32(1e-30)] * 2]
