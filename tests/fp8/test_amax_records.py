@@ -215,6 +215,29 @@ def test_multi_steps_outside_are_an_error():
         jax.eval_shape(steps.update, grads, steps.init(params), params)
 
 
+@pytest.mark.parametrize("start_of", ["params", "gradients"])
+def test_a_scan_by_hand_adds_to_zeros_of_the_gradients_shapes(start_of):
+    _, (params, opt_state), trees = gradients()
+    batches = jax.tree.map(lambda *xs: np.stack(xs), *[make_batch(i) for i in range(2)])
+    like = params if start_of == "params" else trees[0]
+
+    def add(total, batch):
+        _, grads = jaxmp.value_and_grad(model_loss)(params, batch, opt_state=opt_state)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    @jax.jit
+    def total(batches):
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, like), batches)[0]
+
+    if start_of == "params":
+        with pytest.raises(TypeError, match=LHS):
+            total(batches)
+        return
+    found, _ = scales_after(total(batches))
+    for path, scale in scales_after(trees[0])[0].items():
+        assert scale / 16 <= found[path] <= scale, path
+
+
 def test_a_restored_state_inside_of_multi_transform_is_refused_by_an_update():
     """Its init, which refuses too, does not run."""
     tx, (params, _), (grads, *_) = gradients()
