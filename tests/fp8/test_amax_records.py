@@ -153,6 +153,16 @@ def test_loops_that_scale_the_tree_leave_the_scales_right(loop):
     assert amaxes(changed) == amaxes(grads)
 
 
+def test_saturation_is_counted_of_what_was_cast_also_if_gradients_are_clipped():
+    tx, (params, opt_state), (grads, *_) = gradients()
+    high = jax.tree_util.tree_map_with_path(lambda path, x: x + 12 if jaxmp.fp8.is_scale(path) else x, params)
+    counts = [
+        float(jaxmp.get_metrics(update_of(tx)(g, opt_state, high)[1])["fp8/saturated"])
+        for g in (grads, scaled(grads, 1e-6))
+    ]
+    assert counts == [4, 4]  # inputs and weights; gradients have more range
+
+
 def test_a_norm_of_the_whole_tree_is_that_of_the_weights():
     _, _, (grads, *_) = gradients()
     grads = jax.tree.map(lambda g: g.astype(F32), grads)
@@ -269,3 +279,12 @@ def test_plain_amaxes_are_taken_as_they_are():
     params = jax.tree.map(jnp.asarray, scale_leaves())
     _, state = tx.update(scale_leaves(value=1e-30), tx.init(params), params)
     assert [group.amax_history[-1].tolist() for group in state.amax_states] == [[F32(1e-30)], [F32(1e-30)] * 2]
+
+
+def test_the_monitor_names_spoiled_amaxes():
+    monitor = jaxmp.monitor.Monitor(warn=False)
+    rows = [{"skipped": 0.0, "fp8/spoiled": spoiled} for spoiled in (0.0, 3.0, 0.0, 0.0)]
+    found = [finding for i, row in enumerate(rows) for finding in monitor.update(i, row)]
+    ((kind, step, _, message),) = [*found, *monitor.finish()]  # it reads late
+    assert (kind, step) == ("spoiled_amaxes", 1)
+    assert "the amaxes of 3 fp8 tensors were changed" in message and "accumulate=" in message
