@@ -19,6 +19,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp import checkpoint
+from jaxmp._src.step.state import Fp8State
 
 SCALES = ("fp8_lhs_e4m3_log2_scale", "fp8_rhs_e4m3_log2_scale", "fp8_grad_e5m2_log2_scale")
 
@@ -91,14 +92,21 @@ def values_of_modules(job):
     return [nnx.as_pure(x) for x in (nnx.state(model), optimizer.opt_state, nnx.state(rngs))]
 
 
-LATER = ("largest_gradient",)  # counts of a step that the kept checkpoints do not have
+LATER = ("largest_gradient",)  # counts of a step that the kept checkpoints do not have,
+LATER_OF_FP8 = ("spoiled_tensors",)  # and of fp8
 
 
 def bits(tree):
     """A digest of the bytes of each leaf of a tree, in its order, as text; without the counts that came later."""
-    is_step = lambda x: isinstance(x, jaxmp.StepState)  # noqa: E731
-    without = lambda x: x._replace(**dict.fromkeys(set(LATER) & {*x._fields})) if is_step(x) else x  # noqa: E731
-    tree = jax.tree.map(without, tree, is_leaf=is_step)
+
+    def without(x):
+        if isinstance(x, Fp8State):
+            return x._replace(**dict.fromkeys(LATER_OF_FP8))
+        if isinstance(x, jaxmp.StepState):
+            return x._replace(**dict.fromkeys(LATER), fp8_scales=without(x.fp8_scales))
+        return x
+
+    tree = jax.tree.map(without, tree, is_leaf=lambda x: isinstance(x, jaxmp.StepState))
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
     return "\n".join(hashlib.sha256(x.tobytes()).hexdigest() for x in leaves)
