@@ -59,7 +59,7 @@ from jaxmp._src.step.state import keep_if_skipped as keep_if_skipped
 from jaxmp._src.devices.collectives import all_finite as all_finite
 from jaxmp._src.guard.transform import apply_gradients as apply_gradients
 from jaxmp._src.guard.transform import mixed_precision as mixed_precision
-from jaxmp._src.step.transform import unscale as unscale
+from jaxmp._src.guard.scale_reads import unscale as unscale
 from jaxmp._src.step.transform import wrap_state as wrap_state
 from jaxmp._src.guard.progress import TrainingStuck as TrainingStuck
 from jaxmp._src.guard.progress import check_progress as check_progress

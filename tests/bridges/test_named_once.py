@@ -2,6 +2,7 @@
 
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,70 @@ def test_a_policy_that_no_loss_took_is_named(policy):
         trace(inside)
         grads = {"w": jnp.ones((3, 2))}
         jax.eval_shape(lambda state, grads: state.apply_gradients(grads=grads), made(), grads)  # from another program
+
+
+def linear_loss(params, x):
+    return jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2)
+
+
+def made(policy, **options):
+    params = {"w": jnp.ones((16, 2))}
+    return jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=policy, **options)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_it_is_told_without_jit_too(policy):
+    state = made(policy)
+    grads = jax.grad(linear_loss)(state.params, X)
+    with ambient.having(scale_reads=scale_reads.Reads()), pytest.warns(jaxmp.UnreadLossScale):
+        state.apply_gradients(grads=grads)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
+def test_a_right_step_before_it_silences_nothing(first, jitted):
+    """A baseline in float32, then the same model in float16 with jax's own gradients."""
+
+    def right(state, x):
+        _, grads = jaxmp.value_and_grad(linear_loss)(state.params, x, opt_state=state)
+        return state.apply_gradients(grads=grads)
+
+    def wrong(state, x):
+        return state.apply_gradients(grads=jax.grad(linear_loss)(state.params, x))
+
+    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (jax.jit(right) if jitted else right)(made(first), X)
+        with pytest.raises(jaxmp.UnreadLossScale):
+            jax.eval_shape(wrong, made("fp16"), X)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_gradients_that_were_unscaled_to_look_at_are_not_for_the_update(jitted):
+    def step(state, x):
+        _, grads = jaxmp.value_and_grad(linear_loss)(state.params, x, opt_state=state)
+        return state.apply_gradients(grads=jaxmp.unscale(grads, state))
+
+    run = jax.jit(step) if jitted else step
+    with ambient.having(scale_reads=scale_reads.Reads()):
+        with pytest.warns(jaxmp.UnreadLossScale, match="gradients are unscaled once, by the update"):
+            run(made("fp16"), X)
+
+
+@pytest.mark.parametrize(("options", "tells"), [({}, True), ({"keep_fp32": ()}, False)])
+def test_layers_with_float32_are_told_of(options, tells):
+    """`keep_fp32=()` says that none has to stay; a policy alone does not."""
+    model = nn.Dense(4, dtype=jnp.float32)
+    params = model.init(jax.random.key(0), X)["params"]
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy="bf16", **options)
+
+    def loss_fn(params, x):
+        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jaxmp.value_and_grad(loss_fn)(state.params, X, opt_state=state)
+    assert ["dtype=float32 of a layer is no request" in str(w.message) for w in caught] == [True] * tells
 
 
 class Net(nnx.Module):

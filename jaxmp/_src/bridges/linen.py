@@ -125,7 +125,7 @@ class TrainState(_Replaced, train_state.TrainState):
         params: PyTree,
         tx: optax.GradientTransformation,
         policy: str | jmp.Policy | None = None,
-        keep_fp32: Any = (),
+        keep_fp32: Any = None,
         loss_scale: Any = "auto",
         **kwargs: Any,
     ) -> Self:

@@ -20,9 +20,8 @@ def wrapped(
       ValueError: a `tx` of jaxmp without masters, or of another policy.
     """
     is_made = policy is None or isinstance(tx, Transformation)
-    given = [
-        name for name, is_given in (("keep_fp32", keep_fp32 != ()), ("loss_scale", loss_scale != "auto")) if is_given
-    ]
+    is_auto = isinstance(loss_scale, str) and loss_scale == "auto"
+    given = ["keep_fp32"] * (keep_fp32 is not None) + ["loss_scale"] * (not is_auto)
     if is_made and given:
         held = "no policy" if policy is None else "a tx of jaxmp, which was made with its own"
         raise TypeError(
@@ -31,7 +30,8 @@ def wrapped(
         )
     if policy is None:
         return tx, None
-    chosen = policy_lib.get_policy(policy, keep_fp32=keep_fp32)
+    named = {} if keep_fp32 is None else {"keep_fp32": keep_fp32}  # `()` says that no layer has to stay in float32
+    chosen = policy_lib.get_policy(policy, **named)
     if not isinstance(tx, Transformation):
         return transform.mixed_precision(tx, chosen, loss_scale=loss_scale), chosen
     if tx.rule.policy is None:

@@ -177,7 +177,7 @@ class Optimizer(nnx.Optimizer):
         *,
         wrt: Any = nnx.Param,
         policy: str | jmp.Policy | None = None,
-        keep_fp32: Any = (),
+        keep_fp32: Any = None,
         loss_scale: Any = "auto",
     ):
         tx, chosen = named_once.wrapped(tx, policy, keep_fp32, loss_scale)

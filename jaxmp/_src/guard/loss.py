@@ -186,7 +186,8 @@ def look_at_loss_scale(opt_state: Any) -> None:
             "opt_state must hold the loss scale that the update unscales with; "
             + ("it was not given. Pass opt_state=, " if opt_state is None else "it holds none. Pass ")
             + "the state of jaxmp.mixed_precision(...).init(params) (with loss_scale=None for none), or of "
-            "jaxmp.shared_loss_scale."
+            "jaxmp.shared_loss_scale; or opt_state=state, a jaxmp.linen.TrainState or jaxmp.nnx.Optimizer that was "
+            "created with policy=."
         )
 
 

@@ -39,7 +39,7 @@ from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import homogeneity, jaxprs
-from jaxmp._src.step import state as states
+from jaxmp._src.step import state as states, transform
 
 Ranks = tuple[int, ...]  # of the leaves of gradients: inside shard_map their shapes are those of parts
 
@@ -64,7 +64,7 @@ class Reads:
       made: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
       scaled: by each gradient that `value_and_grad` returned, (reference to the scale, trace).
-      unscaled: by the first of the gradients that a `GradScaler` unscaled, a reference to its scale.
+      unscaled: by the first of the gradients that `unscale` or a `GradScaler` returned, a reference to the scale.
     """
 
     anywhere: bool = False
@@ -110,6 +110,21 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
     reads.alone[ranks] += counts
 
 
+@functools.wraps(transform.unscale)
+def unscale(grads: PyTree, opt_state: Any) -> PyTree:
+    found = transform.unscale(grads, opt_state)
+    note_unscaled(found, states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+    return found
+
+
+def note_used(scale: Array) -> None:
+    """Notes that an update of the gradients of `scale` was made: it speaks for no other one."""
+    reads = _reads()
+    if (read_for := reads.read.get(scale)) is not None:
+        reads.alone.subtract(read_for)
+        read_for.clear()
+
+
 def note_made(scale: Array, *, before: Array) -> None:
     """Notes that an update made `scale` from the scale `before`."""
     if isinstance(scale, Tracer) and scale is not before:
@@ -127,7 +142,7 @@ def note_scaled(grads: PyTree, scale: Array) -> None:
 
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
-    """Notes that a `GradScaler` returned `grads`, divided by `scale`."""
+    """Notes that `unscale` or a `GradScaler` returned `grads`, divided by `scale`."""
     leaves = jax.tree.leaves(grads)
     if leaves and isinstance(scale, jax.Array):
         _reads().unscaled.set(leaves[0], weakref.ref(scale))
@@ -184,8 +199,15 @@ def check_not_scaled(grads: PyTree) -> None:
 def check(grads: PyTree, scale: Array) -> None:
     """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
     reads = _reads()
-    scaled_by = _scale_of(grads)
-    if scaled_by is not None and scaled_by is not scale:
+    scaled_by, unscaled_by = _scale_of(grads), _noted_of_first(reads.unscaled, grads)
+    if unscaled_by is not None and unscaled_by() is scale:
+        warn(
+            "unread-loss-scale",
+            "gradients are unscaled once, by the update; got those that jaxmp.unscale returned, which are to look at: "
+            "the step is thousands of times too small. Pass the gradients that value_and_grad returned.",
+            UnreadLossScale,
+        )
+    elif scaled_by is not None and scaled_by is not scale:
         warn(
             "unread-loss-scale",
             "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
@@ -239,11 +261,13 @@ def check_not_changed(grads: PyTree) -> None:
 def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
     """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
 
-    `check` tells it of a dynamic loss scale.
+    `check` tells it of a dynamic loss scale in a trace.
     """
     found = states.find(opt_state, states.StepState)
     scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
-    if scale is None or policy.uses_float16 or not (policy.computes_in_16_bits or policy.recipe is not None):
+    is_told_by_check = policy.uses_float16 and isinstance(scale, Tracer)
+    computes_wide = not policy.computes_in_16_bits and policy.recipe is None
+    if scale is None or is_told_by_check or computes_wide:
         return
     if not _may_be_of(grads, scale):
         warn(
@@ -260,9 +284,8 @@ def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
 def _may_be_of(grads: PyTree, scale: Array) -> bool:
     """Whether a loss that read `scale` can have made `grads`; and notes that an update divides by `scale`."""
     reads = _reads()
-    if (read_for := reads.read.get(scale)) is not None:
-        reads.alone.subtract(read_for)
-        read_for.clear()
+    if reads.read.get(scale) is not None:
+        note_used(scale)
         return True
     first = next(iter(jax.tree.leaves(grads)), None)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)

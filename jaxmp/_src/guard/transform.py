@@ -174,7 +174,8 @@ def _look_at_state(rule: Rule, state: StepState, params: PyTree) -> None:
     if rule.scaler is not None and states.has_loss_scale(state.optimizer_state):
         raise ValueError(
             "mixed_precision (or unscale_and_skip) must stand once around an optimizer, as it unscales the gradients; "
-            "got an optimizer inside of it that holds another. Take one of them away."
+            "got an optimizer inside of it that holds another. Take one of them away: in "
+            "jaxmp.mixed_precision(optax.chain(clip, inner), policy), or as tx= beside policy=, the chain is of optax."
         )
     averages.check(state.optimizer_state)
     if any(getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(state.optimizer_state)):
@@ -206,6 +207,8 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         scale_reads.check(grads, states_scale[0])
     if rule.scales:
         scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
+    if state.scaling is not None:
+        scale_reads.note_used(state.scaling.loss_scale)
     if whole_leaves.notes_cuts():
         held = extra | _of_a_step(rule, state, extra)
         of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)

@@ -358,13 +358,14 @@ def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
         members.setdefault((pattern, scale_leaves.format_of(path)[0]), []).append(i)
     if not members:
         raise ValueError(
-            "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. Build the model "
-            "with dot_general_cls=jaxmp.linen.Fp8DotGeneral (or under jaxmp.fp8.autocast, for nnx with "
-            "jaxmp.nnx.to_fp8) and init it so; those leave out the first and the last layer with weights, or what "
-            "filter= does not match. If the layers have a recipe without state, pass it here too: recipe = "
-            "jaxmp.fp8.CurrentScaling(); jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie "
-            "beside frozen weights, put mixed_precision around optax.multi_transform or masked, not inside; for nnx, "
-            "add them to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
+            "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. In linen, "
+            'params = jaxmp.autocast(model.init, "fp8")(key, x)["params"], or layers with '
+            "dot_general_cls=jaxmp.linen.Fp8DotGeneral; in nnx, jaxmp.nnx.to_fp8(model, filter=...) first. These leave "
+            "out the first and the last layer with weights, or what filter= does not match. If the layers have a "
+            "recipe without state, pass it here too: recipe = jaxmp.fp8.CurrentScaling(); "
+            "jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie beside frozen weights, put "
+            "mixed_precision around optax.multi_transform or masked, not inside; for nnx, add them to the filter: "
+            "wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
 
