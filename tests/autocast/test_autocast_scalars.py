@@ -52,6 +52,7 @@ AROUND: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
@@ -67,6 +68,7 @@ def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= ulps * unit)
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_inside_and_outside_of_transformations(around: str, dtype: Any) -> None:

@@ -139,7 +139,7 @@ def kernels(text: str) -> list[str]:
 # cuDNN's attention
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed", "fp8"])
 def test_flash_attention_runs_under_every_policy(cudnn, policy, kind):
@@ -166,6 +166,7 @@ REGIMES = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_under_transformations_inside(cudnn, regime):
     fn = REGIMES[regime](functools.partial(plain, **dict(FLASH)))
@@ -327,6 +328,7 @@ def doubled(x):
 doubled.defvjp(lambda x: (doubled_in_16_bits(x), None), lambda _, g: (doubled_in_16_bits(g),))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("params", [F32, BF16])
 def test_a_kernel_for_16_bits(dtype, params):

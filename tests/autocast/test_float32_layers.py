@@ -119,6 +119,7 @@ def test_it_runs_as_a_layer_without_a_dtype(step, policy):
     assert found == ({name: 5} | TWO_IN_FP8 if policy.recipe else {name: 11})
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("float32", [jnp.float32, np.float32, "float32", np.dtype("float32")])
 def test_every_spelling_of_float32(float32):
     assert matmuls(linen_step(policy_of("bf16"), Net(float32)), X, Y) == {"bfloat16": 11}
@@ -150,7 +151,7 @@ def test_batch_norm_and_cells_return_16_bits_as_without_a_dtype():
 # What stays
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed", "fp8"])
 @pytest.mark.parametrize("step", [linen_step, nnx_step])
 def test_a_layer_whose_params_a_policy_names_computes_in_float32(step, policy):
@@ -316,6 +317,7 @@ SILENT = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", SILENT)
 def test_silence(kind):
     assert told(SILENT[kind](), X, Y) == []

@@ -219,6 +219,7 @@ def gradients(name: str, policy: str) -> tuple[Any, Any]:
     return loss, jax.tree.map(lambda g: g.astype(jnp.float32) / SCALE, grads)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("name", "policy", "in_fp8"),
     [

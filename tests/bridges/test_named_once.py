@@ -96,6 +96,7 @@ def test_it_is_told_without_jit_too(policy):
         state.apply_gradients(grads=grads)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
 def test_a_right_step_before_it_silences_nothing(first, jitted):

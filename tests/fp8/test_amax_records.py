@@ -42,6 +42,7 @@ def test_an_unused_tensor_is_no_tensor_of_zeros():
     assert not np.any(found.is_spoiled)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("factor", [0.37, 1 / 3, 1e-4, 2.0**-32, 7.0, 4096.0, -1.0])
 def test_a_common_factor_is_divided_out(factor):
     """Exactly for tensors of 16 bits; for others to 21 bits."""
@@ -56,6 +57,7 @@ def test_a_common_factor_is_divided_out(factor):
     np.testing.assert_allclose(read(exact).amax, exact, rtol=2.0**-21)
 
 
+@pytest.mark.thorough(8)
 @pytest.mark.parametrize("k", [2, 3, 8, 65])
 @pytest.mark.parametrize("spread", [0.01, 0.2, 3.0])
 @pytest.mark.parametrize("divides", [True, False], ids=["mean", "sum"])
@@ -87,6 +89,7 @@ def test_a_rounding_to_bfloat16_costs_two_binades_at_most(factor):
     assert 1 - 2.0**-7 < ratios.min() and ratios.max() < 4
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -141,6 +144,7 @@ def scaled(grads, factor):
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("loop", ["clipped", "unscaled by hand", "summed over devices", "two equal losses"])
 def test_loops_that_scale_the_tree_leave_the_scales_right(loop):
     _, _, (grads, *_) = gradients()

@@ -55,7 +55,7 @@ def program(policy, inner, options, *, guarded):
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
-@pytest.mark.thorough(8)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("inner", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)

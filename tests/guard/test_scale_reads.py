@@ -351,6 +351,7 @@ def changed_by(change, policy="fp16"):
     return trace(run, policy.cast_to_param(params32), tx.init(params32), X)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", CHANGED)
 def test_scaled_gradients_that_are_clipped_are_warned_of(name):
     with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match="must not be clipped or normalized"):
@@ -371,6 +372,7 @@ def test_gradients_that_were_made_by_hand_are_not_asked_about():
         trace(step, PARAMS, tx.init(PARAMS))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", LINEAR)
 def test_scaled_gradients_may_be_averaged(name):
     with fresh_process():

@@ -502,6 +502,7 @@ def not_finite(is_so):
     return sample(state={"mean": np.float32(np.nan if is_so else 1)})
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("pattern", ["1001", "11000", "01"], ids=["thirds", "bursts", "every-second"])
 @pytest.mark.parametrize(
     ("make", "kind"),
@@ -529,6 +530,7 @@ def test_what_happens_now_and_then_is_no_fault():
     assert not monitor.findings
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("is_high", "last"),
     [

@@ -21,6 +21,7 @@ def table(tx, params):
     return {str(path): (path.role, path.param, path.part) for path in paths}
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("word", WORDS)
 def test_a_model_may_use_every_word_of_a_state(word):
     """Also where the path of one param ends with that of another, and where a layer is called as a field inside it."""
