@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_exact
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import array_functions
 from jaxmp._src.replay import array_pickle
 
@@ -98,7 +99,7 @@ def test_modules_are_taken_apart_and_come_back_as_copies(name):
     change(copy)
     assert count(copy) != count(obj)
     file, arrays = io.BytesIO(), io.BytesIO()
-    array_pickle.Saver(file, arrays, {}).dump(obj)
+    array_pickle.Saver(file, arrays, ByIdentity()).dump(obj)
     assert array_functions.leaves_of(make()).paths == array_functions.leaves_of(obj).paths
     assert jaxmp.monitor.first_bad_op(lambda obj: change(obj), obj) is None
 

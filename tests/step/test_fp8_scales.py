@@ -265,7 +265,7 @@ def update_of(recipe, params, grads=None):
     [
         (
             lambda: make_tx("fp8").init({"w": jnp.ones(2)}),
-            r"needs layers that hold fp8 scales; got params without any. Build .* with dot_general_cls=.*autocast.*"
+            r"needs layers that hold fp8 scales; got params without any. In linen, .*autocast.* with dot_general_cls=.*"
             r"layers have a recipe without state, pass it here too: .*mixed_precision\(optimizer, policy, recipe=rec",
         ),
         (
