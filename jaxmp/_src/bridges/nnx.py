@@ -128,7 +128,7 @@ def value_and_grad(
             keep_fp8_weights=keep_fp8_weights,
             look=compute_dtypes.looks_once(),
         )
-        scale_reads.note_scaled(grads, states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+        scale_reads.note_scaled(grads, opt_state)
         for i, x in enumerate((model, *passed.values())):
             if i in rest:
                 nnx.update(x, rest[i])

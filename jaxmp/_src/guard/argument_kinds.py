@@ -34,7 +34,6 @@ _TAKES = {
     "tree": {"gradients", "other"},
     "not a state": set(_KINDS) - {"state"} | {"other"},
     "policy": {"policy", "other"},
-    "precision": {"policy", "dtype", "other"},
     "function": {"function", "other"},
 }
 

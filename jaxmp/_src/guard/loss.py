@@ -78,7 +78,7 @@ def value_and_grad(
             batch = microbatches.batch_of(args, (*diff, *carried), accumulate_argnums, k)
             look_at_single_rows(lambda batch: fun(*(batch.get(i, x) for i, x in enumerate(args)), **kwargs), batch, k)
         found = gradients(look=compute_dtypes.looks_once())(*args, opt_state=opt_state, **kwargs)
-        scale_reads.note_scaled(found[1], states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+        scale_reads.note_scaled(found[1], opt_state)
         return found
 
     signatures.with_keyword(wrapped, "opt_state")

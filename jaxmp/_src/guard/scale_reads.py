@@ -113,7 +113,7 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
 @functools.wraps(transform.unscale)
 def unscale(grads: PyTree, opt_state: Any) -> PyTree:
     found = transform.unscale(grads, opt_state)
-    note_unscaled(found, states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+    note_unscaled(found, _scale_in(opt_state))
     return found
 
 
@@ -131,8 +131,9 @@ def note_made(scale: Array, *, before: Array) -> None:
         _reads().made.set(scale, True)
 
 
-def note_scaled(grads: PyTree, scale: Array) -> None:
-    """Notes that `value_and_grad` read `scale`, and multiplied `grads` by it."""
+def note_scaled(grads: PyTree, opt_state: Any) -> None:
+    """Notes that `value_and_grad` read the scale of `opt_state`, or of what holds it, and multiplied `grads` by it."""
+    scale = _scale_in(opt_state)
     note_read(scale, grads)
     if isinstance(scale, jax.Array):
         reads, noted = _reads(), (weakref.ref(scale), compat.trace_state())
@@ -146,6 +147,10 @@ def note_unscaled(grads: PyTree, scale: Array) -> None:
     leaves = jax.tree.leaves(grads)
     if leaves and isinstance(scale, jax.Array):
         _reads().unscaled.set(leaves[0], weakref.ref(scale))
+
+
+def _scale_in(opt_state: Any) -> Array:
+    return states.get_loss_scale(getattr(opt_state, "opt_state", opt_state))
 
 
 def _ranks(tree: PyTree) -> Ranks:
@@ -282,11 +287,9 @@ def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
 
 
 def _may_be_of(grads: PyTree, scale: Array) -> bool:
-    """Whether a loss that read `scale` can have made `grads`; and notes that an update divides by `scale`."""
+    """Whether a loss that read `scale` can have made `grads`."""
     reads = _reads()
-    if reads.read.get(scale) is not None:
-        note_used(scale)
-        return True
     first = next(iter(jax.tree.leaves(grads)), None)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
-    return comes_in or reads.anywhere or any(reads.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+    is_read = reads.read.get(scale) is not None
+    return is_read or comes_in or reads.anywhere or any(reads.alone[ranks] > 0 for ranks in (_ranks(grads), None))

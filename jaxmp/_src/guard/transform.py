@@ -86,6 +86,7 @@ def shared_loss_scale(
 
     def apply_gradients(tx: Any, grads: PyTree, opt_state: Any, params: PyTree, scale_state: Any, **extra: Any) -> Any:
         scale_reads.check(grads, scale_state.scaling.loss_scale)
+        scale_reads.note_used(scale_state.scaling.loss_scale)
         return shared.apply_gradients(tx, grads, opt_state, params, scale_state, **extra)
 
     def update(scale_state: Any) -> Any:
