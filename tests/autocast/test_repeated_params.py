@@ -56,7 +56,8 @@ MODELS = (take, embed, embed_nnx, for_each_example, under_remat, cast_by_the_mod
 
 @functools.cache
 def state(policy):
-    return jax.jit(jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0).init)({"table": TABLE})
+    """On the host: an array that is made under a mesh keeps it, for tests without one too."""
+    return jax.device_get(jax.jit(jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0).init)({"table": TABLE}))
 
 
 def gradient(model, policy, opt_state, tokens):
