@@ -11,9 +11,9 @@ from jaxmp import memory as memory
 from jaxmp import monitor as monitor
 from jaxmp import nnx as nnx
 from jaxmp import offload as offload
-from jaxmp._src.step.reload_masters import reload_master_params as reload_master_params
-from jaxmp._src.step.policy_regions import autocast as autocast
-from jaxmp._src.step.policy_regions import explain_autocast as explain_autocast
+from jaxmp._src.guard.new_params import reload_master_params as reload_master_params
+from jaxmp._src.guard.regions import autocast as autocast
+from jaxmp._src.guard.regions import explain_autocast as explain_autocast
 from jaxmp._src.autocast.rewrite import no_autocast as no_autocast
 from jaxmp._src.precision_search.fake_quantize import fake_quantize as fake_quantize
 from jaxmp._src.porting.mmcv import auto_fp16 as auto_fp16
@@ -53,9 +53,9 @@ from jaxmp._src.guard.transform import shared_loss_scale as shared_loss_scale
 from jaxmp._src.step.state import LossScaleState as LossScaleState
 from jaxmp._src.step.state import StepState as StepState
 from jaxmp._src.guard.scale_reads import get_loss_scale as get_loss_scale
-from jaxmp._src.step.state import get_master_params as get_master_params
-from jaxmp._src.step.state import get_metrics as get_metrics
-from jaxmp._src.step.state import keep_if_skipped as keep_if_skipped
+from jaxmp._src.guard.state_readers import get_master_params as get_master_params
+from jaxmp._src.guard.state_readers import get_metrics as get_metrics
+from jaxmp._src.guard.state_readers import keep_if_skipped as keep_if_skipped
 from jaxmp._src.devices.collectives import all_finite as all_finite
 from jaxmp._src.guard.transform import apply_gradients as apply_gradients
 from jaxmp._src.guard.transform import mixed_precision as mixed_precision

@@ -42,6 +42,7 @@ from jaxmp._src.fp8.recipes import (
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import is_scale as is_scale, with_scales as with_scales
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
+from jaxmp._src.guard.fp8_scales import update_amax as update_amax
 from jaxmp._src.guard.loss import calibrate as calibrate
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._src.step.scales import (
@@ -49,5 +50,4 @@ from jaxmp._src.step.scales import (
     get_scales as get_scales,
     resize_history as resize_history,
     split_fp8 as split_fp8,
-    update_amax as update_amax,
 )

@@ -19,11 +19,10 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.bridges import named_once
 from jaxmp._src.fp8 import stored_kernels
-from jaxmp._src.guard import argument_kinds, extra_arguments, scale_reads, transform
+from jaxmp._src.guard import argument_kinds, extra_arguments, new_params, scale_reads, state_readers, transform
 from jaxmp._src.guard.loss import calibrate
 from jaxmp._src.step import (
     policy as policy_lib,
-    reload_masters,
     state as states,
 )
 
@@ -61,11 +60,11 @@ def _replace(self: Any, **updates: Any) -> Any:
     """
     if "params" in updates and "opt_state" not in updates:
         cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
-        updates["params"], updates["opt_state"] = reload_masters.follow(
+        updates["params"], updates["opt_state"] = new_params.follow(
             self.opt_state, updates["params"], self.params, cast
         )
     if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
-        reload_masters.check_is_state_of(updates["tx"], self.opt_state, self.params)
+        new_params.check_is_state_of(updates["tx"], self.opt_state, self.params)
     return dataclasses.replace(self, **updates)
 
 
@@ -188,7 +187,7 @@ class TrainState(_Replaced, train_state.TrainState):
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
-        return self.replace(params=params, opt_state=opt_state, **states.keep_if_skipped(opt_state, fields, old))
+        return self.replace(params=params, opt_state=opt_state, **state_readers.keep_if_skipped(opt_state, fields, old))
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
         """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.

@@ -21,11 +21,19 @@ from jaxmp._src.base import signatures
 from jaxmp._src.bridges import named_once
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels, to_fp8
-from jaxmp._src.guard import argument_kinds, compute_dtypes, loss as guard, scale_reads, transform
+from jaxmp._src.guard import (
+    argument_kinds,
+    compute_dtypes,
+    loss as guard,
+    new_params,
+    scale_reads,
+    state_readers,
+    transform,
+)
+from jaxmp._src.guard.batch import look_at_batch
 from jaxmp._src.step import (
     microbatches,
     policy as policy_lib,
-    reload_masters,
     scales,
     state as states,
     value_and_grad as gradients,
@@ -102,13 +110,9 @@ def value_and_grad(
             run = flax_layers.with_modules(looked_at, (merged[0],))
             return run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
 
-        if k > 1:
-            others = {i: x for i, x in enumerate(args, 1) if i not in passed}
-            guard.look_at_single_rows(
-                lambda batch: called(params, rest, others | batch)[0],
-                microbatches.batch_of((model, *args), (0, *passed), accumulate_argnums, k),
-                k,
-            )
+        others = {i: x for i, x in enumerate(args, 1) if i not in passed}
+        loss_of = lambda batch: called(params, rest, others | batch)[0]  # noqa: E731
+        look_at_batch(loss_of, (model, *args), (0, *passed), accumulate_argnums, k)
         batches, whole = microbatches.split_arguments((model, *args), (0, *passed), accumulate_argnums, k)
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
@@ -230,7 +234,7 @@ class Optimizer(nnx.Optimizer):
           Array(0.300781, dtype=bfloat16)
         """
         pure = nnx.as_pure
-        opt_state = reload_masters.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
+        opt_state = new_params.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
         nnx.update(self.opt_state, nnx.state(opt_state))
         if self.policy is not None:
             cast_to_param(model, self.policy, wrt=self.wrt)
@@ -389,4 +393,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     )
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, states.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, state_readers.keep_if_skipped(opt_state, now, before))

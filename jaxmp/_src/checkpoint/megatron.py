@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint import foreign_loss_scales
+from jaxmp._src.guard import state_readers
 from jaxmp._src.loss_scale import dynamic
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays, state_paths
@@ -55,7 +56,7 @@ def export_megatron(
       (array([1., 1.], dtype=float32), [{'params': [0]}, {'params': [1]}])
     """
     order = _order(groups, params)
-    masters = tree_paths.leaves_by_path(states.get_master_params(opt_state, params))
+    masters = tree_paths.leaves_by_path(state_readers.get_master_params(opt_state, params))
     with_master = _with_master(opt_state, params)
     per_param: dict[int, dict[str, Any]] = {i: {} for i in range(len(order))}
     for path, x in state_paths.leaves(opt_state, params).items():

@@ -27,8 +27,9 @@ from jaxmp._src.checkpoint import job_leaves, placement, tensor_files
 from jaxmp._src.checkpoint.tensor_files import Tensor
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.guard import argument_kinds
+from jaxmp._src.guard.state_readers import get_master_params
 from jaxmp._src.numerics import casting
-from jaxmp._src.step.state import get_master_params, masters_of
+from jaxmp._src.step.state import masters_of
 
 Layout = Literal["flax", "torch"]
 _FP8 = jnp.dtype(jnp.float8_e4m3fn)

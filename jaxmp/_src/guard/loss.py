@@ -4,7 +4,6 @@ They look at the arguments of a call, at what the loss returns, and at its deriv
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +15,12 @@ import optax
 from flax import nnx
 from jaxtyping import PyTree
 
-from jaxmp._src.base import ambient, signatures, tree_paths
+from jaxmp._src.base import signatures, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.guard import argument_kinds, compute_dtypes, scale_reads
+from jaxmp._src.guard import argument_kinds, compute_dtypes, scale_reads, state_readers
+from jaxmp._src.guard.batch import look_at_batch
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
     calibrate as calibration,
@@ -73,10 +73,9 @@ def value_and_grad(
         look_at_loss_scale(opt_state)
         params = {i: args[i] for i in diff}
         look_at_params(params, k)
-        if k > 1:
-            carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
-            batch = microbatches.batch_of(args, (*diff, *carried), accumulate_argnums, k)
-            look_at_single_rows(lambda batch: fun(*(batch.get(i, x) for i, x in enumerate(args)), **kwargs), batch, k)
+        others = (*diff, *carried_arguments.chosen(carry_argnum, len(args), has_aux))
+        loss_of = lambda batch: fun(*(batch.get(i, x) for i, x in enumerate(args)), **kwargs)  # noqa: E731
+        look_at_batch(loss_of, args, others, accumulate_argnums, k)
         found = gradients(look=compute_dtypes.looks_once())(*args, opt_state=opt_state, **kwargs)
         scale_reads.note_scaled(found[1], opt_state)
         return found
@@ -102,7 +101,7 @@ def calibrate(fun: Any, *args: Any, tx: Any, opt_state: Any, argnums: int | Sequ
 
 def _look_at_histories(opt_state: Any, params: PyTree) -> None:
     """Raises a ValueError for a calibration that would fill no history."""
-    states.check_is_state(opt_state, "calibrate")
+    state_readers.check_is_state(opt_state, "calibrate")
     if not states.find(opt_state, states.Fp8State):
         raise ValueError(
             "calibrate fills the amax histories of delayed scaling; opt_state holds none. Recipes without state need "
@@ -211,40 +210,3 @@ def look_at_params(params: dict[int, PyTree], k: int) -> None:
             f"accumulate={k} adds gradients on the device; got params in host memory at argument {path}, whose "
             f"gradients lie there too. Use jaxmp.offload.stream_layers(..., num_microbatches={k}) without accumulate."
         )
-
-
-def look_at_single_rows(loss_of: Callable[[dict[int, PyTree]], Any], batch: dict[int, PyTree], k: int) -> None:
-    """Raises a ValueError for microbatches of one row that would be broadcast to rows from elsewhere.
-
-    Such a loss runs with all rows and with one, and with no number between.
-
-    Args:
-      loss_of: the loss as a function of the arguments that are cut, by position.
-      batch: these arguments, not cut.
-      k: the number of microbatches.
-    """
-    n = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if _is_rows(x)), 0)
-    if n != k:
-        return
-    other = 2 if n > 2 else 3
-    some = lambda x: jnp.concatenate([x, x])[:other] if _is_rows(x) else x  # noqa: E731
-    try:
-        with warnings.catch_warnings(action="ignore"), ambient.noting():
-            jax.eval_shape(loss_of, batch)
-            try:
-                jax.eval_shape(loss_of, jax.tree.map(some, batch))
-                return
-            except (TypeError, ValueError) as e:
-                error = e
-    except Exception:  # the loss raises it again when it is traced in earnest
-        return
-    raise ValueError(
-        f"accumulate={k} cuts the batch, arguments {tuple(batch)}, into single rows, and all its parts must be cut "
-        f"with it; got a loss that runs with {n} rows and not with {other}: an array that is closed over, or passed on "
-        f"whole, has as many rows as the batch, and one row would be broadcast to it. Pass it by position, in an "
-        f"argument that accumulate_argnums= names."
-    ) from error
-
-
-def _is_rows(x: Any) -> bool:
-    return jnp.ndim(x) > 0 and not microbatches.is_key(x)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.base.warn import warn
+from jaxmp._src.guard import state_readers
 from jaxmp._src.step import stale_masters, state as states
 
 _MANY = 0.1  # the share of skipped steps that is named,
@@ -69,7 +70,7 @@ def check_progress(
       >>> import jax.numpy as jnp, jaxmp, optax
       >>> check_progress(jaxmp.unscale_and_skip(optax.sgd(0.1)).init(jnp.ones(2)))
     """
-    states.check_is_state(opt_state, "check_progress")
+    state_readers.check_is_state(opt_state, "check_progress")
     metrics = {name: np.max(np.asarray(x)) for name, x in states.get_metrics(opt_state).items()}
     pinned, skips = metrics["pinned_overflows"], metrics["consecutive_skips"]
     if max_pinned_overflows is not None and pinned >= max_pinned_overflows:

@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
+from jaxmp._src.guard import state_readers
 from jaxmp._src.programs import homogeneity, jaxprs
 from jaxmp._src.step import state as states, transform
 
@@ -88,6 +89,8 @@ def _reads() -> Reads:
 
 @functools.wraps(states.get_loss_scale)
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
+    if not hasattr(opt_state, "get_scale"):  # a GradScaler
+        state_readers.check_is_state(opt_state, "get_loss_scale")
     scale = states.get_loss_scale(opt_state)
     if isinstance(opt_state, tuple) and not opt_state:
         _reads().anywhere = True
@@ -112,6 +115,7 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
 
 @functools.wraps(transform.unscale)
 def unscale(grads: PyTree, opt_state: Any) -> PyTree:
+    state_readers.check_is_state(opt_state, "unscale")
     found = transform.unscale(grads, opt_state)
     note_unscaled(found, _scale_in(opt_state))
     return found

@@ -19,7 +19,15 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import reduce
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
-from jaxmp._src.guard import argument_kinds, averages, check_optimizer, extra_arguments, scale_reads, whole_leaves
+from jaxmp._src.guard import (
+    argument_kinds,
+    averages,
+    check_optimizer,
+    extra_arguments,
+    fp8_scales,
+    scale_reads,
+    whole_leaves,
+)
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
@@ -147,6 +155,7 @@ def _look_at_params(rule: Rule, params: PyTree) -> None:
         tree_paths.warn_of_idle("keep_fp32", rule.policy.keep_fp32, paths, of="param")
     if rule.moves_scales is not None:
         _refuse_part(parts)
+        fp8_scales.check(rule.moves_scales.recipe, scale_leaves.partition(params)[0])
         return
     of_scales = [scale_leaves.is_scale(path) for path in paths]
     if any(of_scales):
@@ -197,6 +206,7 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
     if rule.moves_scales is not None:
         _refuse_part(jax.tree.leaves(params, is_leaf=_is_masked))
+        fp8_scales.check(rule.moves_scales.recipe, scale_leaves.partition(params)[0], state.fp8_scales)
     if rule.policy is not None:
         own = params.fast if isinstance(params, optax.LookaheadParams) else params
         tree_paths.check_same_structure(grads, own, "grads", "params")

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
+from jaxmp._src.guard import state_readers
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting, float_bits
@@ -164,7 +165,7 @@ def _measure_step(
     axis_name: Any,
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
-    params32 = states.get_master_params(opt_state, params)
+    params32 = state_readers.get_master_params(opt_state, params)
     axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
     frozen = _frozen(opt_state, params)
     return StepStats(

@@ -35,7 +35,7 @@ from jaxmp._src.autocast import cast_lists, explain, float32_layers, regions, re
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import kept_layers, layers, linen_layers
 from jaxmp._src.step import fp8_products
-from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
+from jaxmp._src.step.policy import Policy, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -104,7 +104,6 @@ def autocast(
     output_dtype: Any = None,
     recipe: Any = None,
     filter: layers.Filter = None,
-    **torch_options: Any,
 ) -> Any:
     """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
 
@@ -161,7 +160,6 @@ def autocast(
         `(path, eqn) -> bool`. None: all but the first and the last operation with weights (embeddings and convolutions
         count), in the order in which they run; one in a loop is neither. With a policy's own recipe it chooses linen's
         layers, as in `jaxmp.fp8.autocast`.
-      **torch_options: none; `device_type=` and the other options of torch get an error that says what to do.
 
     Returns:
       The function, with the same arguments and outputs of the same structure. Without `fn`, a decorator that is also a
@@ -191,19 +189,12 @@ def autocast(
     References:
       torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
     """
-    _check_no_torch_options(torch_options)
-    if callable(dtype) and not isinstance(dtype, type):
-        raise TypeError("the arguments are autocast(fn, dtype); got a function as dtype")
     if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
     options |= {"enabled": enabled, "output_dtype": output_dtype}
     dtype, options["chooser"] = _with_recipe(dtype, recipe, filter)
     if not is_policy(dtype):
-        for given in (fn, dtype):
-            if isinstance(given, str):
-                cast_lists.check_no_device("autocast", given)
-                check_precision(given)
         return rewrite.autocast(fn, dtype, **options)
     policy = get_policy(dtype)
     lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options, **_kept_by(policy))
@@ -258,17 +249,6 @@ def explain_autocast(
       >>> explanation.summary()
       'matmul FLOPs: 100.0% in float16'
     """
-    if not callable(fn):
-        raise TypeError(
-            f"explain_autocast takes a function and its arguments, explain_autocast(fn, *args), and calls it; got "
-            f"{type(fn).__name__}: a result?"
-        )
-    if rewrite.is_autocast(fn):
-        raise ValueError(
-            "explain_autocast takes the function as it is written, and says what autocast would do with it; got one of "
-            "autocast. Give the function from before, and the arguments of autocast: explain_autocast(fn, *args, "
-            "dtype=...)."
-        )
     dtype, chooser = _with_recipe(dtype, recipe, filter)
     policy = get_policy(dtype) if is_policy(dtype) else None
     kept = {} if policy is None else _kept_by(policy)
@@ -297,19 +277,6 @@ def _with_recipe(dtype: Any, recipe: Any, filter: layers.Filter) -> tuple[Any, A
             f'{recipe!r}. Give the policy "fp8", or jnp.bfloat16.'
         )
     return dtype, chooser
-
-
-def _check_no_torch_options(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if name in ("device_type", "device"):
-            cast_lists.check_no_device("autocast", value)
-            raise TypeError(f"autocast takes no device: JAX knows where its arrays are; got {name}={value!r}.")
-        if name == "cache_enabled":
-            raise TypeError(
-                f"autocast has no cache to switch: it casts each value once to each dtype; got {name}={value!r}. "
-                f"Leave it out."
-            )
-        raise TypeError(f"autocast() got an unexpected keyword argument {name!r}")
 
 
 @contextlib.contextmanager

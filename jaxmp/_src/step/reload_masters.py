@@ -6,9 +6,6 @@ the masters of elements that changed: a master has bits that its param lacks, an
 
     m' = m           where the param before, in the dtype of the new one, equals the new one
     m' = f32(new)    elsewhere
-
-Both functions first check that the new params have the leaves, shapes and kinds of numbers of the params that `tx.init`
-got.
 """
 
 from collections.abc import Callable
@@ -17,13 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
 
@@ -56,14 +52,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
     References:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
-    if not states.with_masters(opt_state):
-        raise ValueError(
-            "opt_state must keep masters; got a state without masters. Make it with jaxmp.mixed_precision or "
-            "jaxmp.keep_master_params, and pass (opt_state, params) in this order."
-        )
-    leaves = tree_paths.leaves_by_path(params)
-    _check_fits(leaves, _expected_by(opt_state), "reload_master_params")
-    full = in_float32(leaves)
+    full = in_float32(tree_paths.leaves_by_path(params))
     return _with_masters(opt_state, lambda path, master: _as_master(full(path), master), foreign=(opt_state, params))
 
 
@@ -84,11 +73,10 @@ def follow(
     Raises:
       ValueError: params that do not fit those before, named by path.
     """
-    masters = [x.master_params for x in states.with_masters(opt_state)]
     new, old = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(before)
-    if not masters or not all(map(_is_array, old.values())) or (new and not any(map(_is_number, new.values()))):
+    if not is_followed(opt_state, new, old):
         return params, opt_state
-    _check_fits(new, old, "replace(params=)")
+    masters = [x.master_params for x in states.with_masters(opt_state)]
     if jax.tree.structure(params) != jax.tree.structure(before):  # a FrozenDict for a dict, boxes for arrays
         params = jax.tree.unflatten(jax.tree.structure(before), [new[path] for path in old])
     arrays = [*new.values(), *old.values(), *jax.tree.leaves(masters)]
@@ -114,22 +102,10 @@ def follow(
     return cast, _with_masters(opt_state, new_master, foreign=params)
 
 
-def check_is_state_of(tx: Any, opt_state: Any, params: PyTree) -> None:
-    """Raises a ValueError if `tx.init` makes a state of another structure than `opt_state`, for `replace(tx=)`."""
-    try:
-        wanted = jax.eval_shape(tx.init, params)
-    except Exception:  # params without arrays (shardings), or a `tx` that says itself what it cannot take
-        return
-    if jax.tree.structure(wanted) == jax.tree.structure(opt_state):
-        return
-    new, old = tree_paths.leaves_by_path(wanted), tree_paths.leaves_by_path(opt_state)
-    found = [f" ({path} is in the state of tx only)" for path in new if path not in old]
-    found += [f" ({path} is in the opt_state only)" for path in old if path not in new]
-    raise ValueError(
-        f"replace(tx=): another optimizer needs a state of its own; got a tx that does not fit the opt_state"
-        f"{''.join(found[:1])}. Give both: full = jaxmp.get_master_params(state.opt_state, state.params); "
-        f"state.replace(tx=tx, opt_state=tx.init(full)). Moments and loss scale then start anew."
-    )
+def is_followed(opt_state: Any, new: dict[str, Any], old: dict[str, Any]) -> bool:
+    """Whether masters of `opt_state` follow from params to others, by path: both are arrays, not shardings."""
+    are_arrays = all(map(is_array, old.values())) and (not new or any(map(_is_number, new.values())))
+    return are_arrays and bool(states.with_masters(opt_state))
 
 
 def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
@@ -147,62 +123,12 @@ def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
     return tree_paths.map_with_path(cast, params)
 
 
-def _expected_by(opt_state: Any) -> dict[str, Any]:
-    """What the params of a state look like, by path: float32 masters of their shapes; None where there is no master."""
-    found: dict[str, Any] = {}
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    for state in states.with_masters(opt_state):
-        for key, x in jax.tree_util.tree_leaves_with_path(state.master_params, is_leaf=is_masked):
-            path = leaf_paths.param_of(key)
-            found[path] = found.get(path) if is_masked(x) else jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return found
-
-
-def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> None:
-    """Raises a ValueError unless new params have the leaves, shapes and kinds of numbers that are expected, by path.
-
-    A float of 16 or 32 bits takes any such float, which is cast; other numbers must have the very dtype.
-    """
-    missing = [path for path in expected if path not in new]
-    extra = [path for path in new if path not in expected]
-    if missing or extra:
-        path, where = (missing[0], "is missing") if missing else (extra[0], "is none of theirs")
-        if missing and all(map(scale_leaves.is_scale, missing)) and not extra:
-            fix = "Weights without fp8 scales take those that are there: jaxmp.fp8.with_scales(params, old_params)."
-        else:
-            fix = "Give the whole tree, with the containers and names of the old one."
-        raise ValueError(
-            f"{caller}: new params must have the leaves of those that tx.init got; {path} {where}. "
-            f"{leaf_paths.first_paths(new)} {fix}"
-        )
-    for path, like in expected.items():
-        if like is None:
-            continue
-        x = new[path]
-        if not _is_array(x) or np.shape(x) != like.shape:
-            got = np.shape(x) if _is_array(x) else type(x).__name__
-            raise ValueError(
-                f"{caller}: new params must be arrays with the shapes of the old ones; got {got} at {path}, expected "
-                f"{like.shape}."
-            )
-        takes_floats = like.dtype in _FLOATS or stored_kernels.is_stored(like)
-        if x.dtype != like.dtype and not (takes_floats and (x.dtype in _FLOATS or stored_kernels.is_stored(x))):
-            wanted = "float32, or the dtype of the old one" if takes_floats else str(like.dtype)
-            raise ValueError(
-                f"{caller}: a new param must be in {wanted}; got {x.dtype} at {path}. Cast it: "
-                f"x.astype({'jnp.float32' if takes_floats else repr(str(like.dtype))})."
-            )
-
-
-_FLOATS = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
-
-
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _is_number(x: Any) -> bool:
-    return _is_array(x) or isinstance(x, bool | int | float | complex)
+    return is_array(x) or isinstance(x, bool | int | float | complex)
 
 
 def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:

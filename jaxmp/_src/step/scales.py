@@ -55,11 +55,13 @@ class MovesScales(optax.GradientTransformation):
     """The transform of scale leaves, whose `update` has two parts.
 
     Attributes:
+      recipe: what it was made with.
       observe: `(updates, params) -> [Observed of n leaves for each group]`.
       move: `(observed, state, params, adds=) -> (leaves, state)`, or with `adds` what a caller adds to the leaves. In
         a step it stands in a branch: it gets a few arrays, not one for each leaf.
     """
 
+    recipe: Any
     observe: Any
     move: Any
 
@@ -100,7 +102,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
     def init_fn(params: PyTree) -> Fp8State:
         leaves = jax.tree.leaves(params)
         states = []
-        for group in _groups(recipe, params):
+        for group in groups_of(recipe, params):
             start = [scale_leaves.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
             scale = _flat(start)
             states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
@@ -110,19 +112,16 @@ def update_amax(recipe: Recipe) -> MovesScales:
         return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(4)))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Fp8State]:
-        if params is None:
-            raise ValueError("fp8 scales need the params; got params=None. Call tx.update(grads, opt_state, params)")
         return move(observe(updates, params), state, params, adds=True)
 
     def observe(updates: PyTree, params: PyTree) -> list[amax_records.Observed]:
         pairs = list(zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True))
-        return [amax_records.observe([pairs[i] for i in group.indices]) for group in _groups(recipe, params)]
+        return [amax_records.observe([pairs[i] for i in group.indices]) for group in groups_of(recipe, params)]
 
     def move(
         observed: list[amax_records.Observed], state: Any, params: PyTree, *, adds: bool
     ) -> tuple[PyTree, Fp8State]:
-        groups = _groups(recipe, params)
-        _check_state(groups, state, params)
+        groups = groups_of(recipe, params)
         leaves, treedef = jax.tree.flatten(params)
         moves: list[Any] = [None] * len(leaves)
         amaxes: list[Any] = [None] * len(leaves)
@@ -159,7 +158,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
         return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost, spoiled)
 
     made = MovesScales(init_fn, update_fn)
-    made.observe, made.move = observe, move
+    made.recipe, made.observe, made.move = recipe, observe, move
     return made
 
 
@@ -347,59 +346,10 @@ def _flat(leaves: list[Array]) -> Float[Array, "n"]:
     return jnp.concatenate([jnp.ravel(jnp.asarray(x, jnp.float32)) for x in leaves])
 
 
-def _groups(recipe: Recipe, params: PyTree) -> list[_Group]:
+def groups_of(recipe: Recipe, params: PyTree) -> list[_Group]:
     recipes = scale_leaves.recipes_of(recipe)
     members: dict[tuple[str, bool], list[int]] = {}
-    for i, (path, leaf) in enumerate(tree_paths.boxed_leaves(params)[0]):
-        if not scale_leaves.is_scale(path, leaf):
-            raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
+    for i, (path, _) in enumerate(tree_paths.boxed_leaves(params)[0]):
         pattern = scale_leaves.pattern_for(recipes, path, "fp8 scale")
-        _check_format(path, recipes[pattern])
         members.setdefault((pattern, scale_leaves.format_of(path)[0]), []).append(i)
-    if not members:
-        raise ValueError(
-            "a recipe with delayed scaling needs layers that hold fp8 scales; got params without any. In linen, "
-            'params = jaxmp.autocast(model.init, "fp8")(key, x)["params"], or layers with '
-            "dot_general_cls=jaxmp.linen.Fp8DotGeneral; in nnx, jaxmp.nnx.to_fp8(model, filter=...) first. These leave "
-            "out the first and the last layer with weights, or what filter= does not match. If the layers have a "
-            "recipe without state, pass it here too: recipe = jaxmp.fp8.CurrentScaling(); "
-            "jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie beside frozen weights, put "
-            "mixed_precision around optax.multi_transform or masked, not inside; for nnx, add them to the filter: "
-            "wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
-        )
     return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
-
-
-def _check_format(path: str, recipe: Any) -> None:
-    if not isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            f"{path} belongs to a layer with delayed scaling, but the recipe for it is {recipe!r}. Give the layer and "
-            f"mixed_precision the same recipe."
-        )
-    backward, dtype, holds_log2 = scale_leaves.format_of(path)
-    expected = recipe.dtype(backward=backward)
-    if jnp.dtype(dtype) != jnp.dtype(expected) or holds_log2 != recipe.power_of_two:
-        kind = {True: "powers of two", False: "any scale"}
-        raise ValueError(
-            f"the recipe must be the one that the layer was built with; the leaf {path} holds {kind[holds_log2]} for "
-            f"{jnp.dtype(dtype)}, the recipe says {kind[recipe.power_of_two]} for {jnp.dtype(expected)}. Give the "
-            f"layer and mixed_precision the same recipe."
-        )
-
-
-def _check_state(groups: list[_Group], state: Fp8State, params: PyTree) -> None:
-    sizes = [jnp.size(x) for x in jax.tree.leaves(params)]
-    expected = [sum(sizes[i] for i in group.indices) for group in groups]
-    got = [jnp.size(amax_state.scale) for amax_state in state.amax_states]
-    if got != expected:
-        raise ValueError(
-            f"the state must be of this recipe and these params; it holds groups of {got} fp8 scales, the params "
-            f"{expected}. Make it with tx.init(params), or restore the one that was saved with them."
-        )
-    for group, amax_state in zip(groups, state.amax_states, strict=True):
-        length = amax_state.amax_history.shape[0]
-        if length != group.recipe.amax_history_len:
-            raise ValueError(
-                f"the amax history must have the recipe's length, {group.recipe.amax_history_len}; got {length}, "
-                f"perhaps from a checkpoint. Call opt_state = jaxmp.fp8.resize_history(opt_state, recipe) once."
-            )

@@ -286,23 +286,6 @@ def nodes_of(opt_state: Any, kind: type) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
 
 
-def check_is_state(opt_state: Any, reader: str) -> None:
-    """Raises a TypeError for what cannot be the state of an optimizer: params, a `tx`, a model, a number.
-
-    Every state holds a NamedTuple (optax's convention). `()` stands for no optimizer.
-    """
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(f"{reader} reads the state of an optimizer; got the optimizer. Pass tx.init(params).")
-    is_namedtuple = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
-    is_empty = isinstance(opt_state, tuple) and not opt_state
-    if not is_empty and not any(map(is_namedtuple, jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=is_namedtuple))):
-        raise TypeError(
-            f"{reader} reads the state of an optimizer, as tx.init(params) and apply_gradients return it, or a "
-            f"TrainState or nnx.Optimizer that holds one; got {type(opt_state).__name__} without any. Were arguments "
-            f"swapped (the order is opt_state, params), or was it restored as plain dicts (restore it with a template)?"
-        )
-
-
 def has_loss_scale(opt_state: Any) -> bool:
     """Whether there is a loss scale in `opt_state`."""
     return bool(_scalings(opt_state))
@@ -368,7 +351,6 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
     """
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
-    check_is_state(opt_state, "get_loss_scale")
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
@@ -410,9 +392,6 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
-    if find(params, StepState):
-        raise ValueError("get_master_params takes (opt_state, params); got an opt_state as params. Swap the two.")
-    check_is_state(opt_state, "get_master_params")
     found = masters_of(opt_state, params, may_be_frozen=True)
     if any(map(stored_kernels.is_stored, jax.tree.leaves(params))):
         without = stored_kernels.stored_pairs(params).keys() - tree_paths.leaves_by_path(found).keys()
@@ -493,12 +472,6 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
       (1.0, False, nan)
     """
-    if hasattr(opt_state, "get_scale"):
-        raise TypeError(
-            "get_metrics reads the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
-            "scaler.found_inf() between step and update, scaler.state_dict()."
-        )
-    check_is_state(opt_state, "get_metrics")
     nan = jnp.full((), jnp.nan, jnp.float32)
     step = next(iter(find(opt_state, StepState)), None)
     scale = next(iter(_scalings(opt_state)), None)
@@ -542,7 +515,6 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
     if hasattr(opt_state, "found_inf"):  # a GradScaler, between step and update
         return opt_state.found_inf()
-    check_is_state(opt_state, "keep_if_skipped(opt_state, new, old)")
     found = [state.skipped for state in find(opt_state, StepState) if state.skipped is not None]
     return found[0] if found else jnp.zeros((), bool)
 
@@ -574,24 +546,10 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       {'ema': Array([1.], dtype=float32)}
     """
     skipped = was_skipped(opt_state)
-    if jax.tree.structure(new) != jax.tree.structure(old):  # a FrozenDict for a dict, boxes for arrays
-        fix = "Pass the whole tree that the step made, with an old one of the same leaves."
-        tree_paths.check_same_structure(new, old, "new", "old", fix)
-        new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    _check_shapes(new, old)
+    new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))  # a FrozenDict for a dict, boxes for arrays
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)
         return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
 
     return jax.tree.map(pick, old, new)
-
-
-def _check_shapes(new: PyTree, old: PyTree) -> None:
-    if found := tree_paths.first_of_other_shape(old, new):
-        path, old_shape, new_shape = found
-        raise ValueError(
-            f"state that a skipped step restores must keep its shapes; got {new_shape} in new and {old_shape} in old "
-            f"at {path}. With accumulate=k, aux of the loss is stacked; BatchNorm's statistics are passed through the "
-            f"microbatches by jaxmp.value_and_grad(..., carry_argnum=), see docs/how-to/step/accumulation.md."
-        )

@@ -26,6 +26,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
+from jaxmp._src.guard import state_readers
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state as states
 from jaxmp._src.step.state import EmaParamsState
@@ -152,7 +153,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
             e, w = host_memory.to_device((e, w))
         return jnp.where(weight > 0, e / weight, w)
 
-    units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
+    units, treedef = jax.tree.flatten(state_readers.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = treedef.flatten_up_to(found.ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
 
