@@ -160,7 +160,7 @@ def values(moment, shape, name, dtype):
     return (np.sign(codes) * np.abs(codes / top) ** power * scales)[tuple(map(slice, shape))]
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "axis", "old", "new"),

@@ -42,7 +42,7 @@ def test_an_unused_tensor_is_no_tensor_of_zeros():
     assert not np.any(found.is_spoiled)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("factor", [0.37, 1 / 3, 1e-4, 2.0**-32, 7.0, 4096.0, -1.0])
 def test_a_common_factor_is_divided_out(factor):
     """Exactly for tensors of 16 bits; for others to 21 bits."""

@@ -171,7 +171,7 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.optimized  # the last bit of a sum decides a rounding
 @needs_kernels
 @pytest.mark.parametrize("name", ["rms", "layer", "16-bit params", "float32 norm", "gated"])

@@ -94,7 +94,7 @@ def test_unscale_and_check(backend):
     assert_exact(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @each_backend
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_one_bad_element_anywhere_is_seen(backend, bad):
@@ -155,7 +155,7 @@ def test_gradients_below_2_to_the_48_are_usable(backend):
 # --- cast_tree -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @each_backend
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
 def test_cast_tree(backend, dtype):
@@ -350,7 +350,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -565,7 +565,7 @@ ONES = jnp.ones(4)
 FITTING = Weight(ONES, jnp.ones(4, jnp.bfloat16), ONES, (ONES, ONES))
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "weight, message",
     [

@@ -283,7 +283,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_of_500_steps_is_silent(name):
     make, policy, inner = HEALTHY[name]

@@ -101,6 +101,7 @@ def test_a_section_that_hangs_for_its_whole_time_is_killed(drive):
     assert records["sound"].state() == "passed"
 
 
+@pytest.mark.thorough(0)
 def test_a_build_beyond_the_limit_costs_its_own_row(drive, tmp_path):
     """What was measured before it is kept, and a second run begins with it."""
     status, records = drive("builds_for_too_long", limit=4.0)

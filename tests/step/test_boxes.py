@@ -76,7 +76,7 @@ def trained(kind, form):
     return tx, params, state
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", BOXES)
 def test_a_step_is_that_without_boxes(kind, form):
@@ -121,6 +121,7 @@ def test_a_checkpoint_comes_back_with_boxes_or_without(kind, form, tmp_path):
     assert_moved((bare.params, bare.opt_state), (plain, plain_state))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("form", ["fp16", "split"])
 def test_boxes_keep_their_shardings(form):
     tx, params, state = trained("Registered", form)
@@ -141,6 +142,7 @@ class Net(nn.Module):
         return nn.Dense(16, dot_general_cls=jaxmp.linen.Fp8DotGeneral, dtype=jnp.bfloat16)(x)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", BOXES)
 def test_fp8_scales_are_found_in_boxes(kind):
     net, x = Net(), jnp.ones((16, 16))

@@ -55,6 +55,7 @@ def linen_accumulated(loss_fn, *args, k=K, keywords=None, **options):
 both = pytest.mark.parametrize("run", [linen_accumulated, nnx_accumulated], ids=["linen", "nnx"])
 
 
+@pytest.mark.thorough(1)
 @both
 def test_several_arguments_must_be_named(run):
     """Class weights as long as the batch would be cut too, and the loss would be wrong without an error."""

@@ -277,6 +277,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         assert_same_program(got, expected)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS, *OF_A_MESH}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
@@ -564,6 +565,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):
     overflow_run(name, compiled=name in COMPILED)

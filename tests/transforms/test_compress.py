@@ -57,7 +57,7 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), cases_of(OPTIMIZERS, DTYPES, lambda name, dtype: name == "adam" or dtype == "int8")
 )

@@ -106,6 +106,7 @@ def test_equals_optax(name, policy):
     assert int(metrics["skipped_steps"]) == 1
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("bits", "roundings"), [(None, 2.0**-22), (16, 2.0**-22), (8, 2.0**-16)])
 def test_nesterov_equals_optax_in_all_forms_of_masters(bits, roundings):
     """Each step rounds a master, one of 24 bits stochastically."""

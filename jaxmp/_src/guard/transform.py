@@ -55,12 +55,18 @@ def guarded(make: Callable[..., Any]) -> Callable[..., optax.GradientTransformat
             return state
 
         def update_fn(grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
-            _look_at_step(rule, grads, state, params, extra, adds=True)
-            return _noted(rule, state, extra, tx.update(grads, state, params, **extra))
+            scale = _look_at_step(rule, grads, state, params, extra, adds=True)
+            updates, after = tx.update(grads, state, params, **extra)
+            if scale is not None:
+                scale_reads.note_made(after.scaling.loss_scale, before=scale)
+            return updates, after
 
         def step(grads: PyTree, state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, StepState]:
-            _look_at_step(rule, grads, state, params, extra, adds=False)
-            return _noted(rule, state, extra, tx.step(grads, state, params, **extra))
+            scale = _look_at_step(rule, grads, state, params, extra, adds=False)
+            params, after = tx.step(grads, state, params, **extra)
+            if scale is not None:
+                scale_reads.note_made(after.scaling.loss_scale, before=scale)
+            return params, after
 
         guarded = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
         guarded.step, guarded.rule, guarded.policy = step, rule, tx.policy
@@ -192,13 +198,58 @@ def _look_at_state(rule: Rule, state: StepState, params: PyTree) -> None:
         check_optimizer.warn_of_underflow(rule.optimizer.inner, params, grad_dtype=jnp.float32)
 
 
-def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any], *, adds: bool) -> None:
-    """Raises for a state, params or gradients that do not fit each other; warns of gradients that were not scaled."""
+def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any], *, adds: bool) -> Any:
+    """Raises for a state, params or gradients that do not fit each other; warns of gradients that were not scaled.
+
+    Returns the dynamic scale of this state that the step will divide by, or None.
+    """
     if not isinstance(state, StepState):
         raise TypeError(
             f"mixed_precision (or a part of it) needs the state that its own init made; got {type(state).__name__}. "
             f"The order is tx.update(grads, opt_state, params) and jaxmp.apply_gradients(tx, grads, opt_state, params)."
         )
+    if adds or not _is_usual(rule, grads, state, params):
+        _look_at_trees(rule, grads, state, params, adds=adds)
+    if compat.manual_axes():
+        _look_at_branches(state.optimizer_state)
+    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
+    own_scale = state.scaling.loss_scale if is_dynamic and extra.get("loss_scale") is None else None
+    if own_scale is not None:
+        scale_reads.check(grads, own_scale)
+    if rule.scales:
+        scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
+    if state.scaling is not None:
+        scale_reads.note_used(state.scaling.loss_scale)
+    if whole_leaves.notes_cuts():
+        held = extra | _of_a_step(rule, state, extra)
+        of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)
+        whole_leaves.check(rule.optimizer.inner, grads, state.optimizer_state, of_weights, held)
+    return own_scale
+
+
+def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bool:
+    """Whether trees are as the usual policies make them: each param a cast of its float32 master, or float32 without.
+
+    And each gradient of a param's shape. All else is looked at by path.
+    """
+    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=_is_masked)
+    is_plain = rule.policy is not None and rule.moves_scales is None and rule.remainder is None
+    if not is_plain or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
+        return False
+    expected = [
+        (jnp.float32, p.shape)
+        if isinstance(m, optax.MaskedNode)
+        else (rule.policy.param_dtype, m.shape if m.dtype == jnp.float32 else None)
+        for p, m in zip(own, held, strict=True)
+    ]
+    return all(
+        (p.dtype, p.shape) == wanted and getattr(g, "shape", None) == p.shape and g.dtype in (p.dtype, jnp.float32)
+        for g, p, wanted in zip(jax.tree.leaves(grads), own, expected, strict=True)
+    )
+
+
+def _look_at_trees(rule: Rule, grads: PyTree, state: StepState, params: PyTree, *, adds: bool) -> None:
+    """Raises for gradients, params and masters that do not fit each other, by path."""
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         if not casting.is_float(g):
             _refuse_gradient(path, g)
@@ -212,18 +263,6 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         tree_paths.check_same_structure(grads, own, "grads", "params")
         _look_at_masters(rule, state, params, adds=adds)
     tree_paths.check_no_broadcast(grads, params)
-    if compat.manual_axes():
-        _look_at_branches(state.optimizer_state)
-    if states_scale := _own_scale(rule, state, extra):
-        scale_reads.check(grads, states_scale[0])
-    if rule.scales:
-        scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
-    if state.scaling is not None:
-        scale_reads.note_used(state.scaling.loss_scale)
-    if whole_leaves.notes_cuts():
-        held = extra | _of_a_step(rule, state, extra)
-        of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)
-        whole_leaves.check(rule.optimizer.inner, grads, state.optimizer_state, of_weights, held)
 
 
 def _one_bool(skip_if: Any, grads: PyTree, metrics: dict[str, Any]) -> Any:
@@ -238,12 +277,6 @@ def _one_bool(skip_if: Any, grads: PyTree, metrics: dict[str, Any]) -> Any:
     return jnp.asarray(x)
 
 
-def _own_scale(rule: Rule, state: StepState, extra: dict[str, Any]) -> tuple[Any, ...]:
-    """The dynamic scale of this state, which the step will divide by, in a tuple; empty if there is none."""
-    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
-    return (state.scaling.loss_scale,) if is_dynamic and extra.get("loss_scale") is None else ()
-
-
 def _of_a_step(rule: Rule, state: StepState, extra: dict[str, Any]) -> dict[str, Any]:
     """What a step tells its optimizer beside the user's extra arguments, as far as it is known before the step."""
     if rule.scaler is None:
@@ -251,12 +284,6 @@ def _of_a_step(rule: Rule, state: StepState, extra: dict[str, Any]) -> dict[str,
     scale = extra.get("loss_scale")
     scale = state.scaling.loss_scale if scale is None else scale
     return {"grads_finite": jnp.ones((), bool), "loss_scale": scale, "next_loss_scale": scale}
-
-
-def _noted(rule: Rule, before: StepState, extra: dict[str, Any], result: Any) -> Any:
-    if scale := _own_scale(rule, before, extra):
-        scale_reads.note_made(result[1].scaling.loss_scale, before=scale[0])
-    return result
 
 
 def _refuse_gradient(path: Any, g: Any) -> None:
@@ -286,8 +313,6 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
             "written for all; got remainder_bits= with it. Leave remainder_bits=None."
         )
     own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
-    if not adds and rule.remainder is None and _are_casts_of_masters(rule, state.master_params, own):
-        return
     units, treedef = tree_paths.boxed_leaves(own)
     dtype_of = masters.param_dtypes(policy, params)
     suspects = []
@@ -314,21 +339,6 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
                 f"the policy says {policy.param_dtype_of(path)}. Train policy.cast_to_param(params32), choose a 16-bit "
                 f"policy, or freeze the leaf with optax.set_to_zero."
             )
-
-
-def _are_casts_of_masters(rule: Rule, held: PyTree, params: PyTree) -> bool:
-    """Whether each param is as the usual policies make it: a cast of its float32 master, or float32 without one.
-
-    All else is looked at by path.
-    """
-    policy: Any = rule.policy
-    pairs = jax.tree.leaves(params), jax.tree.leaves(held, is_leaf=_is_masked)
-    return len(pairs[0]) == len(pairs[1]) and all(
-        param.dtype == jnp.float32
-        if isinstance(master, optax.MaskedNode)
-        else (param.dtype, param.shape, master.dtype) == (policy.param_dtype, master.shape, jnp.float32)
-        for param, master in zip(*pairs, strict=True)
-    )
 
 
 def _look_at_master(rule: Rule, path: str, unit: PyTree, master: PyTree, *, adds: bool) -> None:

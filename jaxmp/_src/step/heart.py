@@ -186,12 +186,12 @@ def decide(
     """
     looks = known_finite is None and rule.scaler is not None and (rule.skip_nonfinite or rule.scales)
     always = np.bool_(True)  # known while a step is traced
-    of_scales = amax_records.not_finite_alike(amaxes, scale_params)
+    of_scales = [] if rule.moves_scales is None else amax_records.not_finite_alike(amaxes, scale_params)
     measured = optimizers.Measured(jnp.zeros((), bool))
     if looks or _needs_norm(rule):
         measured = rule.optimizer.measure(gradients)
     bad = measured.bad if looks else jnp.zeros((), bool)
-    if looks:  # amaxes of leaves that are split over devices
+    if looks and of_scales:  # amaxes of leaves that are split over devices
         bad |= collectives.any_nonfinite([x for x in of_scales if compat.varying_axes(x)])
     objections = []  # these do not lower the loss scale
     if looks and rule.skip_nonfinite and loss is not None:
@@ -206,7 +206,7 @@ def decide(
         found = collectives.largest_on_any_device(flags, collectives.bound_axes(rule.axis_name))
         bad, unwanted, clamped = found["bad"] != 0, found["unwanted"] != 0, found.get("clamped")
         measured = measured._replace(counts={name: found[name] for name in measured.counts})
-    if looks:
+    if looks and of_scales:
         # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that
         # are equal on all devices are so because of an earlier MAX. XLA can merge that MAX with the MAX of the flags.
         bad |= collectives.any_nonfinite(of_scales)

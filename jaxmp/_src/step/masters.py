@@ -18,6 +18,7 @@ A step works on `Pair`s, one for each leaf:
     nowhere: it is frozen      (param in 16 or 8 bits, None)
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -275,6 +276,8 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
     Raises:
       ValueError: the params have other leaves than those that `tx.init` got.
     """
+    with contextlib.suppress(ValueError):  # usually no mask stands for a whole subtree
+        return treedef.flatten_up_to(masters)
     try:
         return treedef.flatten_up_to(_with_masks_at_leaves(masters, params))
     except ValueError as e:
