@@ -7,7 +7,7 @@ import re
 
 import griffe
 
-from names import exports_of
+from names import exports_of, namespaces
 
 
 class Examples(griffe.Extension):
@@ -18,7 +18,10 @@ class Examples(griffe.Extension):
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs) -> None:
-        for name, origin in exports_of("jaxmp").items() if pkg.name == "jaxmp" else ():
-            member = pkg.members.get(name)
-            if member is not None and member.is_alias and member.target_path != f"{origin}.{name}":
-                pkg.set_member(name, griffe.Alias(name, f"{origin}.{name}"))
+        faces = ["jaxmp", *namespaces()] if pkg.name == "jaxmp" else []
+        for face in (face for face in faces if face.startswith("jaxmp")):
+            found = pkg if face == "jaxmp" else pkg[face.removeprefix("jaxmp.")]
+            for name, origin in exports_of(face).items():
+                member = found.members.get(name)
+                if member is not None and member.is_alias and member.target_path != f"{origin}.{name}":
+                    found.set_member(name, griffe.Alias(name, f"{origin}.{name}"))
