@@ -257,11 +257,12 @@ def _look_at_trees(rule: Rule, grads: PyTree, state: StepState, params: PyTree, 
         raise ValueError("master params need the params; got params=None. Call tx.update(grads, opt_state, params)")
     if rule.moves_scales is not None:
         _refuse_part(jax.tree.leaves(params, is_leaf=_is_masked))
-        fp8_scales.check(rule.moves_scales.recipe, scale_leaves.partition(params)[0], state.fp8_scales)
     if rule.policy is not None:
         own = params.fast if isinstance(params, optax.LookaheadParams) else params
         tree_paths.check_same_structure(grads, own, "grads", "params")
         _look_at_masters(rule, state, params, adds=adds)
+    if rule.moves_scales is not None:
+        fp8_scales.check(rule.moves_scales.recipe, scale_leaves.partition(params)[0], state.fp8_scales)
     tree_paths.check_no_broadcast(grads, params)
 
 
