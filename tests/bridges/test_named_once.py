@@ -1,6 +1,7 @@
 """The precision is named once: a state that is created with a policy wraps its optimizer, and carries the policy."""
 
 import warnings
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,6 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_exact
-from jaxmp._src.base import ambient
 from jaxmp._src.guard import scale_reads
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
@@ -69,7 +69,7 @@ def test_a_policy_that_no_loss_took_is_named(policy):
     taken = lambda state, x: jaxmp.value_and_grad(loss_fn)(state.params, x, opt_state=state)  # noqa: E731
     inside = lambda state, x: jax.jit(taken)(state, x)  # noqa: E731
     plain = lambda state, x: jax.value_and_grad(loss_fn)(state.params, x)  # noqa: E731
-    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(taken)
         with pytest.raises(jaxmp.UnreadLossScale, match="carries the policy .* and no loss took it from there"):
@@ -92,7 +92,7 @@ def made(policy, **options):
 def test_it_is_told_without_jit_too(policy):
     state = made(policy)
     grads = jax.grad(linear_loss)(state.params, X)
-    with ambient.having(scale_reads=scale_reads.Reads()), pytest.warns(jaxmp.UnreadLossScale):
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), pytest.warns(jaxmp.UnreadLossScale):
         state.apply_gradients(grads=grads)
 
 
@@ -109,7 +109,7 @@ def test_a_right_step_before_it_silences_nothing(first, jitted):
     def wrong(state, x):
         return state.apply_gradients(grads=jax.grad(linear_loss)(state.params, x))
 
-    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
         (jax.jit(right) if jitted else right)(made(first), X)
         with pytest.raises(jaxmp.UnreadLossScale):
@@ -123,7 +123,7 @@ def test_gradients_that_were_unscaled_to_look_at_are_not_for_the_update(jitted):
         return state.apply_gradients(grads=jaxmp.unscale(grads, state))
 
     run = jax.jit(step) if jitted else step
-    with ambient.having(scale_reads=scale_reads.Reads()):
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
         with pytest.warns(jaxmp.UnreadLossScale, match="gradients are unscaled once, by the update"):
             run(made("fp16"), X)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._src.base import ambient
 from jaxmp._src.guard import scale_reads
 
 X = np.ones((4, 2), np.float32)
@@ -24,7 +24,7 @@ ANOTHER = "scaled by the loss scale of one opt_state, and an update by that of a
 @contextlib.contextmanager
 def fresh_process():
     """As if nothing had read a scale; warnings are errors."""
-    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 

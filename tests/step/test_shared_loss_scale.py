@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import warnings
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import pytest
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
-from jaxmp._src.base import ambient
 from jaxmp._src.guard import scale_reads
 from regimes import guarded
 
@@ -200,7 +200,7 @@ def test_extra_arguments_reach_each_optimizer():
 
 @contextlib.contextmanager
 def as_if_nothing_was_read():
-    with ambient.having(scale_reads=scale_reads.Reads()), warnings.catch_warnings():
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 

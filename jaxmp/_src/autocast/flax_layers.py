@@ -103,7 +103,8 @@ _IN_FLOAT32_BY_THE_LISTS = (linen.BatchNorm, nnx.BatchNorm)  # and their result 
 @contextlib.contextmanager
 def _region_of(lists: CastLists) -> Iterator[None]:
     """A region in a function that is traced; a layer that the policy keeps is not in fp8 either."""
-    with regions.region(lists), ambient.having(**({"fp8_enabled": False} if lists.because == _KEPT else {})):
+    is_kept = lists.because == _KEPT
+    with regions.region(lists), ambient.FP8_ENABLED(False) if is_kept else contextlib.nullcontext():
         yield
 
 

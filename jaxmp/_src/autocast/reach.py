@@ -12,6 +12,7 @@ earlier trace was in a region with the same lists, and that region was marked.
 import contextlib
 from collections.abc import Iterator
 
+from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import CastLists
 from jaxmp._src.base import ambient
 from jaxmp._src.base.warn import warn
@@ -52,8 +53,8 @@ def mark() -> None:
 
 def warn_if_idle(region: Region) -> None:
     """Warns if nothing in a region can have run by its lists. One inside of another leaves that to the outermost."""
-    now, dtype = ambient.now(), region.lists.dtype
-    is_reached = region.is_reached or now.autocast_tracing or region.lists in now.autocast_reached
+    dtype = region.lists.dtype
+    is_reached = region.is_reached or regions.is_tracing() or region.lists in ambient.now().autocast_reached
     if dtype is None or is_reached or region.around is not None:
         return
     name = dtype.name

@@ -23,36 +23,26 @@ from jaxmp._src.programs import module_paths
 _GROUPS = ("allow", "force_fp32", "widest")
 
 
-# The lists of the region, as a part of the key under which `jax.jit` caches a trace: it differs inside a region.
-_KEY = jax.make_user_context(None)
-
-
 def current() -> CastLists | None:
     """The lists of the innermost region; None outside of all."""
-    return ambient.now().autocast_lists
+    return ambient.AUTOCAST.value[0]
 
 
 def is_tracing() -> bool:
     """Whether an autocast function is being traced, which then rewrites what is called in it."""
-    return ambient.now().autocast_tracing
-
-
-@contextlib.contextmanager
-def _entered(lists: CastLists, *, tracing: bool) -> Iterator[None]:
-    with ambient.having(autocast_lists=lists, autocast_tracing=tracing), _KEY((lists, tracing)):
-        yield
+    return ambient.AUTOCAST.value[1]
 
 
 @contextlib.contextmanager
 def region(lists: CastLists) -> Iterator[None]:
     """What is traced inside runs by `lists`."""
-    with _entered(lists, tracing=is_tracing()), _scope(lists):
+    with ambient.AUTOCAST((lists, is_tracing())), _scope(lists):
         yield
 
 
 def tracing(lists: CastLists) -> contextlib.AbstractContextManager[None]:
     """The trace of a function that will be rewritten by `lists`."""
-    return _entered(lists, tracing=True)
+    return ambient.AUTOCAST((lists, True))
 
 
 def rewritten() -> contextlib.AbstractContextManager[Any]:

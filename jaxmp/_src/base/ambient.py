@@ -1,4 +1,4 @@
-"""Values that a trace uses besides the arguments of its functions: one typed value, in one context variable.
+"""Values that a trace uses besides the arguments of its functions: one typed value, and contexts of jax.
 
 jaxmp passes state as arguments. Two kinds of values cannot be passed, because a user's own code (a flax module, a loss
 function, an optax chain) stands between the sender and the receiver:
@@ -15,6 +15,8 @@ import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 
 @dataclasses.dataclass
@@ -43,31 +45,31 @@ class Ambient:
     """The value in the context variable. Every region replaces some fields, and restores them at its end.
 
     Attributes:
-      autocast_lists: the `CastLists` of the innermost `jaxmp.autocast`; None outside of all.
       autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
       autocast_reached: the lists of all regions that did. The same object everywhere.
-      autocast_tracing: whether an autocast function is being traced, which will rewrite all code that it calls.
       autocast_float32_layers: paths of layers with `dtype=float32` that compute in 16 bits, as they are traced; one
         warning tells of them. None where nothing collects them.
-      fp8_enabled: False in `jaxmp.fp8.autocast(enabled=False)`.
-      fp8_calibrating: True while `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
-      scale_reads: the guard's memory of the scales that were read; None: that of the process.
     """
 
-    autocast_lists: Any = None
     autocast_region: Any = None
     autocast_reached: set[Any] = dataclasses.field(default_factory=set)
-    autocast_tracing: bool = False
     autocast_float32_layers: dict[str, None] | None = None
-    fp8_enabled: bool = True
-    fp8_calibrating: bool = False
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
-    scale_reads: Any = None
 
+
+# Values that are part of the key under which `jax.jit` caches a trace: where they differ, jit traces again.
+
+# (`CastLists` of the innermost `jaxmp.autocast` or None, whether an autocast function is being traced, which will
+# rewrite all code that it calls)
+AUTOCAST = jax.make_user_context((None, False))
+# False in `jaxmp.fp8.autocast(enabled=False)`.
+FP8_ENABLED = jax.make_user_context(True)
+# Whether `jaxmp.fp8.calibrate` runs: each fp8 tensor is cast with the scale of its own amax.
+FP8_CALIBRATING = jax.make_user_context(False)
 
 _NOW: contextvars.ContextVar[Ambient] = contextvars.ContextVar("jaxmp")
 _OUTSIDE = Ambient()  # of all regions

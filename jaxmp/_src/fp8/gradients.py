@@ -111,12 +111,12 @@ def _is_in_fp8(pullback: Any, value: Any) -> bool:
 
 def _tell_of_no_fp8() -> None:
     """A warning; in a calibration, which would calibrate nothing, a ValueError."""
-    wrong = "so there is nothing to calibrate" if ambient.now().fp8_calibrating else "so it trains without fp8"
+    wrong = "so there is nothing to calibrate" if ambient.FP8_CALIBRATING.value else "so it trains without fp8"
     text = (
         f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
         f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '
         f"call in the loss, as around model.init: inside the differentiated function, or around each call of the step."
     )
-    if ambient.now().fp8_calibrating:
+    if ambient.FP8_CALIBRATING.value:
         raise ValueError(text)
     warn("fp8-layers-outside-fp8", text)

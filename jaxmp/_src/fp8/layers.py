@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -36,25 +35,17 @@ def is_enabled() -> bool:
       >>> is_enabled()
       True
     """
-    return ambient.now().fp8_enabled
+    return ambient.FP8_ENABLED.value
 
 
-@contextlib.contextmanager
-def switched(enabled: bool) -> Iterator[None]:
+def switched(enabled: bool) -> contextlib.AbstractContextManager[Any]:
     """A region in which fp8 layers run in fp8, or in their inputs' dtype; the innermost region counts."""
-    with ambient.having(fp8_enabled=enabled):
-        yield
+    return ambient.FP8_ENABLED(enabled)
 
 
-# A part of the key under which `jax.jit` caches a trace.
-_CALIBRATING = jax.make_user_context(False)
-
-
-@contextlib.contextmanager
-def calibrating() -> Iterator[None]:
+def calibrating() -> contextlib.AbstractContextManager[Any]:
     """A region in which layers with delayed scaling cast each tensor with the scale of its own amax."""
-    with ambient.having(fp8_calibrating=True), _CALIBRATING(True):
-        yield
+    return ambient.FP8_CALIBRATING(True)
 
 
 def leaves_of(recipe: Any) -> dict[str, float]:

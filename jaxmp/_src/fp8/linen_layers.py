@@ -460,11 +460,11 @@ def region(
     layers.check_recipe(recipe)
     interceptor = _Interceptor(recipe, filter, kept)
     with (
-        module_paths.fp8_region(enabled) if ambient.now().autocast_tracing else contextlib.nullcontext(),
+        module_paths.fp8_region(enabled) if ambient.AUTOCAST.value[1] else contextlib.nullcontext(),
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
-        _KEY((repr(recipe), enabled, layers.identity_of(filter), kept)),
+        _KEY((repr(recipe), layers.identity_of(filter), kept)),
     ):
         yield
     if interceptor.has_run:  # a method of a model may call some layers only

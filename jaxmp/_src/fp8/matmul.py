@@ -332,7 +332,7 @@ def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
     unmoved = ambient.is_in_loss() and any(leaf.dtype not in _MAX_DTYPES for leaf in leaves)
     if unmoved:
         ambient.now().notes.unmoved_scales[layer or "a layer"] = None
-    return unmoved or ambient.now().fp8_calibrating
+    return unmoved or ambient.FP8_CALIBRATING.value
 
 
 _MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
@@ -340,8 +340,8 @@ _MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
 
 def traced_for(dtype: Any) -> Any:
     """The dtype in which a matmul traced in `dtype` will run: autocast traces in float32 and casts afterwards."""
-    now = ambient.now()
-    lists = now.autocast_lists if now.autocast_tracing and dtype == jnp.float32 else None
+    lists, is_tracing = ambient.AUTOCAST.value
+    lists = lists if is_tracing and dtype == jnp.float32 else None
     return dtype if lists is None or lists.dtype is None else jnp.dtype(lists.dtype)
 
 

@@ -35,7 +35,7 @@ import jax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import ambient, compat
+from jaxmp._src.base import compat
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
 from jaxmp._src.guard import state_readers
@@ -77,11 +77,7 @@ class Reads:
     unscaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
 
 
-_OF_PROCESS = Reads()
-
-
-def _reads() -> Reads:
-    return ambient.now().scale_reads or _OF_PROCESS
+MEMORY = Reads()  # of this process
 
 
 # --- what is noted ----------------------------------------------------------------------------------------------------
@@ -93,7 +89,7 @@ def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
         state_readers.check_is_state(opt_state, "get_loss_scale")
     scale = states.get_loss_scale(opt_state)
     if isinstance(opt_state, tuple) and not opt_state:
-        _reads().anywhere = True
+        MEMORY.anywhere = True
     else:
         note_read(scale)
     return scale
@@ -104,13 +100,13 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
 
     Without gradients an array is read to be shown, and so is the scale that an update made.
     """
-    reads, ranks = _reads(), None if grads is None else _ranks(grads)
+    ranks = None if grads is None else _ranks(grads)
     is_traced = isinstance(scale, Tracer)
     if is_traced:
-        reads.traces.append(compat.trace_state())
-    counts = ranks is not None or (is_traced and not reads.made.get(scale))
-    reads.read.set(scale, [*(reads.read.get(scale) or ()), *([ranks] if counts else ())])
-    reads.alone[ranks] += counts
+        MEMORY.traces.append(compat.trace_state())
+    counts = ranks is not None or (is_traced and not MEMORY.made.get(scale))
+    MEMORY.read.set(scale, [*(MEMORY.read.get(scale) or ()), *([ranks] if counts else ())])
+    MEMORY.alone[ranks] += counts
 
 
 @functools.wraps(transform.unscale)
@@ -123,16 +119,15 @@ def unscale(grads: PyTree, opt_state: Any) -> PyTree:
 
 def note_used(scale: Array) -> None:
     """Notes that an update of the gradients of `scale` was made: it speaks for no other one."""
-    reads = _reads()
-    if (read_for := reads.read.get(scale)) is not None:
-        reads.alone.subtract(read_for)
+    if (read_for := MEMORY.read.get(scale)) is not None:
+        MEMORY.alone.subtract(read_for)
         read_for.clear()
 
 
 def note_made(scale: Array, *, before: Array) -> None:
     """Notes that an update made `scale` from the scale `before`."""
     if isinstance(scale, Tracer) and scale is not before:
-        _reads().made.set(scale, True)
+        MEMORY.made.set(scale, True)
 
 
 def note_scaled(grads: PyTree, opt_state: Any) -> None:
@@ -140,17 +135,17 @@ def note_scaled(grads: PyTree, opt_state: Any) -> None:
     scale = _scale_in(opt_state)
     note_read(scale, grads)
     if isinstance(scale, jax.Array):
-        reads, noted = _reads(), (weakref.ref(scale), compat.trace_state())
+        noted = weakref.ref(scale), compat.trace_state()
         for g in jax.tree.leaves(grads):
             if isinstance(g, jax.Array):
-                reads.scaled.set(g, noted)
+                MEMORY.scaled.set(g, noted)
 
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
     """Notes that `unscale` or a `GradScaler` returned `grads`, divided by `scale`."""
     leaves = jax.tree.leaves(grads)
     if leaves and isinstance(scale, jax.Array):
-        _reads().unscaled.set(leaves[0], weakref.ref(scale))
+        MEMORY.unscaled.set(leaves[0], weakref.ref(scale))
 
 
 def _scale_in(opt_state: Any) -> Array:
@@ -171,7 +166,7 @@ def _noted_of_first(found: ByIdentity, grads: PyTree) -> Any:
 
 def check_not_unscaled(grads: PyTree, scale: Array) -> None:
     """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
-    by = _noted_of_first(_reads().unscaled, grads)
+    by = _noted_of_first(MEMORY.unscaled, grads)
     if by is not None and by() is scale:
         raise ValueError(
             "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
@@ -181,12 +176,12 @@ def check_not_unscaled(grads: PyTree, scale: Array) -> None:
 
 def holds_gradients(tree: PyTree) -> bool:
     """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
-    return _noted_of_first(_reads().scaled, tree) is not None
+    return _noted_of_first(MEMORY.scaled, tree) is not None
 
 
 def _scale_of(grads: PyTree) -> Array | None:
     """The scale that multiplied `grads`, if they were made here: in a branch or a loop each array has another name."""
-    scale, trace = _noted_of_first(_reads().scaled, grads) or (None, None)
+    scale, trace = _noted_of_first(MEMORY.scaled, grads) or (None, None)
     return scale() if scale is not None and trace == compat.trace_state() else None
 
 
@@ -207,8 +202,7 @@ def check_not_scaled(grads: PyTree) -> None:
 
 def check(grads: PyTree, scale: Array) -> None:
     """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
-    reads = _reads()
-    scaled_by, unscaled_by = _scale_of(grads), _noted_of_first(reads.unscaled, grads)
+    scaled_by, unscaled_by = _scale_of(grads), _noted_of_first(MEMORY.unscaled, grads)
     if unscaled_by is not None and unscaled_by() is scale:
         warn(
             "unread-loss-scale",
@@ -227,7 +221,7 @@ def check(grads: PyTree, scale: Array) -> None:
         )
     elif not isinstance(scale, Tracer):
         return
-    elif reads.made.get(scale) and reads.read.get(scale) is None and compat.trace_state() in reads.traces:
+    elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
         warn(
             "unread-loss-scale",
             "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
@@ -248,11 +242,11 @@ def check(grads: PyTree, scale: Array) -> None:
 
 def check_not_changed(grads: PyTree) -> None:
     """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by."""
-    reads, leaves = _reads(), [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
-    changed = [g for g in leaves if reads.scaled.get(g) is None]
+    leaves = [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
+    changed = [g for g in leaves if MEMORY.scaled.get(g) is None]
     if not changed:
         return
-    known = lambda g: None if reads.scaled.get(g) is None else 1.0  # noqa: E731
+    known = lambda g: None if MEMORY.scaled.get(g) is None else 1.0  # noqa: E731
     found, cause = homogeneity.degrees_while_traced(changed, known, most=1000 + 20 * len(changed))
     if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
         return
@@ -292,8 +286,7 @@ def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
 
 def _may_be_of(grads: PyTree, scale: Array) -> bool:
     """Whether a loss that read `scale` can have made `grads`."""
-    reads = _reads()
     first = next(iter(jax.tree.leaves(grads)), None)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
-    is_read = reads.read.get(scale) is not None
-    return is_read or comes_in or reads.anywhere or any(reads.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+    is_read = MEMORY.read.get(scale) is not None
+    return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))

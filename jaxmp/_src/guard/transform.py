@@ -56,6 +56,7 @@ def guarded(make: Callable[..., Any]) -> Callable[..., optax.GradientTransformat
 
         def update_fn(grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
             scale = _look_at_step(rule, grads, state, params, extra, adds=True)
+            after: Any
             updates, after = tx.update(grads, state, params, **extra)
             if scale is not None:
                 scale_reads.note_made(after.scaling.loss_scale, before=scale)
@@ -233,13 +234,13 @@ def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bo
     And each gradient of a param's shape. All else is looked at by path.
     """
     own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=_is_masked)
-    is_plain = rule.policy is not None and rule.moves_scales is None and rule.remainder is None
-    if not is_plain or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
+    policy = rule.policy if rule.moves_scales is None and rule.remainder is None else None
+    if policy is None or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
         return False
     expected = [
         (jnp.float32, p.shape)
         if isinstance(m, optax.MaskedNode)
-        else (rule.policy.param_dtype, m.shape if m.dtype == jnp.float32 else None)
+        else (policy.param_dtype, m.shape if m.dtype == jnp.float32 else None)
         for p, m in zip(own, held, strict=True)
     ]
     return all(

@@ -293,8 +293,8 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     outer, now = regions.current(), ambient.now()
     wanted = _dtype_of(policy)
     kept = outer is not None and (is_default or outer.dtype == (None if wanted == jnp.float32 else wanted))
-    in_fp8 = now.fp8_layers is not None and now.fp8_enabled
-    kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not now.fp8_enabled))
+    in_fp8 = now.fp8_layers is not None and ambient.FP8_ENABLED.value
+    kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not ambient.FP8_ENABLED.value))
     lists = outer if outer is not None and kept else cast_lists.make_lists(wanted)
     if lists.dtype is not None and lists.keeps is None:  # the region around has no policy, or one without keep_fp32
         kept = _kept_by(policy)

@@ -141,7 +141,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
             elif not adds:
                 move = new.scale
             else:
-                highest = np.float32(np.inf) if ambient.now().fp8_calibrating else before * _LARGEST_STEP
+                highest = np.float32(np.inf) if ambient.FP8_CALIBRATING.value else before * _LARGEST_STEP
                 move = jnp.clip(new.scale, before / _LARGEST_STEP, highest) - before
                 new = new._replace(scale=before + move)  # the new value of the leaf
             if adds:
