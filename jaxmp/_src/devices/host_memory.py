@@ -19,14 +19,14 @@ _HOST_KIND = "pinned_host"
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether `x`, an array or a tracer, is in host memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    """Whether `x` is an array or a tracer in host memory."""
+    return isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def first_on_host(tree: PyTree) -> str | None:
     """The path of the first leaf in host memory, or None."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return next((tree_paths.path_str(path) for path, x in leaves if _is_array_on_host(x)), None)
+    return next((tree_paths.path_str(path) for path, x in leaves if is_on_host(x)), None)
 
 
 def check_on_device(state: PyTree) -> None:
@@ -46,7 +46,7 @@ def to_device(tree: PyTree) -> PyTree:
     """`tree` with all its arrays in device memory; arrays that are there already do not change."""
 
     def copied_in(x: Any) -> Any:
-        if not _is_array_on_host(x):
+        if not is_on_host(x):
             return x
         moved = _put(x, jax.memory.Space.Device)
         # Without the barrier, XLA for GPUs may move a reshape of the copy in front of the copy, where it cannot run.
@@ -66,10 +66,6 @@ def to_host(x: Array) -> Array:
 def as_before(new: Array, old: Array) -> Array:
     """`new`, moved to the memory of `old`."""
     return to_host(new) if is_on_host(old) else new
-
-
-def _is_array_on_host(x: Any) -> bool:
-    return isinstance(x, jax.Array) and is_on_host(x)
 
 
 def _put(x: Array, space: Any) -> Array:

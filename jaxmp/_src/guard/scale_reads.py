@@ -243,7 +243,7 @@ def check(grads: PyTree, scale: Array) -> None:
 def check_not_changed(grads: PyTree) -> None:
     """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by."""
     leaves = [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
-    changed = [g for g in leaves if MEMORY.scaled.get(g) is None]
+    changed = [g for g in leaves if MEMORY.scaled.get(g) is None and not compat.is_input(g)]
     if not changed:
         return
     known = lambda g: None if MEMORY.scaled.get(g) is None else 1.0  # noqa: E731

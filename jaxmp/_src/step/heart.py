@@ -127,7 +127,7 @@ def step(
         extra |= {"grads_finite": decision.taken, "loss_scale": used_scale, "next_loss_scale": next_scale}
     elif grads_finite is not None:
         extra |= {"grads_finite": decision.taken}
-    if _is_one_of(extra.get("grad"), given):  # a line search measures slopes by it
+    if "grad" in extra and _is_one_of(extra["grad"], given):  # a line search measures slopes by it
         extra["grad"] = gradients.tree()
 
     weights = masters.weights_of(own_params, state.master_params)

@@ -158,7 +158,7 @@ def check_form(state: Any, state_dtype: Any, *, compressed: bool) -> None:
             narrower = codec is not None and moments.group_of(jnp.shape(x)) is not None
             is_own, got = x.dtype == (jnp.float32 if codec else wanted) and not narrower, x.dtype
         if not is_own:
-            wrong = f"{'int8' if got == jnp.uint8 else got.name} at {path}"
+            wrong = f"{'int8' if got == jnp.uint8 else got.name} at {tree_paths.path_str(path)}"
             break
     if wrong is not None:
         raise ValueError(
@@ -167,14 +167,14 @@ def check_form(state: Any, state_dtype: Any, *, compressed: bool) -> None:
         )
 
 
-def _moments(state: Any) -> Iterator[tuple[str, Any, bool]]:
+def _moments(state: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     """(path, moment, whether it is signed) of each moment in `state`."""
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_holds_moments):
         for name in node._fields if _holds_moments(node) else ():
             if name in (*_SIGNED, *NOT_NEGATIVE):
                 field = jax.tree_util.tree_leaves_with_path(getattr(node, name), is_leaf=moments.is_quantized)
                 key = jax.tree_util.GetAttrKey(name)
-                yield from ((tree_paths.path_str((*path, key, *rest)), x, name in _SIGNED) for rest, x in field)
+                yield from (((*path, key, *rest), x, name in _SIGNED) for rest, x in field)
 
 
 def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> Array:
