@@ -13,11 +13,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jaxmp
 from fp8_model import GRAD, LHS, RHS
 from helpers import assert_exact, assert_same_program
-from jaxmp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Scales, ragged_dot
+from jaxmp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, FallbackWarning, Scales, ragged_dot
+from pallas_kernels import backend as backends
 
 F32, BF16 = np.float32, jnp.bfloat16
 RECIPES = {
@@ -32,6 +34,7 @@ SIZES = {
     "no rows": (0, 0, 0, 0),
 }
 M, K, N = 24, 20, 10
+needs_kernels = pytest.mark.skipif(backends.why_no_kernels() is not None, reason=str(backends.why_no_kernels()))
 
 
 def whole_numbers(seed, *shape):
@@ -78,17 +81,45 @@ def test_result_and_gradients_are_those_of_float32(name, sizes):
         assert_exact(amaxes, Scales(used[0], np.max(np.abs(w)), used[1]))
 
 
+@needs_kernels
 def test_the_program_for_gpus_multiplies_in_fp8_and_bfloat16_stays():
+    """A kernel for each product (tests/kernels/test_kernels_grouped.py), also where the batch is split by plain jit."""
     args = jnp.ones((M, K), BF16), jnp.ones((4, K, N)), jnp.int32([6, 6, 6, 6]), jnp.ones((M, N), BF16)
-    lowered = compiled(DelayedScaling()).trace(*args, Scales(*np.zeros(3, F32))).lower(lowering_platforms=("cuda",))
-    found = [line for line in lowered.as_text().splitlines() if "chlo.ragged_dot" in line]
+    given = (*args, Scales(*np.zeros(3, F32)))
+    one = Mesh(np.array(jax.devices()[:1]), "data")
+    f = jax.shard_map(compiled(DelayedScaling()), mesh=one, in_specs=P(), out_specs=P(), check_vma=False)
+    text = jax.jit(f).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    found = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
     formats = [re.findall(r"x(f8E\dM\d\w*)>", line) for line in found]
     assert formats == [["f8E4M3FN", "f8E4M3FN"], ["f8E5M2", "f8E4M3FN"], ["f8E4M3FN", "f8E5M2"]]
-    assert [re.findall(r"precision (\w+)>", line)[0] for line in found] == ["DEFAULT", "HIGHEST", "HIGHEST"]
-    sides = [[int(side) for side in re.findall(r"(\d+)x", line.split(" : ")[-1])] for line in found]
-    assert all(side % 16 == 0 or side == 4 for line in sides for side in line)
-    y, d_x, d_w, _ = jax.eval_shape(compiled(DelayedScaling()), *args, Scales(*np.zeros(3, F32)))
+    assert "ragged_dot" not in text
+    written = [re.findall(r"-> \(?tensor<\S+x(\w+)>", line)[0] for line in found]
+    assert written == ["bf16", "bf16", "f32"]
+    y, d_x, d_w, _ = jax.eval_shape(compiled(DelayedScaling()), *given)
     assert (y.dtype, d_x.dtype, d_w.dtype) == (BF16, BF16, F32)
+
+
+def test_a_gpu_without_the_kernels_is_named(monkeypatch):
+    """It multiplies the fp8 numbers in 16 bits, and each row by its own expert alone."""
+    x, w, sizes = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), jnp.int32([6, 0, 8, 6])
+    y = jax.jit(functools.partial(ragged_dot, recipe=CurrentScaling()))(x, w, sizes)
+    monkeypatch.setattr(backends, "oldest_gpu", lambda: 8.9)
+    reason = "runs in bfloat16 instead of fp8: kernels need (compute capability >= 9.0|jax >= 0.11.2)"
+    with pytest.warns(FallbackWarning, match=reason):
+        found = jax.jit(functools.partial(ragged_dot, recipe=CurrentScaling()))(x, w, sizes)
+    assert_exact(found, y)
+
+
+@needs_kernels
+def test_the_kernel_of_a_gpu_gives_these_numbers(monkeypatch):
+    """Interpreted, in place of the loop of a CPU."""
+    x, w, grad = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), whole_numbers(2, M, N)
+    sizes, scales = jnp.int32(SIZES["rows of nobody"]), Scales(*np.zeros(3, F32))
+    wanted = compiled(DelayedScaling())(x, w, sizes, grad, scales)
+    run = backends.run
+    monkeypatch.setattr(backends, "run", lambda _, *args, **more: run("interpret", *args, **more))
+    found = compiled.__wrapped__(DelayedScaling())(x, w, sizes, grad, scales)
+    assert_exact(jax.tree.map(np.abs, found), jax.tree.map(np.abs, wanted))
 
 
 def test_what_it_does_not_take():

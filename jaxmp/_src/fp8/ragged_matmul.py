@@ -9,8 +9,8 @@ For y = x w with x [M, K], experts w [G, K, N], and e(m) the expert of row m:
 As in `matmul`, each tensor has one scale and one amax. A row after the last group belongs to no expert: its result and
 gradient are zero, and no amax includes it. An expert without rows has a gradient of zero.
 
-On CUDA the products are `lax.ragged_dot_general` of fp8 operands, which XLA gives to cuBLASLt. Elsewhere the same fp8
-numbers are multiplied in float32.
+Each row is multiplied by its own expert only, in all three products (`pallas_kernels.grouped`): in fp8 on an NVIDIA
+Hopper GPU; elsewhere the same fp8 numbers are multiplied in bfloat16, which holds them exactly, and summed in float32.
 """
 
 import functools
@@ -22,16 +22,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmp._src.base import compat, hardware
-from jaxmp._src.fp8 import gemms, matmul, operands, padding, recipes, remat, shared_scales, stored_kernels
+from jaxmp._src.base import compat
+from jaxmp._src.fp8 import matmul, operands, recipes, remat, shared_scales, stored_kernels
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
-
-_CONTRACT, _BATCH = ((1,), (1,)), ((), (0,))
-_FPROP = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-_DGRAD = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
-_WGRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+from pallas_kernels import backend, grouped
 
 
 def ragged_dot(
@@ -55,6 +51,12 @@ def ragged_dot(
 
     Returns:
       The product; the gradients of lhs and rhs have the inputs' dtypes. All sizes run in fp8 (zeros are added inside).
+      Under plain jit, rows that are split over devices stay split, and the experts are gathered. Experts that are
+      split over devices need `jax.shard_map`.
+
+    Warns:
+      FallbackWarning: the GPU of this machine is no Hopper, or this jax has no kernels for it. The operands are rounded
+        to fp8 as always, and multiplied in bfloat16.
 
     Raises:
       ValueError: a recipe with state without scales, or scales for a recipe without state; a recipe of blocks; shapes
@@ -80,20 +82,17 @@ def ragged_dot(
         scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, "rows"), lhs, group_sizes))
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs) | compat.varying_axes(group_sizes))
     lhs, rhs, group_sizes = (compat.as_varying(x, axes) for x in (lhs, rhs, group_sizes))
-    zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
-    if operands.is_whole(lhs) and operands.is_whole(rhs):
-        zeros = padding.zeros_for(lhs.shape, rhs.shape, _CONTRACT, _BATCH)
+    if backend.oldest_gpu() is not None and (reason := grouped.why_not() or backend.why_not_here((lhs, rhs))):
+        matmul.warn_of_fallback(jnp.dtype(jnp.bfloat16), f"{reason}.", None)
     gemm = Gemm(
-        contract=_CONTRACT,
-        batch=_BATCH,
+        contract=((1,), (1,)),
+        batch=((), (0,)),
         forward_dtype=recipe.dtype(backward=False),
         backward_dtype=recipe.dtype(backward=True),
         holds_log2=recipe.power_of_two,
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
-        lhs_zeros=zeros[0],
-        rhs_zeros=zeros[1],
         by_own_amax=own_amax,
     )
     return in_reverse(_ragged_dot)(gemm, recipe, lhs, rhs, group_sizes, scales)
@@ -116,36 +115,35 @@ def _forward(
 ) -> tuple[Array, Any]:
     lhs, rhs = once(_in_groups(lhs, group_sizes)), once(rhs)
     if scales is None:
-        lhs_q = matmul.quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-        rhs_q = matmul.quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
+        lhs_q = matmul.quantize_by_itself(recipe, lhs, gemm.forward_dtype, (), backward=False)
+        rhs_q = matmul.quantize_by_itself(recipe, rhs, gemm.forward_dtype, (), backward=False)
         amaxes = None
     else:
-        lhs_q, lhs_amax = operands.quantize(gemm, lhs, scales.lhs, gemm.forward_dtype, zeros=gemm.lhs_zeros)
+        lhs_q, lhs_amax = operands.quantize(gemm, lhs, scales.lhs, gemm.forward_dtype)
         rhs_q, rhs_amax = matmul.quantize_rhs(gemm, rhs, scales.rhs, None)
         amaxes = lhs_amax, rhs_amax, scales.grad
     with jax.named_scope("jaxmp.fp8_fprop"):
-        out = _product(gemm, _FPROP, lhs_q, rhs_q, group_sizes, gemm.out_dtype)
-    return padding.crop(out, _of_result(gemm)), (remat.packed((lhs_q, rhs_q)), group_sizes, amaxes)
+        out = _product(grouped.by_expert, lhs_q, rhs_q, group_sizes, gemm.out_dtype)
+    return out, (remat.packed((lhs_q, rhs_q)), group_sizes, amaxes)
 
 
 def _backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Any, ...]:
     quantized, group_sizes, amaxes = residuals
     lhs_q, rhs_q = remat.unpacked(quantized)
     grad = once(_in_groups(grad, group_sizes))
-    zeros = _of_result(gemm)
     if amaxes is None:
-        grad_q = matmul.quantize_by_itself(recipe, grad, gemm.backward_dtype, zeros, backward=True)
+        grad_q = matmul.quantize_by_itself(recipe, grad, gemm.backward_dtype, (), backward=True)
         moved = None
     else:
         lhs_amax, rhs_amax, grad_leaf = amaxes
-        grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype, zeros=zeros)
+        grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype)
         moved = Scales(lhs_amax, rhs_amax, grad_amax)
     with jax.named_scope("jaxmp.fp8_dgrad"):
-        d_lhs = _product(gemm, _DGRAD, grad_q, rhs_q, group_sizes, gemm.lhs_dtype, fast=False)
+        d_lhs = _product(grouped.by_expert, grad_q, rhs_q, group_sizes, gemm.lhs_dtype, transposed=True)
     with jax.named_scope("jaxmp.fp8_wgrad"):
-        d_rhs = _product(gemm, _WGRAD, lhs_q, grad_q, group_sizes, gemm.rhs_dtype, fast=False)
+        d_rhs = _product(grouped.per_expert, lhs_q, grad_q, group_sizes, gemm.rhs_dtype)
     no_gradient = np.zeros(group_sizes.shape, jax.dtypes.float0)
-    return padding.crop(d_lhs, gemm.lhs_zeros), padding.crop(d_rhs, gemm.rhs_zeros), no_gradient, moved
+    return d_lhs, d_rhs, no_gradient, moved
 
 
 _ragged_dot.defvjp(_forward, _backward)
@@ -157,28 +155,6 @@ def _in_groups(x: Array, group_sizes: Array) -> Array:
     return jnp.where(jnp.expand_dims(belongs, 1), x, jnp.zeros((), x.dtype))
 
 
-def _of_result(gemm: Gemm) -> padding.Zeros:
-    rows = gemm.lhs_zeros[0] if gemm.lhs_zeros else 0
-    columns = gemm.rhs_zeros[2] if gemm.rhs_zeros else 0
-    return (rows, columns) if rows or columns else ()
-
-
-def _product(
-    gemm: Gemm, numbers: Any, a: Quantized, b: Quantized, group_sizes: Array, out_dtype: Any, *, fast: bool = True
-) -> Array:
-    """One product of fp8 operands, unscaled, in `out_dtype`."""
-    accumulator = gemms.accumulator(out_dtype, power_of_two=gemm.holds_log2)
-    dot = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
-
-    def in_fp8(a: Array, b: Array, group_sizes: Array) -> Array:
-        # There is no name for an algorithm here: XLA accumulates fully where the highest precision is asked for.
-        precision = lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
-        return dot(a, b, group_sizes, precision=precision, preferred_element_type=accumulator)
-
-    def in_float32(a: Array, b: Array, group_sizes: Array) -> Array:
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return dot(a, b, group_sizes, precision=lax.Precision.HIGHEST).astype(accumulator)
-
-    out = hardware.on_fp8_hardware(in_fp8, in_float32)(a.values, b.values, group_sizes)
-    inv_scale = a.inv_scale * b.inv_scale
-    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+def _product(f: Any, a: Quantized, b: Quantized, group_sizes: Array, dtype: Any, **more: Any) -> Array:
+    """One product of fp8 operands, unscaled, in `dtype`."""
+    return f(a.values, b.values, group_sizes, a.inv_scale * b.inv_scale, dtype, **more)
