@@ -49,8 +49,8 @@ def by_expert(
     columns = n // tn
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     tiles = jnp.arange(m // tm, dtype=jnp.int32) * tm
-    first = jnp.searchsorted(ends, tiles, side="right").astype(jnp.int32)
-    last = jnp.searchsorted(ends, tiles + tm, side="left").astype(jnp.int32)
+    first = jnp.sum(ends <= tiles[:, None], axis=1, dtype=jnp.int32)
+    last = jnp.sum(ends < tiles[:, None] + tm, axis=1, dtype=jnp.int32)
     experts = jnp.minimum(last + 1, len(sizes)) - first  # of each tile, perhaps with some that have no rows
 
     def body(
@@ -96,7 +96,7 @@ def per_expert(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (k, m), n, g = a_t.shape, b_t.shape[0], len(sizes)
-    tk, tn, tm = MULTIPLE, _block(n), _block(m)
+    tk, tn, tm = MULTIPLE, _block(n), block_of_rows(m, g)
     columns = n // tn
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
 
@@ -135,6 +135,11 @@ def per_expert(
         interpret=interpret,
     )
     return kernel(a_t, b_t, ends - sizes, ends, factor.reshape(1))
+
+
+def block_of_rows(rows: int, experts: int) -> int:
+    """How many rows `per_expert` sums at once; fewer for small experts, as all blocks with a row of theirs are read."""
+    return _block(rows) if rows >= 512 * experts else MULTIPLE
 
 
 def _block(size: int) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import moments, update
+from pallas_kernels import grouped, moments, update
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LEAVES = (5, 129, 2048, 8192 + 3)  # tails, whole blocks, and both
@@ -66,6 +66,16 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
         "silu_gated_grad_cast_transpose_amax",
         lambda g, a, b, backend: gated_grad(g, a, b, (one, one), E5M2, backend=backend),
         "bfloat16 bfloat16 bfloat16",
+    )
+    rows, experts = (side, 128), (4, 128, 192)
+    of_experts = jnp.array([side // 2 - 3, 0, 3, side // 4], jnp.int32)  # and some rows are of nobody
+    found["grouped by_expert"] = (
+        lambda x, w: grouped.by_expert(x, w, of_experts, one, jnp.bfloat16, backend=backend),
+        lambda seed: [normal(rows, seed * 8, "float8_e4m3fn"), normal(experts, seed * 8 + 1, "float8_e4m3fn")],
+    )
+    found["grouped per_expert"] = (
+        lambda x, g: grouped.per_expert(x, g, of_experts, one, jnp.float32, backend=backend),
+        lambda seed: [normal(rows, seed * 8, "float8_e4m3fn"), normal(rows, seed * 8 + 1, "float8_e5m2")],
     )
     sizes = [n * blocks for n in LEAVES]
 
