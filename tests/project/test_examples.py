@@ -184,6 +184,18 @@ def test_gradient_penalty(run):
 
 
 @pytest.mark.thorough(0)
+def test_moe(run):
+    out = run("moe.py", "--seeds", 2, "--steps", 60, "--batch-size", 128)
+    rows = re.findall(r"(bf16|fp8) +(\d\.\d{4}) +(\d+\.\d)%", out)
+    assert [name for name, *_ in rows] == ["bf16", "fp8"]
+    losses = {name: float(loss) for name, loss, _ in rows}
+    assert max(losses.values()) < 2.2  # a guess among ten classes: 2.30
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.1)
+    assert all(0 < float(dropped) < 50 for *_, dropped in rows)
+    assert re.search(r"fp8 .* [+-]\d+\.\d\d ± \d+\.\d\d %\n", out)
+
+
+@pytest.mark.thorough(0)
 def test_port_torch_amp(run):
     out = run("port_torch_amp.py", "--steps", 24, "--width", 8)
     rows = {}
