@@ -49,8 +49,8 @@ def by_expert(
     columns = n // tn
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     tiles = jnp.arange(m // tm, dtype=jnp.int32) * tm
-    first = jnp.sum(ends <= tiles[:, None], axis=1, dtype=jnp.int32)
-    last = jnp.sum(ends < tiles[:, None] + tm, axis=1, dtype=jnp.int32)
+    first = jnp.sum(ends[None] <= tiles[:, None], axis=1, dtype=jnp.int32)
+    last = jnp.sum(ends[None] < tiles[:, None] + tm, axis=1, dtype=jnp.int32)
     experts = jnp.minimum(last + 1, len(sizes)) - first  # of each tile, perhaps with some that have no rows
 
     def body(
